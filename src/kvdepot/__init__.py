@@ -1,0 +1,61 @@
+"""kvdepot: a tiered store for the KV cache of LLM inference.
+
+    store = kvdepot.open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})
+    space = store.namespace(model="m", layout=kvdepot.KVLayout.gqa(layers=32, kv_heads=8, head_dim=128))
+    keys = space.keys(token_ids)
+    store.put(keys[0], buffer)
+    store.get(keys[0], into)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvdepot.core.block import BlockKey, Got, Put
+    from kvdepot.core.config import Config
+    from kvdepot.core.hf_config import model_layout
+    from kvdepot.core.layout import KVLayout, ModelLayout
+    from kvdepot.core.namespace import Namespace, fingerprint
+    from kvdepot.store.opening import open_store as open
+    from kvdepot.store.store import Store
+
+__version__ = "0.1.0"
+__all__ = [
+    "BlockKey",
+    "Config",
+    "Got",
+    "KVLayout",
+    "ModelLayout",
+    "Namespace",
+    "Put",
+    "Store",
+    "__version__",
+    "fingerprint",
+    "model_layout",
+    "open",
+]
+
+_HOMES = {
+    "BlockKey": "core.block",
+    "Config": "core.config",
+    "Got": "core.block",
+    "KVLayout": "core.layout",
+    "ModelLayout": "core.layout",
+    "Namespace": "core.namespace",
+    "Put": "core.block",
+    "Store": "store.store",
+    "fingerprint": "core.namespace",
+    "model_layout": "core.hf_config",
+    "open": "store.opening",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used, so that `import kvdepot` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvdepot' has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(f"kvdepot.{_HOMES[name]}")
+    value = getattr(module, "open_store" if name == "open" else name)
+    globals()[name] = value
+    return value

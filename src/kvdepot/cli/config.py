@@ -1,0 +1,81 @@
+"""`kvdepot config show|check`: the settings in force, and whether a file is right."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvdepot.cli import output
+from kvdepot.core import config, config_loader
+from kvdepot.errors import ConfigError
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser("config", description="Show or check a configuration.")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
+    show = verbs.add_parser(
+        "show",
+        help="print every setting in force, as TOML with comments",
+        description="Print every setting in force, as TOML with comments: the defaults, then "
+        "the file, then KVDEPOT_… variables, then --set; the last one wins. Secrets are hidden.",
+    )
+    show.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+    show.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="A.B=VALUE",
+        help="one setting, for example ssd.capacity=20GiB; may be repeated",
+    )
+    output.add_json_flag(show)
+    check = verbs.add_parser(
+        "check",
+        help="say whether a file can be used",
+        description="Say whether a TOML file can be used. Exits with 1 if not.",
+    )
+    check.add_argument("file", type=Path, metavar="FILE")
+    output.add_json_flag(check)
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_show(args) if args.verb == "show" else run_check(args)
+
+
+def run_show(args: argparse.Namespace) -> int:
+    settings = config.load(args.config, env=args.env, overrides=parse_settings(args.settings))
+    if args.json:
+        output.document(config_loader.show(settings))
+    else:
+        output.data(config_loader.to_toml(settings).rstrip())
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Looks at the file alone: what the environment adds is not the file's fault."""
+    try:
+        config.load(args.file, env={}, overrides={})
+    except ConfigError as error:
+        if args.json:
+            found = {"ok": False, "key": error.path, "error": str(error), "hint": error.hint}
+            output.document(found)
+        else:
+            output.error(str(error), hint=error.hint)
+        return 1
+    if args.json:
+        output.document({"ok": True})
+    else:
+        output.data(f"{args.file}: ok")
+    return 0
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, str]:
+    """`a.b=c` texts as a mapping. Raises ConfigError for one without a name or a value."""
+    overrides = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not equals:
+            raise ConfigError(
+                setting, "not of the form a.b=value", hint="--set ssd.capacity=20GiB, for example"
+            )
+        overrides[name.strip()] = value.strip()
+    return overrides

@@ -1,0 +1,167 @@
+"""How commands talk: data on stdout, talk on stderr, readable without colour.
+
+The only file of the package that prints.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from kvdepot.core.units import format_bytes
+
+SILENT_S = 2.0
+"""Nobody wonders about a pause shorter than this."""
+
+TTY_INTERVAL_S = 0.1
+LOG_INTERVAL_S = 10.0
+NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)? ?(%|×|[A-Za-zµ]+(/s)?)?")
+"""`12`, `1,024`, `0.93`, `4.5GiB`, `250 us`, `1.9GiB/s`, `93 %`"""
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+def data(text: str) -> None:
+    """One piece of the answer, on stdout."""
+    print(text)
+
+
+def document(value: object) -> None:
+    """The whole answer as JSON, on stdout. Dataclasses, paths, enums and bytes are understood."""
+    data(json.dumps(value, indent=2, default=plain, allow_nan=False))
+
+
+def say(text: str) -> None:
+    """Talk, on stderr."""
+    print(text, file=sys.stderr)
+
+
+def error(message: str, *, hint: str = "") -> None:
+    say(f"error: {message}")
+    if hint:
+        say(f"hint: {hint}")
+
+
+def flush() -> None:
+    """Raise BrokenPipeError now, where it is handled, and not at interpreter exit."""
+    sys.stdout.flush()
+
+
+def talk_stream() -> TextIO:
+    return sys.stderr
+
+
+def discard_stdout() -> None:
+    """After the reader has gone: let nothing that is still buffered fail at interpreter exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def plain(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"no JSON form for {type(value).__name__}")
+
+
+def rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(round(bytes_per_s))}/s"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns under underlined headings; columns of numbers are flushed right."""
+    cells = [[text_of(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    numeric = [all(map(is_number, column)) for column in zip(*cells, strict=True)]
+    numeric += [False] * (len(headings) - len(numeric))
+
+    def line(row: Sequence[str]) -> str:
+        placed = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        return "  ".join(placed).rstrip()
+
+    return "\n".join([line(headings), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def text_of(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def is_number(cell: str) -> bool:
+    return NUMBER.fullmatch(cell) is not None
+
+
+class Progress:
+    """One line on stderr about something that takes a while.
+
+    On a terminal the line is rewritten in place and wiped at the end. Elsewhere (a log file, CI)
+    nothing is written in the first two seconds, then one line every ten. Use it as a scope; call
+    `advance` from one thread.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int = 0,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.label = label
+        self.total = total
+        self.done = 0
+        self._stream = sys.stderr if stream is None else stream
+        self._is_tty = self._stream.isatty()
+        self._clock = clock
+        self._next_s = clock() + (0.0 if self._is_tty else SILENT_S)
+        self._shown_width = 0
+
+    def __enter__(self) -> Self:
+        self._show_if_due()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_tty and self._shown_width:
+            self._stream.write("\r" + " " * self._shown_width + "\r")
+            self._stream.flush()
+
+    def advance(self, amount: int = 1) -> None:
+        self.done += amount
+        self._show_if_due()
+
+    def _show_if_due(self) -> None:
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + (TTY_INTERVAL_S if self._is_tty else LOG_INTERVAL_S)
+        share = f" {min(100, 100 * self.done // self.total)} %" if self.total else ""
+        text = f"{self.label} …{share}"
+        if self._is_tty:
+            self._stream.write("\r" + text.ljust(self._shown_width))
+            self._shown_width = max(self._shown_width, len(text))
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()

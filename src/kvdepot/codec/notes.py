@@ -1,0 +1,62 @@
+"""Records that are not blocks: what was removed, and what a namespace tag stands for.
+
+A removal says: no record of this key (or of this whole namespace) with a lower sequence counts. It must
+outlive the records it speaks of: it is carried along while the segment `until_segment` is in use.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, record_bytes, write_head
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.native import chunk_checksums
+
+_REMOVAL: Final = struct.Struct("<32sQQQ")
+_CHUNK: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Blocks that must not come back."""
+
+    key: BlockKey
+    whole_namespace: bool
+    below_sequence: int
+    until_segment: int
+
+
+def space_key(tag: bytes) -> BlockKey:
+    """The key under which a namespace's description is recorded."""
+    return BlockKey(tag.ljust(KEY_BYTES, b"\0"))
+
+
+def pack_removals(removals: list[Removal]) -> bytes:
+    return b"".join(
+        _REMOVAL.pack(r.key, int(r.whole_namespace), r.below_sequence, r.until_segment) for r in removals
+    )
+
+
+def parse_removals(payload: bytes) -> list[Removal]:
+    return [
+        Removal(BlockKey(key), bool(whole), below, until)
+        for key, whole, below, until in _REMOVAL.iter_unpack(payload)
+    ]
+
+
+def note_bytes(payload: bytes) -> int:
+    """Size of a note's record."""
+    return record_bytes(len(payload))
+
+
+def write_note(image: memoryview, kind: Kind, key: BlockKey, payload: bytes) -> None:
+    """Fill `image` with an unplaced record that holds `payload`."""
+    image[HEAD_BYTES : HEAD_BYTES + len(payload)] = payload
+    count = -(-len(payload) // _CHUNK)
+    chunk_checksums(
+        image[HEAD_BYTES : HEAD_BYTES + len(payload)], _CHUNK, image[TABLE_OFFSET : TABLE_OFFSET + 8 * count]
+    )
+    write_head(image, kind, key, len(payload), _CHUNK)
+
+
+assert TAG_BYTES < KEY_BYTES

@@ -1,0 +1,145 @@
+"""One block as bytes, the same in an arena slot and in a segment: a 4 KiB head, then the payload.
+
+    0    u64   checksum of head[8:used]
+    8    u32   magic, u16 version, u16 kind
+    16   32s   key
+    48   u64   segment id      set by the tier that writes the record down; 0 in memory
+    56   u64   sequence        grows with every record of a store; the highest one of a key counts
+    64   u32   used            bytes of the head that mean something
+    68   u16   codec, u16 zero
+    72   u64   payload bytes
+    80   u64   chunk bytes     the payload is checksummed in chunks of this size, whole layers each
+    88   u32   chunk count
+    128  u64[] checksum of each chunk
+
+The payload starts at 4096 and is padded with zeros to a multiple of 4096. All little-endian.
+"""
+
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from kvdepot.core.block import KEY_BYTES, BlockKey
+from kvdepot.errors import ConfigError
+from kvdepot.native import checksum
+
+PAGE: Final = 4096
+HEAD_BYTES: Final = PAGE
+MAGIC: Final = 0x3152564B  # "KVR1"
+VERSION: Final = 1
+TABLE_OFFSET: Final = 128
+CHUNKS_MAX: Final = (HEAD_BYTES - TABLE_OFFSET) // 8
+IDENTITY: Final = slice(8, 56)
+"""The part of a head that a reader knows beforehand: magic, version, kind, key, segment id."""
+
+_HEAD: Final = struct.Struct("<QIHH32sQQIHHQQI")
+_IDENTITY: Final = struct.Struct("<IHH32sQ")
+_PLACE: Final = struct.Struct("<QQ")
+_U64: Final = struct.Struct("<Q")
+
+
+class Kind(IntEnum):
+    """What a record holds."""
+
+    BLOCK = 1
+    REMOVAL = 2
+    SPACE = 3
+
+
+class Codec(IntEnum):
+    """How a record's payload is encoded."""
+
+    RAW = 0
+
+
+class Head(NamedTuple):
+    """A record's head, parsed."""
+
+    kind: Kind
+    key: BlockKey
+    segment_id: int
+    sequence: int
+    payload_bytes: int
+    chunk_bytes: int
+    chunk_count: int
+
+
+def round_up(nbytes: int, unit: int = PAGE) -> int:
+    """The smallest multiple of `unit` that is not less than `nbytes`."""
+    return -(-nbytes // unit) * unit
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """Length of a record with this payload, head and padding included."""
+    return HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
+
+
+def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
+    """How many checksums a payload has. Raises ConfigError where a head cannot hold them."""
+    count = -(-payload_bytes // chunk_bytes)
+    if not 0 < count <= CHUNKS_MAX:
+        raise ConfigError("chunk_bytes", f"{payload_bytes} bytes in {count} chunks, at most {CHUNKS_MAX}")
+    return count
+
+
+def write_head(image: memoryview, kind: Kind, key: BlockKey, payload_bytes: int, chunk_bytes: int) -> None:
+    """Write the head of a record whose checksum table is already in place, unplaced."""
+    count = -(-payload_bytes // chunk_bytes)
+    used = TABLE_OFFSET + 8 * count
+    _HEAD.pack_into(
+        image, 0, 0, MAGIC, VERSION, kind, key, 0, 0, used, Codec.RAW, 0, payload_bytes, chunk_bytes, count
+    )
+
+
+def place(image: memoryview, segment_id: int, sequence: int) -> None:
+    """Say where in a log this record goes, and close its head with a checksum."""
+    _PLACE.pack_into(image, 48, segment_id, sequence)
+    (used,) = struct.unpack_from("<I", image, 64)
+    _U64.pack_into(image, 0, checksum(image[8:used]))
+
+
+def parse_head(image: memoryview) -> Head | None:
+    """The head at the start of `image`, or None if there is no intact one."""
+    if len(image) < HEAD_BYTES:
+        return None
+    (
+        digest, magic, version, kind, key, segment_id, sequence,
+        used, codec, _, payload_bytes, chunk_bytes, count,
+    ) = _HEAD.unpack_from(image, 0)  # fmt: skip
+    if magic != MAGIC or version != VERSION or codec != Codec.RAW:
+        return None
+    if not TABLE_OFFSET <= used <= HEAD_BYTES or checksum(image[8:used]) != digest:
+        return None
+    if kind not in Kind.__members__.values() or used != TABLE_OFFSET + 8 * count or not chunk_bytes:
+        return None
+    if -(-payload_bytes // chunk_bytes) != count:
+        return None
+    return Head(Kind(kind), BlockKey(key), segment_id, sequence, payload_bytes, chunk_bytes, count)
+
+
+def parse_own(image: memoryview) -> tuple[int, bytes, int, int]:
+    """Kind, key, sequence and payload bytes of a record this process wrote itself. No checks."""
+    fields = _HEAD.unpack_from(image, 0)
+    return fields[3], fields[4], fields[6], fields[10]
+
+
+def payload_intact(image: memoryview, head: Head) -> bool:
+    """Whether the payload in `image` matches the checksums in its head. Reads every byte."""
+    if len(image) < record_bytes(head.payload_bytes):
+        return False
+    table = image[TABLE_OFFSET : TABLE_OFFSET + 8 * head.chunk_count].cast("Q")
+    for index, expected in enumerate(table):
+        start = HEAD_BYTES + index * head.chunk_bytes
+        stop = min(start + head.chunk_bytes, HEAD_BYTES + head.payload_bytes)
+        if checksum(image[start:stop]) != expected:
+            return False
+    return True
+
+
+def identity(kind: Kind, key: BlockKey, segment_id: int) -> bytes:
+    """What `head[IDENTITY]` of the record must be."""
+    return _IDENTITY.pack(MAGIC, VERSION, kind, key, segment_id)
+
+
+assert _IDENTITY.size == IDENTITY.stop - IDENTITY.start
+assert _HEAD.size <= TABLE_OFFSET and KEY_BYTES == 32

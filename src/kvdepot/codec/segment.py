@@ -1,0 +1,156 @@
+"""The pages of a segment that are not records, and a drive's superblock.
+
+A segment is a fixed-size extent: one header page, records one after another, and at its end an
+index footer and a trailer page:
+
+    | header | record | record | … | free | footer entries | trailer |
+
+The header names the segment; each record repeats that name, so that bytes left over from an
+earlier use of the extent never count. The footer is written when the segment is full (sealed) or
+when the store closes (open: more records may follow behind `tail`). A segment without a valid
+trailer is scanned record by record.
+"""
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.codec.record import PAGE, round_up
+from kvdepot.native import checksum
+
+FORMAT: Final = 1
+HEADER_MAGIC: Final = 0x3153564B  # "KVS1"
+TRAILER_MAGIC: Final = 0x3154564B  # "KVT1"
+SUPERBLOCK_MAGIC: Final = b"KVDEPOT\x00"
+
+ENTRY: Final = np.dtype(
+    [
+        ("key", "V32"),
+        ("page", "<u4"),
+        ("kind", "<u4"),
+        ("payload_bytes", "<u8"),
+        ("sequence", "<u8"),
+        ("spare", "<u8"),
+    ]
+)
+"""One record in a footer."""
+
+Entries = npt.NDArray[np.void]
+"""An array of ENTRY."""
+
+_ENTRY: Final = struct.Struct("<32sIIQQQ")
+_HEADER: Final = struct.Struct("<QIIQQQ16s")
+_TRAILER: Final = struct.Struct("<QIIQQQQQQQQ16s")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """First page of a segment."""
+
+    segment_id: int
+    slot: int
+    segment_bytes: int
+    store: bytes
+
+    def pack(self) -> bytes:
+        page = bytearray(PAGE)
+        _HEADER.pack_into(
+            page, 0, 0, HEADER_MAGIC, FORMAT, self.segment_id, self.slot, self.segment_bytes, self.store
+        )
+        return _closed(page, _HEADER.size)
+
+    @classmethod
+    def parse(cls, page: memoryview | bytes) -> "SegmentHeader | None":
+        if len(page) < PAGE:
+            return None
+        digest, magic, version, segment_id, slot, segment_bytes, store = _HEADER.unpack_from(page)
+        if magic != HEADER_MAGIC or version != FORMAT or digest != checksum(page[8 : _HEADER.size]):
+            return None
+        return cls(segment_id, slot, segment_bytes, store)
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """Last page of a segment: where its footer is, and how far records reach."""
+
+    segment_id: int
+    slot: int
+    segment_bytes: int
+    footer_offset: int
+    tail: int
+    count: int
+    sealed: bool
+    footer_checksum: int
+    store: bytes
+
+    def pack(self) -> bytes:
+        page = bytearray(PAGE)
+        _TRAILER.pack_into(
+            page, 0, 0, TRAILER_MAGIC, FORMAT, self.segment_id, self.slot, self.segment_bytes,
+            self.footer_offset, self.tail, self.count, int(self.sealed), self.footer_checksum, self.store,
+        )  # fmt: skip
+        return _closed(page, _TRAILER.size)
+
+    @classmethod
+    def parse(cls, page: memoryview | bytes) -> "Trailer | None":
+        if len(page) < PAGE:
+            return None
+        digest, magic, version, *fields = _TRAILER.unpack_from(page)
+        if magic != TRAILER_MAGIC or version != FORMAT or digest != checksum(page[8 : _TRAILER.size]):
+            return None
+        segment_id, slot, segment_bytes, offset, tail, count, sealed, footer_checksum, store = fields
+        return cls(segment_id, slot, segment_bytes, offset, tail, count, bool(sealed), footer_checksum, store)
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What a drive says about itself."""
+
+    store: str
+    segment_bytes: int
+    format: int = FORMAT
+    made_by: str = ""
+
+    def pack(self) -> bytes:
+        page = bytearray(PAGE)
+        text = json.dumps(asdict(self), sort_keys=True).encode()
+        struct.pack_into("<Q8sII", page, 0, 0, SUPERBLOCK_MAGIC, self.format, len(text))
+        page[24 : 24 + len(text)] = text
+        return _closed(page, 24 + len(text))
+
+    @classmethod
+    def parse(cls, page: memoryview | bytes) -> "Superblock | int | None":
+        """The superblock; the format's number where it is not ours; None if the page is damaged."""
+        if len(page) < PAGE:
+            return None
+        digest, magic, version, length = struct.unpack_from("<Q8sII", page)
+        if magic != SUPERBLOCK_MAGIC or not 0 < length <= PAGE - 24:
+            return None
+        if digest != checksum(page[8 : 24 + length]):
+            return None
+        if version != FORMAT:
+            return int(version)
+        fields: dict[str, Any] = json.loads(bytes(page[24 : 24 + length]))
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+
+
+def pack_entry(key: bytes, page: int, kind: int, payload_bytes: int, sequence: int) -> bytes:
+    """One footer entry as bytes."""
+    return _ENTRY.pack(key, page, kind, payload_bytes, sequence, 0)
+
+
+def footer_bytes(count: int) -> int:
+    """Room that a footer of `count` entries and the trailer need at a segment's end."""
+    return round_up(count * ENTRY.itemsize) + PAGE
+
+
+def _closed(page: bytearray, used: int) -> bytes:
+    struct.pack_into("<Q", page, 0, checksum(memoryview(page)[8:used]))
+    return bytes(page)
+
+
+assert _ENTRY.size == ENTRY.itemsize

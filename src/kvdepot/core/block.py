@@ -1,0 +1,81 @@
+"""The nouns: what a block is called, what may become of it, and how callers are answered.
+
+A block's copy in one tier lives like this; every other step is a bug and raises StateError:
+
+    ABSENT --reserve--> FILLING --seal--> READY --drop--> ABSENT
+                           |
+                           +--abandon--> ABSENT
+
+FILLING is invisible to lookups. A copy that failed its checksum is dropped (quarantined) the
+same way as one that was evicted; only the counter differs.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Final, NewType
+
+from kvdepot.errors import StateError
+
+BlockKey = NewType("BlockKey", bytes)
+"""Content address of one block, 32 bytes: namespace tag (8), link to the parent (8), digest (16).
+
+The link is the first half of the parent's digest, or zeros for the first block of a prompt, so
+that a key by itself tells its place in the prefix tree.
+"""
+
+KEY_BYTES: Final = 32
+TAG_BYTES: Final = 8
+LINK_BYTES: Final = 8
+
+
+class CopyState(IntEnum):
+    """State of one block's copy in one tier."""
+
+    ABSENT = 0
+    FILLING = 1
+    READY = 2
+
+
+_ALLOWED: Final = frozenset(
+    {
+        (CopyState.ABSENT, CopyState.FILLING),
+        (CopyState.FILLING, CopyState.READY),
+        (CopyState.FILLING, CopyState.ABSENT),
+        (CopyState.READY, CopyState.ABSENT),
+    }
+)
+
+
+def check_transition(old: int, new: CopyState) -> None:
+    """Raise StateError unless a copy may go from `old` to `new`."""
+    if (old, new) not in _ALLOWED:
+        raise StateError(f"a block's copy cannot go from {CopyState(old).name} to {new.name}")
+
+
+class Put(Enum):
+    """Answer to `Store.put`. True when the block is in the store afterwards."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    THROTTLED = "throttled"
+    REFUSED = "refused"
+
+    def __bool__(self) -> bool:
+        return self in (Put.STORED, Put.PRESENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """Answer to `Store.get`. True when the target holds the block; `tier` tells from where.
+
+    After a miss the target's content is undefined and `reason` says why: absent, corrupt, failed, late.
+    """
+
+    tier: str | None
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.tier is not None
+
+
+MISS: Final = Got(None, "absent")

@@ -1,0 +1,258 @@
+"""The whole configuration, as one tree of frozen dataclasses.
+
+Sources, lowest to highest: the defaults here, a TOML file, an environment mapping (KVDEPOT_*, `__`
+between levels), overrides. Unknown keys are errors, and so are sizes that cannot work. The caller
+passes the environment in; nothing here reads it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from kvdepot.core.config_loader import Secret, Unit, load_tree
+from kvdepot.core.units import format_bytes
+from kvdepot.errors import ConfigError
+
+ENV_PREFIX: Final = "KVDEPOT_"
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+PAGE_BYTES: Final = 4 * KIB
+SEGMENT_BYTES_MAX_AUTOMATIC: Final = 256 * MIB
+SEGMENT_BYTES_MIN: Final = 64 * KIB
+SEGMENTS_AUTOMATIC: Final = 16
+_SIZE_LIMIT: Final = 1 << 63
+
+Bytes = Annotated[int, Unit.BYTES]
+Seconds = Annotated[float, Unit.SECONDS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DramConfig:
+    """The memory tier. `dram = "2GiB"` alone means its capacity."""
+
+    SHORTHAND: ClassVar[str] = "capacity"
+
+    capacity: Bytes = GIB
+    """Memory for blocks."""
+
+    huge_pages: Literal["auto", "always", "never"] = "auto"
+    """Huge pages for that memory: used when the machine has them, insisted on, or left alone."""
+
+    verify: bool = True
+    """Check the checksum of every block read from memory."""
+
+    lock: bool = False
+    """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""
+
+    prefault: bool = True
+    """Touch all the memory when the store opens, so that no first use is slow."""
+
+    def __post_init__(self) -> None:
+        _check_size("dram.capacity", self.capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdConfig:
+    """The disk tier: append-only segments in one or many directories or block devices."""
+
+    path: tuple[Path, ...]
+    """Where the segments live: a directory or block device, or a list of them used together."""
+
+    capacity: Bytes
+    """Space for segments, over all paths together."""
+
+    segment: Bytes = 0
+    """Size of a segment. 0 means automatic: 256MiB, less when that would make fewer than 16."""
+
+    direct_io: Literal["auto", "always", "never"] = "auto"
+    """Bypass the page cache: where the filesystem can, always or fail, or never."""
+
+    io_engine: Literal["auto", "uring", "threads", "python"] = "auto"
+    """How reads and writes reach the kernel; auto takes the fastest that works here."""
+
+    io_depth: int = 32
+    """Reads and writes under way at once, for each path."""
+
+    fsync: Literal["never", "flush", "always"] = "flush"
+    """When written data is forced to the device: never, on flush() and close(), or every batch."""
+
+    promote: bool = True
+    """Copy a block that was read from disk into memory."""
+
+    read_timeout: Seconds = 2.0
+    """A read that takes longer is a miss."""
+
+    write_timeout: Seconds = 10.0
+    """A write that takes longer marks the path as failing."""
+
+    retry_initial: Seconds = 0.1
+    """Wait before a failing path is tried again, the first time; doubles with each failure."""
+
+    retry_max: Seconds = 30.0
+    """The longest wait before a failing path is tried again."""
+
+    def __post_init__(self) -> None:
+        self._check_paths()
+        _check_size("ssd.capacity", self.capacity)
+        self._check_segment()
+        _check_range("ssd.io_depth", self.io_depth, 1, 4096)
+        for name in ("read_timeout", "write_timeout", "retry_initial", "retry_max"):
+            _check_positive(f"ssd.{name}", getattr(self, name))
+        if self.retry_max < self.retry_initial:
+            raise ConfigError("ssd.retry_max", "must not be less than ssd.retry_initial")
+
+    @property
+    def path_capacity(self) -> int:
+        """Bytes of the capacity that fall to each path."""
+        return self.capacity // len(self.path)
+
+    @property
+    def segment_bytes(self) -> int:
+        """The size of a segment in force."""
+        if self.segment:
+            return self.segment
+        whole_mib = self.path_capacity // SEGMENTS_AUTOMATIC // MIB * MIB
+        return max(MIB, min(SEGMENT_BYTES_MAX_AUTOMATIC, whole_mib))
+
+    def _check_paths(self) -> None:
+        if not self.path:
+            raise ConfigError("ssd.path", "needs at least one path")
+        if len(set(self.path)) != len(self.path):
+            raise ConfigError("ssd.path", "names the same path twice")
+
+    def _check_segment(self) -> None:
+        if self.segment:
+            _check_size("ssd.segment", self.segment, least=SEGMENT_BYTES_MIN)
+            if self.segment % PAGE_BYTES:
+                raise ConfigError("ssd.segment", f"must be a multiple of {PAGE_BYTES} bytes")
+        if self.path_capacity < 2 * self.segment_bytes:
+            raise ConfigError(
+                "ssd.capacity",
+                f"{format_bytes(self.path_capacity)} for each path is less than two segments of "
+                f"{format_bytes(self.segment_bytes)}",
+                hint="give more capacity" + (" or a smaller ssd.segment" if self.segment else ""),
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritebackConfig:
+    """How blocks get from memory to disk in the background."""
+
+    dirty_limit: float = 0.5
+    """Share of the memory tier that may wait to be written; beyond it puts are throttled."""
+
+    staging: Bytes = 64 * MIB
+    """Memory besides the memory tier, for reads from disk and for reclaiming segments."""
+
+    put_timeout: Seconds = 0.25
+    """The longest a put waits for room before it is throttled; 0 never waits."""
+
+    batch: Bytes = 32 * MIB
+    """Bytes handed to the disk in one go."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.dirty_limit <= 1:
+            raise ConfigError("writeback.dirty_limit", f"must be in 0 to 1, got {self.dirty_limit}")
+        _check_size("writeback.staging", self.staging)
+        _check_size("writeback.batch", self.batch)
+        if not self.put_timeout >= 0:
+            raise ConfigError("writeback.put_timeout", "must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantConfig:
+    """One tenant. Without a secret it is kept apart from others by its name only."""
+
+    secret_file: Path | None = None
+    """File whose content, less a line end, is the secret that seeds the tenant's keys."""
+
+    secret_hex: Annotated[str, Secret.HIDDEN] = field(default="", repr=False)
+    """The secret itself, in hexadecimal; for tests and for secrets injected by environment."""
+
+    def secret(self) -> bytes:
+        """The tenant's secret, empty when none is set. Reads the file; else ConfigError."""
+        if self.secret_file is None:
+            return bytes.fromhex(self.secret_hex)
+        try:
+            content = self.secret_file.read_bytes()
+        except OSError as error:
+            reason = f"{self.secret_file} cannot be read: {error.strerror or error}"
+            raise ConfigError("secret_file", reason) from error
+        secret = content.removesuffix(b"\n").removesuffix(b"\r")
+        if not secret:
+            raise ConfigError("secret_file", f"{self.secret_file} is empty")
+        return secret
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that can be set."""
+
+    block_tokens: int = 256
+    """Tokens in one block; a multiple of the engine's page."""
+
+    dram: DramConfig = field(default_factory=DramConfig)
+    """The memory tier."""
+
+    ssd: SsdConfig | None = None
+    """The disk tier; without it the store lives in memory only."""
+
+    writeback: WritebackConfig = field(default_factory=WritebackConfig)
+    """How blocks get from memory to disk."""
+
+    tenants: dict[str, TenantConfig] = field(default_factory=dict)
+    """Tenants that have a secret, by name."""
+
+    def __post_init__(self) -> None:
+        _check_range("block_tokens", self.block_tokens, 1, 1 << 20)
+        for name, tenant in self.tenants.items():
+            _check_tenant(name, tenant)
+
+
+def load(
+    path: Path | str | None = None,
+    *,
+    env: Mapping[str, str] = MappingProxyType({}),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Config:
+    """The configuration from all sources. Raises ConfigError that names the offending key.
+
+    `overrides` is nested (`{"ssd": {"path": ...}}`), dotted (`{"ssd.path": ...}`) or both.
+    """
+    return load_tree(Config, path, prefix=ENV_PREFIX, env=env, overrides=overrides)
+
+
+def _check_size(path: str, value: int, least: int = PAGE_BYTES) -> None:
+    if value >= _SIZE_LIMIT:
+        raise ConfigError(path, f"{value} bytes is more than any machine has")
+    if value < least:
+        raise ConfigError(
+            path,
+            f"must be at least {format_bytes(least)}, got {format_bytes(value)}",
+            hint='sizes are written with a unit, such as "64GiB"',
+        )
+
+
+def _check_range(path: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(path, f"must be between {least} and {most}, got {value}")
+
+
+def _check_positive(path: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(path, f"must be more than zero, got {value}")
+
+
+def _check_tenant(name: str, tenant: TenantConfig) -> None:
+    if not name:
+        raise ConfigError("tenants", "a tenant's name must not be empty")
+    if tenant.secret_file is not None and tenant.secret_hex:
+        raise ConfigError(f"tenants.{name}", "has both secret_file and secret_hex")
+    try:
+        bytes.fromhex(tenant.secret_hex)
+    except ValueError:
+        raise ConfigError(f"tenants.{name}.secret_hex", "is not hexadecimal") from None

@@ -1,0 +1,382 @@
+"""What the bytes of one block are.
+
+A block holds N tokens of all layers of one KV group, layer-major: everything of the group's first
+layer, then everything of the second, and so on. A range of layers is therefore one contiguous
+range of bytes. Within a layer the order is the engine's own.
+
+A model whose layers differ (sliding windows, chunked attention, state-space layers) has one group
+for each kind, since each is kept and reused by its own rule: `ModelLayout` is the tuple of them.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final, Literal, get_args
+
+from kvdepot.core.keys import encode
+from kvdepot.errors import ConfigError
+
+Kind = Literal["mha", "gqa", "mla", "state", "opaque"]
+DType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "uint8"]
+
+DTYPE_BYTES: Final[dict[str, int]] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of one element. uint8 stands for bytes that only the engine can read."""
+
+DEFAULT_BLOCK_TOKENS: Final = 256
+CHUNK_BYTES_MIN: Final = 64 << 10
+CHUNKS_MAX: Final = 480
+"""A record's header has room for this many checksums."""
+
+_COUNT_MAX: Final = 1 << 40
+_LAYERS_MAX: Final = 1 << 20
+_BLOCK_BYTES_MAX: Final = 1 << 40
+_SIZES: Final = ("kv_heads", "head_dim", "value_head_dim", "latent_dim", "rope_dim", "state_bytes")
+_WINDOWS: Final = ("sliding_window", "attention_chunk")
+_USED: Final[dict[str, tuple[str, ...]]] = {
+    "mha": ("kv_heads", "head_dim", "value_head_dim"),
+    "gqa": ("kv_heads", "head_dim", "value_head_dim"),
+    "mla": ("latent_dim", "rope_dim"),
+    "state": ("state_bytes",),
+    "opaque": ("state_bytes",),
+}
+"""Which of _SIZES a kind has; the others are 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """One KV group of a model. Build it with `gqa`, `mha`, `mla`, `state` or `opaque`."""
+
+    kind: Kind
+    """mha and gqa keep K and V per head; mla one latent vector for all heads; state a snapshot that
+    does not grow with the tokens; opaque is pages whose inside only the engine knows."""
+
+    layers: int
+    """Layers in this group."""
+
+    dtype: DType
+    """Element type; for state groups that of the model."""
+
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    """Tokens in one block."""
+
+    kv_heads: int = 0
+    """K and V heads of one layer (mha, gqa)."""
+
+    head_dim: int = 0
+    """Elements of K for one head and token (mha, gqa)."""
+
+    value_head_dim: int = 0
+    """Elements of V for one head and token (mha, gqa)."""
+
+    latent_dim: int = 0
+    """kv_lora_rank: elements of the compressed K and V of one token (mla)."""
+
+    rope_dim: int = 0
+    """qk_rope_head_dim: elements of the shared rotary key kept beside it (mla)."""
+
+    state_bytes: int = 0
+    """Bytes of one layer in one block, whatever the tokens (state, opaque)."""
+
+    sliding_window: int | None = None
+    """The layers see only this many last tokens."""
+
+    attention_chunk: int | None = None
+    """The layers see only the tokens since the last multiple of this (Llama 4)."""
+
+    layer_ids: tuple[int, ...] = ()
+    """The model's own numbers of the group's layers, ascending; 0, 1, 2, ... when not given."""
+
+    def __post_init__(self) -> None:
+        _check_count("layers", self.layers, 1, _LAYERS_MAX)
+        ids = tuple(self.layer_ids) or tuple(range(self.layers))
+        object.__setattr__(self, "layer_ids", ids)
+        self._check()
+
+    @classmethod
+    def gqa(
+        cls,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DType,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        value_head_dim: int | None = None,
+        sliding_window: int | None = None,
+        attention_chunk: int | None = None,
+        layer_ids: tuple[int, ...] = (),
+    ) -> "KVLayout":
+        """Grouped- or multi-query attention: fewer K and V heads than query heads."""
+        return cls(
+            kind="gqa",
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_head_dim=head_dim if value_head_dim is None else value_head_dim,
+            dtype=dtype,
+            block_tokens=block_tokens,
+            sliding_window=sliding_window,
+            attention_chunk=attention_chunk,
+            layer_ids=layer_ids,
+        )
+
+    @classmethod
+    def mha(
+        cls,
+        *,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        dtype: DType,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    ) -> "KVLayout":
+        """Multi-head attention: every query head has its own K and V."""
+        return cls(
+            kind="mha",
+            layers=layers,
+            kv_heads=heads,
+            head_dim=head_dim,
+            value_head_dim=head_dim,
+            dtype=dtype,
+            block_tokens=block_tokens,
+        )
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        layers: int,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        dtype: DType,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        layer_ids: tuple[int, ...] = (),
+    ) -> "KVLayout":
+        """Latent attention (DeepSeek): one compressed vector for each token and layer."""
+        return cls(
+            kind="mla",
+            layers=layers,
+            latent_dim=kv_lora_rank,
+            rope_dim=qk_rope_head_dim,
+            dtype=dtype,
+            block_tokens=block_tokens,
+            layer_ids=layer_ids,
+        )
+
+    @classmethod
+    def state(
+        cls,
+        *,
+        layers: int,
+        state_bytes: int,
+        dtype: DType,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        layer_ids: tuple[int, ...] = (),
+    ) -> "KVLayout":
+        """State-space or linear attention: `state_bytes` a layer, as it is after a block's end."""
+        return cls(
+            kind="state",
+            layers=layers,
+            state_bytes=state_bytes,
+            dtype=dtype,
+            block_tokens=block_tokens,
+            layer_ids=layer_ids,
+        )
+
+    @classmethod
+    def opaque(
+        cls, block_bytes: int, block_tokens: int, layers: int = 1, *, dtype: DType = "uint8"
+    ) -> "KVLayout":
+        """An engine's pages as they are: `block_bytes` for a block, split evenly over `layers`."""
+        if layers < 1 or block_bytes % layers:
+            raise ConfigError("layers", f"{block_bytes} bytes do not divide into {layers} layers")
+        return cls(
+            kind="opaque",
+            layers=layers,
+            state_bytes=block_bytes // layers,
+            dtype=dtype,
+            block_tokens=block_tokens,
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token adds, over all layers: 0 for state; rounded up for opaque."""
+        if self.kind == "state":
+            return 0
+        if self.kind == "opaque":
+            return -(-self.block_bytes // self.block_tokens)
+        return self._token_layer_bytes() * self.layers
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer in one block."""
+        return self.state_bytes or self._token_layer_bytes() * self.block_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: the size of every buffer given to `put` and `get`."""
+        return self.layer_bytes * self.layers
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes under one checksum: whole layers, at least 64 KiB, at most 480 chunks a block."""
+        least = max(CHUNK_BYTES_MIN, -(-self.block_bytes // CHUNKS_MAX))
+        return -(-least // self.layer_bytes) * self.layer_bytes
+
+    @property
+    def window(self) -> int | None:
+        """The most tokens these layers look back on; None when there is no limit."""
+        return self.sliding_window or self.attention_chunk
+
+    def layer_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Offset and length, in a block's payload, of the group's layers start <= i < stop."""
+        if not 0 <= start < stop <= self.layers:
+            raise ConfigError(
+                "layer_range", f"{start}:{stop} is not a range of the group's {self.layers} layers"
+            )
+        return start * self.layer_bytes, (stop - start) * self.layer_bytes
+
+    def layer_range_bytes(self, start: int, stop: int) -> int:
+        """Bytes of the group's layers start <= i < stop in one block."""
+        return self.layer_range(start, stop)[1]
+
+    def shard(self, rank: int, size: int) -> "KVLayout":
+        """The layout of one tensor-parallel shard.
+
+        Heads are divided; where there are fewer heads than shards each shard holds one of them. A
+        latent (mla) is whole on every rank. The result is the same for every rank: the rank itself
+        belongs in the Namespace. Raises ConfigError where the heads do not divide, and for state
+        and opaque groups on more than one shard, which engines cut by rules of their own.
+        """
+        if not 0 <= rank < size:
+            raise ConfigError("shard_rank", f"{rank} of {size} is not a shard")
+        if size == 1 or self.kind == "mla":
+            return self
+        if self.kind in ("state", "opaque"):
+            raise ConfigError(
+                "shard_size",
+                f"a group of kind {self.kind} cannot be divided from its description",
+                hint="take the bytes of a layer from the engine and use KVLayout.state or opaque",
+            )
+        larger, smaller = max(self.kv_heads, size), min(self.kv_heads, size)
+        if larger % smaller:
+            raise ConfigError("shard_size", f"{self.kv_heads} kv heads do not divide by {size}")
+        return replace(self, kv_heads=max(1, self.kv_heads // size))
+
+    def canonical(self) -> bytes:
+        """One byte string per layout, for the namespace's digest. Equal layouts, equal bytes."""
+        return encode(self._values())
+
+    def description(self) -> dict[str, Any]:
+        """The fields as JSON-able values; `KVLayout.from_description` reads them."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in self._values()
+        }
+
+    @classmethod
+    def from_description(cls, fields: dict[str, Any]) -> "KVLayout":
+        """The layout that `description` described. Raises ConfigError for anything else."""
+        try:
+            return cls(**{**fields, "layer_ids": tuple(fields["layer_ids"])})
+        except (TypeError, KeyError) as error:
+            raise ConfigError("layout", f"is not a layout's description: {error}") from error
+
+    def _values(self) -> tuple[tuple[str, Any], ...]:
+        names = ("kind", "layers", "dtype", "block_tokens", *_SIZES, *_WINDOWS, "layer_ids")
+        return tuple((name, getattr(self, name)) for name in names)
+
+    def _token_layer_bytes(self) -> int:
+        elements = self.kv_heads * (self.head_dim + self.value_head_dim)
+        return (elements + self.latent_dim + self.rope_dim) * DTYPE_BYTES[self.dtype]
+
+    def _check(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError("kind", f"{self.kind!r} is not one of {', '.join(get_args(Kind))}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError("dtype", f"{self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        used = _USED[self.kind]
+        for name in ("block_tokens", *used):
+            _check_count(name, getattr(self, name), 0 if name == "rope_dim" else 1)
+        for name in _SIZES:
+            if name not in used and getattr(self, name) != 0:
+                raise ConfigError(name, f"has no meaning for a group of kind {self.kind}")
+        self._check_windows()
+        self._check_layer_ids()
+        if self.block_bytes > _BLOCK_BYTES_MAX:
+            raise ConfigError("block_tokens", f"a block would have {self.block_bytes} bytes")
+
+    def _check_windows(self) -> None:
+        for name in _WINDOWS:
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), 1)
+                if self.kind == "state":
+                    raise ConfigError(name, "has no meaning for a group of kind state")
+        if self.sliding_window and self.attention_chunk:
+            raise ConfigError("attention_chunk", "excludes sliding_window")
+
+    def _check_layer_ids(self) -> None:
+        ids = self.layer_ids
+        for number in ids:
+            _check_count("layer_ids", number, 0)
+        if len(ids) != self.layers:
+            raise ConfigError("layer_ids", f"has {len(ids)} numbers for {self.layers} layers")
+        if any(left >= right for left, right in pairwise(ids)):
+            raise ConfigError("layer_ids", "must be ascending, each layer once")
+
+
+def _check_count(name: str, value: object, least: int, most: int = _COUNT_MAX) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(name, f"must be a whole number, got {value!r}")
+    if not least <= value <= most:
+        raise ConfigError(name, f"must be between {least} and {most}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """All KV groups of a model. Every group has the same block_tokens."""
+
+    groups: tuple[KVLayout, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ConfigError("groups", "a model has at least one kv group")
+        if len({group.block_tokens for group in self.groups}) != 1:
+            raise ConfigError("block_tokens", "must be the same for all groups of a model")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in one block of any group."""
+        return self.groups[0].block_tokens
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that each further token of a long context adds: full-attention groups only."""
+        return sum(group.bytes_per_token for group in self.groups if group.window is None)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of every group together."""
+        return sum(group.block_bytes for group in self.groups)
+
+    def context_bytes(self, tokens: int) -> int:
+        """Bytes needed to go on after `tokens` tokens.
+
+        All tokens of full-attention groups, at most the window of the others, one snapshot of
+        state groups (none for an empty context).
+        """
+        total = 0
+        for group in self.groups:
+            if group.kind == "state":
+                total += group.block_bytes if tokens else 0
+            else:
+                seen = tokens if group.window is None else min(tokens, group.window)
+                total += group.bytes_per_token * seen
+        return total

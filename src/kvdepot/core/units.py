@@ -1,0 +1,110 @@
+"""Sizes and durations as people write them: "64GiB", "250ms".
+
+`format_*` is for reading and rounds; `exact_*` is for files and parses back to the same value.
+"""
+
+import math
+import re
+from decimal import Decimal
+from typing import Final
+
+_BYTE_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgtpe", 1)},
+    **{letter: 1 << (10 * power) for power, letter in enumerate("kmgtpe", 1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtpe", 1)},
+}
+_TIME_UNITS: Final = {
+    "": Decimal(1),
+    "ns": Decimal("1e-9"),
+    "us": Decimal("1e-6"),
+    "µs": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "m": Decimal(60),
+    "min": Decimal(60),
+    "h": Decimal(3600),
+    "d": Decimal(86400),
+}
+_NUMBER: Final = re.compile(r"\s*(\d{1,400}(?:\.\d{1,400})?)\s*([a-zµ]*)\s*", re.IGNORECASE)
+_BYTE_FORMS: Final = 'a whole number of bytes or a text like "64GiB", "2GB" or "512M"'
+_TIME_FORMS: Final = 'a number of seconds or a text like "250ms", "2s" or "5min"'
+
+
+def parse_bytes(value: str | int) -> int:
+    """The number of bytes that `value` means.
+
+    KiB, MiB, GiB, TiB, PiB, EiB and the bare letters K, M, G, T, P, E are powers of 1024; KB, MB,
+    GB, ... are powers of 1000; case does not matter. A fraction ("1.5GiB") is rounded down to a
+    whole byte. Raises ValueError for anything else and for negative numbers.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ValueError(f"{value} is negative; a size is {_BYTE_FORMS}")
+        return value
+    number, unit = _split(value, _BYTE_UNITS, f"a size ({_BYTE_FORMS})")
+    return int(number * _BYTE_UNITS[unit])
+
+
+def parse_duration(value: str | float) -> float:
+    """The number of seconds that `value` means. Units: ns, us, ms, s, m or min, h, d.
+
+    Raises ValueError for anything else, for negative, infinite and undefined numbers.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{value} is not a duration; a duration is {_TIME_FORMS}")
+        return float(value)
+    number, unit = _split(value, _TIME_UNITS, f"a duration ({_TIME_FORMS})")
+    return float(number * _TIME_UNITS[unit])
+
+
+def _split(
+    value: object, units: dict[str, int] | dict[str, Decimal], noun: str
+) -> tuple[Decimal, str]:
+    found = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    if found is None or found[2].lower() not in units:
+        raise ValueError(f"{value!r} is not {noun}")
+    return Decimal(found[1]), found[2].lower()
+
+
+def format_bytes(count: int) -> str:
+    """`count` for a reader: three digits or so, in powers of 1024. "1.5GiB", "300B", "-2KiB"."""
+    sign, size = ("-" if count < 0 else ""), float(abs(count))
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1023.95:
+            return f"{sign}{_digits(size)}{unit}"
+        size /= 1024
+    return f"{sign}{_digits(size)}EiB"
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` for a reader: "250ms", "2s", "1.5min", "3.2h"."""
+    sign, span = ("-" if seconds < 0 else ""), abs(seconds)
+    for unit, size, limit in (("us", 1e-6, 1e-3), ("ms", 1e-3, 1.0), ("s", 1.0, 120.0)):
+        if span < limit * 0.99995:
+            return f"{sign}{_digits(span / size)}{unit}"
+    return f"{sign}{_digits(span / 60)}min" if span < 7200 else f"{sign}{_digits(span / 3600)}h"
+
+
+def _digits(number: float) -> str:
+    text = f"{number:.0f}" if number >= 99.95 else f"{number:.1f}"
+    return text.removesuffix(".0")
+
+
+def exact_bytes(count: int) -> str:
+    """`count` in the largest binary unit that divides it; `parse_bytes` gives `count` back."""
+    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if count and count % (1 << (10 * power)) == 0:
+            return f"{count >> (10 * power)}{letter}iB"
+    return f"{count}B"
+
+
+def exact_duration(seconds: float) -> str:
+    """`seconds` in whole s, ms or us where that loses nothing; `parse_duration` gives it back."""
+    for unit, size in (("s", 1), ("ms", 1_000), ("us", 1_000_000)):
+        text = f"{round(seconds * size)}{unit}"
+        if parse_duration(text) == seconds:
+            return text
+    return f"{Decimal(repr(seconds)):f}s"

@@ -1,0 +1,87 @@
+"""All exceptions of the package, as one tree.
+
+KVDepotError
+  ConfigError            the caller's configuration is wrong; nothing was started
+  FormatError            a store on disk cannot be used: newer format, or not a store
+  StoreBusyError         another process has the store open for writing
+  StoreClosedError       the store was used after close()
+  BadBufferError            a buffer has the wrong size, is read-only or not contiguous
+  KeyFormatError         a key is not one of ours, or its namespace is not registered here
+  LeaseError             programmer error: use after release, double release
+  StateError             an illegal transition of a block; always a bug in kvdepot
+  TierError              a tier failed; the store turns this into a miss
+  ExtraMissingError      an optional dependency is not installed; the message names the extra
+
+Expected outcomes (miss, refused, throttled) are values, never exceptions.
+"""
+
+
+class KVDepotError(Exception):
+    """Base of every error this package raises on purpose. `hint` says what to do about it."""
+
+    hint: str = ""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        if hint:
+            self.hint = hint
+
+
+class ConfigError(KVDepotError, ValueError):
+    """The configuration is invalid. `path` names the offending key."""
+
+    def __init__(self, path: str, reason: str, *, hint: str = "") -> None:
+        super().__init__(f"{path}: {reason}", hint=hint)
+        self.path = path
+
+
+class FormatError(KVDepotError):
+    """What lies at `path` is not a store this version can use."""
+
+    def __init__(self, path: str, reason: str, *, hint: str = "") -> None:
+        super().__init__(f"{path}: {reason}", hint=hint)
+        self.path = path
+
+
+class StoreBusyError(KVDepotError):
+    """Another process has `path` open for writing."""
+
+    def __init__(self, path: str, holder: str) -> None:
+        super().__init__(
+            f"{path} is open for writing by {holder}",
+            hint="stop that process, choose another path, or open read-only with mode='r'",
+        )
+        self.path = path
+
+
+class StoreClosedError(KVDepotError):
+    """The store was used after close()."""
+
+
+class BadBufferError(KVDepotError, ValueError):
+    """A caller's buffer has the wrong size, is read-only or is not contiguous."""
+
+
+class KeyFormatError(KVDepotError, ValueError):
+    """A key is malformed, or its namespace is not registered with this store."""
+
+
+class LeaseError(KVDepotError, RuntimeError):
+    """A lease was used after release."""
+
+
+class StateError(KVDepotError, RuntimeError):
+    """A block made an illegal transition. Always a bug in kvdepot."""
+
+
+class TierError(KVDepotError):
+    """A tier failed. Raised inside the store only; callers see a miss."""
+
+
+class ExtraMissingError(KVDepotError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"{package} is not installed", hint=f"pip install 'kvdepot[{extra}]'"
+        )

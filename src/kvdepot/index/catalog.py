@@ -1,0 +1,175 @@
+"""Who is where: every known block, the tiers that hold it, and who is using it.
+
+The one place where a block's state changes, through the named transitions of core.block. No I/O, no
+bytes, no lock of its own: the store calls it under its lock.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvdepot.core.block import BlockKey, CopyState, check_transition
+from kvdepot.errors import StateError
+from kvdepot.index.leaves import LeafOrder
+from kvdepot.index.table import NONE, KeyTable, Rows, as_words
+from kvdepot.index.tree import PrefixTree
+
+_ABSENT, _FILLING, _READY = int(CopyState.ABSENT), int(CopyState.FILLING), int(CopyState.READY)
+
+
+class Copies:
+    """The copies of blocks in one tier: their state and their place."""
+
+    def __init__(self, table: KeyTable, tier: str) -> None:
+        self.tier = tier
+        self.state = table.column(np.uint8, _ABSENT)
+        self.location = table.column(np.int64, NONE)
+        self.count = 0
+
+    def ready(self, row: int) -> bool:
+        return self.state[row] == _READY
+
+    def absent(self, row: int) -> bool:
+        return self.state[row] == _ABSENT
+
+    def reserve(self, row: int, location: int) -> None:
+        """ABSENT to FILLING: bytes are on their way to `location`."""
+        self._go(row, CopyState.FILLING)
+        self.location[row] = location
+
+    def seal(self, row: int) -> None:
+        """FILLING to READY: the bytes are there, lookups may see them."""
+        self._go(row, CopyState.READY)
+        self.count += 1
+
+    def drop(self, row: int) -> int:
+        """READY or FILLING to ABSENT. Returns the location that is free now."""
+        if self.state[row] == _READY:
+            self.count -= 1
+        self._go(row, CopyState.ABSENT)
+        location = self.location[row]
+        self.location[row] = NONE
+        return location
+
+    def move(self, row: int, location: int) -> None:
+        """A READY copy is at another place now."""
+        if self.state[row] != _READY:
+            raise StateError("only a ready copy can move")
+        self.location[row] = location
+
+    def _go(self, row: int, new: CopyState) -> None:
+        check_transition(self.state[row], new)
+        self.state[row] = new
+
+
+class Catalog:
+    """All blocks of a store."""
+
+    def __init__(self) -> None:
+        self.table = KeyTable()
+        self.tree = PrefixTree(self.table)
+        self.nbytes = self.table.column(np.uint32, 0)
+        self._leases = self.table.column(np.int32, 0)
+        self._doomed = self.table.column(np.uint8, 0)
+        self.memory = Copies(self.table, "dram")
+        self.disk = Copies(self.table, "ssd")
+        self.leaves = LeafOrder(self.table, self.tree)
+        self.leased = 0
+
+    def row(self, key: BlockKey) -> int:
+        """The key's row or NONE."""
+        return self.table.find(key)
+
+    def ensure(self, key: BlockKey, nbytes: int) -> int:
+        """The key's row, made if there is none."""
+        row = self.table.find(key)
+        if row == NONE:
+            row = self.table.add(key)
+            self.nbytes[row] = nbytes
+            self.tree.attach(row)
+            self.leaves.adopt(row)
+        return row
+
+    def recover(self, words: np.ndarray, nbytes: np.ndarray, locations: np.ndarray) -> Rows:  # type: ignore[type-arg]
+        """Take in distinct blocks found on disk, oldest first."""
+        rows = self.table.add_many(words)
+        self.nbytes.array[rows] = nbytes
+        self.disk.location.array[rows] = locations
+        self.disk.state.array[rows] = _READY
+        self.disk.count += len(rows)
+        self.tree.attach_many(rows)
+        base = self.tree.now
+        self.tree.now += len(rows)
+        self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)
+        return rows
+
+    def resident(self, keys: Sequence[BlockKey]) -> Rows:
+        """Rows of the longest leading run of keys that are ready in some tier."""
+        if not keys:
+            return np.zeros(0, dtype=np.int64)
+        rows = self.table.find_many(as_words(keys))
+        ready = self.ready(rows)
+        return rows if ready.all() else rows[: int(ready.argmin())]
+
+    def ready(self, rows: Rows) -> np.ndarray:  # type: ignore[type-arg]
+        """For each row whether any tier can serve it. NONE rows cannot be served."""
+        ready = (self.memory.state.array[rows] == _READY) | (self.disk.state.array[rows] == _READY)
+        return ready & (rows != NONE)  # type: ignore[no-any-return]
+
+    def use(self, rows: Rows, *, hit: bool = True) -> None:
+        """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
+        self.tree.use(rows, hit=hit)
+        self.leaves.used(rows.tolist())
+
+    def lease(self, rows: Sequence[int]) -> None:
+        """Protect rows from eviction until `unlease`."""
+        for row in rows:
+            self._leases[row] += 1
+            self.leaves.hold(row)
+        self.leased += len(rows)
+
+    def unlease(self, rows: Sequence[int]) -> list[int]:
+        """Undo one `lease`. Returns rows that were removed meanwhile and have no user any more."""
+        over = []
+        for row in rows:
+            self._leases[row] -= 1
+            self.leaves.release(row)
+            if self._doomed[row] and not self._leases[row]:
+                over.append(row)
+        self.leased -= len(rows)
+        return over
+
+    def leases(self, row: int) -> int:
+        """How many users a block has."""
+        return self._leases[row]
+
+    def doom(self, row: int) -> bool:
+        """Make a block unfindable for good. True: nobody uses it, its copies can go now."""
+        if not self._doomed[row]:
+            self._doomed[row] = 1
+            self._unlink(row)
+        return not self._leases[row]
+
+    def is_live(self, row: int) -> bool:
+        """Whether lookups can find the row."""
+        return bool(self.nbytes[row]) and not self._doomed[row]
+
+    def is_doomed(self, row: int) -> bool:
+        return bool(self._doomed[row])
+
+    def forget_if_gone(self, row: int) -> None:
+        """Give the row back when no tier has or awaits a copy and nobody holds it."""
+        if (
+            self.memory.state[row] == _ABSENT
+            and self.disk.state[row] == _ABSENT
+            and not self._leases[row]
+            and not self.leaves.held(row)
+        ):
+            if not self._doomed[row]:
+                self._unlink(row)
+            self.table.free(row)
+
+    def _unlink(self, row: int) -> None:
+        self.leaves.detach(row)
+        self.tree.detach(row)
+        self.table.hide(row)

@@ -1,0 +1,255 @@
+"""Rows for blocks: find a row by key, and give rows to new keys.
+
+An open-addressing hash table over numpy columns. A digest is already uniform, so its first eight
+bytes are the hash; children name their parent by just those bytes, so the same table answers
+`parent of this key`. About 70 bytes a block here, whatever the number of blocks.
+
+Not thread-safe; the store's lock guards it.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.core.block import BlockKey
+
+Rows = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
+
+NONE: Final = -1
+_KEY: Final = struct.Struct("<QQQQ")
+_FIRST_ROWS: Final = 1024
+
+
+def as_words(keys: Sequence[BlockKey]) -> Keys:
+    """Keys as an array of four words each: tag, link, and the digest's two halves."""
+    return np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, 4)
+
+
+class Column:
+    """One growing array with a value for each row. `view` is the fast way to single values."""
+
+    def __init__(self, dtype: npt.DTypeLike, fill: int, rows: int) -> None:
+        self.fill = fill
+        self.array: npt.NDArray[Any] = np.full(rows, fill, dtype=dtype)
+        self.view = memoryview(self.array)
+
+    def resize(self, rows: int) -> None:
+        grown = np.full(rows, self.fill, dtype=self.array.dtype)
+        grown[: len(self.array)] = self.array
+        self.array = grown
+        self.view = memoryview(grown)
+
+    def __getitem__(self, row: int) -> int:
+        return self.view[row]  # type: ignore[no-any-return]
+
+    def __setitem__(self, row: int, value: int) -> None:
+        self.view[row] = value
+
+
+class KeyTable:
+    """Keys to rows. A row number stays valid until `free`."""
+
+    def __init__(self) -> None:
+        self.rows = _FIRST_ROWS
+        self.live = 0
+        self._columns: list[Column] = []
+        self._words = np.zeros((self.rows, 4), dtype=np.uint64)
+        self._flat = memoryview(self._words.reshape(-1))
+        self._next_free = self.column(np.int32, NONE)
+        self._free = NONE
+        self._unused = 0
+        self._mask = 0
+        self._slots = memoryview(np.zeros(0, dtype=np.int32))
+        self._rehash()
+
+    def column(self, dtype: npt.DTypeLike, fill: int) -> Column:
+        """A column that grows with the table."""
+        column = Column(dtype, fill, self.rows)
+        self._columns.append(column)
+        return column
+
+    def key(self, row: int) -> BlockKey:
+        return BlockKey(_KEY.pack(*self._flat[4 * row : 4 * row + 4]))
+
+    def keys(self, rows: Rows) -> list[BlockKey]:
+        packed = self._words[rows].tobytes()
+        return [BlockKey(packed[i : i + 32]) for i in range(0, len(packed), 32)]
+
+    def words(self, rows: Rows) -> Keys:
+        """Keys of many rows as words."""
+        return self._words[rows]
+
+    def tags(self) -> npt.NDArray[np.uint64]:
+        """The namespace tag of every row, in use or not."""
+        return self._words[:, 0]
+
+    def link(self, row: int) -> int:
+        """The key's link to its parent; 0 for the first block of a prompt."""
+        return self._flat[4 * row + 1]  # type: ignore[no-any-return]
+
+    def name(self, row: int) -> tuple[int, int]:
+        """What children of this row carry as (tag, link)."""
+        return self._flat[4 * row], self._flat[4 * row + 2]
+
+    def parent_name(self, row: int) -> tuple[int, int]:
+        return self._flat[4 * row], self._flat[4 * row + 1]
+
+    def find(self, key: BlockKey) -> int:
+        """The key's row, or NONE."""
+        words = _KEY.unpack(key)
+        slots, flat, mask = self._slots, self._flat, self._mask
+        slot = words[2] & mask
+        while row := slots[slot]:
+            base = 4 * (row - 1)
+            if flat[base + 2] == words[2] and tuple(flat[base : base + 4]) == words:
+                return row - 1
+            slot = (slot + 1) & mask
+        return NONE
+
+    def find_name(self, tag: int, link: int) -> int:
+        """The row whose children carry (tag, link), or NONE."""
+        slots, flat, mask = self._slots, self._flat, self._mask
+        slot = link & mask
+        while row := slots[slot]:
+            base = 4 * (row - 1)
+            if flat[base + 2] == link and flat[base] == tag:
+                return row - 1
+            slot = (slot + 1) & mask
+        return NONE
+
+    def find_many(self, words: Keys) -> Rows:
+        """Rows of many keys at once, NONE where absent."""
+        return self._probe(words[:, 2], lambda found, at: (self._words[found] == words[at]).all(axis=1))
+
+    def find_names(self, tags: npt.NDArray[np.uint64], links: npt.NDArray[np.uint64]) -> Rows:
+        """`find_name` for many at once."""
+
+        def same(found: Rows, at: Rows) -> npt.NDArray[np.bool_]:
+            return (self._words[found, 2] == links[at]) & (self._words[found, 0] == tags[at])
+
+        return self._probe(links, same)
+
+    def add(self, key: BlockKey) -> int:
+        """A row for a key that has none."""
+        if self._free != NONE:
+            row = self._free
+            self._free = self._next_free[row]
+        else:
+            if self._unused == self.rows:
+                self._grow(self.rows + self.rows // 2)
+            row = self._unused
+            self._unused += 1
+        words = _KEY.unpack(key)
+        base = 4 * row
+        flat = self._flat
+        flat[base], flat[base + 1], flat[base + 2], flat[base + 3] = words
+        self.live += 1
+        self._insert(row, words[2])
+        return row
+
+    def add_many(self, words: Keys) -> Rows:
+        """Rows for many distinct keys that have none, in one go (recovery)."""
+        count = len(words)
+        if self._unused + count > self.rows:
+            self._grow(self._unused + count)
+        rows = np.arange(self._unused, self._unused + count, dtype=np.int64)
+        self._words[rows] = words
+        self._unused += count
+        self.live += count
+        self._insert_many(rows)
+        return rows
+
+    def hide(self, row: int) -> None:
+        """Make the key unfindable; the row stays taken."""
+        slots, flat, mask = self._slots, self._flat, self._mask
+        slot = flat[4 * row + 2] & mask
+        while slots[slot] != row + 1:
+            slot = (slot + 1) & mask
+        hole = slot
+        while True:
+            slot = (slot + 1) & mask
+            other = slots[slot]
+            if not other:
+                break
+            home = flat[4 * (other - 1) + 2] & mask
+            if (slot - home) & mask >= (slot - hole) & mask:
+                slots[hole] = other
+                hole = slot
+        slots[hole] = 0
+
+    def free(self, row: int) -> None:
+        """Give a hidden row back; its columns return to their fill values."""
+        for column in self._columns:
+            column.view[row] = column.fill
+        self._next_free[row] = self._free
+        self._free = row
+        self.live -= 1
+
+    def memory_bytes(self) -> int:
+        """Memory of the table and all its columns."""
+        columns = sum(column.array.nbytes for column in self._columns)
+        return columns + self._words.nbytes + self._slots.nbytes
+
+    def _probe(
+        self,
+        hashes: npt.NDArray[np.uint64],
+        same: Callable[[Rows, Rows], npt.NDArray[np.bool_]],
+    ) -> Rows:
+        """Rows found by linear probing, all keys in step."""
+        table = np.asarray(self._slots)
+        result = np.full(len(hashes), NONE, dtype=np.int64)
+        at = np.arange(len(hashes), dtype=np.int64)
+        slots = (hashes & np.uint64(self._mask)).astype(np.int64)
+        while len(at):
+            found = table[slots].astype(np.int64) - 1
+            taken = found >= 0
+            if not taken.all():
+                at, slots, found = at[taken], slots[taken], found[taken]
+            hit = same(found, at)
+            result[at[hit]] = found[hit]
+            if hit.all():
+                break
+            at, slots = at[~hit], (slots[~hit] + 1) & self._mask
+        return result
+
+    def _insert(self, row: int, digest: int) -> None:
+        slots, mask = self._slots, self._mask
+        slot = digest & mask
+        while slots[slot]:
+            slot = (slot + 1) & mask
+        slots[slot] = row + 1
+
+    def _insert_many(self, rows: Rows) -> None:
+        """Place rows in rounds: of all that want a slot the first gets it, the others move on."""
+        table = np.asarray(self._slots)
+        slots = (self._words[rows, 2] & np.uint64(self._mask)).astype(np.int64)
+        while len(rows):
+            empty = table[slots] == 0
+            table[slots[empty][::-1]] = rows[empty][::-1] + 1
+            placed = table[slots] == rows + 1
+            rows, slots = rows[~placed], (slots[~placed] + 1) & self._mask
+
+    def _grow(self, rows: int) -> None:
+        rows = max(rows, _FIRST_ROWS)
+        words = np.zeros((rows, 4), dtype=np.uint64)
+        words[: self.rows] = self._words
+        self._words = words
+        self._flat = memoryview(words.reshape(-1))
+        self.rows = rows
+        for column in self._columns:
+            column.resize(rows)
+        self._rehash()
+
+    def _rehash(self) -> None:
+        size = 1 << (2 * self.rows - 1).bit_length()
+        taken = np.asarray(self._slots)
+        used = taken[taken > 0].astype(np.int64) - 1
+        if size == len(taken):
+            return
+        self._slots = memoryview(np.zeros(size, dtype=np.int32))
+        self._mask = size - 1
+        self._insert_many(used)

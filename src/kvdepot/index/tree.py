@@ -1,0 +1,135 @@
+"""The prefix tree over rows: who continues whom.
+
+A child names its parent in its key, so it may arrive first; it then waits as an orphan until the
+parent's row exists. Stamps say when a row was last used; using a row uses its whole prefix, so a
+parent is never staler than its child.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from kvdepot.index.table import NONE, KeyTable, Rows
+
+HITS_MAX: Final = 255
+
+
+class PrefixTree:
+    """Parents, children and last use of every row of a KeyTable."""
+
+    def __init__(self, table: KeyTable) -> None:
+        self._table = table
+        self.parent = table.column(np.int32, NONE)
+        self.stamp = table.column(np.int64, 0)
+        self.hits = table.column(np.uint8, 0)
+        self._first = table.column(np.int32, NONE)
+        self._next = table.column(np.int32, NONE)
+        self._previous = table.column(np.int32, NONE)
+        self._orphans: dict[tuple[int, int], int] = {}
+        self.now = 0
+
+    def children(self, row: int) -> Iterator[int]:
+        child = self._first[row]
+        while child != NONE:
+            yield child
+            child = self._next[child]
+
+    def descendants(self, row: int) -> Iterator[int]:
+        """All rows below `row`, parents before children."""
+        waiting = list(self.children(row))
+        while waiting:
+            child = waiting.pop()
+            yield child
+            waiting.extend(self.children(child))
+
+    def attach(self, row: int) -> None:
+        """Link a new row to its parent and to the orphans that waited for it."""
+        if self._table.link(row):
+            name = self._table.parent_name(row)
+            parent = self._table.find_name(*name)
+            if parent != NONE:
+                self.parent[row] = parent
+                self._push(row, self._first[parent])
+                self._first[parent] = row
+            else:
+                self._push(row, self._orphans.get(name, NONE))
+                self._orphans[name] = row
+        first = self._orphans.pop(self._table.name(row), NONE) if self._orphans else NONE
+        self._first[row] = first
+        for child in self.children(row):
+            self.parent[child] = row
+
+    def attach_many(self, rows: Rows) -> None:
+        """`attach` for rows just recovered, oldest first, none of which is linked yet."""
+        words = self._table.words(rows)
+        linked = rows[words[:, 1] != 0]
+        names = self._table.words(linked)
+        parents = self._table.find_names(names[:, 0], names[:, 1])
+        self.parent.array[linked] = parents
+        order = np.argsort(parents, kind="stable")
+        children, groups = linked[order], parents[order]
+        known = groups != NONE
+        children, groups = children[known], groups[known]
+        starts = np.r_[True, groups[1:] != groups[:-1]] if len(groups) else np.zeros(0, bool)
+        self._first.array[groups[starts]] = children[starts]
+        inner = ~starts
+        self._previous.array[children[inner]] = children[np.flatnonzero(inner) - 1]
+        self._next.array[children[np.flatnonzero(inner) - 1]] = children[inner]
+        for row in linked[parents == NONE].tolist():
+            name = self._table.parent_name(row)
+            self._push(row, self._orphans.get(name, NONE))
+            self._orphans[name] = row
+
+    def detach(self, row: int) -> None:
+        """Unlink a row; its children become orphans. Call before the row's key is hidden."""
+        before, after = self._previous[row], self._next[row]
+        if after != NONE:
+            self._previous[after] = before
+        if before != NONE:
+            self._next[before] = after
+        elif self._table.link(row):
+            self._replace_first(row, after)
+        first = self._first[row]
+        if first != NONE:
+            for child in self.children(row):
+                self.parent[child] = NONE
+            self._orphans[self._table.name(row)] = first
+        self.parent[row] = self._first[row] = self._next[row] = self._previous[row] = NONE
+
+    def use(self, rows: Rows, *, hit: bool = True) -> None:
+        """Stamp rows of one prompt, given head first, and everything above them.
+
+        The head gets the newest stamp, so that tails are the first to go.
+        """
+        base = self.now
+        self.now += len(rows)
+        self.stamp.array[rows] = np.arange(self.now, base, -1)
+        if hit:
+            hits = self.hits.array
+            hits[rows] = np.minimum(hits[rows], HITS_MAX - 1) + 1
+        above = self.parent.array[rows]
+        while True:
+            above = above[above >= 0]
+            above = above[self.stamp.array[above] <= base]
+            if not len(above):
+                return
+            self.stamp.array[above] = self.now
+            above = self.parent.array[above]
+
+    def _push(self, row: int, first: int) -> None:
+        self._next[row] = first
+        self._previous[row] = NONE
+        if first != NONE:
+            self._previous[first] = row
+
+    def _replace_first(self, row: int, after: int) -> None:
+        parent = self.parent[row]
+        if parent != NONE:
+            self._first[parent] = after
+            return
+        name = self._table.parent_name(row)
+        if after != NONE:
+            self._orphans[name] = after
+        else:
+            self._orphans.pop(name, None)

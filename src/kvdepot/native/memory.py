@@ -1,0 +1,60 @@
+"""From a buffer to its address and from an address to a view, without C of our own."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class _Memory:
+    """Plain memory as numpy's array interface describes it; whoever asks keeps it alive."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+        }
+
+
+def view_at(address: int, nbytes: int) -> Bytes:
+    """The bytes at `address`, writable, owned by whoever owns the memory."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Memory(address, (nbytes,), (1,)))
+
+
+def rows_at(address: int, rows: int, row_bytes: int, stride: int) -> Bytes:
+    """`rows` rows of `row_bytes`, `stride` bytes from one to the next (may be negative)."""
+    return np.asarray(_Memory(address, (rows, row_bytes), (stride, 1)))
+
+
+def address_of(buffer: Any, writable: bool = False) -> tuple[int, int]:
+    """Address and length of a contiguous buffer; an empty one is at 0.
+
+    ValueError when it is not contiguous, BufferError when it is read-only and `writable` is asked
+    for, TypeError when it is no buffer. The address is good while the caller keeps the buffer.
+    """
+    if isinstance(buffer, np.ndarray):
+        contiguous, readonly = buffer.flags.c_contiguous, not buffer.flags.writeable
+        address, nbytes = buffer.ctypes.data, buffer.nbytes
+    else:
+        with memoryview(buffer) as view:
+            contiguous, readonly, nbytes = view.c_contiguous, view.readonly, view.nbytes
+            address = _address(view) if contiguous and nbytes else 0
+    if not contiguous:
+        raise ValueError("the buffer is not contiguous")
+    if writable and readonly:
+        raise BufferError("the buffer is read-only")
+    return (address if nbytes else 0), nbytes
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).ctypes.data
+    return address

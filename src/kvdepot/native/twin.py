@@ -1,0 +1,109 @@
+"""The results of the C extension, in numpy: for machines without a compiler, and as its oracle."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.native.memory import Bytes, address_of, rows_at, view_at
+from kvdepot.native.ops import COPY, FILL, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
+from kvdepot.native.twin_engine import Engine, Pending
+from kvdepot.native.xxh3 import checksums_of, xxh3_64
+
+__all__ = [
+    "NAME",
+    "Engine",
+    "Pending",
+    "address_of",
+    "checksum",
+    "chunk_checksums",
+    "gather",
+    "scatter",
+    "transfer",
+    "uring_available",
+]
+
+NAME: Final = "python"
+
+
+def uring_available() -> tuple[bool, str]:
+    return False, "kvdepot.native._native is not built"
+
+
+def _held(buffer: Any, *, writable: bool = False) -> Bytes:
+    address, nbytes = address_of(buffer, writable=writable)
+    return view_at(address, nbytes)
+
+
+def _records(buffer: Any, dtype: np.dtype[np.void], *, writable: bool) -> npt.NDArray[np.void]:
+    view = _held(buffer, writable=writable)
+    if view.nbytes % dtype.itemsize:
+        raise ValueError(
+            f"{view.nbytes} bytes are not a whole number of records of {dtype.itemsize} bytes"
+        )
+    return view.view(dtype)
+
+
+def checksum(buffer: Any) -> int:
+    return xxh3_64(_held(buffer))
+
+
+def chunk_checksums(source: Any, chunk_bytes: int, target_u64: Any) -> None:
+    data, target = _held(source), _held(target_u64, writable=True)
+    if chunk_bytes <= 0:
+        raise ValueError("chunk_bytes must be positive")
+    if target.nbytes != 8 * -(-data.nbytes // chunk_bytes):
+        raise ValueError("the target must have one u64 for each chunk")
+    target.view("<u8")[:] = checksums_of(data, chunk_bytes)
+
+
+def transfer(ops: Any) -> None:
+    records = _records(ops, TRANSFER_DTYPE, writable=True)
+    for index, mode in enumerate(records["mode"]):
+        if mode > VERIFY:
+            raise ValueError(f"op {index} has mode {mode}, which is none of 0, 1, 2")
+    for index, fields in enumerate(records.tolist()):
+        records[index]["result"] = _transfer_one(*fields[1:])
+
+
+def _transfer_one(
+    source: int, target: int, nbytes: int, chunk_bytes: int, table: int, mode: int
+) -> int:
+    if mode != COPY and chunk_bytes and nbytes:
+        sums = checksums_of(view_at(source, nbytes), chunk_bytes)
+        entries = view_at(table, sums.nbytes).view("<u8")
+        if mode == FILL:
+            entries[:] = sums
+        elif not np.array_equal(entries, sums):
+            return -errno.EBADMSG
+    if target:
+        ctypes.memmove(target, source, nbytes)
+    return 0
+
+
+def _pieces(pieces: Any, nbytes: int) -> list[tuple[int, int, int, int]]:
+    records = _records(pieces, STRIDED_DTYPE, writable=False)
+    shapes = [(int(a), int(n), int(row), int(stride)) for a, n, row, stride in records.tolist()]
+    if sum(rows * row_bytes for _, rows, row_bytes, _ in shapes) != nbytes:
+        raise ValueError("the pieces do not add up to the buffer")
+    return [shape for shape in shapes if shape[1] and shape[2]]
+
+
+def gather(target: Any, pieces: Any) -> None:
+    whole, at = _held(target, writable=True), 0
+    for address, rows, row_bytes, stride in _pieces(pieces, whole.nbytes):
+        packed = whole[at : at + rows * row_bytes].reshape(rows, row_bytes)
+        packed[:] = rows_at(address, rows, row_bytes, stride)
+        at += rows * row_bytes
+
+
+def scatter(pieces: Any, source: Any) -> None:
+    whole, at = _held(source), 0
+    for address, rows, row_bytes, stride in _pieces(pieces, whole.nbytes):
+        packed = whole[at : at + rows * row_bytes].reshape(rows, row_bytes)
+        rows_at(address, rows, row_bytes, stride)[:] = packed
+        at += rows * row_bytes

@@ -1,0 +1,143 @@
+"""The store checks itself: its books against each other, and every byte against its checksum."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvdepot.codec.record import record_bytes
+from kvdepot.core.block import CopyState
+from kvdepot.index.table import NONE
+from kvdepot.native import VERIFY
+from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own
+from kvdepot.store.report import CheckReport
+from kvdepot.store.stock import TEMPORARY, Stock
+from kvdepot.tiers.arena import NOBODY
+from kvdepot.tiers.dram import transfers
+from kvdepot.tiers.ssd import slot_of
+
+_READY = int(CopyState.READY)
+_BATCH = 256
+
+
+def check_stock(stock: Stock, *, deep: bool) -> CheckReport:
+    """Check an open store. Changes nothing; may run beside other callers."""
+    report = CheckReport()
+    with stock.changed:
+        report.blocks = stock.catalog.table.live
+        _check_memory_books(stock, report)
+        _check_disk_books(stock, report)
+        _check_tree(stock, report)
+    if deep:
+        for row in _leased_rows(stock):
+            _check_bytes(stock, row, report)
+    return report
+
+
+def _rows(stock: Stock) -> list[int]:
+    """All rows in use. Lock held."""
+    catalog = stock.catalog
+    return np.flatnonzero(catalog.nbytes.array > 0).tolist()
+
+
+def _check_memory_books(stock: Stock, report: CheckReport) -> None:
+    catalog = stock.catalog
+    owned: Counter[int] = Counter()
+    for slab in stock.arena.slabs():
+        for owner in slab.owners:
+            if owner not in (NOBODY, TEMPORARY):
+                owned[owner] += 1
+    holders = np.flatnonzero(catalog.memory.state.array != 0).tolist()
+    for row in holders:
+        if owned.pop(row, 0) != 1:
+            report.add("dram", f"block {catalog.table.key(row).hex()} does not own one slot")
+    for row in owned:
+        report.add("dram", f"a slot belongs to row {row}, which has no copy in memory")
+    used = sum(slab.slot_bytes * (len(slab.owners) - len(slab.free)) for slab in stock.arena.slabs())
+    if used != stock.arena.used_bytes:
+        report.add("dram", f"slots take {used} bytes, the books say {stock.arena.used_bytes}")
+    waiting = sum(record_bytes(catalog.nbytes[row]) for row in stock.dirty_tickets)
+    if waiting != stock.dirty_bytes:
+        report.add("dram", f"{waiting} bytes wait to be written, the books say {stock.dirty_bytes}")
+
+
+def _check_disk_books(stock: Stock, report: CheckReport) -> None:
+    if stock.ssd is None:
+        return
+    catalog = stock.catalog
+    rows = np.flatnonzero(catalog.disk.state.array == _READY)
+    places = catalog.disk.location.array[rows]
+    sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // 4096) * 4096
+    for index, drive in enumerate(stock.ssd.drives):
+        mine = places >> 56 == index
+        for slot, segment in list(drive.segments.items()):
+            here = mine & (places >> 32 & 0xFFFFFF == slot)
+            live = int(sizes[here].sum())
+            if live != segment.live_bytes or int(here.sum()) != segment.live_count:
+                report.add(
+                    f"{drive.medium.label}: slot {slot}",
+                    f"{int(here.sum())} blocks, {live} bytes; the books say {segment.live_count}, {segment.live_bytes}",
+                )
+    for location in places.tolist():
+        if slot_of(location) not in stock.ssd.drives[location >> 56].segments:
+            report.add("ssd", f"a block is said to be in slot {slot_of(location)}, which is not in use")
+
+
+def _check_tree(stock: Stock, report: CheckReport) -> None:
+    catalog = stock.catalog
+    for row in _rows(stock):
+        parent = catalog.tree.parent[row]
+        if parent == NONE:
+            continue
+        if catalog.table.name(parent) != catalog.table.parent_name(row):
+            report.add("index", f"row {row} hangs below a row that is not its parent")
+        if catalog.tree.stamp[parent] < catalog.tree.stamp[row]:
+            report.add("index", f"row {row} was used after its prefix")
+
+
+def _leased_rows(stock: Stock) -> Iterator[int]:
+    """Every row, each leased while it is looked at."""
+    with stock.changed:
+        everything = _rows(stock)
+    for start in range(0, len(everything), _BATCH):
+        with stock.changed:
+            batch = [row for row in everything[start : start + _BATCH] if stock.catalog.is_live(row)]
+            stock.catalog.lease(batch)
+        try:
+            yield from batch
+        finally:
+            with stock.changed:
+                stock.unlease(batch)
+
+
+def _check_bytes(stock: Stock, row: int, report: CheckReport) -> None:
+    catalog = stock.catalog
+    nbytes = record_bytes(catalog.nbytes[row])
+    with stock.changed:
+        key = catalog.table.key(row)
+        in_memory = catalog.memory.location[row] if catalog.memory.ready(row) else NONE
+        on_disk = catalog.disk.location[row] if catalog.disk.ready(row) else NONE
+        slot = stock.staging.allocate(nbytes, TEMPORARY) if on_disk != NONE else None
+    report.nbytes += catalog.nbytes[row]
+    if in_memory != NONE and not _memory_intact(stock, in_memory):
+        report.add("dram", f"block {key.hex()} does not match its checksum")
+    if slot is not None and stock.ssd is not None:
+        intact = stock.ssd.read_image(key, on_disk, stock.staging.image(slot, nbytes))
+        with stock.changed:
+            stock.staging.free(slot)
+            moved = catalog.disk.location[row] != on_disk
+        if not intact and not moved:
+            drive = stock.ssd.drives[on_disk >> 56]
+            report.add(
+                f"{drive.medium.label}: slot {slot_of(on_disk)}, page {on_disk & 0xFFFFFFFF}",
+                f"block {key.hex()} cannot be read back",
+            )
+
+
+def _memory_intact(stock: Stock, location: int) -> bool:
+    head = stock.arena.image(location, HEAD_BYTES)
+    payload_bytes = parse_own(head)[3]
+    chunk_bytes = int.from_bytes(head[80:88], "little")
+    slot = stock.arena.address + location
+    op = (0, slot + HEAD_BYTES, 0, payload_bytes, chunk_bytes, slot + TABLE_OFFSET, VERIFY)
+    return bool(transfers([op])[0] == 0)

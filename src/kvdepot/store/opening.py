@@ -1,0 +1,100 @@
+"""Putting a store together from a configuration."""
+
+import os
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from kvdepot.core.clock import SystemClock
+from kvdepot.core.config import Config, SsdConfig, load
+from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.index.catalog import Catalog
+from kvdepot.store.stock import Stock
+from kvdepot.store.store import Store
+from kvdepot.tiers.arena import Arena
+from kvdepot.tiers.files import Files
+from kvdepot.tiers.health import RetryPauses
+from kvdepot.tiers.mount import MountSettings
+from kvdepot.tiers.ssd import SegmentTier
+
+Mode = Literal["rw", "r"]
+
+
+def open_store(
+    config: str | os.PathLike[str] | Config | None = None,
+    *,
+    mode: Mode = "rw",
+    env: Mapping[str, str] = MappingProxyType({}),
+    **settings: Any,
+) -> Store:
+    """Open a store.
+
+    `config` is a TOML file's path or a Config; `settings` are the same tree as keyword arguments and win over it:
+    `open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})`. With mode "r" disk tiers are opened
+    read-only, beside a writer if there is one; puts then stay in memory. Raises ConfigError, FormatError or
+    StoreBusyError, and then nothing is left open.
+    """
+    if mode not in ("rw", "r"):
+        raise ConfigError("mode", f"{mode!r} is not 'rw' or 'r'")
+    if isinstance(config, Config):
+        if settings:
+            raise ConfigError("settings", "give a Config or keyword settings, not both")
+        tree = config
+    else:
+        tree = load(Path(config) if config is not None else None, env=env, overrides=settings)
+    return assemble(tree, mode=mode)
+
+
+def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -> Store:
+    """`open_store` for a finished configuration. `files` puts something between the store and its disks."""
+    clock = SystemClock()
+    _raise_open_files_limit()
+    ssd = _open_ssd(config.ssd, files, mode) if config.ssd is not None else None
+    try:
+        arena = Arena(config.dram.capacity, config.dram.huge_pages)
+        staging = Arena(config.writeback.staging, "never")
+    except (KVDepotError, OSError, ValueError) as error:
+        if ssd is not None:
+            ssd.close()
+        if isinstance(error, KVDepotError):
+            raise
+        raise ConfigError("dram.capacity", f"cannot get the memory: {error}") from error
+    if config.dram.prefault:
+        arena.memory.prefault()
+    if config.dram.lock and not arena.memory.lock():
+        for thing in (arena, staging, *([ssd] if ssd is not None else [])):
+            thing.close()
+        raise ConfigError("dram.lock", "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false")
+    stock = Stock(config, clock, Catalog(), arena, staging, ssd)
+    if ssd is not None:
+        stock.take_in(ssd.contents)
+        ssd.register_memory([arena.memory, staging.memory])
+    return Store(stock)
+
+
+def _open_ssd(config: SsdConfig, files: Files | None, mode: Mode) -> SegmentTier:
+    try:
+        files = files or Files(config.io_engine, config.io_depth)
+    except OSError as error:
+        raise ConfigError(
+            "ssd.io_engine", f"{config.io_engine} is not available: {error.strerror}", hint='io_engine = "auto"'
+        ) from error
+    settings = MountSettings(
+        capacity_bytes=config.path_capacity,
+        segment_bytes=config.segment_bytes,
+        direct_io=config.direct_io,
+        fsync=config.fsync,
+        write_timeout_s=config.write_timeout,
+        pauses=RetryPauses(config.retry_initial, config.retry_max),
+        writable=mode == "rw",
+    )
+    return SegmentTier(config.path, files, settings, SystemClock())
+
+
+def _raise_open_files_limit() -> None:
+    """Every segment is an open file; the soft limit is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

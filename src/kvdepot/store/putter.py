@@ -1,0 +1,144 @@
+"""Offloading: copy a block into a memory slot, checksummed in the same pass, and queue it for the disk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, record_bytes, write_head
+from kvdepot.core.block import BlockKey, Put
+from kvdepot.index.table import NONE
+from kvdepot.native import FILL
+from kvdepot.store.room import Room
+from kvdepot.store.stock import Stock
+from kvdepot.tiers.dram import transfers
+
+_WAVE_BYTES: Final = 64 << 20
+_ZEROS: Final = bytes(4096)
+
+
+@dataclass(slots=True)
+class Offer:
+    """One block offered by a caller."""
+
+    key: BlockKey
+    source: int
+    payload_bytes: int
+    chunk_bytes: int
+    row: int = NONE
+    slot: int = NONE
+
+
+class Putter:
+    """Serves `put`."""
+
+    def __init__(self, stock: Stock, room: Room) -> None:
+        self._stock = stock
+        self._room = room
+        limit = int(stock.config.dram.capacity * stock.config.writeback.dirty_limit)
+        self._dirty_limit = max(limit, 1)
+
+    def store(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
+        """Take in each offer or say why not. Waits for room until `timeout_s` has passed, no longer."""
+        stock = self._stock
+        deadline = stock.clock.now() + timeout_s
+        results: list[Put] = []
+        while len(results) < len(offers):
+            wave: list[Offer] = []
+            with stock.changed:
+                self._admit(offers, results, wave, deadline)
+            if wave:
+                self._fill(wave)
+                with stock.changed:
+                    self._seal(wave)
+        with stock.changed:
+            self._count(offers, results)
+        return results
+
+    def _admit(
+        self, offers: Sequence[Offer], results: list[Put], wave: list[Offer], deadline: float
+    ) -> None:
+        """Find slots for the next offers. Lock held; waits for room only while the wave is empty."""
+        stock = self._stock
+        total = 0
+        while len(results) < len(offers) and total < _WAVE_BYTES:
+            offer = offers[len(results)]
+            outcome = self._try(offer, pending_bytes=total)
+            if outcome is Put.THROTTLED:
+                if wave:
+                    return
+                wait_s = deadline - stock.clock.now()
+                if wait_s > 0:
+                    stock.changed.wait(wait_s)
+                    continue
+            results.append(outcome)
+            if outcome is Put.STORED:
+                wave.append(offer)
+                total += record_bytes(offer.payload_bytes)
+
+    def _try(self, offer: Offer, pending_bytes: int) -> Put:
+        """Reserve a slot. THROTTLED may change with time, REFUSED will not."""
+        stock, catalog = self._stock, self._stock.catalog
+        row = catalog.row(offer.key)
+        if row != NONE and not (catalog.memory.absent(row) and catalog.disk.absent(row)):
+            catalog.use(np.array([row]))
+            return Put.PRESENT
+        nbytes = record_bytes(offer.payload_bytes)
+        if not stock.arena.chunks_for(nbytes):
+            return Put.REFUSED
+        waiting = stock.dirty_bytes + pending_bytes
+        if stock.ssd is not None and waiting and waiting + nbytes > self._dirty_limit:
+            return Put.THROTTLED
+        slot = self._room.slot(nbytes, NONE)
+        if slot is None:
+            return Put.THROTTLED
+        row = catalog.ensure(offer.key, offer.payload_bytes)
+        stock.arena.set_owner(slot, row)
+        catalog.memory.reserve(row, slot)
+        catalog.lease([row])
+        offer.row, offer.slot = row, slot
+        return Put.STORED
+
+    def _fill(self, wave: list[Offer]) -> None:
+        """Copy and checksum, without the lock: nobody else sees a slot that is being filled."""
+        base = self._stock.arena.address
+        rows: list[tuple[Any, ...]] = []
+        for offer in wave:
+            slot = base + offer.slot
+            rows.append(
+                (0, offer.source, slot + HEAD_BYTES, offer.payload_bytes, offer.chunk_bytes, slot + TABLE_OFFSET, FILL)
+            )
+        transfers(rows)
+        for offer in wave:
+            nbytes = record_bytes(offer.payload_bytes)
+            image = self._stock.arena.image(offer.slot, nbytes)
+            write_head(image, Kind.BLOCK, offer.key, offer.payload_bytes, offer.chunk_bytes)
+            end = HEAD_BYTES + offer.payload_bytes
+            if end != nbytes:
+                image[end:] = _ZEROS[: nbytes - end]
+
+    def _seal(self, wave: list[Offer]) -> None:
+        """Make the blocks visible and queue them for the disk. Lock held."""
+        stock, catalog = self._stock, self._stock.catalog
+        rows = [offer.row for offer in wave]
+        for offer in wave:
+            catalog.memory.seal(offer.row)
+            catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
+            if stock.ssd is not None and stock.ssd.writable:
+                stock.mark_dirty(offer.row)
+        catalog.use(np.array(rows), hit=False)
+        stock.unlease(rows)
+
+    def _count(self, offers: Sequence[Offer], results: Sequence[Put]) -> None:
+        counters = self._stock.counters
+        for offer, outcome in zip(offers, results, strict=True):
+            if outcome is Put.STORED:
+                counters.put_stored += 1
+                counters.put_bytes += offer.payload_bytes
+            elif outcome is Put.PRESENT:
+                counters.put_present += 1
+            elif outcome is Put.THROTTLED:
+                counters.put_throttled += 1
+            else:
+                counters.put_refused += 1

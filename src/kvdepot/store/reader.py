@@ -1,0 +1,286 @@
+"""Onboarding: from memory at once, from disk in waves through memory, verified, within a deadline.
+
+A wave of disk reads lands in arena slots (promotion) or, where memory is busy, in staging slots; the native engine verifies
+each block and copies it to its target while the next ones are in flight. A block that is corrupt, failed or late is a
+miss; the others are delivered.
+"""
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvdepot.codec.record import HEAD_BYTES, record_bytes
+from kvdepot.core.block import MISS, BlockKey, Got
+from kvdepot.core.tier import Load, Outcome
+from kvdepot.index.table import NONE, as_words
+from kvdepot.native import COPY, address_of
+from kvdepot.store.drainer import Drainer
+from kvdepot.store.room import Room
+from kvdepot.store.stock import TEMPORARY, Stock
+from kvdepot.tiers.dram import read_op, transfers
+
+_WAVE_BYTES: Final = 64 << 20
+_FROM_MEMORY: Final = Got("dram")
+_FROM_DISK: Final = Got("ssd")
+_REASONS: Final = {
+    Outcome.CORRUPT: Got(None, "corrupt"),
+    Outcome.FAILED: Got(None, "failed"),
+    Outcome.LATE: Got(None, "late"),
+}
+_BUSY: Final = Got(None, "busy")
+
+
+@dataclass(slots=True)
+class Want:
+    """One block wanted by a caller: where to put it and which part of it."""
+
+    key: BlockKey
+    target: int
+    payload_bytes: int
+    chunk_bytes: int
+    start: int
+    """Of the payload, in bytes; need not be at a chunk's border."""
+    stop: int
+    row: int = NONE
+
+    def load(self, image: memoryview, location: int) -> Load:
+        """The load that covers the wanted range with whole chunks."""
+        chunk = self.chunk_bytes
+        start = self.start // chunk * chunk
+        stop = min(-(-self.stop // chunk) * chunk, self.payload_bytes)
+        whole = start == self.start and stop == self.stop
+        return Load(
+            self.key, location, self.payload_bytes, chunk, image, self.target if whole else 0, start, stop
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop == self.payload_bytes
+
+
+class Reader:
+    """Serves `get`."""
+
+    def __init__(self, stock: Stock, room: Room, drainer: Drainer) -> None:
+        self._stock = stock
+        self._room = room
+        self._drainer = drainer
+
+    def fetch(self, wants: Sequence[Want], timeout_s: float) -> list[Got]:
+        """Fill each want's target or say why not. Never raises for a fault of a tier."""
+        stock, catalog = self._stock, self._stock.catalog
+        deadline = stock.clock.now() + timeout_s
+        results = [MISS] * len(wants)
+        with stock.changed:
+            rows = catalog.table.find_many(as_words([want.key for want in wants]))
+            found = np.flatnonzero(catalog.ready(rows))
+            held = rows[found]
+            catalog.use(held)
+            catalog.lease(held.tolist())
+            in_memory = catalog.memory.state.array[held] == 2
+            places = catalog.memory.location.array[held]
+        try:
+            hits = found[in_memory].tolist()
+            for index, row in zip(found.tolist(), held.tolist(), strict=True):
+                wants[index].row = row
+            bad = self._from_memory(wants, hits, places[in_memory].tolist(), results)
+            self._from_disk(wants, sorted(found[~in_memory].tolist() + bad), results, deadline)
+        finally:
+            with stock.changed:
+                self._count(wants, results)
+                stock.unlease(held.tolist())
+        return results
+
+    def _from_memory(
+        self, wants: Sequence[Want], hits: list[int], places: list[int], results: list[Got]
+    ) -> list[int]:
+        """Copy out of leased slots. Returns the hits that failed verification."""
+        stock = self._stock
+        base = stock.arena.address
+        verify = stock.config.dram.verify
+        ops = []
+        partial = []
+        for index, place in zip(hits, places, strict=True):
+            want = wants[index]
+            slot = base + place
+            load = want.load(_NO_IMAGE, place)
+            if not verify:
+                ops.append((0, slot + HEAD_BYTES + want.start, want.target, want.stop - want.start, 0, 0, COPY))
+                continue
+            ops.append(read_op(slot, load, load.copy_to))
+            if not load.copy_to:
+                partial.append((0, slot + HEAD_BYTES + want.start, want.target, want.stop - want.start, 0, 0, COPY))
+        codes = transfers(ops).tolist() if ops else []
+        if partial:
+            transfers(partial)
+        bad = []
+        for index, code in zip(hits, codes, strict=True):
+            if code == 0:
+                results[index] = _FROM_MEMORY
+            else:
+                results[index] = _REASONS[Outcome.CORRUPT]
+                bad.append(index)
+        return [index for index in bad if self._quarantine_memory(wants[index].row)]
+
+    def _quarantine_memory(self, row: int) -> bool:
+        """Drop a damaged copy in memory. True: the disk has another one."""
+        stock, catalog = self._stock, self._stock.catalog
+        with stock.changed:
+            stock.counters.quarantined += 1
+            if catalog.disk.ready(row) and catalog.memory.ready(row) and catalog.leases(row) == 1:
+                stock.drop_memory(row)
+                return True
+            catalog.doom(row)
+            return False
+
+    def _from_disk(
+        self, wants: Sequence[Want], left: list[int], results: list[Got], deadline: float
+    ) -> None:
+        stock = self._stock
+        retried: set[int] = set()
+        while left:
+            with stock.changed:
+                wave = self._plan(wants, left)
+                while not wave and stock.clock.now() < deadline:
+                    stock.changed.wait(deadline - stock.clock.now())
+                    wave = self._plan(wants, left)
+            if not wave:
+                for index in left:
+                    results[index] = _BUSY
+                return
+            again = self._run(wants, wave, results, deadline)
+            done = {step.index for step in wave}
+            left = [index for index in again if index not in retried] + [i for i in left if i not in done]
+            retried.update(again)
+
+    def _plan(self, wants: Sequence[Want], left: list[int]) -> "list[Step]":
+        """The next wave: blocks for which there is memory to read into. Lock held."""
+        stock, catalog = self._stock, self._stock.catalog
+        limit = min(_WAVE_BYTES, max(1, stock.arena.capacity_bytes // 4))
+        wave: list[Step] = []
+        total = 0
+        for index in left:
+            want = wants[index]
+            nbytes = record_bytes(want.payload_bytes)
+            if wave and total + nbytes > limit:
+                break
+            slot = None
+            promote = want.is_whole and self._may_promote(want.row)
+            if promote:
+                slot = self._room.slot(nbytes, want.row)
+            arena = stock.arena
+            if slot is None:
+                promote, arena = False, stock.staging
+                slot = arena.allocate(nbytes, TEMPORARY)
+            if slot is None:
+                break
+            if promote:
+                catalog.memory.reserve(want.row, slot)
+            load = want.load(arena.image(slot, nbytes), catalog.disk.location[want.row])
+            wave.append(Step(index, load, slot, promote))
+            total += nbytes
+        return wave
+
+    def _may_promote(self, row: int) -> bool:
+        ssd = self._stock.config.ssd
+        return ssd is not None and ssd.promote and self._stock.catalog.memory.absent(row)
+
+    def _run(
+        self, wants: Sequence[Want], wave: "list[Step]", results: list[Got], deadline: float
+    ) -> list[int]:
+        """Read one wave. Returns the wants to try again: their block moved meanwhile."""
+        stock = self._stock
+        assert stock.ssd is not None
+        loads = [step.load for step in wave]
+        timeout_s = max(0.0, deadline - stock.clock.now())
+        outcomes, pending = stock.ssd.load(loads, timeout_s)
+        for step, outcome in zip(wave, outcomes, strict=True):
+            want = wants[step.index]
+            if outcome is Outcome.OK and not step.load.copy_to:
+                offset = HEAD_BYTES + want.start
+                _copy(step.load.image, offset, want)
+        again = []
+        late = []
+        with stock.changed:
+            for step, outcome in zip(wave, outcomes, strict=True):
+                row = wants[step.index].row
+                results[step.index] = _FROM_DISK if outcome is Outcome.OK else _REASONS[outcome]
+                if outcome is Outcome.LATE:
+                    late.append(self._set_aside(step, row))
+                    continue
+                self._settle(step, row, outcome)
+                if outcome is not Outcome.OK and self._blame(step, row, outcome):
+                    again.append(step.index)
+            stock.changed.notify_all()
+        if pending is not None:
+            self._drainer.take(pending, late)
+        return again
+
+    def _settle(self, step: "Step", row: int, outcome: Outcome) -> None:
+        """Make the slot a block of the memory tier, or give it back."""
+        stock, catalog = self._stock, self._stock.catalog
+        if not step.promote:
+            stock.staging.free(step.slot)
+        elif outcome is Outcome.OK:
+            catalog.memory.seal(row)
+            catalog.leaves.enter(row, stock.arena.slot_bytes(len(step.load.image)))
+            stock.counters.promoted += 1
+        else:
+            stock.arena.free(catalog.memory.drop(row))
+
+    def _set_aside(self, step: "Step", row: int) -> "tuple[bool, int]":
+        """The slot is busy until the kernel lets go of it; the block is not being promoted any more."""
+        if step.promote:
+            self._stock.catalog.memory.drop(row)
+            self._stock.arena.set_owner(step.slot, TEMPORARY)
+        self._stock.counters.read_late += 1
+        return step.promote, step.slot
+
+    def _blame(self, step: "Step", row: int, outcome: Outcome) -> bool:
+        """Drop the copy that could not be read. True: it only moved, read it again."""
+        stock, disk = self._stock, self._stock.catalog.disk
+        if not disk.ready(row):
+            return False
+        if disk.location[row] != step.load.location:
+            return True
+        if outcome is Outcome.CORRUPT:
+            stock.counters.quarantined += 1
+            stock.drop_disk(row)
+        else:
+            stock.counters.read_failed += 1
+            if stock.disk_usable(step.load.location):
+                stock.drop_disk(row)
+        return False
+
+    def _count(self, wants: Sequence[Want], results: Sequence[Got]) -> None:
+        counters = self._stock.counters
+        for want, got in zip(wants, results, strict=True):
+            if got is _FROM_MEMORY:
+                counters.get_dram += 1
+            elif got is _FROM_DISK:
+                counters.get_ssd += 1
+            else:
+                counters.get_miss += 1
+                continue
+            counters.get_bytes += want.stop - want.start
+
+
+@dataclass(slots=True)
+class Step:
+    """One block of a wave: its load and the slot it is read into."""
+
+    index: int
+    load: Load
+    slot: int
+    promote: bool
+
+
+_NO_IMAGE: Final = memoryview(b"")
+
+
+def _copy(image: memoryview, offset: int, want: Want) -> None:
+    source = address_of(image)[0] + offset
+    transfers([(0, source, want.target, want.stop - want.start, 0, 0, COPY)])

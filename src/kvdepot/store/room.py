@@ -1,0 +1,103 @@
+"""Making room in memory: the coldest tail of the same size first, else the coldest stretch of the arena."""
+
+from typing import Final
+
+import numpy as np
+
+from kvdepot.index.table import NONE
+from kvdepot.policy.slab import FREE, HELD, coldest_stretch
+from kvdepot.store.stock import Stock
+from kvdepot.tiers.arena import NOBODY, Slab
+
+_PATIENCE: Final = 64
+"""Evictions within a size class between two looks at whether another class is colder."""
+
+
+class Room:
+    """Finds slots in memory. Call with the stock's lock held."""
+
+    def __init__(self, stock: Stock) -> None:
+        self._stock = stock
+        self._since_look = 0
+
+    def slot(self, nbytes: int, owner: int) -> int | None:
+        """A slot of memory for `owner`, evicting if need be. None: everything is in use."""
+        arena = self._stock.arena
+        location = arena.allocate(nbytes, owner)
+        if location is None:
+            location = self._reuse(arena.slot_bytes(nbytes), owner)
+        if location is None and self._empty_stretch(nbytes):
+            location = arena.allocate(nbytes, owner)
+        return location
+
+    def _reuse(self, group: int, owner: int) -> int | None:
+        """Take over the slot of the coldest block of this size."""
+        stock = self._stock
+        row = stock.catalog.leaves.coldest(group)
+        if row == NONE:
+            return None
+        self._since_look += 1
+        if self._since_look >= _PATIENCE:
+            self._since_look = 0
+            if self._empty_stretch(group, colder_than=stock.catalog.tree.stamp[row]):
+                return stock.arena.allocate(group, owner)
+        location = self._evict(row, keep_slot=True)
+        stock.arena.set_owner(location, owner)
+        return location
+
+    def _evict(self, row: int, *, keep_slot: bool = False) -> int:
+        stock = self._stock
+        location = stock.drop_memory(row, keep_slot=keep_slot)
+        stock.counters.evicted_dram += 1
+        stock.catalog.forget_if_gone(row)
+        return location
+
+    def _empty_stretch(self, nbytes: int, colder_than: int = HELD) -> bool:
+        """Evict everything in the coldest run of chunks that can take a slab for `nbytes`."""
+        arena = self._stock.arena
+        chunks = arena.chunks_for(nbytes)
+        if not chunks:
+            return False
+        stamps = self._chunk_stamps(arena.slot_bytes(nbytes))
+        start = coldest_stretch(stamps, chunks)
+        if start is None or stamps[start : start + chunks].max() >= colder_than:
+            return False
+        for slab in arena.slabs_in(start, chunks):
+            for row in [owner for owner in slab.owners if owner != NOBODY]:
+                self._evict_subtree(row)
+        return True
+
+    def _chunk_stamps(self, group: int) -> np.ndarray:  # type: ignore[type-arg]
+        """For each chunk how recently its slab was used; slabs of `group` itself do not help."""
+        count = self._stock.arena.chunk_count
+        stamps = np.full(count, FREE, dtype=np.int64)
+        for slab in self._stock.arena.slabs():
+            stamps[slab.start : slab.start + slab.chunks] = (
+                HELD if slab.slot_bytes == group else self._slab_stamp(slab)
+            )
+        return stamps
+
+    def _slab_stamp(self, slab: Slab) -> int:
+        catalog = self._stock.catalog
+        newest = FREE
+        for row in slab.owners:
+            if row == NOBODY:
+                continue
+            if row < 0 or not self._evictable(row):
+                return int(HELD)
+            newest = max(newest, catalog.tree.stamp[row])
+        return newest
+
+    def _evictable(self, row: int) -> bool:
+        catalog = self._stock.catalog
+        below = catalog.tree.descendants(row)
+        return catalog.memory.ready(row) and not any(
+            catalog.leaves.held(other) for other in (row, *below)
+        )
+
+    def _evict_subtree(self, row: int) -> None:
+        """Tails before heads."""
+        catalog = self._stock.catalog
+        for other in [row, *catalog.tree.descendants(row)][::-1]:
+            if catalog.memory.ready(other):
+                self._evict(other)

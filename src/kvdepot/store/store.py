@@ -1,0 +1,410 @@
+"""The store: what a program talks to. Thread-safe; no call fails because of a disk."""
+
+import builtins
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.codec.notes import Removal, space_key
+from kvdepot.codec.record import HEAD_BYTES
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Got, Put
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace
+from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError, StoreClosedError
+from kvdepot.index.table import NONE, Rows
+from kvdepot.native import address_of
+from kvdepot.store.checker import CheckReport, check_stock
+from kvdepot.store.drainer import Drainer
+from kvdepot.store.lease import Lease
+from kvdepot.store.putter import Offer, Putter
+from kvdepot.store.reader import Reader, Want
+from kvdepot.store.room import Room
+from kvdepot.store.space import Space
+from kvdepot.store.stock import Stock
+from kvdepot.store.writer import Writer
+from kvdepot.tiers.ssd import drive_of
+
+_CLOSE_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest resident prefix of a chain of keys. `len(match)` is its length in blocks."""
+
+    tiers: tuple[str, ...]
+    """For each matched block the fastest tier that has it."""
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """Answer to `Store.flush`. True when everything put before is on disk."""
+
+    ok: bool
+    waiting: int
+    """Blocks still waiting to be written when time ran out."""
+    given_up: int
+    """Blocks that could not be written since the last flush; they are in memory only, or gone."""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class Store:
+    """Keeps KV blocks in memory and on disk. Made by `kvdepot.open`; use as a context manager or call `close`.
+
+    Buffers are anything with a contiguous buffer: bytes, bytearray, memoryview, numpy, torch CPU tensors through numpy. A
+    buffer belongs to the caller again when the call returns.
+    """
+
+    def __init__(self, stock: Stock) -> None:
+        self._stock = stock
+        self._spaces: dict[bytes, Space] = {}
+        self._room = Room(stock)
+        self._drainer = Drainer(stock)
+        self._putter = Putter(stock, self._room)
+        self._reader = Reader(stock, self._room, self._drainer)
+        self._writers: list[Writer] = []
+        self._given_up_seen = 0
+        self._closed = False
+        if stock.ssd is not None and stock.ssd.writable:
+            self._writers = [Writer(stock, stock.ssd, index) for index in range(len(stock.ssd.drives))]
+            for writer in self._writers:
+                writer.thread.start()
+
+    def namespace(
+        self, *, model: str, layout: KVLayout, tenant: str = "", secret: bytes | None = None, **fields: Any
+    ) -> Space:
+        """Register a namespace and return the handle that makes its keys.
+
+        `secret` seeds the keys; left out, it is taken from the configuration's `tenants` table. Other fields are
+        those of core.namespace.Namespace: fingerprint, shard_rank, shard_size, adapter, extra.
+        """
+        self._check_open()
+        if secret is None:
+            known = self._stock.config.tenants.get(tenant)
+            secret = known.secret() if known is not None else b""
+        try:
+            namespace = Namespace(model=model, layout=layout, tenant=tenant, secret=secret, **fields)
+        except TypeError as error:
+            raise ConfigError("namespace", str(error).split(") ", 1)[-1]) from error
+        return self.register(namespace)
+
+    def register(self, namespace: Namespace) -> Space:
+        """`namespace` for a Namespace that exists already."""
+        self._check_open()
+        if namespace.layout.block_bytes >= 1 << 32:
+            raise ConfigError("layout", f"a block of {namespace.layout.block_bytes} bytes is over 4 GiB")
+        space = Space(namespace)
+        self._spaces[namespace.tag] = space
+        ssd = self._stock.ssd
+        if ssd is not None and ssd.writable:
+            ssd.remember(namespace.tag, json.dumps(namespace.description(), sort_keys=True).encode())
+        return space
+
+    def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
+        """Offload one block. See put_many."""
+        return self.put_many([key], [buffer], timeout_s=timeout_s)[0]
+
+    def put_many(
+        self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> list[Put]:
+        """Offload blocks: in memory when this returns, on disk later (`flush` waits for that).
+
+        Keys of one prompt go head first. STORED or PRESENT are true. THROTTLED: too much waits to be written or is in use, and
+        `timeout_s` (default writeback.put_timeout) has passed. REFUSED: the block can never fit. Raises BadBufferError and
+        KeyFormatError for a caller's mistake, before anything is stored.
+        """
+        self._check_open()
+        if len(keys) != len(buffers):
+            raise BadBufferError(f"{len(keys)} keys but {len(buffers)} buffers")
+        if timeout_s is None:
+            timeout_s = self._stock.config.writeback.put_timeout
+        offers = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            layout = self._space_of(key).layout
+            address, nbytes = _buffer(buffer, writable=False)
+            if nbytes != layout.block_bytes:
+                raise BadBufferError(
+                    f"a block of this namespace has {layout.block_bytes} bytes, the buffer has {nbytes}"
+                )
+            offers.append(Offer(key, address, nbytes, layout.chunk_bytes))
+        return self._putter.store(offers, timeout_s)
+
+    def get(
+        self, key: BlockKey, into: Any, *, layers: range | None = None, timeout_s: float | None = None
+    ) -> Got:
+        """Onboard one block. See get_many."""
+        return self.get_many([key], [into], layers=layers, timeout_s=timeout_s)[0]
+
+    def get_many(
+        self,
+        keys: Sequence[BlockKey],
+        intos: Sequence[Any],
+        *,
+        layers: range | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Got]:
+        """Onboard blocks, or only a range of their layers, each into its buffer.
+
+        Every answer is true and the buffer holds exactly what was put, or false with a reason, and the buffer is undefined.
+        Returns after `timeout_s` (default ssd.read_timeout) at the latest, with what is ready. Page-aligned
+        buffers are not needed. Raises BadBufferError and KeyFormatError for a caller's mistake, before anything is read.
+        """
+        self._check_open()
+        if len(keys) != len(intos):
+            raise BadBufferError(f"{len(keys)} keys but {len(intos)} buffers")
+        if timeout_s is None:
+            ssd = self._stock.config.ssd
+            timeout_s = ssd.read_timeout if ssd is not None else 0.0
+        wants = [self._want(key, into, layers) for key, into in zip(keys, intos, strict=True)]
+        return self._reader.fetch(wants, timeout_s) if wants else []
+
+    def match(self, keys: Sequence[BlockKey]) -> Match:
+        """The longest resident prefix. Answered from memory; changes nothing."""
+        self._check_open()
+        catalog = self._stock.catalog
+        with self._stock.changed:
+            rows = self._usable(catalog.resident(_checked(keys)))
+            memory = catalog.memory.state.array[rows] == 2
+        return Match(tuple(np.where(memory, "dram", "ssd").tolist()))
+
+    def lease(self, keys: Sequence[BlockKey]) -> Lease:
+        """Match, and protect what matched from eviction until the lease ends. Counts as a use."""
+        self._check_open()
+        catalog = self._stock.catalog
+        with self._stock.changed:
+            rows = self._usable(catalog.resident(_checked(keys)))
+            catalog.use(rows)
+            leased = rows.tolist()
+            catalog.lease(leased)
+        return Lease(list(keys[: len(leased)]), leased, self._release, self._view)
+
+    def touch(self, keys: Sequence[BlockKey]) -> int:
+        """Count the resident prefix as used now. Returns its length."""
+        self._check_open()
+        with self._stock.changed:
+            rows = self._stock.catalog.resident(_checked(keys))
+            self._stock.catalog.use(rows)
+        return len(rows)
+
+    def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
+        """Delete blocks everywhere, also after a restart. Returns how many were there.
+
+        A leased block vanishes from lookups at once and from its tiers when its last lease ends.
+        """
+        self._check_open()
+        with self._stock.changed:
+            wanted = [keys] if isinstance(keys, bytes) else list(keys)
+            rows = [row for row in map(self._stock.catalog.row, _checked(wanted)) if row != NONE]
+            removals = self._doom(rows)
+        self._record(removals)
+        return len(rows)
+
+    def remove_namespace(self, space: Space) -> int:
+        """Delete every block of a namespace, also after a restart. Returns how many were there."""
+        self._check_open()
+        stock = self._stock
+        tag = np.frombuffer(space.tag, np.uint64)[0]
+        with stock.changed:
+            known = np.flatnonzero(stock.catalog.table.tags() == tag)
+            rows = [row for row in known.tolist() if stock.catalog.is_live(row)]
+            self._doom(rows)
+            ssd = stock.ssd
+            note = ssd.namespace_removal(space_key(space.tag)) if ssd is not None else None
+        if ssd is not None and note is not None:
+            self._record({index: [note] for index in range(len(ssd.drives))})
+        return len(rows)
+
+    def flush(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
+        """Wait until everything put before this call is on disk, and durable as configured."""
+        self._check_open()
+        return self._flush(timeout_s)
+
+    def check(self, *, deep: bool = True) -> CheckReport:
+        """Verify the books against each other and, if `deep`, every byte in memory and on disk."""
+        self._check_open()
+        return check_stock(self._stock, deep=deep)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, and what each tier holds and how it is, as plain values."""
+        self._check_open()
+        stock = self._stock
+        with stock.changed:
+            tiers: dict[str, Any] = {"dram": self._dram_stats()}
+            if stock.ssd is not None:
+                tiers["ssd"] = self._ssd_stats()
+            return {
+                "tiers": tiers,
+                "blocks": stock.catalog.table.live,
+                "leased": stock.catalog.leased,
+                "dirty_bytes": stock.dirty_bytes,
+                "staging_bytes": stock.staging.used_bytes,
+                "index_bytes": stock.catalog.table.memory_bytes(),
+                "counters": stock.counters.as_dict(),
+            }
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
+        """Write down what waits, stop the threads, release everything. May be called twice."""
+        if self._closed:
+            return FlushReport(True, 0, 0)
+        report = self._flush(timeout_s)
+        self._closed = True
+        stock = self._stock
+        with stock.changed:
+            stock.closing = True
+            stock.dirty.clear()
+            stock.changed.notify_all()
+        stuck = False
+        for writer in self._writers:
+            writer.thread.join(timeout_s)
+            stuck = stuck or writer.thread.is_alive()
+        late = not self._drainer.wait(timeout_s)
+        if stuck or late:
+            # The kernel may still write into the arena: leave memory and descriptors to the process's end.
+            return FlushReport(False, report.waiting, report.given_up)
+        if stock.ssd is not None:
+            stock.ssd.close()
+        stock.arena.close()
+        stock.staging.close()
+        return report
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("the store is closed")
+
+    def _space_of(self, key: BlockKey) -> Space:
+        try:
+            return self._spaces[key[:TAG_BYTES]]
+        except (KeyError, TypeError):
+            pass
+        _checked([key])
+        raise KeyFormatError(
+            "the key's namespace is not registered with this store", hint="call store.namespace(…) first"
+        )
+
+    def _want(self, key: BlockKey, into: Any, layers: range | None) -> Want:
+        layout = self._space_of(key).layout
+        start, nbytes = 0, layout.block_bytes
+        if layers is not None:
+            if layers.step != 1:
+                raise BadBufferError(f"layers must be consecutive, got {layers}")
+            start, nbytes = layout.layer_range(layers.start, layers.stop)
+        address, length = _buffer(into, writable=True)
+        if length != nbytes:
+            raise BadBufferError(f"the target must have {nbytes} bytes, it has {length}")
+        return Want(key, address, layout.block_bytes, layout.chunk_bytes, start, start + nbytes)
+
+    def _usable(self, rows: Rows) -> Rows:
+        """Cut a run of rows where it needs a drive that is known to be down."""
+        ssd = self._stock.ssd
+        if ssd is None or ssd.health().ok:
+            return rows
+        catalog = self._stock.catalog
+        down = np.array([not drive.breaker.health().ok for drive in ssd.drives])
+        places = catalog.disk.location.array[rows]
+        lost = (catalog.memory.state.array[rows] != 2) & down[np.maximum(places, 0) >> 56]
+        return rows[: int(lost.argmax())] if lost.any() else rows
+
+    def _release(self, rows: list[int]) -> None:
+        with self._stock.changed:
+            if not self._closed:
+                self._stock.unlease(rows)
+
+    def _view(self, row: int) -> memoryview | None:
+        catalog = self._stock.catalog
+        with self._stock.changed:
+            if not catalog.memory.ready(row):
+                return None
+            at = catalog.memory.location[row] + HEAD_BYTES
+            return self._stock.arena.memory.view[at : at + catalog.nbytes[row]].toreadonly()
+
+    def _doom(self, rows: list[int]) -> dict[int, list[Removal]]:
+        """Take blocks out of the books. Returns what must be written down, by drive. Lock held."""
+        stock, catalog = self._stock, self._stock.catalog
+        removals: dict[int, list[Removal]] = {}
+        for row in rows:
+            if not catalog.disk.absent(row) and stock.ssd is not None:
+                location = catalog.disk.location[row]
+                removals.setdefault(drive_of(location), []).append(
+                    stock.ssd.removal(catalog.table.key(row), location)
+                )
+            if catalog.doom(row) and row not in stock.dirty_tickets:
+                stock.drop_all(row)
+        stock.counters.removed += len(rows)
+        return removals
+
+    def _record(self, removals: dict[int, list[Removal]]) -> None:
+        ssd = self._stock.ssd
+        if ssd is not None and ssd.writable and removals and not ssd.erase(removals):
+            with self._stock.changed:
+                self._stock.counters.removal_unrecorded += 1
+
+    def _flush(self, timeout_s: float) -> FlushReport:
+        stock = self._stock
+        with stock.changed:
+            last = stock.tickets
+
+            def written() -> bool:
+                return next(iter(stock.dirty_tickets.values()), last + 1) > last
+
+            done = stock.changed.wait_for(written, timeout_s)
+            waiting = sum(ticket <= last for ticket in stock.dirty_tickets.values())
+            given_up = stock.counters.write_failed - self._given_up_seen
+            self._given_up_seen = stock.counters.write_failed
+        durable = stock.ssd is None or not stock.ssd.writable or stock.ssd.flush()
+        return FlushReport(done and durable and not given_up, waiting, given_up)
+
+    def _dram_stats(self) -> dict[str, Any]:
+        stock = self._stock
+        return {
+            "blocks": stock.catalog.memory.count,
+            "capacity_bytes": stock.arena.capacity_bytes,
+            "used_bytes": stock.arena.used_bytes,
+            "huge_pages": stock.arena.memory.huge,
+        }
+
+    def _ssd_stats(self) -> dict[str, Any]:
+        ssd = self._stock.ssd
+        assert ssd is not None
+        usage, health = ssd.usage(), ssd.health()
+        return {
+            "blocks": self._stock.catalog.disk.count,
+            "capacity_bytes": usage.capacity_bytes,
+            "used_bytes": usage.used_bytes,
+            "held_bytes": usage.held_bytes,
+            "healthy": health.ok,
+            "errors": health.errors,
+            "drives": [drive.describe() for drive in ssd.drives],
+        }
+
+
+def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise KeyFormatError(f"a key is {KEY_BYTES} bytes, made by space.keys(…)")
+    return keys
+
+
+def _buffer(buffer: Any, *, writable: bool) -> tuple[int, int]:
+    """Address and length of a caller's buffer, or one clear error."""
+    try:
+        return address_of(buffer, writable)
+    except builtins.BufferError as error:
+        raise BadBufferError("the target buffer is read-only") from error
+    except ValueError as error:
+        raise BadBufferError("the buffer is not contiguous") from error
+    except TypeError as error:
+        raise BadBufferError(f"{type(buffer).__name__} is not a buffer") from error
+

@@ -1,0 +1,118 @@
+"""Write-back: one thread a drive takes dirty blocks from memory and appends them to the drive's log.
+
+A block that cannot be written is given up: it stays in memory as long as there is room, is counted, and
+`flush` tells. So a failed disk makes the store smaller, never slower or stuck.
+"""
+
+import threading
+from typing import Final
+
+from kvdepot.codec.record import record_bytes
+from kvdepot.store.reclaimer import Reclaimer
+from kvdepot.store.restorer import Restorer
+from kvdepot.store.stock import Stock
+from kvdepot.tiers.ssd import SegmentTier
+
+_BLOCKS_MAX: Final = 512
+
+
+class Writer:
+    """The background thread of one drive."""
+
+    def __init__(self, stock: Stock, ssd: SegmentTier, index: int) -> None:
+        self._stock = stock
+        self._ssd = ssd
+        self._index = index
+        self._reclaimer = Reclaimer(stock, ssd, index)
+        self._restorer = Restorer(stock, ssd, index)
+        self.thread = threading.Thread(target=self._run, name=f"kvdepot-writer-{index}", daemon=True)
+
+    def _run(self) -> None:
+        stock = self._stock
+        while True:
+            with stock.changed:
+                while not stock.dirty and not stock.closing:
+                    stock.changed.wait()
+                if not stock.dirty:
+                    return
+                batch = self._take()
+            if batch:
+                self._write(batch)
+
+    def _take(self) -> list[int]:
+        """The next dirty blocks, now in flight. Lock held."""
+        stock, catalog = self._stock, self._stock.catalog
+        segment_bytes = self._ssd.drives[self._index].settings.segment_bytes
+        budget = min(stock.config.writeback.batch, segment_bytes // 4)
+        batch: list[int] = []
+        while stock.dirty and len(batch) < _BLOCKS_MAX:
+            row = stock.dirty[0]
+            nbytes = record_bytes(catalog.nbytes[row])
+            if batch and nbytes > budget:
+                break
+            stock.dirty.popleft()
+            if catalog.is_doomed(row):
+                self._clean(row)
+                continue
+            budget -= nbytes
+            catalog.disk.reserve(row, self._index << 56)
+            batch.append(row)
+        catalog.lease(batch)
+        return batch
+
+    def _write(self, batch: list[int]) -> None:
+        """Append blocks; make room and try once more for those that found none."""
+        places = self._append(batch)
+        left = [row for row in batch if row not in places]
+        if left and self._make_room():
+            places.update(self._append(left))
+        self._commit(batch, places)
+        self._keep_spare()
+
+    def _append(self, rows: list[int]) -> dict[int, int]:
+        stock = self._stock
+        images = [
+            stock.arena.image(stock.catalog.memory.location[row], record_bytes(stock.catalog.nbytes[row]))
+            for row in rows
+        ]
+        locations = self._ssd.append(self._index, images)
+        return {row: at for row, at in zip(rows, locations, strict=True) if at is not None}
+
+    def _make_room(self) -> bool:
+        drive = self._ssd.drives[self._index]
+        if drive.lost:
+            return self._restorer.restore()
+        return drive.breaker.health().ok and self._reclaimer.reclaim()
+
+    def _keep_spare(self) -> None:
+        """Reclaim ahead of need, while the new segment still has room for what is kept."""
+        drive = self._ssd.drives[self._index]
+        while drive.breaker.health().ok and not drive.lost and drive.spare_slots() < 1:
+            if not self._reclaimer.reclaim():
+                return
+
+    def _commit(self, batch: list[int], places: dict[int, int]) -> None:
+        stock, catalog = self._stock, self._stock.catalog
+        with stock.changed:
+            for row in batch:
+                location = places.get(row)
+                if location is None:
+                    catalog.disk.drop(row)
+                    stock.counters.write_failed += 1
+                else:
+                    catalog.disk.location[row] = location
+                    catalog.disk.seal(row)
+                    stock.on_disk(row, location)
+                    stock.counters.written += 1
+                    stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
+                self._clean(row)
+            stock.unlease(batch)
+
+    def _clean(self, row: int) -> None:
+        """The block no longer waits to be written. Lock held."""
+        stock = self._stock
+        stock.dirty_bytes -= record_bytes(stock.catalog.nbytes[row])
+        stock.dirty_tickets.pop(row, None)
+        stock.catalog.leaves.release(row)
+        if stock.catalog.is_doomed(row) and not stock.catalog.leases(row):
+            stock.drop_all(row)

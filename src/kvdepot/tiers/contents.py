@@ -1,0 +1,118 @@
+"""What the drives of a log tier hold when it is opened, as arrays: fast for millions of blocks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.codec.notes import parse_removals
+from kvdepot.codec.record import HEAD_BYTES, PAGE, Kind, parse_head, payload_intact, record_bytes
+from kvdepot.codec.segment import ENTRY
+from kvdepot.core.block import TAG_BYTES, BlockKey
+from kvdepot.core.tier import Found
+from kvdepot.tiers.drive import Drive
+from kvdepot.tiers.notebook import Notebook
+from kvdepot.tiers.recovery import Recovered
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Live blocks, oldest first, each key once."""
+
+    words: Array
+    locations: Array
+    payload_bytes: Array
+    recovered: list[list[Recovered]]
+
+    def found(self) -> Iterator[Found]:
+        keys = np.ascontiguousarray(self.words).tobytes()
+        for row, (location, nbytes) in enumerate(
+            zip(self.locations.tolist(), self.payload_bytes.tolist(), strict=True)
+        ):
+            yield Found(BlockKey(keys[32 * row : 32 * row + 32]), location, nbytes)
+
+
+def read_contents(notebooks: Sequence[Notebook], first_drive: int = 0) -> Contents:
+    """Recover drives, numbered from `first_drive`, fill their notebooks, and count what is alive in each segment."""
+    recovered = [notebook.drive.recover() for notebook in notebooks]
+    parts = [np.zeros(0, ENTRY)]
+    places = [np.zeros(0, np.int64)]
+    for index, segments in enumerate(recovered):
+        for segment in segments:
+            blocks = segment.entries[segment.entries["kind"] == Kind.BLOCK]
+            parts.append(blocks)
+            places.append((first_drive + index << 56 | segment.slot << 32) + blocks["page"].astype(np.int64))
+            _read_notes(notebooks[index], segment)
+    entries, locations = np.concatenate(parts), np.concatenate(places)
+    words = np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
+    sequences = entries["sequence"].astype(np.int64)
+    alive = _not_removed(words, sequences, notebooks)
+    alive = alive[np.argsort(sequences[alive], kind="stable")]
+    # Of several records with one key the newest counts: the last one in order of sequence.
+    _, last = np.unique(words[alive, 2][::-1], return_index=True)
+    alive = alive[np.sort(len(alive) - 1 - last)]
+    sizes = entries["payload_bytes"][alive].astype(np.int64)
+    _count(notebooks, locations[alive], sizes, first_drive)
+    return Contents(words[alive], locations[alive], sizes, recovered)
+
+
+def _not_removed(words: Array, sequences: Array, notebooks: Sequence[Notebook]) -> Array:
+    """Indexes of the records that no removal speaks of."""
+    dead = np.zeros(len(words), dtype=bool)
+    keyed: dict[BlockKey, int] = {}
+    for notebook in notebooks:
+        for removals in notebook.removals.values():
+            for removal in removals:
+                if removal.whole_namespace:
+                    tag = np.frombuffer(removal.key[:TAG_BYTES], np.uint64)[0]
+                    dead |= (words[:, 0] == tag) & (sequences < removal.below_sequence)
+                else:
+                    keyed[removal.key] = max(keyed.get(removal.key, 0), removal.below_sequence)
+    if keyed:
+        removed = np.frombuffer(b"".join(keyed), np.uint64).reshape(-1, 4)
+        for index in np.flatnonzero(np.isin(words[:, 2], removed[:, 2])).tolist():
+            key = BlockKey(words[index].tobytes())
+            dead[index] |= sequences[index] < keyed.get(key, 0)
+    return np.flatnonzero(~dead)
+
+
+def _count(notebooks: Sequence[Notebook], locations: Array, sizes: Array, first_drive: int) -> None:
+    segments, where = np.unique(locations >> 32, return_inverse=True)
+    counts = np.bincount(where, minlength=len(segments))
+    records = HEAD_BYTES + -(-sizes // PAGE) * PAGE
+    totals = np.bincount(where, weights=records, minlength=len(segments))
+    for place, count, total in zip(segments.tolist(), counts.tolist(), totals.tolist(), strict=True):
+        segment = notebooks[(place >> 24) - first_drive].drive.segments[place & 0xFFFFFF]
+        segment.live_count, segment.live_bytes = count, int(total)
+
+
+def _read_notes(notebook: Notebook, segment: Recovered) -> None:
+    """Take the notes of one segment into the notebook; a damaged one is reported and skipped."""
+    for entry in segment.entries[segment.entries["kind"] != Kind.BLOCK]:
+        payload = _read_payload(notebook.drive, segment, int(entry["page"]), int(entry["payload_bytes"]))
+        if payload is None:
+            where = f"{notebook.drive.medium.label}: slot {segment.slot}, page {entry['page']}"
+            notebook.drive.damage.append(f"{where}: note is damaged")
+        elif entry["kind"] == Kind.REMOVAL:
+            notebook.removals.setdefault(segment.segment_id, []).extend(parse_removals(payload))
+        elif entry["kind"] == Kind.SPACE:
+            tag = bytes(entry["key"])[:TAG_BYTES]
+            if notebook.spaces.get(tag, (0, b""))[0] <= segment.segment_id:
+                notebook.spaces[tag] = (segment.segment_id, payload)
+
+
+def _read_payload(drive: Drive, segment: Recovered, page: int, nbytes: int) -> bytes | None:
+    fd, base = drive.medium.extent(segment.slot)
+    try:
+        image = drive.files.read(fd, base + page * PAGE, record_bytes(nbytes))
+    except OSError:
+        return None
+    head = parse_head(image)
+    if head is None or head.segment_id != segment.segment_id or not payload_intact(image, head):
+        return None
+    return bytes(image[HEAD_BYTES : HEAD_BYTES + head.payload_bytes])
+

@@ -1,0 +1,388 @@
+"""One drive of a log tier: an active segment that grows, sealed ones that do not change, free slots.
+
+Appends come from one thread at a time (`_lock`); reads need no lock, because every record names its segment and
+carries its checksums: a read that races with the reuse of an extent fails its check.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvdepot.codec.record import HEAD_BYTES, PAGE, Kind, parse_own, place, record_bytes
+from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, pack_entry
+from kvdepot.core.clock import Clock
+from kvdepot.native import WRITE, address_of, checksum
+from kvdepot.tiers.files import Files, io_ops
+from kvdepot.tiers.health import Breaker, RetryPauses
+from kvdepot.tiers.medium import Medium
+from kvdepot.tiers.recovery import Recovered, SegmentReader
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_GONE: Final = "the directory was removed"
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One extent in use."""
+
+    segment_id: int
+    slot: int
+    tail: int = PAGE
+    sealed: bool = False
+    live_bytes: int = 0
+    live_count: int = 0
+    entries: list[bytes] = field(default_factory=list)
+    """Footer entries, as packed bytes; emptied when the segment is sealed."""
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Where a record went."""
+
+    slot: int
+    page: int
+    segment_id: int
+
+
+class Numbers:
+    """Segment ids and record sequences, unique in a store and growing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segment_id = 1
+        self._sequence = 1
+
+    def raise_to(self, segment_id: int, sequence: int) -> None:
+        with self._lock:
+            self._segment_id = max(self._segment_id, segment_id + 1)
+            self._sequence = max(self._sequence, sequence + 1)
+
+    def segment_id(self) -> int:
+        with self._lock:
+            self._segment_id += 1
+            return self._segment_id - 1
+
+    def sequence(self) -> int:
+        with self._lock:
+            self._sequence += 1
+            return self._sequence - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DriveSettings:
+    """What a drive needs to know."""
+
+    segment_bytes: int
+    slots_max: int
+    store: bytes
+    fsync: str
+    write_timeout_s: float
+    pauses: RetryPauses = RetryPauses()
+
+
+class Drive:
+    """Appends records to segments on one medium."""
+
+    def __init__(
+        self, medium: Medium, files: Files, settings: DriveSettings, numbers: Numbers, clock: Clock
+    ) -> None:
+        self.medium = medium
+        self.files = files
+        self.settings = settings
+        self.breaker = Breaker(clock, settings.pauses)
+        self._growth = Breaker(clock, settings.pauses)
+        self.segments: dict[int, Segment] = {}
+        self.free: list[int] = []
+        self.damage: list[str] = []
+        self._numbers = numbers
+        self._lock = threading.RLock()
+        self._active: Segment | None = None
+        self._unsynced = False
+        self.lost = False
+
+    def recover(self) -> list[Recovered]:
+        """Open every slot and tell what is in it."""
+        found = []
+        for slot in self.medium.open_slots(self.settings.segment_bytes):
+            recovered = self._recover_slot(slot)
+            if recovered is None:
+                self.free.append(slot)
+                continue
+            found.append(recovered)
+            last = int(recovered.entries["sequence"].max()) if len(recovered.entries) else 0
+            self._numbers.raise_to(recovered.segment_id, last)
+            segment = Segment(recovered.segment_id, slot, recovered.tail, recovered.sealed)
+            segment.count = len(recovered.entries)
+            self.segments[slot] = segment
+        self.free.sort(reverse=True)
+        return found
+
+    def resume(self, found: Sequence[Recovered]) -> None:
+        """Get ready to append: go on with the newest open segment, seal every other one."""
+        newest = max((r for r in found if not r.sealed), key=lambda r: r.segment_id, default=None)
+        for recovered in found:
+            segment = self.segments[recovered.slot]
+            if recovered.sealed:
+                continue
+            segment.entries = [recovered.entries.tobytes()]
+            if recovered is newest and self._room(segment, PAGE):
+                self._active = segment
+            else:
+                self._finish(segment, sealed=True)
+
+    def _recover_slot(self, slot: int) -> Recovered | None:
+        fd, base = self.medium.extent(slot)
+        settings = self.settings
+        reader = SegmentReader(self.files, fd, base, settings.segment_bytes, slot, settings.store)
+        try:
+            found = reader.recover()
+        except OSError as error:
+            self.damage.append(f"{self.medium.label}: slot {slot}: {error.strerror}")
+            self.breaker.failed(str(error.strerror))
+            return None
+        if found is not None:
+            self.damage += [f"{self.medium.label}: slot {slot}: {text}" for text in found.damage]
+            if any("swapped" in text for text in found.damage):
+                return None
+        return found
+
+    def append(self, images: Sequence[memoryview]) -> list[Appended | None]:
+        """Write record images to the log. None where there was no room or the write failed.
+
+        Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, or, on a stalled
+        medium, until the medium lets go of the images.
+        """
+        with self._lock:
+            results: list[Appended | None] = [None] * len(images)
+            if self.lost or not self.breaker.allows():
+                return results
+            if not self.medium.intact():
+                self._lose()
+                return results
+            start = 0
+            while start < len(images):
+                stop = self._append_run(images, start, results)
+                if stop == start:
+                    break
+                start = stop
+            return results
+
+    def _append_run(
+        self, images: Sequence[memoryview], start: int, results: list[Appended | None]
+    ) -> int:
+        """Append as many images as fit in the active segment. Returns the first one not tried."""
+        segment = self._segment_for(len(images[start]))
+        if segment is None:
+            return start
+        places = []
+        stop = start
+        while stop < len(images) and self._room(segment, len(images[stop])):
+            place(images[stop], segment.segment_id, self._numbers.sequence())
+            places.append(segment.tail)
+            segment.tail += len(images[stop])
+            segment.count += 1
+            stop += 1
+        for index, (offset, ok) in enumerate(zip(places, self._write(segment, images[start:stop], places), strict=True)):
+            if ok:
+                results[start + index] = self._note(segment, images[start + index], offset)
+            else:
+                segment.count -= 1
+        return stop
+
+    def _write(self, segment: Segment, images: Sequence[memoryview], offsets: list[int]) -> list[bool]:
+        fd, base = self.medium.extent(segment.slot)
+        ops = io_ops(len(images))
+        ops["fd"], ops["opcode"] = fd, WRITE
+        ops["offset"] = np.array(offsets, dtype=np.uint64) + np.uint64(base)
+        ops["address"] = [address_of(image)[0] for image in images]
+        ops["nbytes"] = [len(image) for image in images]
+        pending = self.files.run(ops, self.settings.write_timeout_s)
+        if pending is not None:
+            self.breaker.failed("writes do not finish", at_once=True)
+            while not pending.wait(60.0):
+                self.breaker.failed("writes do not finish", at_once=True)
+        done = (ops["result"] == 0).tolist()
+        self._judge(ops["result"].tolist())
+        self._unsynced = True
+        if self.settings.fsync == "always" and not self.sync():
+            return [False] * len(images)
+        return done
+
+    def _judge(self, codes: Sequence[int]) -> None:
+        """Tell the breaker how a batch went."""
+        bad = [-code for code in codes if code < 0]
+        if not bad:
+            self.breaker.succeeded()
+            return
+        for code in bad:
+            self.breaker.failed(os.strerror(code), at_once=code in (errno.ETIMEDOUT, errno.ENOSPC, errno.EROFS))
+
+    def _note(self, segment: Segment, image: memoryview, offset: int) -> Appended:
+        """A record is on disk: remember it for the footer."""
+        kind, key, sequence, payload_bytes = parse_own(image)
+        segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
+        if kind == Kind.BLOCK:
+            segment.live_bytes += len(image)
+            segment.live_count += 1
+        return Appended(segment.slot, offset // PAGE, segment.segment_id)
+
+    def _room(self, segment: Segment, nbytes: int) -> bool:
+        end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
+        return segment.tail + nbytes <= end
+
+    def _segment_for(self, nbytes: int) -> Segment | None:
+        """A segment with room for `nbytes` more, or None."""
+        if self._active is not None and self._room(self._active, nbytes):
+            return self._active
+        if nbytes > self.settings.segment_bytes - PAGE - footer_bytes(1):
+            return None
+        slot = self._take_slot()
+        if slot is None:
+            return None
+        if self._active is not None:
+            self._finish(self._active, sealed=True)
+            self._active = None
+        segment = Segment(self._numbers.segment_id(), slot)
+        header = SegmentHeader(segment.segment_id, slot, self.settings.segment_bytes, self.settings.store)
+        try:
+            fd, base = self.medium.extent(slot)
+            self.files.write(fd, base, header.pack())
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
+            self.free.append(slot)
+            return None
+        self.segments[slot] = segment
+        self._active = segment
+        return segment
+
+    def _take_slot(self) -> int | None:
+        if self.free:
+            return self.free.pop()
+        count = len(self.segments)
+        if count >= self.settings.slots_max or not self._growth.allows():
+            return None
+        slot = next(n for n in range(count + 1) if n not in self.segments)
+        try:
+            self.medium.create(slot, self.settings.segment_bytes)
+        except OSError as error:
+            self._growth.failed(str(error.strerror), at_once=True)
+            if error.errno not in _FULL or count < 2:
+                self.breaker.failed(str(error.strerror), at_once=True)
+            return None
+        self._growth.succeeded()
+        return slot
+
+    def spare_slots(self) -> int:
+        """Segments that can still be opened without reclaiming one; a full disk has only its free ones."""
+        creatable = self.settings.slots_max - len(self.segments) - len(self.free)
+        return len(self.free) + (max(0, creatable) if self._growth.health().ok else 0)
+
+    def sealed(self) -> list[Segment]:
+        """Sealed segments, oldest first."""
+        found = [s for s in list(self.segments.values()) if s is not self._active]
+        return sorted(found, key=lambda segment: segment.segment_id)
+
+    def release(self, slot: int) -> None:
+        """A segment's extent is free for reuse; whatever it held is gone."""
+        with self._lock:
+            segment = self.segments.pop(slot)
+            if segment is self._active:
+                self._active = None
+            if len(self.segments) + len(self.free) >= self.settings.slots_max:
+                self._remove(slot)
+            else:
+                self.free.append(slot)
+
+    def discard(self, slot: int, nbytes: int) -> None:
+        """A record is no longer wanted. A sealed segment with none left is reused."""
+        with self._lock:
+            segment = self.segments.get(slot)
+            if segment is None:
+                return
+            segment.live_bytes -= nbytes
+            segment.live_count -= 1
+
+    def sync(self) -> bool:
+        """Make what was appended durable. False: it could not be."""
+        with self._lock:
+            if self.lost or not self.medium.intact():
+                self._lose()
+                return False
+            if self._active is None or not self._unsynced or self.settings.fsync == "never":
+                return True
+            try:
+                self.files.sync(self.medium.extent(self._active.slot)[0])
+            except OSError as error:
+                self.breaker.failed(str(error.strerror), at_once=True)
+                return False
+            self._unsynced = False
+            return True
+
+    def held_bytes(self) -> int:
+        return (len(self.segments) + len(self.free)) * self.settings.segment_bytes
+
+    def describe(self) -> dict[str, object]:
+        """The drive in plain values, for stats."""
+        health = self.breaker.health()
+        return {
+            "path": self.medium.label,
+            "healthy": health.ok,
+            "reason": health.reason,
+            "errors": health.errors,
+            "retry_in_s": round(health.retry_in_s, 3),
+            "segments": len(self.segments),
+            "free_segments": len(self.free),
+            "segment_bytes": self.settings.segment_bytes,
+            "direct_io": self.medium.direct,
+            "damage": list(self.damage),
+        }
+
+    def close(self) -> None:
+        """Write the open segment's footer, so that the next start need not scan it."""
+        with self._lock:
+            if self._active is not None and not self.lost and self.breaker.health().ok:
+                self._finish(self._active, sealed=False)
+            self._active = None
+            self.medium.close()
+
+    def _finish(self, segment: Segment, *, sealed: bool) -> None:
+        """Write a segment's footer. Without it the segment is scanned at the next start, no more."""
+        footer = b"".join(segment.entries)
+        segment.count = len(footer) // ENTRY.itemsize
+        offset = self.settings.segment_bytes - footer_bytes(segment.count)
+        trailer = Trailer(
+            segment.segment_id, segment.slot, self.settings.segment_bytes, offset,
+            segment.tail, segment.count, sealed, checksum(footer), self.settings.store,
+        )  # fmt: skip
+        padded = footer.ljust(footer_bytes(segment.count) - PAGE, b"\0")
+        fd, base = self.medium.extent(segment.slot)
+        try:
+            if self.settings.fsync != "never" and self._unsynced:
+                self.files.sync(fd)
+                self._unsynced = False
+            self.files.write(fd, base + offset, padded)
+            self.files.write(fd, base + self.settings.segment_bytes - PAGE, trailer.pack())
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
+        segment.sealed = sealed
+        segment.entries = []
+
+    def _remove(self, slot: int) -> None:
+        try:
+            self.medium.remove(slot)
+        except OSError as error:
+            self.damage.append(f"{self.medium.label}: slot {slot}: {error.strerror}")
+
+    def _lose(self) -> None:
+        if not self.lost:
+            self.lost = True
+            self.breaker.failed(_GONE, at_once=True)
+
+
+assert HEAD_BYTES == PAGE and record_bytes(0) == PAGE

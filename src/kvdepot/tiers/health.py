@@ -1,0 +1,71 @@
+"""A breaker for a medium: closed while it works, open after failures, tried again with growing pauses."""
+
+import threading
+from dataclasses import dataclass
+
+from kvdepot.core.clock import Clock
+from kvdepot.core.tier import Health
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPauses:
+    """First and longest pause between attempts on a failed medium."""
+
+    initial_s: float = 0.1
+    max_s: float = 30.0
+
+
+class Breaker:
+    """Decides whether a medium may be used now. Thread-safe.
+
+    After a failure the medium is left alone for a pause; then one attempt is let through, whose outcome
+    closes the breaker or doubles the pause. Single errors are tolerated up to `tolerance` in a row.
+    """
+
+    def __init__(self, clock: Clock, pauses: RetryPauses, tolerance: int = 3) -> None:
+        self._clock = clock
+        self._pauses = pauses
+        self._tolerance = tolerance
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+        self._pause_s = 0.0
+        self._retry_at = 0.0
+        self._reason = ""
+        self.errors = 0
+
+    def allows(self) -> bool:
+        """Whether to try now. When open and the pause is over, True for one caller per pause."""
+        if not self._pause_s:
+            return True
+        with self._lock:
+            now = self._clock.now()
+            if self._pause_s and now < self._retry_at:
+                return False
+            self._retry_at = now + self._pause_s
+            return True
+
+    def succeeded(self) -> None:
+        if self._in_a_row or self._pause_s:
+            with self._lock:
+                self._in_a_row = 0
+                self._pause_s = 0.0
+                self._reason = ""
+
+    def failed(self, reason: str, *, at_once: bool = False) -> None:
+        """An attempt failed. `at_once`: do not wait for more failures before opening."""
+        with self._lock:
+            self.errors += 1
+            self._in_a_row += 1
+            if self._in_a_row < self._tolerance and not at_once and not self._pause_s:
+                return
+            self._reason = reason
+            doubled = self._pause_s * 2 or self._pauses.initial_s
+            self._pause_s = min(doubled, self._pauses.max_s)
+            self._retry_at = self._clock.now() + self._pause_s
+
+    def health(self) -> Health:
+        with self._lock:
+            if not self._pause_s:
+                return Health(True, "", self.errors)
+            wait_s = max(0.0, self._retry_at - self._clock.now())
+            return Health(False, self._reason, self.errors, wait_s)

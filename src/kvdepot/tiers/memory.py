@@ -1,0 +1,95 @@
+"""Memory that another process can map: a memfd, on huge pages where the machine has them."""
+
+import ctypes
+import mmap
+import os
+import threading
+from typing import Final, Literal
+
+from kvdepot.errors import ConfigError
+from kvdepot.native import address_of
+
+_HUGE: Final = 2 << 20
+_STEP: Final = 64 << 20
+_MADV_POPULATE_WRITE: Final = 23
+
+
+class SharedMemory:
+    """`nbytes` of zeroed, page-aligned memory behind a file descriptor.
+
+    The descriptor can be passed to another process and the range registered for DMA; both stay
+    valid until `close`, which must come after every user is done.
+    """
+
+    def __init__(self, nbytes: int, huge_pages: Literal["auto", "always", "never"] = "auto") -> None:
+        self.nbytes = -(-nbytes // _HUGE) * _HUGE
+        self.huge = False
+        self.fd = -1
+        if huge_pages != "never":
+            self._try_huge()
+        if self.fd < 0 and huge_pages == "always":
+            raise ConfigError(
+                "dram.huge_pages",
+                f"no {self.nbytes >> 21} free huge pages of 2 MiB",
+                hint=f"sysctl vm.nr_hugepages={self.nbytes >> 21}, or huge_pages = \"auto\"",
+            )
+        if self.fd < 0:
+            self.fd = os.memfd_create("kvdepot-arena", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, self.nbytes)
+            self._map = mmap.mmap(self.fd, self.nbytes)
+            if huge_pages == "auto":
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._map)
+        self.address, _ = address_of(self.view, writable=True)
+        self._stop = threading.Event()
+        self._toucher: threading.Thread | None = None
+
+    def prefault(self) -> None:
+        """Touch all pages in the background: the first touch of a page is slow."""
+        self._toucher = threading.Thread(target=self._touch, name="kvdepot-prefault", daemon=True)
+        self._toucher.start()
+
+    def prefaulted(self, timeout_s: float | None = None) -> bool:
+        """Wait for `prefault` to end."""
+        if self._toucher is not None:
+            self._toucher.join(timeout_s)
+        return self._toucher is None or not self._toucher.is_alive()
+
+    def lock(self) -> bool:
+        """Keep the pages from being swapped. False: the memlock limit does not allow it."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        return bool(libc.mlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes)) == 0)
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._toucher is not None:
+            self._toucher.join()
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.view.release()
+        self._map.close()
+
+    def _try_huge(self) -> None:
+        try:
+            fd = os.memfd_create("kvdepot-arena", os.MFD_CLOEXEC | os.MFD_HUGETLB)
+        except OSError:
+            return
+        try:
+            os.ftruncate(fd, self.nbytes)
+            self._map = mmap.mmap(fd, self.nbytes)
+        except OSError:
+            os.close(fd)
+            return
+        self.fd, self.huge = fd, True
+
+    def _touch(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        for offset in range(0, self.nbytes, _STEP):
+            if self._stop.is_set():
+                return
+            length = min(_STEP, self.nbytes - offset)
+            address = ctypes.c_void_p(self.address + offset)
+            if libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+                return

@@ -1,0 +1,67 @@
+"""What a drive must remember besides blocks: removals and the names of namespaces.
+
+Notes are records in the log like any other. When the segment that holds one is reused, the note is
+written again, as long as it is needed.
+"""
+
+from dataclasses import dataclass, field
+
+from kvdepot.codec.notes import Removal, pack_removals, space_key, write_note
+from kvdepot.codec.record import Kind, record_bytes
+from kvdepot.core.block import BlockKey
+from kvdepot.tiers.drive import Drive
+from kvdepot.tiers.files import aligned
+
+_REMOVAL_KEY = space_key(b"")
+_REMOVALS_PER_NOTE = 1000
+
+
+@dataclass(slots=True)
+class Notebook:
+    """Notes of one drive, by the segment that holds them."""
+
+    drive: Drive
+    spaces: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
+    """Tag to (segment id, description as JSON)."""
+    removals: dict[int, list[Removal]] = field(default_factory=dict)
+    """Segment id to the removals recorded in it."""
+
+    def remember(self, tag: bytes, description: bytes) -> bool:
+        """Record what a namespace tag stands for. False: it could not be written."""
+        segment_id = self._append(Kind.SPACE, space_key(tag), description)
+        if segment_id is not None:
+            self.spaces[tag] = (segment_id, description)
+        return segment_id is not None
+
+    def remove(self, removals: list[Removal]) -> bool:
+        """Record that blocks are gone for good. False: it could not be written."""
+        done = True
+        for start in range(0, len(removals), _REMOVALS_PER_NOTE):
+            part = removals[start : start + _REMOVALS_PER_NOTE]
+            segment_id = self._append(Kind.REMOVAL, _REMOVAL_KEY, pack_removals(part))
+            if segment_id is None:
+                done = False
+            else:
+                self.removals.setdefault(segment_id, []).extend(part)
+        return done
+
+    def carry(self, segment_id: int) -> bool:
+        """Write again what only this segment remembers. False: some of it could not be."""
+        live = {segment.segment_id for segment in self.drive.segments.values()} - {segment_id}
+        oldest = min(live, default=segment_id)
+        needed = [
+            removal
+            for removal in self.removals.pop(segment_id, [])
+            if (removal.until_segment >= oldest if removal.whole_namespace else removal.until_segment in live)
+        ]
+        done = self.remove(needed) if needed else True
+        for tag, (at, description) in list(self.spaces.items()):
+            if at == segment_id:
+                done = self.remember(tag, description) and done
+        return done
+
+    def _append(self, kind: Kind, key: BlockKey, payload: bytes) -> int | None:
+        image = aligned(record_bytes(len(payload)))
+        write_note(image, kind, key, payload)
+        (place,) = self.drive.append([image])
+        return place.segment_id if place is not None else None

@@ -1,0 +1,289 @@
+"""Blocks in append-only segments on one or many drives.
+
+A location is (drive, slot, page) in one integer. Which segment makes room is decided above
+(store.reclaimer); this file appends, reads and verifies.
+"""
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvdepot.codec.notes import Removal
+from kvdepot.codec.record import (
+    HEAD_BYTES,
+    IDENTITY,
+    PAGE,
+    TABLE_OFFSET,
+    Kind,
+    identity,
+    parse_head,
+    payload_intact,
+    record_bytes,
+    round_up,
+)
+from kvdepot.core.block import BlockKey
+from kvdepot.core.clock import Clock
+from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Usage
+from kvdepot.errors import KVDepotError
+from kvdepot.native import READ, address_of
+from kvdepot.tiers.contents import Contents, read_contents
+from kvdepot.tiers.drive import Drive, Numbers
+from kvdepot.tiers.files import Files, Ops, io_ops
+from kvdepot.tiers.memory import SharedMemory
+from kvdepot.tiers.mount import MountSettings, mount
+from kvdepot.tiers.notebook import Notebook
+
+_DRIVE_SHIFT: Final = 56
+_SLOT_SHIFT: Final = 32
+_SLOT_MASK: Final = (1 << 24) - 1
+_PAGE_MASK: Final = (1 << 32) - 1
+_IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
+
+
+def pack_location(drive: int, slot: int, page: int) -> int:
+    return drive << _DRIVE_SHIFT | slot << _SLOT_SHIFT | page
+
+
+def drive_of(location: int) -> int:
+    return location >> _DRIVE_SHIFT
+
+
+def slot_of(location: int) -> int:
+    return location >> _SLOT_SHIFT & _SLOT_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class LateLoads:
+    """Loads that outlived their deadline, with the memory the kernel may still use."""
+
+    pending: Pending
+    ops: Ops
+    expected: bytearray
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.pending.wait(timeout_s)
+
+
+class SegmentTier:
+    """The `ssd` tier. Implements core.tier.Tier."""
+
+    name = "ssd"
+
+    def __init__(
+        self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock
+    ) -> None:
+        """Open the drives at `paths`. Takes over `files`: closes it, also when this raises."""
+        self.writable = settings.writable
+        self.drives: list[Drive] = []
+        self._paths = paths
+        self._files = files
+        self._settings = settings
+        self._clock = clock
+        self._numbers = Numbers()
+        self._turn = 0
+        self._closed = False
+        try:
+            for index in range(len(paths)):
+                self.drives.append(self._mount(index))
+        except KVDepotError:
+            self.close()
+            raise
+        self.notebooks = [Notebook(drive) for drive in self.drives]
+        self.contents: Contents = read_contents(self.notebooks)
+        if self.writable:
+            for drive, recovered in zip(self.drives, self.contents.recovered, strict=True):
+                drive.resume(recovered)
+
+    def store(self, images: Sequence[memoryview]) -> list[int | None]:
+        """See Tier.store. Spreads batches over the drives in turn; a failed drive's share goes to the next."""
+        results: list[int | None] = [None] * len(images)
+        left = list(range(len(images)))
+        for step in range(len(self.drives)):
+            index = (self._turn + step) % len(self.drives)
+            places = self.append(index, [images[i] for i in left])
+            for i, location in zip(left, places, strict=True):
+                results[i] = location
+            left = [i for i in left if results[i] is None]
+            if not left:
+                break
+        self._turn += 1
+        return results
+
+    def append(self, index: int, images: Sequence[memoryview]) -> list[int | None]:
+        """`store` on one drive."""
+        return [
+            None if place is None else pack_location(index, place.slot, place.page)
+            for place in self.drives[index].append(images)
+        ]
+
+    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
+        outcomes = [Outcome.FAILED] * len(loads)
+        allowed = [drive.breaker.allows() for drive in self.drives]
+        rows: list[tuple[Any, ...]] = []
+        asked: list[int] = []
+        expected = bytearray(_IDENTITY_BYTES * len(loads))
+        expected_at = address_of(expected)[0] if expected else 0
+        for index, load in enumerate(loads):
+            drive = self.drives[drive_of(load.location)]
+            segment = drive.segments.get(slot_of(load.location))
+            if segment is None or not allowed[drive_of(load.location)]:
+                continue
+            at = _IDENTITY_BYTES * index
+            expected[at : at + _IDENTITY_BYTES] = identity(Kind.BLOCK, load.key, segment.segment_id)
+            rows.append(_read_op(load, *drive.medium.extent(segment.slot), expected_at + at))
+            asked.append(index)
+        if not rows:
+            return outcomes, None
+        ops = io_ops(len(rows))
+        ops[:] = rows
+        pending = self._files.run(ops, timeout_s)
+        for index, code in zip(asked, ops["result"].tolist(), strict=True):
+            outcomes[index] = _outcome(code)
+            self._judge(self.drives[drive_of(loads[index].location)], code)
+        return outcomes, LateLoads(pending, ops, expected) if pending is not None else None
+
+    def register_memory(self, regions: Sequence[SharedMemory]) -> list[bool]:
+        """Tell the I/O engine about memory that transfers will use, where the machine lets it."""
+        return [self._files.register(region.address, region.nbytes) for region in regions]
+
+    def read_image(self, key: BlockKey, location: int, image: memoryview) -> bool:
+        """Read a whole record, verified by what its own head says. Blocks until the medium answers."""
+        drive = self.drives[drive_of(location)]
+        segment = drive.segments.get(slot_of(location))
+        if segment is None or not drive.breaker.allows():
+            return False
+        fd, base = drive.medium.extent(segment.slot)
+        ops = io_ops(1)
+        ops["fd"], ops["opcode"] = fd, READ
+        ops["offset"] = base + (location & _PAGE_MASK) * PAGE
+        ops["address"], ops["nbytes"] = address_of(image)
+        pending = self._files.run(ops, drive.settings.write_timeout_s)
+        self._judge(drive, int(ops["result"][0]))
+        while pending is not None and not pending.wait(60.0):
+            drive.breaker.failed("reads do not finish", at_once=True)
+        head = parse_head(image) if ops["result"][0] == 0 else None
+        if head is None or head.key != key or head.segment_id != segment.segment_id:
+            return False
+        return payload_intact(image, head)
+
+    def remount(self, index: int, before: Callable[[], None]) -> Contents | None:
+        """Open a lost drive again, once its pause is over. `before` is called when its old blocks are gone.
+
+        None: not yet. Raises what `mount` raises.
+        """
+        drive = self.drives[index]
+        if not drive.medium.restorable() or not drive.breaker.allows():
+            return None
+        before()
+        drive.close()
+        fresh = self._mount(index)
+        notebook = Notebook(fresh)
+        contents = read_contents([notebook], first_drive=index)
+        fresh.resume(contents.recovered[0])
+        self.drives[index], self.notebooks[index] = fresh, notebook
+        return contents
+
+    def discard(self, locations: Sequence[int], sizes: Sequence[int] | None = None) -> None:
+        """See Tier.discard. The bytes stay on disk, dead, until their segment is reused."""
+        for index, location in enumerate(locations):
+            nbytes = sizes[index] if sizes is not None else 0
+            self.drives[drive_of(location)].discard(slot_of(location), record_bytes(nbytes))
+
+    def scan(self) -> Iterator[Found]:
+        return self.contents.found()
+
+    def erase(self, removals: dict[int, list[Removal]]) -> bool:
+        """Record removals, by drive, so that the blocks do not come back after a restart."""
+        return all([self.notebooks[index].remove(part) for index, part in removals.items()])
+
+    def remember(self, tag: bytes, description: bytes) -> bool:
+        """Record what a namespace tag stands for, on every drive that does not know it."""
+        return all(
+            [
+                notebook.remember(tag, description)
+                for notebook in self.notebooks
+                if tag not in notebook.spaces
+            ]
+        )
+
+    def removal(self, key: BlockKey, location: int) -> Removal:
+        """The note that keeps the block at `location` from coming back."""
+        segment = self.drives[drive_of(location)].segments.get(slot_of(location))
+        until = segment.segment_id if segment is not None else 0
+        return Removal(key, False, self._numbers.sequence(), until)
+
+    def namespace_removal(self, key: BlockKey) -> Removal:
+        """The note that keeps every block of a namespace so far from coming back."""
+        return Removal(key, True, self._numbers.sequence(), self._numbers.segment_id())
+
+    def release(self, index: int, slot: int) -> None:
+        """Reuse a segment. Its blocks must have been moved or dropped; its notes are carried along."""
+        drive = self.drives[index]
+        self.notebooks[index].carry(drive.segments[slot].segment_id)
+        drive.release(slot)
+
+    def flush(self) -> bool:
+        return all([drive.sync() for drive in self.drives])
+
+    def usage(self) -> Usage:
+        return Usage(
+            capacity_bytes=sum(d.settings.slots_max * d.settings.segment_bytes for d in self.drives),
+            used_bytes=sum(s.live_bytes for d in self.drives for s in list(d.segments.values())),
+            held_bytes=sum(drive.held_bytes() for drive in self.drives),
+        )
+
+    def health(self) -> Health:
+        parts = [drive.breaker.health() for drive in self.drives]
+        bad = [part for part in parts if not part.ok]
+        errors = sum(part.errors for part in parts)
+        if not bad:
+            return Health(True, "", errors)
+        return Health(False, "; ".join(p.reason for p in bad), errors, min(p.retry_in_s for p in bad))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for drive in self.drives:
+            drive.close()
+        self._files.close()
+
+    def _mount(self, index: int) -> Drive:
+        return mount(self._paths[index], self._files, self._settings, self._numbers, self._clock)
+
+    def _judge(self, drive: Drive, code: int) -> None:
+        if code == 0:
+            drive.breaker.succeeded()
+        elif code == -errno.ETIMEDOUT:
+            drive.breaker.failed("reads do not finish", at_once=True)
+        elif code != -errno.EBADMSG:
+            drive.breaker.failed(f"read error {errno.errorcode.get(-code, code)}")
+
+
+def _outcome(code: int) -> Outcome:
+    if code == 0:
+        return Outcome.OK
+    if code == -errno.EBADMSG:
+        return Outcome.CORRUPT
+    return Outcome.LATE if code == -errno.ETIMEDOUT else Outcome.FAILED
+
+
+def _read_op(load: Load, fd: int, base: int, expected_at: int) -> tuple[Any, ...]:
+    """One row of native.IO_DTYPE: the whole record at once, or head and payload range apart."""
+    image = address_of(load.image)[0]
+    record = base + (load.location & _PAGE_MASK) * PAGE
+    if load.start == 0 and load.stop == load.payload_bytes:
+        span = (record, image, record_bytes(load.payload_bytes), 0, image, 0)
+    else:
+        first, last = load.start // PAGE * PAGE, round_up(load.stop)
+        span = (
+            record + HEAD_BYTES + first, image + HEAD_BYTES + first, last - first, record, image, HEAD_BYTES,
+        )  # fmt: skip
+    table = image + TABLE_OFFSET + 8 * (load.start // load.chunk_bytes)
+    payload = image + HEAD_BYTES + load.start
+    return (
+        0, fd, READ, *span, expected_at, _IDENTITY_BYTES, 1,
+        table, payload, load.stop - load.start, load.chunk_bytes, load.copy_to,
+    )  # fmt: skip

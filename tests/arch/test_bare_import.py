@@ -1,0 +1,56 @@
+"""The package needs numpy and the standard library, and nothing else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SRC = Path(__file__).parents[2] / "src"
+
+REFUSE_THIRD_PARTIES = """
+import importlib, sys
+sys.path.insert(0, {src!r})
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names | {{"kvdepot", "numpy"}}:
+            raise ModuleNotFoundError(f"{{name}} is neither numpy nor standard library", name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def run_bare(code: str) -> subprocess.CompletedProcess[str]:
+    script = REFUSE_THIRD_PARTIES.format(src=str(SRC)) + code
+    command = [sys.executable, "-I", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def shipped_modules() -> list[str]:
+    """Every module but the test kit, which needs pytest and Hypothesis."""
+    paths = [path.relative_to(SRC).with_suffix("") for path in SRC.rglob("*.py")]
+    names = {".".join(path.parts).removesuffix(".__init__") for path in paths}
+    return sorted(name for name in names if not name.startswith("kvdepot.testing"))
+
+
+def test_every_module_imports_with_numpy_alone() -> None:
+    modules = shipped_modules()
+    assert "kvdepot.cli.main" in modules
+    code = f"for name in {modules!r}:\n    importlib.import_module(name)\n"
+    result = run_bare(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_refusal_works() -> None:
+    result = run_bare("import pytest\n")
+    assert result.returncode != 0
+    assert "neither numpy nor standard library" in result.stderr
+
+
+def test_help_does_not_load_numpy() -> None:
+    code = (
+        "from kvdepot.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'numpy' not in sys.modules, 'make the import lazy'\n"
+    )
+    result = run_bare(code)
+    assert result.returncode == 0, result.stderr
+    assert "doctor" in result.stdout

@@ -1,0 +1,86 @@
+"""What every test gets: Hypothesis profiles, a printed seed, and a check for leftover threads."""
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+THREAD_PREFIX = "kvdepot"
+THREADS_END_WITHIN_S = 5.0
+
+# Machines are shared and noisy: time limits per example would only report the neighbours.
+settings.register_profile("dev", deadline=None, print_blob=True, max_examples=50)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    print_blob=True,
+    derandomize=False,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="replay randomized tests from a seed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid() == 0:
+        return
+    for item in items:
+        if item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason="needs root for mounts and loop devices"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed for this test, or the one given with --seed; shown when the test fails."""
+    given: int | None = request.config.getoption("--seed")
+    chosen = secrets.randbits(32) if given is None else given
+    print(f"seed {chosen}; replay with: ./dev test {request.node.nodeid} --seed {chosen}")
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_threads() -> Iterator[None]:
+    """Fail a test that leaves one of our threads, or any non-daemon thread, behind it."""
+    before = set(threading.enumerate())
+    native_before = native_threads()
+    yield
+    deadline = time.monotonic() + THREADS_END_WITHIN_S
+    for thread in leftover(before):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    left = [thread.name for thread in leftover(before)]
+    assert not left, f"threads still running after the test: {left}"
+    while (native := native_threads() - native_before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not native, f"native threads still running after the test: {sorted(native)}"
+
+
+def leftover(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before
+        and (not thread.daemon or thread.name.startswith(THREAD_PREFIX))
+        and thread is not threading.current_thread()
+    ]
+
+
+def native_threads() -> set[str]:
+    """Threads that the kernel knows by our prefix, whether Python or C started them."""
+    found = set()
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            name = (task / "comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        if name.startswith(THREAD_PREFIX) and task.name != str(os.getpid()):
+            found.add(f"{name} ({task.name})")
+    return found

@@ -1,0 +1,116 @@
+"""`kvdepot config`: which source wins, what is printed, and how mistakes are told."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvdepot.cli.config import parse_settings
+from kvdepot.cli.main import main
+from kvdepot.core import config
+from kvdepot.errors import ConfigError
+
+Seen = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVDEPOT_DRAM__CAPACITY", raising=False)
+    monkeypatch.delenv("KVDEPOT_BLOCK_TOKENS", raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "store.toml"
+    path.write_text('block_tokens = 128\n\n[dram]\ncapacity = "2GiB"\n')
+    return path
+
+
+def test_show_prints_toml_that_loads_again(file: Path, tmp_path: Path, capsys: Seen) -> None:
+    assert main(["config", "show", "--config", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "#" in shown
+    assert tomllib.loads(shown)["dram"]["capacity"] == "2GiB"
+    again = tmp_path / "again.toml"
+    again.write_text(shown)
+    assert config.load(again) == config.load(file)
+
+
+def test_the_last_source_wins(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Seen) -> None:
+    monkeypatch.setenv("KVDEPOT_DRAM__CAPACITY", "3GiB")
+    monkeypatch.setenv("KVDEPOT_BLOCK_TOKENS", "64")
+    command = ["config", "show", "--json", "--config", str(file), "--set", "block_tokens=32"]
+    assert main(command) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["dram"]["capacity"] == "3GiB"
+    assert shown["block_tokens"] == 32
+
+
+def test_secrets_are_not_shown(capsys: Seen) -> None:
+    assert main(["config", "show", "--set", "tenants.acme.secret_hex=c0ffee"]) == 0
+    assert main(["config", "show", "--json", "--set", "tenants.acme.secret_hex=c0ffee"]) == 0
+    seen = capsys.readouterr().out
+    assert "acme" in seen
+    assert "c0ffee" not in seen
+
+
+def test_a_wrong_setting_is_told_without_a_trace(capsys: Seen) -> None:
+    assert main(["config", "show", "--set", "dram.capactiy=2GiB"]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    error, hint = seen.err.splitlines()
+    assert error.startswith("error: dram.capactiy: ")
+    assert hint.startswith("hint: ")
+    assert "dram.capacity" in hint
+
+
+def test_a_setting_without_a_value_is_told(capsys: Seen) -> None:
+    assert main(["config", "show", "--set", "dram.capacity"]) == 2
+    assert "hint: --set" in capsys.readouterr().err
+
+
+def test_settings_may_contain_an_equals_sign() -> None:
+    assert parse_settings(["a.b=c=d", "e= f "]) == {"a.b": "c=d", "e": "f"}
+    with pytest.raises(ConfigError):
+        parse_settings(["=x"])
+
+
+def test_check_accepts_a_good_file(file: Path, capsys: Seen) -> None:
+    assert main(["config", "check", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}: ok\n"
+    assert main(["config", "check", "--json", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True}
+
+
+@pytest.mark.parametrize("text", ["[dram]\ncapcity = 1\n", "[dram\n", 'block_tokens = "many"\n'])
+def test_check_names_what_is_wrong(text: str, file: Path, capsys: Seen) -> None:
+    file.write_text(text)
+    assert main(["config", "check", str(file)]) == 1
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert seen.err.startswith("error: ")
+    assert main(["config", "check", "--json", str(file)]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False
+    assert answer["error"].startswith(answer["key"])
+
+
+def test_check_looks_at_the_file_alone(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Seen
+) -> None:
+    monkeypatch.setenv("KVDEPOT_BLOCK_TOKENS", "nonsense")
+    assert main(["config", "check", str(file)]) == 0
+    assert "ok" in capsys.readouterr().out
+
+
+def test_an_absent_file_is_told(tmp_path: Path, capsys: Seen) -> None:
+    assert main(["config", "show", "--config", str(tmp_path / "absent.toml")]) == 2
+    assert "absent.toml" in capsys.readouterr().err
+
+
+def test_a_verb_is_needed(capsys: Seen) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["config"])
+    assert end.value.code == 2
+    assert "hint: kvdepot config --help" in capsys.readouterr().err

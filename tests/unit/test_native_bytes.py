@@ -1,0 +1,172 @@
+"""Checksums, copies and addresses: known answers and refusals, for the C extension and its twin."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdepot.native.ops import COPY, FILL, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
+
+
+@pytest.fixture(params=["_native", "twin"])
+def native(request: pytest.FixtureRequest) -> ModuleType:
+    try:
+        return importlib.import_module(f"kvdepot.native.{request.param}")
+    except ImportError:
+        pytest.skip("kvdepot.native._native is not built")
+
+
+def test_checksum_of_nothing_is_the_published_one(native: ModuleType) -> None:
+    assert native.checksum(b"") == 0x2D06800538D394C2
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        # The reference implementation's sanity vectors (sanity_test_vectors.h, seed 0).
+        (1, 0xC44BDFF4074EECDB),
+        (6, 0x27B56A84CD2D7325),
+        (12, 0xA713DAF0DFBB77E7),
+        (24, 0xA3FE70BF9D3510EB),
+        (48, 0x397DA259ECBA1F11),
+        (80, 0xBCDEFBBB2C47C90A),
+        (195, 0xCD94217EE362EC3A),
+        (403, 0xCDEB804D65C6DEA4),
+        (512, 0x617E49599013CB6B),
+        (2048, 0xDD59E2C3A5F038E0),
+        (2240, 0x6E73A90539CF2948),
+        (2367, 0xCB37AEB9E5D361ED),
+    ],
+)
+def test_checksum_of_the_reference_sequence(native: ModuleType, nbytes: int, expected: int) -> None:
+    assert native.checksum(_reference_sequence(nbytes)) == expected
+
+
+def _reference_sequence(nbytes: int) -> bytes:
+    state, sequence = 2654435761, bytearray()
+    for _ in range(nbytes):
+        sequence.append(state >> 56)
+        state = state * 11400714785074694797 & (1 << 64) - 1
+    return bytes(sequence)
+
+
+def test_chunk_checksums_end_with_a_short_one(native: ModuleType) -> None:
+    source = np.arange(2500, dtype=np.uint16)
+    sums = np.zeros(3, np.uint64)
+    native.chunk_checksums(source, 2048, sums)
+    raw = source.tobytes()
+    assert sums.tolist() == [native.checksum(raw[at : at + 2048]) for at in (0, 2048, 4096)]
+
+
+@pytest.mark.parametrize(("chunk_bytes", "entries"), [(0, 1), (100, 9), (100, 11)])
+def test_chunk_checksums_need_one_entry_a_chunk(
+    native: ModuleType, chunk_bytes: int, entries: int
+) -> None:
+    sums = np.zeros(entries, np.uint64)
+    with pytest.raises(ValueError, match="chunk"):
+        native.chunk_checksums(bytes(1000), chunk_bytes, sums)
+    assert not sums.any()
+
+
+def test_address_of_tells_where_and_how_long(native: ModuleType) -> None:
+    array = np.zeros((3, 5), np.float32)
+    assert native.address_of(array, writable=True) == (array.ctypes.data, 60)
+    assert native.address_of(array.data[1:]) == (array.ctypes.data + 20, 40)
+    assert native.address_of(b"") == (0, 0)
+    assert native.address_of(bytearray(7))[1] == 7
+
+
+@pytest.mark.parametrize(
+    ("buffer", "error"),
+    [
+        (np.zeros(8, np.uint8)[::2], ValueError),
+        (memoryview(bytearray(8))[::2], ValueError),
+        (np.zeros((4, 4)).T, ValueError),
+        (b"constant", BufferError),
+        (memoryview(b"constant"), BufferError),
+        (np.frombuffer(b"constant", np.uint8), BufferError),
+        (42, TypeError),
+    ],
+)
+def test_address_of_refuses(native: ModuleType, buffer: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        native.address_of(buffer, writable=True)
+
+
+def _one_transfer(**fields: int) -> Any:
+    ops = np.zeros(1, TRANSFER_DTYPE)
+    for name, value in fields.items():
+        ops[name] = value
+    return ops
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, 3 << 20])
+def test_transfer_fills_then_verifies(native: ModuleType, nbytes: int) -> None:
+    source = np.arange(nbytes, dtype=np.uint32).astype(np.uint8)
+    first, second = np.zeros_like(source), np.zeros_like(source)
+    table = np.zeros(-(-nbytes // 4096), np.uint64)
+    common = {"nbytes": nbytes, "chunk_bytes": 4096, "table": table.ctypes.data}
+    ops = _one_transfer(source=source.ctypes.data, target=first.ctypes.data, mode=FILL, **common)
+    native.transfer(ops)
+    assert ops["result"] == 0
+    ops = _one_transfer(source=first.ctypes.data, target=second.ctypes.data, mode=VERIFY, **common)
+    native.transfer(ops)
+    assert ops["result"] == 0
+    assert np.array_equal(second, source)
+
+
+def test_transfer_notices_one_wrong_bit(native: ModuleType) -> None:
+    source, table = np.zeros(100_000, np.uint8), np.zeros(2, np.uint64)
+    native.chunk_checksums(source, 65536, table)
+    source[99_999] ^= 1
+    ops = _one_transfer(
+        source=source.ctypes.data,
+        nbytes=source.nbytes,
+        chunk_bytes=65536,
+        table=table.ctypes.data,
+        mode=VERIFY,
+    )
+    native.transfer(ops)
+    assert ops["result"] == -errno.EBADMSG
+
+
+def test_transfer_without_chunks_is_a_copy(native: ModuleType) -> None:
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    ops = _one_transfer(source=source.ctypes.data, target=target.ctypes.data, nbytes=100, mode=COPY)
+    native.transfer(ops)
+    assert np.array_equal(source, target)
+
+
+def test_transfer_refuses_an_unknown_mode_and_half_a_record(native: ModuleType) -> None:
+    with pytest.raises(ValueError, match="mode 3"):
+        native.transfer(_one_transfer(mode=3))
+    with pytest.raises(ValueError, match="whole number"):
+        native.transfer(bytearray(TRANSFER_DTYPE.itemsize - 1))
+    with pytest.raises(BufferError):
+        native.transfer(bytes(TRANSFER_DTYPE.itemsize))
+
+
+def test_gather_refuses_pieces_of_another_size(native: ModuleType) -> None:
+    memory, target = np.arange(64, dtype=np.uint8), np.zeros(16, np.uint8)
+    pieces = np.array([(memory.ctypes.data, 3, 5, 10)], STRIDED_DTYPE)
+    with pytest.raises(ValueError, match="add up"):
+        native.gather(target, pieces)
+    with pytest.raises(ValueError, match="add up"):
+        native.scatter(pieces, target)
+    huge = np.array(
+        [(memory.ctypes.data, 1 << 63, 2, 1), (memory.ctypes.data, 1, 16, 0)], STRIDED_DTYPE
+    )
+    with pytest.raises(ValueError, match="add up"):
+        native.gather(target, huge)
+    assert not target.any()
+
+
+def test_rows_may_run_backwards(native: ModuleType) -> None:
+    memory, target = np.arange(12, dtype=np.uint8), np.zeros(6, np.uint8)
+    native.gather(target, np.array([(memory.ctypes.data + 8, 3, 2, -4)], STRIDED_DTYPE))
+    assert target.tolist() == [8, 9, 4, 5, 0, 1]
