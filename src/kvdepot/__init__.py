@@ -1,10 +1,10 @@
 """kvdepot: a tiered store for the KV cache of LLM inference.
 
-    store = kvdepot.open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})
-    space = store.namespace(model="m", layout=kvdepot.KVLayout.gqa(layers=32, kv_heads=8, head_dim=128))
-    keys = space.keys(token_ids)
-    store.put(keys[0], buffer)
-    store.get(keys[0], into)
+store = kvdepot.open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})
+space = store.namespace(model="m", layout=kvdepot.KVLayout.gqa(layers=32, kv_heads=8, head_dim=128))
+keys = space.keys(token_ids)
+store.put(keys[0], buffer)
+store.get(keys[0], into)
 """
 
 from typing import TYPE_CHECKING, Any

@@ -82,6 +82,4 @@ class ExtraMissingError(KVDepotError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(
-            f"{package} is not installed", hint=f"pip install 'kvdepot[{extra}]'"
-        )
+        super().__init__(f"{package} is not installed", hint=f"pip install 'kvdepot[{extra}]'")

@@ -33,7 +33,8 @@ def space_key(tag: bytes) -> BlockKey:
 
 def pack_removals(removals: list[Removal]) -> bytes:
     return b"".join(
-        _REMOVAL.pack(r.key, int(r.whole_namespace), r.below_sequence, r.until_segment) for r in removals
+        _REMOVAL.pack(r.key, int(r.whole_namespace), r.below_sequence, r.until_segment)
+        for r in removals
     )
 
 
@@ -54,7 +55,9 @@ def write_note(image: memoryview, kind: Kind, key: BlockKey, payload: bytes) -> 
     image[HEAD_BYTES : HEAD_BYTES + len(payload)] = payload
     count = -(-len(payload) // _CHUNK)
     chunk_checksums(
-        image[HEAD_BYTES : HEAD_BYTES + len(payload)], _CHUNK, image[TABLE_OFFSET : TABLE_OFFSET + 8 * count]
+        image[HEAD_BYTES : HEAD_BYTES + len(payload)],
+        _CHUNK,
+        image[TABLE_OFFSET : TABLE_OFFSET + 8 * count],
     )
     write_head(image, kind, key, len(payload), _CHUNK)
 

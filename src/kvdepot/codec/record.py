@@ -78,16 +78,34 @@ def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
     """How many checksums a payload has. Raises ConfigError where a head cannot hold them."""
     count = -(-payload_bytes // chunk_bytes)
     if not 0 < count <= CHUNKS_MAX:
-        raise ConfigError("chunk_bytes", f"{payload_bytes} bytes in {count} chunks, at most {CHUNKS_MAX}")
+        raise ConfigError(
+            "chunk_bytes", f"{payload_bytes} bytes in {count} chunks, at most {CHUNKS_MAX}"
+        )
     return count
 
 
-def write_head(image: memoryview, kind: Kind, key: BlockKey, payload_bytes: int, chunk_bytes: int) -> None:
+def write_head(
+    image: memoryview, kind: Kind, key: BlockKey, payload_bytes: int, chunk_bytes: int
+) -> None:
     """Write the head of a record whose checksum table is already in place, unplaced."""
     count = -(-payload_bytes // chunk_bytes)
     used = TABLE_OFFSET + 8 * count
     _HEAD.pack_into(
-        image, 0, 0, MAGIC, VERSION, kind, key, 0, 0, used, Codec.RAW, 0, payload_bytes, chunk_bytes, count
+        image,
+        0,
+        0,
+        MAGIC,
+        VERSION,
+        kind,
+        key,
+        0,
+        0,
+        used,
+        Codec.RAW,
+        0,
+        payload_bytes,
+        chunk_bytes,
+        count,
     )
 
 

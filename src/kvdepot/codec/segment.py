@@ -59,7 +59,15 @@ class SegmentHeader:
     def pack(self) -> bytes:
         page = bytearray(PAGE)
         _HEADER.pack_into(
-            page, 0, 0, HEADER_MAGIC, FORMAT, self.segment_id, self.slot, self.segment_bytes, self.store
+            page,
+            0,
+            0,
+            HEADER_MAGIC,
+            FORMAT,
+            self.segment_id,
+            self.slot,
+            self.segment_bytes,
+            self.store,
         )
         return _closed(page, _HEADER.size)
 
@@ -100,10 +108,26 @@ class Trailer:
         if len(page) < PAGE:
             return None
         digest, magic, version, *fields = _TRAILER.unpack_from(page)
-        if magic != TRAILER_MAGIC or version != FORMAT or digest != checksum(page[8 : _TRAILER.size]):
+        if (
+            magic != TRAILER_MAGIC
+            or version != FORMAT
+            or digest != checksum(page[8 : _TRAILER.size])
+        ):
             return None
-        segment_id, slot, segment_bytes, offset, tail, count, sealed, footer_checksum, store = fields
-        return cls(segment_id, slot, segment_bytes, offset, tail, count, bool(sealed), footer_checksum, store)
+        segment_id, slot, segment_bytes, offset, tail, count, sealed, footer_checksum, store = (
+            fields
+        )
+        return cls(
+            segment_id,
+            slot,
+            segment_bytes,
+            offset,
+            tail,
+            count,
+            bool(sealed),
+            footer_checksum,
+            store,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,9 +90,7 @@ class Tier(Protocol):
         valid until it is discarded. May set the segment id and sequence in the images' heads. Blocks.
         """
 
-    def load(
-        self, loads: Sequence[Load], timeout_s: float
-    ) -> tuple[list[Outcome], Pending | None]:
+    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
         """Read and verify. Blocks until all are done or `timeout_s` has passed.
 
         Pending is not None exactly when some outcome is LATE.

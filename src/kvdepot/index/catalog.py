@@ -11,7 +11,7 @@ import numpy as np
 from kvdepot.core.block import BlockKey, CopyState, check_transition
 from kvdepot.errors import StateError
 from kvdepot.index.leaves import LeafOrder
-from kvdepot.index.table import NONE, KeyTable, Rows, as_words
+from kvdepot.index.table import NONE, Bools, Keys, KeyTable, Rows, as_words
 from kvdepot.index.tree import PrefixTree
 
 _ABSENT, _FILLING, _READY = int(CopyState.ABSENT), int(CopyState.FILLING), int(CopyState.READY)
@@ -90,7 +90,7 @@ class Catalog:
             self.leaves.adopt(row)
         return row
 
-    def recover(self, words: np.ndarray, nbytes: np.ndarray, locations: np.ndarray) -> Rows:  # type: ignore[type-arg]
+    def recover(self, words: Keys, nbytes: Rows, locations: Rows) -> Rows:
         """Take in distinct blocks found on disk, oldest first."""
         rows = self.table.add_many(words)
         self.nbytes.array[rows] = nbytes
@@ -101,6 +101,7 @@ class Catalog:
         base = self.tree.now
         self.tree.now += len(rows)
         self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)
+        self.tree.lift_stamps()
         return rows
 
     def resident(self, keys: Sequence[BlockKey]) -> Rows:
@@ -111,10 +112,11 @@ class Catalog:
         ready = self.ready(rows)
         return rows if ready.all() else rows[: int(ready.argmin())]
 
-    def ready(self, rows: Rows) -> np.ndarray:  # type: ignore[type-arg]
+    def ready(self, rows: Rows) -> Bools:
         """For each row whether any tier can serve it. NONE rows cannot be served."""
         ready = (self.memory.state.array[rows] == _READY) | (self.disk.state.array[rows] == _READY)
-        return ready & (rows != NONE)  # type: ignore[no-any-return]
+        found: Bools = ready & (rows != NONE)
+        return found
 
     def use(self, rows: Rows, *, hit: bool = True) -> None:
         """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""

@@ -18,6 +18,7 @@ from kvdepot.core.block import BlockKey
 
 Rows = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
 
 NONE: Final = -1
 _KEY: Final = struct.Struct("<QQQQ")
@@ -35,16 +36,16 @@ class Column:
     def __init__(self, dtype: npt.DTypeLike, fill: int, rows: int) -> None:
         self.fill = fill
         self.array: npt.NDArray[Any] = np.full(rows, fill, dtype=dtype)
-        self.view = memoryview(self.array)
+        self.view: memoryview = self.array.data
 
     def resize(self, rows: int) -> None:
         grown = np.full(rows, self.fill, dtype=self.array.dtype)
         grown[: len(self.array)] = self.array
         self.array = grown
-        self.view = memoryview(grown)
+        self.view = grown.data
 
     def __getitem__(self, row: int) -> int:
-        return self.view[row]  # type: ignore[no-any-return]
+        return int(self.view[row])
 
     def __setitem__(self, row: int, value: int) -> None:
         self.view[row] = value
@@ -58,12 +59,12 @@ class KeyTable:
         self.live = 0
         self._columns: list[Column] = []
         self._words = np.zeros((self.rows, 4), dtype=np.uint64)
-        self._flat = memoryview(self._words.reshape(-1))
+        self._flat = self._words.reshape(-1).data
         self._next_free = self.column(np.int32, NONE)
         self._free = NONE
         self._unused = 0
         self._mask = 0
-        self._slots = memoryview(np.zeros(0, dtype=np.int32))
+        self._slots: memoryview = np.zeros(0, dtype=np.int32).data
         self._rehash()
 
     def column(self, dtype: npt.DTypeLike, fill: int) -> Column:
@@ -89,7 +90,7 @@ class KeyTable:
 
     def link(self, row: int) -> int:
         """The key's link to its parent; 0 for the first block of a prompt."""
-        return self._flat[4 * row + 1]  # type: ignore[no-any-return]
+        return int(self._flat[4 * row + 1])
 
     def name(self, row: int) -> tuple[int, int]:
         """What children of this row carry as (tag, link)."""
@@ -106,7 +107,7 @@ class KeyTable:
         while row := slots[slot]:
             base = 4 * (row - 1)
             if flat[base + 2] == words[2] and tuple(flat[base : base + 4]) == words:
-                return row - 1
+                return int(row) - 1
             slot = (slot + 1) & mask
         return NONE
 
@@ -117,18 +118,23 @@ class KeyTable:
         while row := slots[slot]:
             base = 4 * (row - 1)
             if flat[base + 2] == link and flat[base] == tag:
-                return row - 1
+                return int(row) - 1
             slot = (slot + 1) & mask
         return NONE
 
     def find_many(self, words: Keys) -> Rows:
         """Rows of many keys at once, NONE where absent."""
-        return self._probe(words[:, 2], lambda found, at: (self._words[found] == words[at]).all(axis=1))
+
+        def same(found: Rows, at: Rows) -> Bools:
+            equal: Bools = (self._words[found] == words[at]).all(axis=1)
+            return equal
+
+        return self._probe(words[:, 2], same)
 
     def find_names(self, tags: npt.NDArray[np.uint64], links: npt.NDArray[np.uint64]) -> Rows:
         """`find_name` for many at once."""
 
-        def same(found: Rows, at: Rows) -> npt.NDArray[np.bool_]:
+        def same(found: Rows, at: Rows) -> Bools:
             return (self._words[found, 2] == links[at]) & (self._words[found, 0] == tags[at])
 
         return self._probe(links, same)
@@ -197,7 +203,7 @@ class KeyTable:
     def _probe(
         self,
         hashes: npt.NDArray[np.uint64],
-        same: Callable[[Rows, Rows], npt.NDArray[np.bool_]],
+        same: Callable[[Rows, Rows], Bools],
     ) -> Rows:
         """Rows found by linear probing, all keys in step."""
         table = np.asarray(self._slots)
@@ -238,7 +244,7 @@ class KeyTable:
         words = np.zeros((rows, 4), dtype=np.uint64)
         words[: self.rows] = self._words
         self._words = words
-        self._flat = memoryview(words.reshape(-1))
+        self._flat = words.reshape(-1).data
         self.rows = rows
         for column in self._columns:
             column.resize(rows)
@@ -250,6 +256,6 @@ class KeyTable:
         used = taken[taken > 0].astype(np.int64) - 1
         if size == len(taken):
             return
-        self._slots = memoryview(np.zeros(size, dtype=np.int32))
+        self._slots = np.zeros(size, dtype=np.int32).data
         self._mask = size - 1
         self._insert_many(used)

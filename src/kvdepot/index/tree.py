@@ -117,6 +117,22 @@ class PrefixTree:
             self.stamp.array[above] = self.now
             above = self.parent.array[above]
 
+    def lift_stamps(self) -> None:
+        """Make every parent at least as recent as its children, for all rows at once.
+
+        In round k each row lifts its ancestor 2^k steps above, so the rounds grow with the
+        logarithm of the deepest prefix.
+        """
+        stamps = self.stamp.array
+        rows = np.flatnonzero(self.parent.array >= 0)
+        above = self.parent.array[rows].astype(np.int64)
+        hop = self.parent.array.astype(np.int64)
+        while len(rows):
+            np.maximum.at(stamps, above, stamps[rows])
+            hop = np.where(hop >= 0, hop[hop], NONE)
+            above = hop[rows]
+            rows, above = rows[above >= 0], above[above >= 0]
+
     def _push(self, row: int, first: int) -> None:
         self._next[row] = first
         self._previous[row] = NONE

@@ -112,7 +112,7 @@ def uring_available() -> tuple[bool, str]:
 
 
 def open_engine(
-    kind: str = "auto", depth: int = 32, threads: int = 8, split_bytes: int = 1 << 20
+    kind: str = "auto", depth: int = 32, threads: int = 8, split_bytes: int = 512 << 10
 ) -> Engine:
     """An engine of kind "uring", "threads" or "python"; "auto" takes the first of them that works.
 

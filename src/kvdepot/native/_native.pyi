@@ -17,7 +17,7 @@ class Pending:
 @final
 class Engine:
     def __new__(
-        cls, kind: str, depth: int = 32, threads: int = 8, split_bytes: int = 1048576
+        cls, kind: str, depth: int = 32, threads: int = 8, split_bytes: int = 524288
     ) -> Engine: ...
     @property
     def kind(self) -> str: ...

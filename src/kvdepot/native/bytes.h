@@ -31,12 +31,14 @@ enum { STRIPE_BYTES = 64, STRIPES_PER_BLOCK = 16, BLOCK_BYTES = 1024, SECRET_BYT
 
 extern const uint8_t xxh3_secret[SECRET_BYTES];
 
-/* How the bytes that are hashed reach the target. */
-enum store { STORE_NONE, STORE_CACHED, STORE_STREAM };
+/* How the bytes that are hashed reach the target: not at all, through the cache, past it, or past it
+ * in the target's own lines of 64 bytes, which then begin `shift` bytes after each stripe. */
+enum store { STORE_NONE, STORE_CACHED, STORE_STREAM, STORE_SHIFTED };
 
 /* One instruction set: `stripes` accumulates nblocks whole blocks (each followed by a scramble) and
- * then `tail` further stripes, storing what it reads; `stream` copies past the cache. A target given
- * with STORE_STREAM is 64-byte aligned. */
+ * then `tail` further stripes, storing what it reads; `stream` copies past the cache. Targets are
+ * 64-byte aligned, except with STORE_CACHED; with STORE_SHIFTED it is target + shift that is, the
+ * first `shift` bytes may be left out and as many after the end may be stored. */
 struct simd {
     const char *name;
     void (*stripes)(uint64_t acc[8], const uint8_t *source, uint8_t *target, size_t nblocks,

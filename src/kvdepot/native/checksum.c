@@ -114,7 +114,13 @@ static uint64_t beyond240(uint8_t *target, const uint8_t *p, size_t n, enum stor
                        PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
     size_t nblocks = (n - 1) / BLOCK_BYTES;
     size_t tail = (n - 1 - nblocks * BLOCK_BYTES) / STRIPE_BYTES;
-    simd_current()->stripes(acc, p, target, nblocks, tail, store);
+    size_t ahead = store == STORE_SHIFTED && nblocks > 0 ? nblocks - 1 : 0;
+    if (ahead) { /* all but the last block, so that what is stored after the end is still ours */
+        simd_current()->stripes(acc, p, target, ahead, 0, STORE_SHIFTED);
+        memcpy(target, p, STRIPE_BYTES);
+    }
+    simd_current()->stripes(acc, p + ahead * BLOCK_BYTES, store ? target + ahead * BLOCK_BYTES : NULL,
+                            nblocks - ahead, tail, store == STORE_SHIFTED ? STORE_CACHED : store);
     size_t done = nblocks * BLOCK_BYTES + tail * STRIPE_BYTES;
     if (store != STORE_NONE)
         memcpy(target + done, p + done, n - done);
@@ -145,5 +151,6 @@ uint64_t checksum64_copy(uint8_t *target, const uint8_t *source, size_t nbytes, 
         return upto240_any(source, nbytes);
     }
     int aligned = ((uintptr_t)target & 63) == 0;
-    return beyond240(target, source, nbytes, stream && aligned ? STORE_STREAM : STORE_CACHED);
+    enum store past_cache = aligned ? STORE_STREAM : STORE_SHIFTED;
+    return beyond240(target, source, nbytes, stream ? past_cache : STORE_CACHED);
 }

@@ -246,7 +246,7 @@ static PyObject *Engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     static char *names[] = {"kind", "depth", "threads", "split_bytes", NULL};
     const char *kind;
     int depth = 32, threads = 8;
-    long long split_bytes = 1 << 20;
+    long long split_bytes = 512 << 10;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|iiL", names, &kind, &depth, &threads, &split_bytes))
         return NULL;
     int uring = strcmp(kind, "uring") == 0;

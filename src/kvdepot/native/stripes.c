@@ -55,6 +55,7 @@ INLINE AVX512 void loop_avx512(uint64_t acc_memory[8], const uint8_t *source, ui
                                size_t nblocks, size_t tail, const enum store store)
 {
     __m512i acc = _mm512_loadu_si512(acc_memory);
+    const size_t shift = -(uintptr_t)target & 63;
     const __m512i prime = _mm512_set1_epi64(PRIME32_1);
     const __m512i mask = _mm512_loadu_si512(xxh3_secret + SECRET_BYTES - STRIPE_BYTES);
     for (size_t block = 0; block <= nblocks; block++) {
@@ -66,6 +67,8 @@ INLINE AVX512 void loop_avx512(uint64_t acc_memory[8], const uint8_t *source, ui
                 _mm512_storeu_si512(target, value);
             if (store == STORE_STREAM)
                 _mm512_stream_si512((void *)target, value);
+            if (store == STORE_SHIFTED)
+                _mm512_stream_si512((void *)(target + shift), _mm512_loadu_si512(source + shift));
             __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(xxh3_secret + 8 * n));
             __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
             __m512i swapped = _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)0x4E);
@@ -82,7 +85,7 @@ INLINE AVX512 void loop_avx512(uint64_t acc_memory[8], const uint8_t *source, ui
         }
     }
     _mm512_storeu_si512(acc_memory, acc);
-    if (store == STORE_STREAM)
+    if (store >= STORE_STREAM)
         _mm_sfence();
 }
 
@@ -93,8 +96,10 @@ static AVX512 void stripes_avx512(uint64_t acc[8], const uint8_t *source, uint8_
         loop_avx512(acc, source, target, nblocks, tail, STORE_NONE);
     else if (store == STORE_CACHED)
         loop_avx512(acc, source, target, nblocks, tail, STORE_CACHED);
-    else
+    else if (store == STORE_STREAM)
         loop_avx512(acc, source, target, nblocks, tail, STORE_STREAM);
+    else
+        loop_avx512(acc, source, target, nblocks, tail, STORE_SHIFTED);
 }
 
 static AVX512 void stream_avx512(uint8_t *target, const uint8_t *source, size_t nbytes)
@@ -129,6 +134,7 @@ INLINE AVX2 __m256i scramble_avx2(__m256i acc, const uint8_t *secret)
 INLINE AVX2 void loop_avx2(uint64_t acc[8], const uint8_t *source, uint8_t *target, size_t nblocks,
                            size_t tail, const enum store store)
 {
+    const size_t shift = -(uintptr_t)target & 63;
     __m256i low = _mm256_loadu_si256((const __m256i *)acc);
     __m256i high = _mm256_loadu_si256((const __m256i *)(acc + 4));
     for (size_t block = 0; block <= nblocks; block++) {
@@ -145,6 +151,9 @@ INLINE AVX2 void loop_avx2(uint64_t acc[8], const uint8_t *source, uint8_t *targ
                 _mm256_stream_si256((__m256i *)target, first);
                 _mm256_stream_si256((__m256i *)(target + 32), second);
             }
+            for (int i = 0; store == STORE_SHIFTED && i < 64; i += 32)
+                _mm256_stream_si256((__m256i *)(target + shift + i),
+                                    _mm256_loadu_si256((const __m256i *)(source + shift + i)));
             low = half_avx2(low, first, xxh3_secret + 8 * n);
             high = half_avx2(high, second, xxh3_secret + 8 * n + 32);
             source += STRIPE_BYTES;
@@ -158,7 +167,7 @@ INLINE AVX2 void loop_avx2(uint64_t acc[8], const uint8_t *source, uint8_t *targ
     }
     _mm256_storeu_si256((__m256i *)acc, low);
     _mm256_storeu_si256((__m256i *)(acc + 4), high);
-    if (store == STORE_STREAM)
+    if (store >= STORE_STREAM)
         _mm_sfence();
 }
 
@@ -169,8 +178,10 @@ static AVX2 void stripes_avx2(uint64_t acc[8], const uint8_t *source, uint8_t *t
         loop_avx2(acc, source, target, nblocks, tail, STORE_NONE);
     else if (store == STORE_CACHED)
         loop_avx2(acc, source, target, nblocks, tail, STORE_CACHED);
-    else
+    else if (store == STORE_STREAM)
         loop_avx2(acc, source, target, nblocks, tail, STORE_STREAM);
+    else
+        loop_avx2(acc, source, target, nblocks, tail, STORE_SHIFTED);
 }
 
 static AVX2 void stream_avx2(uint8_t *target, const uint8_t *source, size_t nbytes)

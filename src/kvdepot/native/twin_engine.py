@@ -380,7 +380,7 @@ class Engine:
     """Same contract as the C engine; see `kvdepot.native.protocol.Engine`."""
 
     def __init__(
-        self, kind: str = "python", depth: int = 32, threads: int = 8, split_bytes: int = 1 << 20
+        self, kind: str = "python", depth: int = 32, threads: int = 8, split_bytes: int = 512 << 10
     ) -> None:
         if kind == "uring":
             raise OSError(errno.ENOSYS, "kvdepot.native._native is not built")

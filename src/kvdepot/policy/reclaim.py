@@ -45,9 +45,7 @@ def _score(segment: SegmentFacts, now: int) -> float:
     return (1.0 - again) * age / (1.0 + again + lost)
 
 
-def keep(
-    facts: SegmentFacts, forced: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+def keep(facts: SegmentFacts, forced: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Which blocks move on instead of being dropped.
 
     `forced` ones always do (leased, or above a leased one). Of the others those that were used since they

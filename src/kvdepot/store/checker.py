@@ -5,11 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdepot.codec.record import record_bytes
+from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own, record_bytes
 from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE
 from kvdepot.native import VERIFY
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own
 from kvdepot.store.report import CheckReport
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.arena import NOBODY
@@ -53,7 +52,9 @@ def _check_memory_books(stock: Stock, report: CheckReport) -> None:
             report.add("dram", f"block {catalog.table.key(row).hex()} does not own one slot")
     for row in owned:
         report.add("dram", f"a slot belongs to row {row}, which has no copy in memory")
-    used = sum(slab.slot_bytes * (len(slab.owners) - len(slab.free)) for slab in stock.arena.slabs())
+    used = sum(
+        slab.slot_bytes * (len(slab.owners) - len(slab.free)) for slab in stock.arena.slabs()
+    )
     if used != stock.arena.used_bytes:
         report.add("dram", f"slots take {used} bytes, the books say {stock.arena.used_bytes}")
     waiting = sum(record_bytes(catalog.nbytes[row]) for row in stock.dirty_tickets)
@@ -80,7 +81,9 @@ def _check_disk_books(stock: Stock, report: CheckReport) -> None:
                 )
     for location in places.tolist():
         if slot_of(location) not in stock.ssd.drives[location >> 56].segments:
-            report.add("ssd", f"a block is said to be in slot {slot_of(location)}, which is not in use")
+            report.add(
+                "ssd", f"a block is said to be in slot {slot_of(location)}, which is not in use"
+            )
 
 
 def _check_tree(stock: Stock, report: CheckReport) -> None:
@@ -101,7 +104,9 @@ def _leased_rows(stock: Stock) -> Iterator[int]:
         everything = _rows(stock)
     for start in range(0, len(everything), _BATCH):
         with stock.changed:
-            batch = [row for row in everything[start : start + _BATCH] if stock.catalog.is_live(row)]
+            batch = [
+                row for row in everything[start : start + _BATCH] if stock.catalog.is_live(row)
+            ]
             stock.catalog.lease(batch)
         try:
             yield from batch

@@ -64,9 +64,13 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
     if config.dram.prefault:
         arena.memory.prefault()
     if config.dram.lock and not arena.memory.lock():
-        for thing in (arena, staging, *([ssd] if ssd is not None else [])):
-            thing.close()
-        raise ConfigError("dram.lock", "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false")
+        arena.close()
+        staging.close()
+        if ssd is not None:
+            ssd.close()
+        raise ConfigError(
+            "dram.lock", "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false"
+        )
     stock = Stock(config, clock, Catalog(), arena, staging, ssd)
     if ssd is not None:
         stock.take_in(ssd.contents)
@@ -79,7 +83,9 @@ def _open_ssd(config: SsdConfig, files: Files | None, mode: Mode) -> SegmentTier
         files = files or Files(config.io_engine, config.io_depth)
     except OSError as error:
         raise ConfigError(
-            "ssd.io_engine", f"{config.io_engine} is not available: {error.strerror}", hint='io_engine = "auto"'
+            "ssd.io_engine",
+            f"{config.io_engine} is not available: {error.strerror}",
+            hint='io_engine = "auto"',
         ) from error
     settings = MountSettings(
         capacity_bytes=config.path_capacity,

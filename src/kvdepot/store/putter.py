@@ -107,7 +107,15 @@ class Putter:
         for offer in wave:
             slot = base + offer.slot
             rows.append(
-                (0, offer.source, slot + HEAD_BYTES, offer.payload_bytes, offer.chunk_bytes, slot + TABLE_OFFSET, FILL)
+                (
+                    0,
+                    offer.source,
+                    slot + HEAD_BYTES,
+                    offer.payload_bytes,
+                    offer.chunk_bytes,
+                    slot + TABLE_OFFSET,
+                    FILL,
+                )
             )
         transfers(rows)
         for offer in wave:

@@ -5,7 +5,6 @@ each block and copies it to its target while the next ones are in flight. A bloc
 miss; the others are delivered.
 """
 
-import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -53,7 +52,14 @@ class Want:
         stop = min(-(-self.stop // chunk) * chunk, self.payload_bytes)
         whole = start == self.start and stop == self.stop
         return Load(
-            self.key, location, self.payload_bytes, chunk, image, self.target if whole else 0, start, stop
+            self.key,
+            location,
+            self.payload_bytes,
+            chunk,
+            image,
+            self.target if whole else 0,
+            start,
+            stop,
         )
 
     @property
@@ -108,11 +114,31 @@ class Reader:
             slot = base + place
             load = want.load(_NO_IMAGE, place)
             if not verify:
-                ops.append((0, slot + HEAD_BYTES + want.start, want.target, want.stop - want.start, 0, 0, COPY))
+                ops.append(
+                    (
+                        0,
+                        slot + HEAD_BYTES + want.start,
+                        want.target,
+                        want.stop - want.start,
+                        0,
+                        0,
+                        COPY,
+                    )
+                )
                 continue
             ops.append(read_op(slot, load, load.copy_to))
             if not load.copy_to:
-                partial.append((0, slot + HEAD_BYTES + want.start, want.target, want.stop - want.start, 0, 0, COPY))
+                partial.append(
+                    (
+                        0,
+                        slot + HEAD_BYTES + want.start,
+                        want.target,
+                        want.stop - want.start,
+                        0,
+                        0,
+                        COPY,
+                    )
+                )
         codes = transfers(ops).tolist() if ops else []
         if partial:
             transfers(partial)
@@ -153,7 +179,9 @@ class Reader:
                 return
             again = self._run(wants, wave, results, deadline)
             done = {step.index for step in wave}
-            left = [index for index in again if index not in retried] + [i for i in left if i not in done]
+            left = [index for index in again if index not in retried] + [
+                i for i in left if i not in done
+            ]
             retried.update(again)
 
     def _plan(self, wants: Sequence[Want], left: list[int]) -> "list[Step]":

@@ -55,7 +55,9 @@ class Reclaimer:
                 candidates.append((segment, rows, self._facts(segment, rows)))
         if not candidates:
             return None
-        return candidates[coldest([facts for *_, facts in candidates], self._stock.catalog.tree.now)]
+        return candidates[
+            coldest([facts for *_, facts in candidates], self._stock.catalog.tree.now)
+        ]
 
     def _live(self, segment: Segment) -> list[int]:
         rows = self._stock.segment_rows.get((self._index, segment.slot), ())
@@ -111,7 +113,9 @@ class Reclaimer:
         catalog = self._stock.catalog
         if catalog.leases(row):
             return True
-        return bool(catalog.leased) and any(catalog.leases(b) for b in catalog.tree.descendants(row))
+        return bool(catalog.leased) and any(
+            catalog.leases(b) for b in catalog.tree.descendants(row)
+        )
 
     def _drop(self, rows: list[int]) -> None:
         """Evict blocks from disk, and before each what continues it: a tail without its head is of no use."""

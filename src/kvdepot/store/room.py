@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.index.table import NONE
+from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.slab import FREE, HELD, coldest_stretch
 from kvdepot.store.stock import Stock
 from kvdepot.tiers.arena import NOBODY, Slab
@@ -67,7 +67,7 @@ class Room:
                 self._evict_subtree(row)
         return True
 
-    def _chunk_stamps(self, group: int) -> np.ndarray:  # type: ignore[type-arg]
+    def _chunk_stamps(self, group: int) -> Rows:
         """For each chunk how recently its slab was used; slabs of `group` itself do not help."""
         count = self._stock.arena.chunk_count
         stamps = np.full(count, FREE, dtype=np.int64)

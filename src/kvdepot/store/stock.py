@@ -37,7 +37,9 @@ class Stock:
     staging: Arena
     ssd: SegmentTier | None
     counters: Counters = field(default_factory=Counters)
-    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.Lock()))
+    changed: threading.Condition = field(
+        default_factory=lambda: threading.Condition(threading.Lock())
+    )
     dirty: deque[int] = field(default_factory=deque)
     """Rows in memory that wait to be written down, oldest first."""
     dirty_bytes: int = 0
@@ -77,7 +79,11 @@ class Stock:
         for row in self.catalog.unlease(rows):
             self.drop_all(row)
         for row in rows:
-            if self.catalog.nbytes[row] and self.catalog.memory.absent(row) and self.catalog.disk.absent(row):
+            if (
+                self.catalog.nbytes[row]
+                and self.catalog.memory.absent(row)
+                and self.catalog.disk.absent(row)
+            ):
                 self.catalog.forget_if_gone(row)
         self.changed.notify_all()
 
@@ -97,7 +103,9 @@ class Stock:
         """Enter blocks found on disk, those already known excepted."""
         known = self.catalog.table.find_many(contents.words)
         new = known == NONE
-        for row, location in zip(known[~new].tolist(), contents.locations[~new].tolist(), strict=True):
+        for row, location in zip(
+            known[~new].tolist(), contents.locations[~new].tolist(), strict=True
+        ):
             self._enter_known(row, location)
         locations = contents.locations[new]
         rows = self.catalog.recover(contents.words[new], contents.payload_bytes[new], locations)
@@ -111,7 +119,9 @@ class Stock:
 
     def on_disk(self, row: int, location: int) -> None:
         """A block's record is at `location` now, for reclaim to find."""
-        self.segment_rows.setdefault((drive_of(location), slot_of(location)), array("i")).append(row)
+        self.segment_rows.setdefault((drive_of(location), slot_of(location)), array("i")).append(
+            row
+        )
 
     def _enter_known(self, row: int, location: int) -> None:
         if self.catalog.disk.absent(row):

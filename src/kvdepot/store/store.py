@@ -10,17 +10,19 @@ import numpy as np
 
 from kvdepot.codec.notes import Removal, space_key
 from kvdepot.codec.record import HEAD_BYTES
-from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Got, Put
+from kvdepot.core.block import TAG_BYTES, BlockKey, Got, Put
+from kvdepot.core.keys import check_key
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError, StoreClosedError
 from kvdepot.index.table import NONE, Rows
 from kvdepot.native import address_of
-from kvdepot.store.checker import CheckReport, check_stock
+from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
 from kvdepot.store.lease import Lease
 from kvdepot.store.putter import Offer, Putter
 from kvdepot.store.reader import Reader, Want
+from kvdepot.store.report import CheckReport
 from kvdepot.store.room import Room
 from kvdepot.store.space import Space
 from kvdepot.store.stock import Stock
@@ -73,12 +75,20 @@ class Store:
         self._given_up_seen = 0
         self._closed = False
         if stock.ssd is not None and stock.ssd.writable:
-            self._writers = [Writer(stock, stock.ssd, index) for index in range(len(stock.ssd.drives))]
+            self._writers = [
+                Writer(stock, stock.ssd, index) for index in range(len(stock.ssd.drives))
+            ]
             for writer in self._writers:
                 writer.thread.start()
 
     def namespace(
-        self, *, model: str, layout: KVLayout, tenant: str = "", secret: bytes | None = None, **fields: Any
+        self,
+        *,
+        model: str,
+        layout: KVLayout,
+        tenant: str = "",
+        secret: bytes | None = None,
+        **fields: Any,
     ) -> Space:
         """Register a namespace and return the handle that makes its keys.
 
@@ -90,7 +100,9 @@ class Store:
             known = self._stock.config.tenants.get(tenant)
             secret = known.secret() if known is not None else b""
         try:
-            namespace = Namespace(model=model, layout=layout, tenant=tenant, secret=secret, **fields)
+            namespace = Namespace(
+                model=model, layout=layout, tenant=tenant, secret=secret, **fields
+            )
         except TypeError as error:
             raise ConfigError("namespace", str(error).split(") ", 1)[-1]) from error
         return self.register(namespace)
@@ -99,12 +111,16 @@ class Store:
         """`namespace` for a Namespace that exists already."""
         self._check_open()
         if namespace.layout.block_bytes >= 1 << 32:
-            raise ConfigError("layout", f"a block of {namespace.layout.block_bytes} bytes is over 4 GiB")
+            raise ConfigError(
+                "layout", f"a block of {namespace.layout.block_bytes} bytes is over 4 GiB"
+            )
         space = Space(namespace)
         self._spaces[namespace.tag] = space
         ssd = self._stock.ssd
         if ssd is not None and ssd.writable:
-            ssd.remember(namespace.tag, json.dumps(namespace.description(), sort_keys=True).encode())
+            ssd.remember(
+                namespace.tag, json.dumps(namespace.description(), sort_keys=True).encode()
+            )
         return space
 
     def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
@@ -137,7 +153,12 @@ class Store:
         return self._putter.store(offers, timeout_s)
 
     def get(
-        self, key: BlockKey, into: Any, *, layers: range | None = None, timeout_s: float | None = None
+        self,
+        key: BlockKey,
+        into: Any,
+        *,
+        layers: range | None = None,
+        timeout_s: float | None = None,
     ) -> Got:
         """Onboard one block. See get_many."""
         return self.get_many([key], [into], layers=layers, timeout_s=timeout_s)[0]
@@ -291,7 +312,8 @@ class Store:
             pass
         _checked([key])
         raise KeyFormatError(
-            "the key's namespace is not registered with this store", hint="call store.namespace(…) first"
+            "the key's namespace is not registered with this store",
+            hint="call store.namespace(…) first",
         )
 
     def _want(self, key: BlockKey, into: Any, layers: range | None) -> Want:
@@ -392,8 +414,7 @@ class Store:
 
 def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
     for key in keys:
-        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            raise KeyFormatError(f"a key is {KEY_BYTES} bytes, made by space.keys(…)")
+        check_key(key)
     return keys
 
 
@@ -407,4 +428,3 @@ def _buffer(buffer: Any, *, writable: bool) -> tuple[int, int]:
         raise BadBufferError("the buffer is not contiguous") from error
     except TypeError as error:
         raise BadBufferError(f"{type(buffer).__name__} is not a buffer") from error
-

@@ -25,7 +25,9 @@ class Writer:
         self._index = index
         self._reclaimer = Reclaimer(stock, ssd, index)
         self._restorer = Restorer(stock, ssd, index)
-        self.thread = threading.Thread(target=self._run, name=f"kvdepot-writer-{index}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._run, name=f"kvdepot-writer-{index}", daemon=True
+        )
 
     def _run(self) -> None:
         stock = self._stock
@@ -72,7 +74,9 @@ class Writer:
     def _append(self, rows: list[int]) -> dict[int, int]:
         stock = self._stock
         images = [
-            stock.arena.image(stock.catalog.memory.location[row], record_bytes(stock.catalog.nbytes[row]))
+            stock.arena.image(
+                stock.catalog.memory.location[row], record_bytes(stock.catalog.nbytes[row])
+            )
             for row in rows
         ]
         locations = self._ssd.append(self._index, images)

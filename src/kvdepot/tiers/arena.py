@@ -50,7 +50,9 @@ def slab_chunks(slot_bytes: int, chunks_max: int) -> int:
 class Arena:
     """Slots for blocks in shared memory."""
 
-    def __init__(self, capacity_bytes: int, huge_pages: Literal["auto", "always", "never"] = "auto") -> None:
+    def __init__(
+        self, capacity_bytes: int, huge_pages: Literal["auto", "always", "never"] = "auto"
+    ) -> None:
         self.memory = SharedMemory(capacity_bytes, huge_pages)
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0

@@ -45,7 +45,9 @@ def read_contents(notebooks: Sequence[Notebook], first_drive: int = 0) -> Conten
         for segment in segments:
             blocks = segment.entries[segment.entries["kind"] == Kind.BLOCK]
             parts.append(blocks)
-            places.append((first_drive + index << 56 | segment.slot << 32) + blocks["page"].astype(np.int64))
+            places.append(
+                (first_drive + index << 56 | segment.slot << 32) + blocks["page"].astype(np.int64)
+            )
             _read_notes(notebooks[index], segment)
     entries, locations = np.concatenate(parts), np.concatenate(places)
     words = np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
@@ -85,7 +87,9 @@ def _count(notebooks: Sequence[Notebook], locations: Array, sizes: Array, first_
     counts = np.bincount(where, minlength=len(segments))
     records = HEAD_BYTES + -(-sizes // PAGE) * PAGE
     totals = np.bincount(where, weights=records, minlength=len(segments))
-    for place, count, total in zip(segments.tolist(), counts.tolist(), totals.tolist(), strict=True):
+    for place, count, total in zip(
+        segments.tolist(), counts.tolist(), totals.tolist(), strict=True
+    ):
         segment = notebooks[(place >> 24) - first_drive].drive.segments[place & 0xFFFFFF]
         segment.live_count, segment.live_bytes = count, int(total)
 
@@ -93,7 +97,9 @@ def _count(notebooks: Sequence[Notebook], locations: Array, sizes: Array, first_
 def _read_notes(notebook: Notebook, segment: Recovered) -> None:
     """Take the notes of one segment into the notebook; a damaged one is reported and skipped."""
     for entry in segment.entries[segment.entries["kind"] != Kind.BLOCK]:
-        payload = _read_payload(notebook.drive, segment, int(entry["page"]), int(entry["payload_bytes"]))
+        payload = _read_payload(
+            notebook.drive, segment, int(entry["page"]), int(entry["payload_bytes"])
+        )
         if payload is None:
             where = f"{notebook.drive.medium.label}: slot {segment.slot}, page {entry['page']}"
             notebook.drive.damage.append(f"{where}: note is damaged")
@@ -115,4 +121,3 @@ def _read_payload(drive: Drive, segment: Recovered, page: int, nbytes: int) -> b
     if head is None or head.segment_id != segment.segment_id or not payload_intact(image, head):
         return None
     return bytes(image[HEAD_BYTES : HEAD_BYTES + head.payload_bytes])
-

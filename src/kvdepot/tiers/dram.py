@@ -25,7 +25,7 @@ def transfers(rows: Sequence[tuple[Any, ...]]) -> npt.NDArray[Any]:
     ops = np.empty(len(rows), dtype=TRANSFER_DTYPE)
     ops[:] = rows
     transfer(ops)
-    return ops["result"]  # type: ignore[no-any-return]
+    return ops["result"]
 
 
 def read_op(slot: int, load: Load, target: int) -> tuple[Any, ...]:

@@ -188,14 +188,18 @@ class Drive:
             segment.tail += len(images[stop])
             segment.count += 1
             stop += 1
-        for index, (offset, ok) in enumerate(zip(places, self._write(segment, images[start:stop], places), strict=True)):
+        for index, (offset, ok) in enumerate(
+            zip(places, self._write(segment, images[start:stop], places), strict=True)
+        ):
             if ok:
                 results[start + index] = self._note(segment, images[start + index], offset)
             else:
                 segment.count -= 1
         return stop
 
-    def _write(self, segment: Segment, images: Sequence[memoryview], offsets: list[int]) -> list[bool]:
+    def _write(
+        self, segment: Segment, images: Sequence[memoryview], offsets: list[int]
+    ) -> list[bool]:
         fd, base = self.medium.extent(segment.slot)
         ops = io_ops(len(images))
         ops["fd"], ops["opcode"] = fd, WRITE
@@ -207,12 +211,12 @@ class Drive:
             self.breaker.failed("writes do not finish", at_once=True)
             while not pending.wait(60.0):
                 self.breaker.failed("writes do not finish", at_once=True)
-        done = (ops["result"] == 0).tolist()
-        self._judge(ops["result"].tolist())
+        codes: list[int] = ops["result"].tolist()
+        self._judge(codes)
         self._unsynced = True
         if self.settings.fsync == "always" and not self.sync():
             return [False] * len(images)
-        return done
+        return [code == 0 for code in codes]
 
     def _judge(self, codes: Sequence[int]) -> None:
         """Tell the breaker how a batch went."""
@@ -221,7 +225,9 @@ class Drive:
             self.breaker.succeeded()
             return
         for code in bad:
-            self.breaker.failed(os.strerror(code), at_once=code in (errno.ETIMEDOUT, errno.ENOSPC, errno.EROFS))
+            self.breaker.failed(
+                os.strerror(code), at_once=code in (errno.ETIMEDOUT, errno.ENOSPC, errno.EROFS)
+            )
 
     def _note(self, segment: Segment, image: memoryview, offset: int) -> Appended:
         """A record is on disk: remember it for the footer."""
@@ -249,7 +255,9 @@ class Drive:
             self._finish(self._active, sealed=True)
             self._active = None
         segment = Segment(self._numbers.segment_id(), slot)
-        header = SegmentHeader(segment.segment_id, slot, self.settings.segment_bytes, self.settings.store)
+        header = SegmentHeader(
+            segment.segment_id, slot, self.settings.segment_bytes, self.settings.store
+        )
         try:
             fd, base = self.medium.extent(slot)
             self.files.write(fd, base, header.pack())

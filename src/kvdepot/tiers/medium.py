@@ -84,7 +84,11 @@ def _lock(fd: int, label: str) -> None:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
         os.lseek(fd, 0, os.SEEK_SET)
-        holder = os.read(fd, 32).decode(errors="replace").strip() if stat.S_ISREG(os.fstat(fd).st_mode) else ""
+        holder = (
+            os.read(fd, 32).decode(errors="replace").strip()
+            if stat.S_ISREG(os.fstat(fd).st_mode)
+            else ""
+        )
         raise StoreBusyError(label, f"process {holder}" if holder else "another process") from error
 
 
@@ -106,7 +110,9 @@ class DirectoryMedium:
         self.direct = direct != "never" and self._accepts_direct()
         if direct == "always" and not self.direct:
             self.close()
-            raise ConfigError("ssd.direct_io", f"{path} does not support O_DIRECT", hint='direct_io = "auto"')
+            raise ConfigError(
+                "ssd.direct_io", f"{path} does not support O_DIRECT", hint='direct_io = "auto"'
+            )
 
     def read_superblock(self) -> bytes | None:
         try:
@@ -198,7 +204,9 @@ class DirectoryMedium:
     def _prepare(self) -> None:
         try:
             self._path.mkdir(exist_ok=True)
-            self._lock_fd = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock_fd = os.open(
+                self._path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
             raise ConfigError(
                 "ssd.path",
@@ -245,7 +253,9 @@ class DeviceMedium:
             self._fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
         except OSError as error:
             if error.errno == errno.EBUSY:
-                raise StoreBusyError(self.label, "the system or another process (mounted?)") from error
+                raise StoreBusyError(
+                    self.label, "the system or another process (mounted?)"
+                ) from error
             raise ConfigError("ssd.path", f"cannot open {path}: {error.strerror}") from error
         self._size = os.lseek(self._fd, 0, os.SEEK_END)
         if writable:

@@ -21,7 +21,9 @@ class SharedMemory:
     valid until `close`, which must come after every user is done.
     """
 
-    def __init__(self, nbytes: int, huge_pages: Literal["auto", "always", "never"] = "auto") -> None:
+    def __init__(
+        self, nbytes: int, huge_pages: Literal["auto", "always", "never"] = "auto"
+    ) -> None:
         self.nbytes = -(-nbytes // _HUGE) * _HUGE
         self.huge = False
         self.fd = -1
@@ -31,7 +33,7 @@ class SharedMemory:
             raise ConfigError(
                 "dram.huge_pages",
                 f"no {self.nbytes >> 21} free huge pages of 2 MiB",
-                hint=f"sysctl vm.nr_hugepages={self.nbytes >> 21}, or huge_pages = \"auto\"",
+                hint=f'sysctl vm.nr_hugepages={self.nbytes >> 21}, or huge_pages = "auto"',
             )
         if self.fd < 0:
             self.fd = os.memfd_create("kvdepot-arena", os.MFD_CLOEXEC)

@@ -31,12 +31,17 @@ class MountSettings:
     writable: bool = True
 
 
-def mount(path: Path, files: Files, settings: MountSettings, numbers: Numbers, clock: Clock) -> Drive:
+def mount(
+    path: Path, files: Files, settings: MountSettings, numbers: Numbers, clock: Clock
+) -> Drive:
     """Open the drive at `path`. Raises ConfigError, FormatError or StoreBusyError; then nothing is held."""
     medium = open_medium(path, files, settings.direct_io, writable=settings.writable)
     try:
         superblock, damage = _superblock(medium, settings)
-        slots = min(settings.capacity_bytes // superblock.segment_bytes, medium.slots_max(superblock.segment_bytes))
+        slots = min(
+            settings.capacity_bytes // superblock.segment_bytes,
+            medium.slots_max(superblock.segment_bytes),
+        )
         if settings.writable and slots < _SLOTS_MIN:
             raise ConfigError(
                 "ssd.capacity",
@@ -86,13 +91,18 @@ def _superblock(medium: Medium, settings: MountSettings) -> tuple[Superblock, li
         )
     rebuilt = _from_segments(medium) if isinstance(medium, DirectoryMedium) else None
     if rebuilt is not None:
-        superblock, damage = rebuilt, [f"{medium.label}: superblock is missing or damaged: rebuilt from segments"]
+        superblock, damage = (
+            rebuilt,
+            [f"{medium.label}: superblock is missing or damaged: rebuilt from segments"],
+        )
     elif not settings.writable:
         raise FormatError(medium.label, "there is no store here", hint="check the path")
     else:
         superblock, damage = Superblock(str(uuid.uuid4()), settings.segment_bytes), []
         if page is not None:
-            damage = [f"{medium.label}: superblock is damaged and there are no segments: started anew"]
+            damage = [
+                f"{medium.label}: superblock is damaged and there are no segments: started anew"
+            ]
     if settings.writable:
         medium.write_superblock(superblock)
     return superblock, damage

@@ -52,7 +52,11 @@ class Notebook:
         needed = [
             removal
             for removal in self.removals.pop(segment_id, [])
-            if (removal.until_segment >= oldest if removal.whole_namespace else removal.until_segment in live)
+            if (
+                removal.until_segment >= oldest
+                if removal.whole_namespace
+                else removal.until_segment in live
+            )
         ]
         done = self.remove(needed) if needed else True
         for tag, (at, description) in list(self.spaces.items()):

@@ -16,7 +16,15 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.codec.record import HEAD_BYTES, MAGIC, PAGE, Head, parse_head, payload_intact, record_bytes
+from kvdepot.codec.record import (
+    HEAD_BYTES,
+    MAGIC,
+    PAGE,
+    Head,
+    parse_head,
+    payload_intact,
+    record_bytes,
+)
 from kvdepot.codec.segment import ENTRY, Entries, SegmentHeader, Trailer, footer_bytes
 from kvdepot.native import checksum
 from kvdepot.tiers.files import Files
@@ -59,9 +67,13 @@ class SegmentReader:
             if trailer is None:
                 return None
             damage.append("header page is damaged")
-            header = SegmentHeader(trailer.segment_id, trailer.slot, trailer.segment_bytes, trailer.store)
+            header = SegmentHeader(
+                trailer.segment_id, trailer.slot, trailer.segment_bytes, trailer.store
+            )
         if header.slot != self.slot or header.store != self.store:
-            damage.append(f"holds slot {header.slot} of store {header.store.hex()}: swapped or foreign")
+            damage.append(
+                f"holds slot {header.slot} of store {header.store.hex()}: swapped or foreign"
+            )
             return Recovered(header.segment_id, self.slot, PAGE, False, np.zeros(0, ENTRY), damage)
         entries = None
         if trailer is not None and trailer.segment_id == header.segment_id:
@@ -84,7 +96,9 @@ class SegmentReader:
         length = trailer.count * ENTRY.itemsize
         if trailer.footer_offset != self.segment_bytes - footer_bytes(trailer.count):
             return None
-        data = self.files.read(self.fd, self.base + trailer.footer_offset, footer_bytes(trailer.count) - PAGE)
+        data = self.files.read(
+            self.fd, self.base + trailer.footer_offset, footer_bytes(trailer.count) - PAGE
+        )
         if len(data) < length or checksum(data[:length]) != trailer.footer_checksum:
             return None
         return np.frombuffer(bytes(data[:length]), dtype=ENTRY)

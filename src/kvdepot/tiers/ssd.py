@@ -229,7 +229,9 @@ class SegmentTier:
 
     def usage(self) -> Usage:
         return Usage(
-            capacity_bytes=sum(d.settings.slots_max * d.settings.segment_bytes for d in self.drives),
+            capacity_bytes=sum(
+                d.settings.slots_max * d.settings.segment_bytes for d in self.drives
+            ),
             used_bytes=sum(s.live_bytes for d in self.drives for s in list(d.segments.values())),
             held_bytes=sum(drive.held_bytes() for drive in self.drives),
         )
@@ -240,7 +242,9 @@ class SegmentTier:
         errors = sum(part.errors for part in parts)
         if not bad:
             return Health(True, "", errors)
-        return Health(False, "; ".join(p.reason for p in bad), errors, min(p.retry_in_s for p in bad))
+        return Health(
+            False, "; ".join(p.reason for p in bad), errors, min(p.retry_in_s for p in bad)
+        )
 
     def close(self) -> None:
         if self._closed:
