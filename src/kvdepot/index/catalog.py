@@ -101,7 +101,6 @@ class Catalog:
         base = self.tree.now
         self.tree.now += len(rows)
         self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)
-        self.tree.lift_stamps()
         return rows
 
     def resident(self, keys: Sequence[BlockKey]) -> Rows:

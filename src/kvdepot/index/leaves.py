@@ -57,6 +57,9 @@ class LeafOrder:
         parent = self._tree.parent[row]
         if parent != NONE:
             self._kids[parent] -= 1
+            stamps = self._tree.stamp.view
+            if stamps[parent] < stamps[row]:
+                stamps[parent] = stamps[row]
             self._settle(parent)
 
     def detach(self, row: int) -> None:

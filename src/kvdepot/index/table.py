@@ -135,7 +135,9 @@ class KeyTable:
         """`find_name` for many at once."""
 
         def same(found: Rows, at: Rows) -> Bools:
-            return (self._words[found, 2] == links[at]) & (self._words[found, 0] == tags[at])
+            words = self._words[found]
+            equal: Bools = (words[:, 2] == links[at]) & (words[:, 0] == tags[at])
+            return equal
 
         return self._probe(links, same)
 

@@ -1,8 +1,8 @@
 """The prefix tree over rows: who continues whom.
 
 A child names its parent in its key, so it may arrive first; it then waits as an orphan until the
-parent's row exists. Stamps say when a row was last used; using a row uses its whole prefix, so a
-parent is never staler than its child.
+parent's row exists. Stamps say when a row was last used. A prefix is as recent as what continues
+it; that is not kept up to date on every use but passed up when a child leaves (LeafOrder.leave).
 """
 
 from collections.abc import Iterator
@@ -98,40 +98,13 @@ class PrefixTree:
         self.parent[row] = self._first[row] = self._next[row] = self._previous[row] = NONE
 
     def use(self, rows: Rows, *, hit: bool = True) -> None:
-        """Stamp rows of one prompt, given head first, and everything above them.
-
-        The head gets the newest stamp, so that tails are the first to go.
-        """
+        """Stamp rows of one prompt, given head first: the head gets the newest stamp."""
         base = self.now
         self.now += len(rows)
         self.stamp.array[rows] = np.arange(self.now, base, -1)
         if hit:
             hits = self.hits.array
             hits[rows] = np.minimum(hits[rows], HITS_MAX - 1) + 1
-        above = self.parent.array[rows]
-        while True:
-            above = above[above >= 0]
-            above = above[self.stamp.array[above] <= base]
-            if not len(above):
-                return
-            self.stamp.array[above] = self.now
-            above = self.parent.array[above]
-
-    def lift_stamps(self) -> None:
-        """Make every parent at least as recent as its children, for all rows at once.
-
-        In round k each row lifts its ancestor 2^k steps above, so the rounds grow with the
-        logarithm of the deepest prefix.
-        """
-        stamps = self.stamp.array
-        rows = np.flatnonzero(self.parent.array >= 0)
-        above = self.parent.array[rows].astype(np.int64)
-        hop = self.parent.array.astype(np.int64)
-        while len(rows):
-            np.maximum.at(stamps, above, stamps[rows])
-            hop = np.where(hop >= 0, hop[hop], NONE)
-            above = hop[rows]
-            rows, above = rows[above >= 0], above[above >= 0]
 
     def _push(self, row: int, first: int) -> None:
         self._next[row] = first

@@ -94,8 +94,6 @@ def _check_tree(stock: Stock, report: CheckReport) -> None:
             continue
         if catalog.table.name(parent) != catalog.table.parent_name(row):
             report.add("index", f"row {row} hangs below a row that is not its parent")
-        if catalog.tree.stamp[parent] < catalog.tree.stamp[row]:
-            report.add("index", f"row {row} was used after its prefix")
 
 
 def _leased_rows(stock: Stock) -> Iterator[int]:

@@ -5,6 +5,7 @@ from typing import Final
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
+from kvdepot.index.table import Rows
 from kvdepot.policy.reclaim import SegmentFacts, coldest, keep
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.drive import Segment
@@ -77,27 +78,35 @@ class Reclaimer:
     def _facts(self, segment: Segment, rows: list[int]) -> SegmentFacts:
         catalog = self._stock.catalog
         at = np.array(rows, dtype=np.int64)
-        sizes = HEAD_BYTES + -(-catalog.nbytes.array[at].astype(np.int64) // PAGE) * PAGE
+        stamps, orphaned_bytes = self._look_below(segment, rows)
         return SegmentFacts(
             capacity_bytes=self._ssd.drives[self._index].settings.segment_bytes,
-            sizes=sizes,
-            stamps=catalog.tree.stamp.array[at],
+            sizes=HEAD_BYTES + -(-catalog.nbytes.array[at].astype(np.int64) // PAGE) * PAGE,
+            stamps=stamps,
             hits=catalog.tree.hits.array[at].astype(np.int64),
-            orphaned_bytes=self._orphaned_bytes(segment, rows),
+            orphaned_bytes=orphaned_bytes,
         )
 
-    def _orphaned_bytes(self, segment: Segment, rows: list[int]) -> int:
-        """Size of the blocks elsewhere on disk that continue a segment's blocks, up to a limit."""
+    def _look_below(self, segment: Segment, rows: list[int]) -> tuple[Rows, int]:
+        """How recently each block or what continues it was used, and the size of what would be orphaned.
+
+        Looks at _ORPHANS_MAX blocks at most.
+        """
         catalog = self._stock.catalog
+        stamp = catalog.tree.stamp.view
+        newest = [stamp[row] for row in rows]
         total, steps = 0, 0
-        waiting = [child for row in rows for child in catalog.tree.children(row)]
-        while waiting and steps < _ORPHANS_MAX:
-            row = waiting.pop()
-            steps += 1
-            if catalog.disk.ready(row) and not self._in(segment, row):
-                total += record_bytes(catalog.nbytes[row])
-                waiting.extend(catalog.tree.children(row))
-        return total
+        for index, row in enumerate(rows):
+            waiting = list(catalog.tree.children(row))
+            while waiting and steps < _ORPHANS_MAX:
+                child = waiting.pop()
+                if self._in(segment, child) or not catalog.disk.ready(child):
+                    continue
+                steps += 1
+                total += record_bytes(catalog.nbytes[child])
+                newest[index] = max(newest[index], stamp[child])
+                waiting.extend(catalog.tree.children(child))
+        return np.array(newest, dtype=np.int64), total
 
     def _sort_out(self, rows: list[int], facts: SegmentFacts) -> list[int]:
         """Drop what is not kept, tails before heads; returns what is."""

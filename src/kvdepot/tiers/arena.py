@@ -63,6 +63,8 @@ class Arena:
         self._open: dict[int, list[Slab]] = {}
         self._sizes: dict[int, int] = {}
         self._hint = 0
+        self._no_run_of = self.chunk_count + 1
+        """Runs this long or longer were looked for in vain since a slab was last given back."""
 
     @property
     def address(self) -> int:
@@ -150,16 +152,22 @@ class Arena:
 
     def _find(self, chunks: int) -> int | None:
         """First run of free chunks that is long enough, looking behind the last one found first."""
+        if chunks >= self._no_run_of:
+            return None
         if self._hint + chunks <= self.chunk_count:
             if not self._taken[self._hint : self._hint + chunks].any():
                 return self._hint
         free = np.flatnonzero(np.diff(np.r_[True, self._taken, True].astype(np.int8)))
         starts, stops = free[::2], free[1::2]
         fitting = np.flatnonzero(stops - starts >= chunks)
-        return int(starts[fitting[0]]) if len(fitting) else None
+        if not len(fitting):
+            self._no_run_of = chunks
+            return None
+        return int(starts[fitting[0]])
 
     def _retire(self, slab: Slab) -> None:
         self._open[slab.slot_bytes].remove(slab)
         self._taken[slab.start : slab.start + slab.chunks] = False
         self._slab_of_chunk[slab.start : slab.start + slab.chunks] = -1
         del self._slab_at[slab.start]
+        self._no_run_of = self.chunk_count + 1
