@@ -99,7 +99,8 @@ class Trailer:
         page = bytearray(PAGE)
         _TRAILER.pack_into(
             page, 0, 0, TRAILER_MAGIC, FORMAT, self.segment_id, self.slot, self.segment_bytes,
-            self.footer_offset, self.tail, self.count, int(self.sealed), self.footer_checksum, self.store,
+            self.footer_offset, self.tail, self.count, int(self.sealed), self.footer_checksum,
+            self.store,
         )  # fmt: skip
         return _closed(page, _TRAILER.size)
 

@@ -68,7 +68,8 @@ class Put(Enum):
 class Got:
     """Answer to `Store.get`. True when the target holds the block; `tier` tells from where.
 
-    After a miss the target's content is undefined and `reason` says why: absent, corrupt, failed, late.
+    After a miss the target's content is undefined and `reason` says why: absent, corrupt, failed,
+    late.
     """
 
     tier: str | None

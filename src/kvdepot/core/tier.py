@@ -29,8 +29,9 @@ class Load:
     """One block, or a range of its payload, wanted from a tier.
 
     `image` has room for the whole record; afterwards it holds the head and payload[start:stop] at
-    their places in the record. If `copy_to` is an address, the same range is copied there too. `start` is a multiple of
-    `chunk_bytes`; `stop` is one too, or the payload's end. After anything but OK both are undefined.
+    their places in the record. If `copy_to` is an address, the same range is copied there too.
+    `start` is a multiple of `chunk_bytes`; `stop` is one too, or the payload's end. After anything
+    but OK both are undefined.
     """
 
     key: BlockKey
@@ -61,7 +62,10 @@ class Pending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a tier holds. `used_bytes` counts whole records; `held_bytes` what it takes of its medium."""
+    """What a tier holds.
+
+    `used_bytes` counts whole records; `held_bytes` what it takes of its medium.
+    """
 
     capacity_bytes: int
     used_bytes: int
@@ -87,7 +91,8 @@ class Tier(Protocol):
         """Keep copies of record images; the caller may reuse them afterwards.
 
         Returns a location each, None where there was no room or the medium failed. A location is
-        valid until it is discarded. May set the segment id and sequence in the images' heads. Blocks.
+        valid until it is discarded. May set the segment id and sequence in the images' heads.
+        Blocks.
         """
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:

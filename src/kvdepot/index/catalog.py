@@ -11,10 +11,10 @@ import numpy as np
 from kvdepot.core.block import BlockKey, CopyState, check_transition
 from kvdepot.errors import StateError
 from kvdepot.index.leaves import LeafOrder
-from kvdepot.index.table import NONE, Bools, Keys, KeyTable, Rows, as_words
-from kvdepot.index.tree import PrefixTree
+from kvdepot.index.table import NONE, Keys, KeyTable, Rows, as_words
+from kvdepot.index.tree import FEW, PrefixTree
 
-_ABSENT, _FILLING, _READY = int(CopyState.ABSENT), int(CopyState.FILLING), int(CopyState.READY)
+_ABSENT, _READY = int(CopyState.ABSENT), int(CopyState.READY)
 
 
 class Copies:
@@ -27,10 +27,10 @@ class Copies:
         self.count = 0
 
     def ready(self, row: int) -> bool:
-        return self.state[row] == _READY
+        return bool(self.state.view[row] == _READY)
 
     def absent(self, row: int) -> bool:
-        return self.state[row] == _ABSENT
+        return bool(self.state.view[row] == _ABSENT)
 
     def reserve(self, row: int, location: int) -> None:
         """ABSENT to FILLING: bytes are on their way to `location`."""
@@ -80,6 +80,13 @@ class Catalog:
         """The key's row or NONE."""
         return self.table.find(key)
 
+    def rows(self, keys: Sequence[BlockKey]) -> list[int]:
+        """The keys' rows, NONE where there is none."""
+        if len(keys) < FEW:
+            return [self.table.find(key) for key in keys]
+        found: list[int] = self.table.find_many(as_words(keys)).tolist()
+        return found
+
     def ensure(self, key: BlockKey, nbytes: int) -> int:
         """The key's row, made if there is none."""
         row = self.table.find(key)
@@ -103,42 +110,49 @@ class Catalog:
         self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)
         return rows
 
-    def resident(self, keys: Sequence[BlockKey]) -> Rows:
+    def resident(self, keys: Sequence[BlockKey]) -> list[int]:
         """Rows of the longest leading run of keys that are ready in some tier."""
-        if not keys:
-            return np.zeros(0, dtype=np.int64)
-        rows = self.table.find_many(as_words(keys))
-        ready = self.ready(rows)
-        return rows if ready.all() else rows[: int(ready.argmin())]
+        rows = self.rows(keys)
+        memory, disk = self.memory.state.view, self.disk.state.view
+        for index, row in enumerate(rows):
+            if row == NONE or (memory[row] != _READY and disk[row] != _READY):
+                return rows[:index]
+        return rows
 
-    def ready(self, rows: Rows) -> Bools:
-        """For each row whether any tier can serve it. NONE rows cannot be served."""
-        ready = (self.memory.state.array[rows] == _READY) | (self.disk.state.array[rows] == _READY)
-        found: Bools = ready & (rows != NONE)
-        return found
-
-    def use(self, rows: Rows, *, hit: bool = True) -> None:
+    def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
         self.tree.use(rows, hit=hit)
-        self.leaves.used(rows.tolist())
+        self.leaves.used(rows)
 
     def lease(self, rows: Sequence[int]) -> None:
         """Protect rows from eviction until `unlease`."""
-        for row in rows:
-            self._leases[row] += 1
-            self.leaves.hold(row)
+        if len(rows) < FEW:
+            for row in rows:
+                self._leases.view[row] += 1
+        else:
+            np.add.at(self._leases.array, rows, 1)
+        self.leaves.hold_all(rows)
         self.leased += len(rows)
 
     def unlease(self, rows: Sequence[int]) -> list[int]:
-        """Undo one `lease`. Returns rows that were removed meanwhile and have no user any more."""
-        over = []
-        for row in rows:
-            self._leases[row] -= 1
-            self.leaves.release(row)
-            if self._doomed[row] and not self._leases[row]:
-                over.append(row)
+        """Undo one `lease`.
+
+        Returns the rows that nobody uses and lookups no longer find, or that have no copy.
+        """
+        if len(rows) < FEW:
+            for row in rows:
+                self._leases.view[row] -= 1
+        else:
+            np.subtract.at(self._leases.array, rows, 1)
+        self.leaves.release_all(rows)
         self.leased -= len(rows)
-        return over
+        doomed, leases = self._doomed.view, self._leases.view
+        memory, disk = self.memory.state.view, self.disk.state.view
+        return [
+            row
+            for row in rows
+            if (doomed[row] or not (memory[row] or disk[row])) and not leases[row]
+        ]
 
     def leases(self, row: int) -> int:
         """How many users a block has."""

@@ -5,7 +5,7 @@ parent's row exists. Stamps say when a row was last used. A prefix is as recent 
 it; that is not kept up to date on every use but passed up when a child leaves (LeafOrder.leave).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -13,6 +13,8 @@ import numpy as np
 from kvdepot.index.table import NONE, KeyTable, Rows
 
 HITS_MAX: Final = 255
+FEW: Final = 16
+"""Below this many rows a loop is faster than numpy."""
 
 
 class PrefixTree:
@@ -97,14 +99,22 @@ class PrefixTree:
             self._orphans[self._table.name(row)] = first
         self.parent[row] = self._first[row] = self._next[row] = self._previous[row] = NONE
 
-    def use(self, rows: Rows, *, hit: bool = True) -> None:
+    def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Stamp rows of one prompt, given head first: the head gets the newest stamp."""
         base = self.now
         self.now += len(rows)
-        self.stamp.array[rows] = np.arange(self.now, base, -1)
-        if hit:
-            hits = self.hits.array
-            hits[rows] = np.minimum(hits[rows], HITS_MAX - 1) + 1
+        if len(rows) >= FEW:
+            at = np.array(rows)
+            self.stamp.array[at] = np.arange(self.now, base, -1)
+            if hit:
+                hits = self.hits.array
+                hits[at] = np.minimum(hits[at], HITS_MAX - 1) + 1
+            return
+        stamp, counts = self.stamp.view, self.hits.view
+        for age, row in enumerate(rows):
+            stamp[row] = self.now - age
+            if hit and counts[row] < HITS_MAX:
+                counts[row] += 1
 
     def _push(self, row: int, first: int) -> None:
         self._next[row] = first

@@ -31,7 +31,10 @@ class SegmentFacts:
 
 
 def coldest(segments: Sequence[SegmentFacts], now: int) -> int:
-    """Index of the segment to reclaim: most room for what is written again or lost, old blocks first."""
+    """Index of the segment to reclaim.
+
+    Most room for what is written again or lost, old blocks first.
+    """
     scores = [_score(segment, now) for segment in segments]
     return max(range(len(scores)), key=scores.__getitem__)
 
@@ -48,8 +51,8 @@ def _score(segment: SegmentFacts, now: int) -> float:
 def keep(facts: SegmentFacts, forced: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Which blocks move on instead of being dropped.
 
-    `forced` ones always do (leased, or above a leased one). Of the others those that were used since they
-    were written, warmest first, up to KEEP_SHARE_MAX of the segment.
+    `forced` ones always do (leased, or above a leased one). Of the others those that were used
+    since they were written, warmest first, up to KEEP_SHARE_MAX of the segment.
     """
     kept = forced.copy()
     budget = facts.capacity_bytes * KEEP_SHARE_MAX - int(facts.sizes[kept].sum())

@@ -73,11 +73,12 @@ def _check_disk_books(stock: Stock, report: CheckReport) -> None:
         mine = places >> 56 == index
         for slot, segment in list(drive.segments.items()):
             here = mine & (places >> 32 & 0xFFFFFF == slot)
-            live = int(sizes[here].sum())
-            if live != segment.live_bytes or int(here.sum()) != segment.live_count:
+            found = (int(here.sum()), int(sizes[here].sum()))
+            books = (segment.live_count, segment.live_bytes)
+            if found != books:
                 report.add(
                     f"{drive.medium.label}: slot {slot}",
-                    f"{int(here.sum())} blocks, {live} bytes; the books say {segment.live_count}, {segment.live_bytes}",
+                    f"{found[0]} blocks, {found[1]} bytes; the books say {books[0]}, {books[1]}",
                 )
     for location in places.tolist():
         if slot_of(location) not in stock.ssd.drives[location >> 56].segments:

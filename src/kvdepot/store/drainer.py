@@ -1,4 +1,7 @@
-"""Takes care of I/O that outlived its deadline: frees its slots once the kernel has let go of them."""
+"""Takes care of I/O that outlived its deadline.
+
+Frees its slots once the kernel has let go of them.
+"""
 
 import queue
 import threading

@@ -10,8 +10,8 @@ from kvdepot.errors import LeaseError
 class Lease:
     """The leading blocks of a prompt, protected from eviction until `release` or the end of `with`.
 
-    `len(lease)` is how many blocks were resident; `keys` are theirs; `view(i)` is the payload of block i in place,
-    read-only, if it is in memory. Views must not be used after release.
+    `len(lease)` is how many blocks were resident; `keys` are theirs; `view(i)` is the payload of
+    block i in place, read-only, if it is in memory. Views must not be used after release.
     """
 
     def __init__(

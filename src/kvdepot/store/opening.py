@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -31,10 +32,10 @@ def open_store(
 ) -> Store:
     """Open a store.
 
-    `config` is a TOML file's path or a Config; `settings` are the same tree as keyword arguments and win over it:
-    `open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})`. With mode "r" disk tiers are opened
-    read-only, beside a writer if there is one; puts then stay in memory. Raises ConfigError, FormatError or
-    StoreBusyError, and then nothing is left open.
+    `config` is a TOML file's path or a Config; `settings` are the same tree as keyword arguments
+    and win over it: `open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})`. With
+    mode "r" disk tiers are opened read-only, beside a writer if there is one; puts then stay in
+    memory. Raises ConfigError, FormatError or StoreBusyError, and then nothing is left open.
     """
     if mode not in ("rw", "r"):
         raise ConfigError("mode", f"{mode!r} is not 'rw' or 'r'")
@@ -48,7 +49,10 @@ def open_store(
 
 
 def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -> Store:
-    """`open_store` for a finished configuration. `files` puts something between the store and its disks."""
+    """`open_store` for a finished configuration.
+
+    `files` puts something between the store and its disks.
+    """
     clock = SystemClock()
     _raise_open_files_limit()
     ssd = _open_ssd(config.ssd, files, mode) if config.ssd is not None else None
@@ -61,8 +65,6 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
         if isinstance(error, KVDepotError):
             raise
         raise ConfigError("dram.capacity", f"cannot get the memory: {error}") from error
-    if config.dram.prefault:
-        arena.memory.prefault()
     if config.dram.lock and not arena.memory.lock():
         arena.close()
         staging.close()
@@ -74,7 +76,9 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
     stock = Stock(config, clock, Catalog(), arena, staging, ssd)
     if ssd is not None:
         stock.take_in(ssd.contents)
-        ssd.register_memory([arena.memory, staging.memory])
+    if config.dram.prefault:
+        for memory in (arena.memory, staging.memory):
+            memory.prefault(partial(ssd.register_memory, memory) if ssd is not None else bool)
     return Store(stock)
 
 

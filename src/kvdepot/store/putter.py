@@ -1,10 +1,11 @@
-"""Offloading: copy a block into a memory slot, checksummed in the same pass, and queue it for the disk."""
+"""Offloading.
+
+Copy a block into a memory slot, checksummed in the same pass, and queue it for the disk.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-
-import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, record_bytes, write_head
 from kvdepot.core.block import BlockKey, Put
@@ -40,7 +41,10 @@ class Putter:
         self._dirty_limit = max(limit, 1)
 
     def store(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
-        """Take in each offer or say why not. Waits for room until `timeout_s` has passed, no longer."""
+        """Take in each offer or say why not.
+
+        Waits for room until `timeout_s` has passed, no longer.
+        """
         stock = self._stock
         deadline = stock.clock.now() + timeout_s
         results: list[Put] = []
@@ -59,7 +63,10 @@ class Putter:
     def _admit(
         self, offers: Sequence[Offer], results: list[Put], wave: list[Offer], deadline: float
     ) -> None:
-        """Find slots for the next offers. Lock held; waits for room only while the wave is empty."""
+        """Find slots for the next offers.
+
+        Lock held; waits for room only while the wave is empty.
+        """
         stock = self._stock
         total = 0
         while len(results) < len(offers) and total < _WAVE_BYTES:
@@ -82,13 +89,13 @@ class Putter:
         stock, catalog = self._stock, self._stock.catalog
         row = catalog.row(offer.key)
         if row != NONE and not (catalog.memory.absent(row) and catalog.disk.absent(row)):
-            catalog.use(np.array([row]))
+            catalog.use([row])
             return Put.PRESENT
         nbytes = record_bytes(offer.payload_bytes)
         if not stock.arena.chunks_for(nbytes):
             return Put.REFUSED
         waiting = stock.dirty_bytes + pending_bytes
-        if stock.ssd is not None and waiting and waiting + nbytes > self._dirty_limit:
+        if stock.writers and waiting and waiting + nbytes > self._dirty_limit:
             return Put.THROTTLED
         slot = self._room.slot(nbytes, NONE)
         if slot is None:
@@ -133,10 +140,12 @@ class Putter:
         for offer in wave:
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
-            if stock.ssd is not None and stock.ssd.writable:
+            if stock.writers:
                 stock.mark_dirty(offer.row)
-        catalog.use(np.array(rows), hit=False)
+        catalog.use(rows, hit=False)
         stock.unlease(rows)
+        if stock.dirty:
+            stock.work.notify_all()
 
     def _count(self, offers: Sequence[Offer], results: Sequence[Put]) -> None:
         counters = self._stock.counters

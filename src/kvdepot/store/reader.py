@@ -1,27 +1,30 @@
 """Onboarding: from memory at once, from disk in waves through memory, verified, within a deadline.
 
-A wave of disk reads lands in arena slots (promotion) or, where memory is busy, in staging slots; the native engine verifies
-each block and copies it to its target while the next ones are in flight. A block that is corrupt, failed or late is a
-miss; the others are delivered.
+A wave of disk reads lands in arena slots (promotion) or, where memory is busy, in staging slots;
+the native engine verifies each block and copies it to its target while the next ones are in flight.
+A block that is corrupt, failed or late is a miss; the others are delivered.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
-from kvdepot.core.block import MISS, BlockKey, Got
-from kvdepot.core.tier import Load, Outcome
-from kvdepot.index.table import NONE, as_words
+from kvdepot.core.block import MISS, BlockKey, CopyState, Got
+from kvdepot.core.tier import Load, Outcome, Pending
+from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
 from kvdepot.store.drainer import Drainer
 from kvdepot.store.room import Room
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
 
-_WAVE_BYTES: Final = 64 << 20
+_READY: Final = int(CopyState.READY)
+_WAVE_BYTES: Final = 16 << 20
+_WAVES_MAX: Final = 3
+_THREADS: Final = 8
 _FROM_MEMORY: Final = Got("dram")
 _FROM_DISK: Final = Got("ssd")
 _REASONS: Final = {
@@ -67,6 +70,9 @@ class Want:
         return self.start == 0 and self.stop == self.payload_bytes
 
 
+Loaded = tuple[list[Outcome], Pending | None]
+
+
 class Reader:
     """Serves `get`."""
 
@@ -74,30 +80,38 @@ class Reader:
         self._stock = stock
         self._room = room
         self._drainer = drainer
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvdepot-reader")
+
+    def close(self) -> None:
+        """Stop the threads; nothing may be under way."""
+        self._threads.shutdown()
 
     def fetch(self, wants: Sequence[Want], timeout_s: float) -> list[Got]:
         """Fill each want's target or say why not. Never raises for a fault of a tier."""
         stock, catalog = self._stock, self._stock.catalog
         deadline = stock.clock.now() + timeout_s
         results = [MISS] * len(wants)
+        hot: list[int] = []
+        cold: list[int] = []
+        held: list[int] = []
         with stock.changed:
-            rows = catalog.table.find_many(as_words([want.key for want in wants]))
-            found = np.flatnonzero(catalog.ready(rows))
-            held = rows[found]
-            catalog.use(held)
-            catalog.lease(held.tolist())
-            in_memory = catalog.memory.state.array[held] == 2
-            places = catalog.memory.location.array[held]
-        try:
-            hits = found[in_memory].tolist()
-            for index, row in zip(found.tolist(), held.tolist(), strict=True):
+            memory, disk = catalog.memory.state.view, catalog.disk.state.view
+            for index, row in enumerate(catalog.rows([want.key for want in wants])):
+                if row == NONE or (memory[row] != _READY and disk[row] != _READY):
+                    continue
                 wants[index].row = row
-            bad = self._from_memory(wants, hits, places[in_memory].tolist(), results)
-            self._from_disk(wants, sorted(found[~in_memory].tolist() + bad), results, deadline)
+                held.append(row)
+                (hot if memory[row] == _READY else cold).append(index)
+            catalog.use(held)
+            catalog.lease(held)
+            slots = [catalog.memory.location.view[wants[index].row] for index in hot]
+        try:
+            cold += self._from_memory(wants, hot, slots, results)
+            self._from_disk(wants, cold, results, deadline)
         finally:
             with stock.changed:
                 self._count(wants, results)
-                stock.unlease(held.tolist())
+                stock.unlease(held)
         return results
 
     def _from_memory(
@@ -165,32 +179,57 @@ class Reader:
     def _from_disk(
         self, wants: Sequence[Want], left: list[int], results: list[Got], deadline: float
     ) -> None:
+        """Read in waves, the next one planned and started while the last is under way."""
         stock = self._stock
+        waiting = deque(left)
+        flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
         retried: set[int] = set()
-        while left:
-            with stock.changed:
-                wave = self._plan(wants, left)
-                while not wave and stock.clock.now() < deadline:
-                    stock.changed.wait(deadline - stock.clock.now())
-                    wave = self._plan(wants, left)
-            if not wave:
-                for index in left:
+        while waiting or flying:
+            if waiting and len(flying) < _WAVES_MAX:
+                with stock.changed:
+                    wave = self._plan(wants, waiting)
+                    while not wave and not flying and stock.clock.now() < deadline:
+                        stock.changed.wait(deadline - stock.clock.now())
+                        wave = self._plan(wants, waiting)
+                if wave:
+                    inline = not waiting and not flying
+                    flying.append((wave, self._start(wave, deadline, inline=inline)))
+                    continue
+            if not flying:
+                for index in waiting:
                     results[index] = _BUSY
                 return
-            again = self._run(wants, wave, results, deadline)
-            done = {step.index for step in wave}
-            left = [index for index in again if index not in retried] + [
-                i for i in left if i not in done
-            ]
+            wave, loaded = flying.popleft()
+            again = self._finish(wants, wave, loaded.result(), results)
+            waiting.extend(index for index in again if index not in retried)
             retried.update(again)
 
-    def _plan(self, wants: Sequence[Want], left: list[int]) -> "list[Step]":
+    def _start(self, wave: "list[Step]", deadline: float, *, inline: bool) -> "Future[Loaded]":
+        """Begin to read a wave.
+
+        Here and now if there is nothing to do meanwhile, else in a thread.
+        """
+        ssd, clock = self._stock.ssd, self._stock.clock
+        assert ssd is not None
+        loads = [step.load for step in wave]
+
+        def load() -> Loaded:
+            return ssd.load(loads, max(0.0, deadline - clock.now()))
+
+        if not inline:
+            return self._threads.submit(load)
+        done: Future[Loaded] = Future()
+        done.set_result(load())
+        return done
+
+    def _plan(self, wants: Sequence[Want], waiting: deque[int]) -> "list[Step]":
         """The next wave: blocks for which there is memory to read into. Lock held."""
         stock, catalog = self._stock, self._stock.catalog
         limit = min(_WAVE_BYTES, max(1, stock.arena.capacity_bytes // 4))
         wave: list[Step] = []
         total = 0
-        for index in left:
+        while waiting:
+            index = waiting[0]
             want = wants[index]
             nbytes = record_bytes(want.payload_bytes)
             if wave and total + nbytes > limit:
@@ -209,6 +248,7 @@ class Reader:
                 catalog.memory.reserve(want.row, slot)
             load = want.load(arena.image(slot, nbytes), catalog.disk.location[want.row])
             wave.append(Step(index, load, slot, promote))
+            waiting.popleft()
             total += nbytes
         return wave
 
@@ -216,15 +256,15 @@ class Reader:
         ssd = self._stock.config.ssd
         return ssd is not None and ssd.promote and self._stock.catalog.memory.absent(row)
 
-    def _run(
-        self, wants: Sequence[Want], wave: "list[Step]", results: list[Got], deadline: float
+    def _finish(
+        self, wants: Sequence[Want], wave: "list[Step]", loaded: Loaded, results: list[Got]
     ) -> list[int]:
-        """Read one wave. Returns the wants to try again: their block moved meanwhile."""
+        """Take in a wave that was read.
+
+        Returns the wants to try again: their block moved meanwhile.
+        """
         stock = self._stock
-        assert stock.ssd is not None
-        loads = [step.load for step in wave]
-        timeout_s = max(0.0, deadline - stock.clock.now())
-        outcomes, pending = stock.ssd.load(loads, timeout_s)
+        outcomes, pending = loaded
         for step, outcome in zip(wave, outcomes, strict=True):
             want = wants[step.index]
             if outcome is Outcome.OK and not step.load.copy_to:
@@ -260,7 +300,10 @@ class Reader:
             stock.arena.free(catalog.memory.drop(row))
 
     def _set_aside(self, step: "Step", row: int) -> "tuple[bool, int]":
-        """The slot is busy until the kernel lets go of it; the block is not being promoted any more."""
+        """The slot is busy until the kernel lets go of it.
+
+        The block is not being promoted any more.
+        """
         if step.promote:
             self._stock.catalog.memory.drop(row)
             self._stock.arena.set_owner(step.slot, TEMPORARY)

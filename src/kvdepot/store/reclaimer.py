@@ -1,4 +1,7 @@
-"""Making room on a drive: pick a segment, move on what earned it, drop the rest, reuse the extent."""
+"""Making room on a drive.
+
+Pick a segment, move on what earned it, drop the rest, reuse the extent.
+"""
 
 from typing import Final
 
@@ -13,7 +16,10 @@ from kvdepot.tiers.ssd import SegmentTier
 
 _OLDEST: Final = 8
 _NEWEST: Final = 4
-"""Segments looked at for each reclaim. The newest are good victims where one prompt outgrows the drive."""
+"""Segments looked at for each reclaim.
+
+The newest are good victims where one prompt outgrows the drive.
+"""
 _ORPHANS_MAX: Final = 4096
 """Blocks counted below a segment's own; more make no difference to the choice."""
 
@@ -42,8 +48,10 @@ class Reclaimer:
                 self._drop([row for row in kept if self._in(segment, row)])
                 self._stock.unlease(kept)
                 self._stock.segment_rows.pop((self._index, segment.slot), None)
-        self._ssd.release(self._index, segment.slot)
-        self._stock.counters.reclaimed_segments += 1
+        carried = self._ssd.release(self._index, segment.slot)
+        with self._stock.changed:
+            self._stock.counters.reclaimed_segments += 1
+            self._stock.counters.removal_unrecorded += not carried
         return True
 
     def _choose(self) -> tuple[Segment, list[int], SegmentFacts] | None:
@@ -88,7 +96,8 @@ class Reclaimer:
         )
 
     def _look_below(self, segment: Segment, rows: list[int]) -> tuple[Rows, int]:
-        """How recently each block or what continues it was used, and the size of what would be orphaned.
+        """How recently each block or what continues it was used, and the size of what would be
+        orphaned.
 
         Looks at _ORPHANS_MAX blocks at most.
         """
@@ -127,7 +136,10 @@ class Reclaimer:
         )
 
     def _drop(self, rows: list[int]) -> None:
-        """Evict blocks from disk, and before each what continues it: a tail without its head is of no use."""
+        """Evict blocks from disk, and before each what continues it.
+
+        A tail without its head is of no use.
+        """
         stock, catalog = self._stock, self._stock.catalog
         for row in rows:
             for victim in [row, *catalog.tree.descendants(row)][::-1]:
@@ -137,7 +149,10 @@ class Reclaimer:
                     catalog.forget_if_gone(victim)
 
     def _move(self, rows: list[int]) -> None:
-        """Write leased blocks again at the log's end; those that cannot be are dropped by the caller."""
+        """Write leased blocks again at the log's end.
+
+        Those that cannot be are dropped by the caller.
+        """
         stock, catalog = self._stock, self._stock.catalog
         for row in rows:
             nbytes = record_bytes(catalog.nbytes[row])

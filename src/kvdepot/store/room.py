@@ -1,4 +1,7 @@
-"""Making room in memory: the coldest tail of the same size first, else the coldest stretch of the arena."""
+"""Making room in memory.
+
+The coldest tail of the same size first, else the coldest stretch of the arena.
+"""
 
 from typing import Final
 
@@ -37,7 +40,7 @@ class Room:
         if row == NONE:
             return None
         self._since_look += 1
-        if self._since_look >= _PATIENCE:
+        if self._since_look >= _PATIENCE and stock.arena.is_mixed():
             self._since_look = 0
             if self._empty_stretch(group, colder_than=stock.catalog.tree.stamp[row]):
                 return stock.arena.allocate(group, owner)

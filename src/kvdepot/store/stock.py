@@ -1,7 +1,7 @@
 """What the parts of a store share: the catalog, the memory, the disk tier, one lock.
 
-`changed` is that lock; it is notified whenever room, work or an outcome appears that somebody may wait for. It
-is held for bookkeeping only, never across I/O or copies.
+`changed` is that lock; it is notified whenever room, work or an outcome appears that somebody may
+wait for. It is held for bookkeeping only, never across I/O or copies.
 """
 
 import threading
@@ -37,9 +37,9 @@ class Stock:
     staging: Arena
     ssd: SegmentTier | None
     counters: Counters = field(default_factory=Counters)
-    changed: threading.Condition = field(
-        default_factory=lambda: threading.Condition(threading.Lock())
-    )
+    changed: threading.Condition = field(init=False)
+    work: threading.Condition = field(init=False)
+    """The same lock; notified when there is something to write, or the store closes."""
     dirty: deque[int] = field(default_factory=deque)
     """Rows in memory that wait to be written down, oldest first."""
     dirty_bytes: int = 0
@@ -48,10 +48,19 @@ class Stock:
     tickets: int = 0
     segment_rows: "dict[tuple[int, int], array[int]]" = field(default_factory=dict)
     """(drive, slot) to the rows once written there; some have left since."""
+    writers: int = 0
+    """Threads that write dirty blocks down; without any, blocks stay in memory."""
     closing: bool = False
 
+    def __post_init__(self) -> None:
+        lock = threading.Lock()
+        self.changed, self.work = threading.Condition(lock), threading.Condition(lock)
+
     def drop_memory(self, row: int, *, keep_slot: bool = False) -> int:
-        """Drop a block's copy in memory and, unless asked not to, free its slot. Returns the slot."""
+        """Drop a block's copy in memory and, unless asked not to, free its slot.
+
+        Returns the slot.
+        """
         catalog = self.catalog
         if catalog.memory.ready(row):
             catalog.leaves.leave(row)
@@ -77,14 +86,8 @@ class Stock:
     def unlease(self, rows: list[int]) -> None:
         """End the use of rows, and let go of those that were removed meanwhile."""
         for row in self.catalog.unlease(rows):
-            self.drop_all(row)
-        for row in rows:
-            if (
-                self.catalog.nbytes[row]
-                and self.catalog.memory.absent(row)
-                and self.catalog.disk.absent(row)
-            ):
-                self.catalog.forget_if_gone(row)
+            if self.catalog.nbytes.view[row]:
+                self.drop_all(row)
         self.changed.notify_all()
 
     def disk_usable(self, location: int) -> bool:

@@ -9,13 +9,13 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.codec.notes import Removal, space_key
-from kvdepot.codec.record import HEAD_BYTES
+from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import TAG_BYTES, BlockKey, Got, Put
 from kvdepot.core.keys import check_key
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError, StoreClosedError
-from kvdepot.index.table import NONE, Rows
+from kvdepot.index.table import NONE
 from kvdepot.native import address_of
 from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
@@ -58,10 +58,11 @@ class FlushReport:
 
 
 class Store:
-    """Keeps KV blocks in memory and on disk. Made by `kvdepot.open`; use as a context manager or call `close`.
+    """Keeps KV blocks in memory and on disk. Made by `kvdepot.open`; use as a context manager or
+    call `close`.
 
-    Buffers are anything with a contiguous buffer: bytes, bytearray, memoryview, numpy, torch CPU tensors through numpy. A
-    buffer belongs to the caller again when the call returns.
+    Buffers are anything with a contiguous buffer: bytes, bytearray, memoryview, numpy, torch CPU
+    tensors through numpy. A buffer belongs to the caller again when the call returns.
     """
 
     def __init__(self, stock: Stock) -> None:
@@ -78,6 +79,7 @@ class Store:
             self._writers = [
                 Writer(stock, stock.ssd, index) for index in range(len(stock.ssd.drives))
             ]
+            stock.writers = len(self._writers)
             for writer in self._writers:
                 writer.thread.start()
 
@@ -92,8 +94,9 @@ class Store:
     ) -> Space:
         """Register a namespace and return the handle that makes its keys.
 
-        `secret` seeds the keys; left out, it is taken from the configuration's `tenants` table. Other fields are
-        those of core.namespace.Namespace: fingerprint, shard_rank, shard_size, adapter, extra.
+        `secret` seeds the keys; left out, it is taken from the configuration's `tenants` table.
+        Other fields are those of core.namespace.Namespace: fingerprint, shard_rank, shard_size,
+        adapter, extra.
         """
         self._check_open()
         if secret is None:
@@ -114,6 +117,7 @@ class Store:
             raise ConfigError(
                 "layout", f"a block of {namespace.layout.block_bytes} bytes is over 4 GiB"
             )
+        self._check_fits(record_bytes(namespace.layout.block_bytes))
         space = Space(namespace)
         self._spaces[namespace.tag] = space
         ssd = self._stock.ssd
@@ -132,9 +136,10 @@ class Store:
     ) -> list[Put]:
         """Offload blocks: in memory when this returns, on disk later (`flush` waits for that).
 
-        Keys of one prompt go head first. STORED or PRESENT are true. THROTTLED: too much waits to be written or is in use, and
-        `timeout_s` (default writeback.put_timeout) has passed. REFUSED: the block can never fit. Raises BadBufferError and
-        KeyFormatError for a caller's mistake, before anything is stored.
+        Keys of one prompt go head first. STORED or PRESENT are true. THROTTLED: too much waits to
+        be written or is in use, and `timeout_s` (default writeback.put_timeout) has passed.
+        REFUSED: the block can never fit. Raises BadBufferError and KeyFormatError for a caller's
+        mistake, before anything is stored.
         """
         self._check_open()
         if len(keys) != len(buffers):
@@ -147,7 +152,7 @@ class Store:
             address, nbytes = _buffer(buffer, writable=False)
             if nbytes != layout.block_bytes:
                 raise BadBufferError(
-                    f"a block of this namespace has {layout.block_bytes} bytes, the buffer has {nbytes}"
+                    f"a block here has {layout.block_bytes} bytes, the buffer has {nbytes}"
                 )
             offers.append(Offer(key, address, nbytes, layout.chunk_bytes))
         return self._putter.store(offers, timeout_s)
@@ -173,9 +178,10 @@ class Store:
     ) -> list[Got]:
         """Onboard blocks, or only a range of their layers, each into its buffer.
 
-        Every answer is true and the buffer holds exactly what was put, or false with a reason, and the buffer is undefined.
-        Returns after `timeout_s` (default ssd.read_timeout) at the latest, with what is ready. Page-aligned
-        buffers are not needed. Raises BadBufferError and KeyFormatError for a caller's mistake, before anything is read.
+        Every answer is true and the buffer holds exactly what was put, or false with a reason, and
+        the buffer is undefined. Returns after `timeout_s` (default ssd.read_timeout) at the latest,
+        with what is ready. Page-aligned buffers are not needed. Raises BadBufferError and
+        KeyFormatError for a caller's mistake, before anything is read.
         """
         self._check_open()
         if len(keys) != len(intos):
@@ -192,8 +198,8 @@ class Store:
         catalog = self._stock.catalog
         with self._stock.changed:
             rows = self._usable(catalog.resident(_checked(keys)))
-            memory = catalog.memory.state.array[rows] == 2
-        return Match(tuple(np.where(memory, "dram", "ssd").tolist()))
+            memory = catalog.memory.state.view
+            return Match(tuple(["dram" if memory[row] == 2 else "ssd" for row in rows]))
 
     def lease(self, keys: Sequence[BlockKey]) -> Lease:
         """Match, and protect what matched from eviction until the lease ends. Counts as a use."""
@@ -202,9 +208,8 @@ class Store:
         with self._stock.changed:
             rows = self._usable(catalog.resident(_checked(keys)))
             catalog.use(rows)
-            leased = rows.tolist()
-            catalog.lease(leased)
-        return Lease(list(keys[: len(leased)]), leased, self._release, self._view)
+            catalog.lease(rows)
+        return Lease(list(keys[: len(rows)]), rows, self._release, self._view)
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
         """Count the resident prefix as used now. Returns its length."""
@@ -222,8 +227,9 @@ class Store:
         self._check_open()
         with self._stock.changed:
             wanted = [keys] if isinstance(keys, bytes) else list(keys)
-            rows = [row for row in map(self._stock.catalog.row, _checked(wanted)) if row != NONE]
+            rows = [row for row in self._stock.catalog.rows(_checked(wanted)) if row != NONE]
             removals = self._doom(rows)
+            self._await_written(rows)
         self._record(removals)
         return len(rows)
 
@@ -236,6 +242,7 @@ class Store:
             known = np.flatnonzero(stock.catalog.table.tags() == tag)
             rows = [row for row in known.tolist() if stock.catalog.is_live(row)]
             self._doom(rows)
+            self._await_written(rows)
             ssd = stock.ssd
             note = ssd.namespace_removal(space_key(space.tag)) if ssd is not None else None
         if ssd is not None and note is not None:
@@ -280,15 +287,19 @@ class Store:
         with stock.changed:
             stock.closing = True
             stock.dirty.clear()
-            stock.changed.notify_all()
+            stock.work.notify_all()
         stuck = False
         for writer in self._writers:
             writer.thread.join(timeout_s)
             stuck = stuck or writer.thread.is_alive()
+        self._reader.close()
         late = not self._drainer.wait(timeout_s)
         if stuck or late:
-            # The kernel may still write into the arena: leave memory and descriptors to the process's end.
+            # The kernel may still write into the arena: leave memory and descriptors to the
+            # process's end.
             return FlushReport(False, report.waiting, report.given_up)
+        stock.arena.memory.stop()
+        stock.staging.memory.stop()
         if stock.ssd is not None:
             stock.ssd.close()
         stock.arena.close()
@@ -304,6 +315,27 @@ class Store:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError("the store is closed")
+
+    def _check_fits(self, nbytes: int) -> None:
+        """Refuse blocks that no tier could ever hold."""
+        stock = self._stock
+        if not stock.arena.chunks_for(nbytes):
+            raise ConfigError(
+                "dram.capacity", f"a block takes {nbytes} bytes, more than the tier has"
+            )
+        if stock.ssd is None:
+            return
+        if not stock.staging.chunks_for(nbytes):
+            raise ConfigError(
+                "writeback.staging", f"a block takes {nbytes} bytes, more than there is"
+            )
+        room = min(drive.record_bytes_max for drive in stock.ssd.drives)
+        if nbytes > room:
+            raise ConfigError(
+                "ssd.segment",
+                f"a block takes {nbytes} bytes, a segment of this store holds {room}",
+                hint="make a new store with a larger ssd.segment or ssd.capacity",
+            )
 
     def _space_of(self, key: BlockKey) -> Space:
         try:
@@ -328,16 +360,17 @@ class Store:
             raise BadBufferError(f"the target must have {nbytes} bytes, it has {length}")
         return Want(key, address, layout.block_bytes, layout.chunk_bytes, start, start + nbytes)
 
-    def _usable(self, rows: Rows) -> Rows:
+    def _usable(self, rows: list[int]) -> list[int]:
         """Cut a run of rows where it needs a drive that is known to be down."""
         ssd = self._stock.ssd
         if ssd is None or ssd.health().ok:
             return rows
         catalog = self._stock.catalog
-        down = np.array([not drive.breaker.health().ok for drive in ssd.drives])
-        places = catalog.disk.location.array[rows]
-        lost = (catalog.memory.state.array[rows] != 2) & down[np.maximum(places, 0) >> 56]
-        return rows[: int(lost.argmax())] if lost.any() else rows
+        up = [drive.breaker.health().ok for drive in ssd.drives]
+        for index, row in enumerate(rows):
+            if not catalog.memory.ready(row) and not up[drive_of(catalog.disk.location[row])]:
+                return rows[:index]
+        return rows
 
     def _release(self, rows: list[int]) -> None:
         with self._stock.changed:
@@ -357,7 +390,7 @@ class Store:
         stock, catalog = self._stock, self._stock.catalog
         removals: dict[int, list[Removal]] = {}
         for row in rows:
-            if not catalog.disk.absent(row) and stock.ssd is not None:
+            if catalog.disk.ready(row) and stock.ssd is not None:
                 location = catalog.disk.location[row]
                 removals.setdefault(drive_of(location), []).append(
                     stock.ssd.removal(catalog.table.key(row), location)
@@ -366,6 +399,15 @@ class Store:
                 stock.drop_all(row)
         stock.counters.removed += len(rows)
         return removals
+
+    def _await_written(self, rows: list[int]) -> None:
+        """Wait until no removed block is on its way to disk; its writer records the removal then."""
+        ssd = self._stock.config.ssd
+        if ssd is not None:
+            tickets = self._stock.dirty_tickets
+            self._stock.changed.wait_for(
+                lambda: not any(row in tickets for row in rows), ssd.write_timeout
+            )
 
     def _record(self, removals: dict[int, list[Removal]]) -> None:
         ssd = self._stock.ssd

@@ -1,7 +1,8 @@
-"""Write-back: one thread a drive takes dirty blocks from memory and appends them to the drive's log.
+"""Write-back: one thread a drive takes dirty blocks from memory and appends them to the drive's
+log.
 
-A block that cannot be written is given up: it stays in memory as long as there is room, is counted, and
-`flush` tells. So a failed disk makes the store smaller, never slower or stuck.
+A block that cannot be written is given up: it stays in memory as long as there is room, is counted,
+and `flush` tells. So a failed disk makes the store smaller, never slower or stuck.
 """
 
 import threading
@@ -30,16 +31,37 @@ class Writer:
         )
 
     def _run(self) -> None:
-        stock = self._stock
-        while True:
-            with stock.changed:
-                while not stock.dirty and not stock.closing:
-                    stock.changed.wait()
-                if not stock.dirty:
-                    return
-                batch = self._take()
-            if batch:
+        try:
+            while batch := self._next():
                 self._write(batch)
+        finally:
+            self._give_up()
+
+    def _next(self) -> list[int]:
+        """Wait for dirty blocks and take some. Empty: the store closes."""
+        stock = self._stock
+        batch: list[int] = []
+        with stock.work:
+            while not batch:
+                while not stock.dirty and not stock.closing:
+                    stock.work.wait()
+                if not stock.dirty:
+                    break
+                batch = self._take()
+                stock.changed.notify_all()
+        return batch
+
+    def _give_up(self) -> None:
+        """The thread ends. If that is not by plan, nothing may wait for it any longer."""
+        stock = self._stock
+        with stock.changed:
+            stock.writers -= 1
+            if not stock.writers:
+                for row in list(stock.dirty_tickets):
+                    stock.counters.write_failed += 1
+                    self._clean(row)
+                stock.dirty.clear()
+            stock.changed.notify_all()
 
     def _take(self) -> list[int]:
         """The next dirty blocks, now in flight. Lock held."""
@@ -97,6 +119,7 @@ class Writer:
 
     def _commit(self, batch: list[int], places: dict[int, int]) -> None:
         stock, catalog = self._stock, self._stock.catalog
+        removed = []
         with stock.changed:
             for row in batch:
                 location = places.get(row)
@@ -109,6 +132,12 @@ class Writer:
                     stock.on_disk(row, location)
                     stock.counters.written += 1
                     stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
+                    if catalog.is_doomed(row):
+                        removed.append(self._ssd.removal(catalog.table.key(row), location))
+        if removed:
+            self._ssd.erase({self._index: removed})
+        with stock.changed:
+            for row in batch:
                 self._clean(row)
             stock.unlease(batch)
 

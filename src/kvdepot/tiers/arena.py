@@ -8,6 +8,7 @@ can be emptied for another class.
 Not thread-safe; the store's lock guards it.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -62,6 +63,7 @@ class Arena:
         self._slab_of_chunk = np.full(self.chunk_count, -1, dtype=np.int32)
         self._open: dict[int, list[Slab]] = {}
         self._sizes: dict[int, int] = {}
+        self._slab_counts: Counter[int] = Counter()
         self._hint = 0
         self._no_run_of = self.chunk_count + 1
         """Runs this long or longer were looked for in vain since a slab was last given back."""
@@ -113,6 +115,10 @@ class Arena:
         slab = self._slab(location)
         slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes] = owner
 
+    def is_mixed(self) -> bool:
+        """Whether slabs of more than one size class exist."""
+        return len(self._slab_counts) > 1
+
     def slabs(self) -> list[Slab]:
         return list(self._slab_at.values())
 
@@ -147,6 +153,7 @@ class Arena:
         self._taken[start : start + chunks] = True
         self._slab_of_chunk[start : start + chunks] = start
         self._slab_at[start] = slab
+        self._slab_counts[slot_bytes] += 1
         self._hint = start + chunks
         return slab
 
@@ -154,9 +161,9 @@ class Arena:
         """First run of free chunks that is long enough, looking behind the last one found first."""
         if chunks >= self._no_run_of:
             return None
-        if self._hint + chunks <= self.chunk_count:
-            if not self._taken[self._hint : self._hint + chunks].any():
-                return self._hint
+        fits = self._hint + chunks <= self.chunk_count
+        if fits and not self._taken[self._hint : self._hint + chunks].any():
+            return self._hint
         free = np.flatnonzero(np.diff(np.r_[True, self._taken, True].astype(np.int8)))
         starts, stops = free[::2], free[1::2]
         fitting = np.flatnonzero(stops - starts >= chunks)
@@ -170,4 +177,7 @@ class Arena:
         self._taken[slab.start : slab.start + slab.chunks] = False
         self._slab_of_chunk[slab.start : slab.start + slab.chunks] = -1
         del self._slab_at[slab.start]
+        self._slab_counts[slab.slot_bytes] -= 1
+        if not self._slab_counts[slab.slot_bytes]:
+            del self._slab_counts[slab.slot_bytes]
         self._no_run_of = self.chunk_count + 1

@@ -37,7 +37,7 @@ class Contents:
 
 
 def read_contents(notebooks: Sequence[Notebook], first_drive: int = 0) -> Contents:
-    """Recover drives, numbered from `first_drive`, fill their notebooks, and count what is alive in each segment."""
+    """Recover drives, numbered from `first_drive`, fill their notebooks, count what is alive."""
     recovered = [notebook.drive.recover() for notebook in notebooks]
     parts = [np.zeros(0, ENTRY)]
     places = [np.zeros(0, np.int64)]

@@ -1,7 +1,7 @@
 """Blocks in memory: record images in arena slots.
 
-The store fills and reads slots in place, under its own lock, through `arena`; the Tier methods are the same thing
-for everybody else.
+The store fills and reads slots in place, under its own lock, through `arena`; the Tier methods are
+the same thing for everybody else.
 """
 
 import errno

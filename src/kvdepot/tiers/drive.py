@@ -1,13 +1,15 @@
-"""One drive of a log tier: an active segment that grows, sealed ones that do not change, free slots.
+"""One drive of a log tier: an active segment that grows, sealed ones that do not change, free
+slots.
 
-Appends come from one thread at a time (`_lock`); reads need no lock, because every record names its segment and
-carries its checksums: a read that races with the reuse of an extent fails its check.
+Appends come from one thread at a time (`_lock`); reads need no lock, because every record names its
+segment and carries its checksums: a read that races with the reuse of an extent fails its check.
 """
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -83,7 +85,8 @@ class DriveSettings:
     store: bytes
     fsync: str
     write_timeout_s: float
-    pauses: RetryPauses = RetryPauses()
+    writable: bool = True
+    pauses: RetryPauses = field(default_factory=RetryPauses)
 
 
 class Drive:
@@ -102,6 +105,9 @@ class Drive:
         self.damage: list[str] = []
         self._numbers = numbers
         self._lock = threading.RLock()
+        """Held while appending, which a stalled medium can make long: never wait for it forever."""
+        self._books = threading.Lock()
+        """Guards the counts of live records; held for an instant."""
         self._active: Segment | None = None
         self._unsynced = False
         self.lost = False
@@ -121,7 +127,24 @@ class Drive:
             segment.count = len(recovered.entries)
             self.segments[slot] = segment
         self.free.sort(reverse=True)
-        return found
+        return self._shrink(found)
+
+    def _shrink(self, found: list[Recovered]) -> list[Recovered]:
+        """Give up the oldest segments where the capacity is smaller than it was."""
+        surplus = len(self.segments) + len(self.free) - self.settings.slots_max
+        if surplus <= 0 or not self.settings.writable:
+            return found
+        oldest = sorted(found, key=lambda recovered: recovered.segment_id)
+        spare, self.free = self.free[:surplus], self.free[surplus:]
+        dropped = oldest[: surplus - len(spare)]
+        for slot in [*spare, *(recovered.slot for recovered in dropped)]:
+            if self.segments.pop(slot, None) is not None:
+                self._wipe(slot)
+            try:
+                self.medium.remove(slot)
+            except OSError as error:
+                self.damage.append(f"{self.medium.label}: slot {slot}: {error.strerror}")
+        return [recovered for recovered in found if recovered not in dropped]
 
     def resume(self, found: Sequence[Recovered]) -> None:
         """Get ready to append: go on with the newest open segment, seal every other one."""
@@ -155,12 +178,12 @@ class Drive:
     def append(self, images: Sequence[memoryview]) -> list[Appended | None]:
         """Write record images to the log. None where there was no room or the write failed.
 
-        Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, or, on a stalled
-        medium, until the medium lets go of the images.
+        Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, or, on a
+        stalled medium, until the medium lets go of the images.
         """
-        with self._lock:
-            results: list[Appended | None] = [None] * len(images)
-            if self.lost or not self.breaker.allows():
+        results: list[Appended | None] = [None] * len(images)
+        with self._turn() as mine:
+            if not mine or self.lost or not self.breaker.allows():
                 return results
             if not self.medium.intact():
                 self._lose()
@@ -171,7 +194,17 @@ class Drive:
                 if stop == start:
                     break
                 start = stop
-            return results
+        return results
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """The right to append. False: somebody else has it and the medium does not answer."""
+        mine = self._lock.acquire(timeout=self.settings.write_timeout_s)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._lock.release()
 
     def _append_run(
         self, images: Sequence[memoryview], start: int, results: list[Appended | None]
@@ -234,8 +267,9 @@ class Drive:
         kind, key, sequence, payload_bytes = parse_own(image)
         segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
         if kind == Kind.BLOCK:
-            segment.live_bytes += len(image)
-            segment.live_count += 1
+            with self._books:
+                segment.live_bytes += len(image)
+                segment.live_count += 1
         return Appended(segment.slot, offset // PAGE, segment.segment_id)
 
     def _room(self, segment: Segment, nbytes: int) -> bool:
@@ -246,7 +280,7 @@ class Drive:
         """A segment with room for `nbytes` more, or None."""
         if self._active is not None and self._room(self._active, nbytes):
             return self._active
-        if nbytes > self.settings.segment_bytes - PAGE - footer_bytes(1):
+        if nbytes > self.record_bytes_max:
             return None
         slot = self._take_slot()
         if slot is None:
@@ -286,8 +320,16 @@ class Drive:
         self._growth.succeeded()
         return slot
 
+    @property
+    def record_bytes_max(self) -> int:
+        """The largest record that a segment can take."""
+        return self.settings.segment_bytes - PAGE - footer_bytes(1)
+
     def spare_slots(self) -> int:
-        """Segments that can still be opened without reclaiming one; a full disk has only its free ones."""
+        """Segments that can still be opened without reclaiming one.
+
+        A full disk has only its free ones.
+        """
         creatable = self.settings.slots_max - len(self.segments) - len(self.free)
         return len(self.free) + (max(0, creatable) if self._growth.health().ok else 0)
 
@@ -297,28 +339,35 @@ class Drive:
         return sorted(found, key=lambda segment: segment.segment_id)
 
     def release(self, slot: int) -> None:
-        """A segment's extent is free for reuse; whatever it held is gone."""
+        """A segment's extent is free for reuse; whatever it held is gone, also after a restart."""
         with self._lock:
             segment = self.segments.pop(slot)
             if segment is self._active:
                 self._active = None
-            if len(self.segments) + len(self.free) >= self.settings.slots_max:
-                self._remove(slot)
-            else:
-                self.free.append(slot)
+            self._wipe(slot)
+            self.free.append(slot)
 
     def discard(self, slot: int, nbytes: int) -> None:
-        """A record is no longer wanted. A sealed segment with none left is reused."""
-        with self._lock:
-            segment = self.segments.get(slot)
-            if segment is None:
-                return
-            segment.live_bytes -= nbytes
-            segment.live_count -= 1
+        """A record is no longer wanted: its bytes are dead until the segment is reused."""
+        segment = self.segments.get(slot)
+        if segment is not None:
+            with self._books:
+                segment.live_bytes -= nbytes
+                segment.live_count -= 1
+
+    def _wipe(self, slot: int) -> None:
+        """Make a segment unreadable, so that what was dropped does not come back."""
+        fd, base = self.medium.extent(slot)
+        try:
+            self.files.write(fd, base, bytes(PAGE))
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
 
     def sync(self) -> bool:
         """Make what was appended durable. False: it could not be."""
-        with self._lock:
+        with self._turn() as mine:
+            if not mine:
+                return False
             if self.lost or not self.medium.intact():
                 self._lose()
                 return False
@@ -360,7 +409,10 @@ class Drive:
             self.medium.close()
 
     def _finish(self, segment: Segment, *, sealed: bool) -> None:
-        """Write a segment's footer. Without it the segment is scanned at the next start, no more."""
+        """Write a segment's footer.
+
+        Without it the segment is scanned at the next start, no more.
+        """
         footer = b"".join(segment.entries)
         segment.count = len(footer) // ENTRY.itemsize
         offset = self.settings.segment_bytes - footer_bytes(segment.count)
@@ -380,12 +432,6 @@ class Drive:
             self.breaker.failed(str(error.strerror), at_once=True)
         segment.sealed = sealed
         segment.entries = []
-
-    def _remove(self, slot: int) -> None:
-        try:
-            self.medium.remove(slot)
-        except OSError as error:
-            self.damage.append(f"{self.medium.label}: slot {slot}: {error.strerror}")
 
     def _lose(self) -> None:
         if not self.lost:

@@ -1,4 +1,7 @@
-"""A breaker for a medium: closed while it works, open after failures, tried again with growing pauses."""
+"""A breaker for a medium.
+
+Closed while it works, open after failures, tried again with growing pauses.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -18,8 +21,9 @@ class RetryPauses:
 class Breaker:
     """Decides whether a medium may be used now. Thread-safe.
 
-    After a failure the medium is left alone for a pause; then one attempt is let through, whose outcome
-    closes the breaker or doubles the pause. Single errors are tolerated up to `tolerance` in a row.
+    After a failure the medium is left alone for a pause; then one attempt is let through, whose
+    outcome closes the breaker or doubles the pause. Single errors are tolerated up to `tolerance`
+    in a row.
     """
 
     def __init__(self, clock: Clock, pauses: RetryPauses, tolerance: int = 3) -> None:

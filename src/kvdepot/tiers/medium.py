@@ -158,10 +158,7 @@ class DirectoryMedium:
     def remove(self, slot: int) -> None:
         fd = self._fds.pop(slot)
         os.close(fd)
-        try:
-            os.unlink(self._name(slot))
-        except FileNotFoundError:
-            pass
+        self._name(slot).unlink(missing_ok=True)
 
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fds[slot], 0
@@ -175,7 +172,10 @@ class DirectoryMedium:
         return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
 
     def restorable(self) -> bool:
-        """Whether the directory can be used anew: it is there, or its parent is, on the same disk."""
+        """Whether the directory can be used anew.
+
+        It is there, or its parent is, on the same disk.
+        """
         for place in (self._path, self._path.parent):
             try:
                 return place.stat().st_dev == self._device
@@ -211,7 +211,7 @@ class DirectoryMedium:
             raise ConfigError(
                 "ssd.path",
                 f"cannot write to {self._path}: {error.strerror}",
-                hint="make the parent directory, check permissions, or open read-only with mode='r'",
+                hint="make the parent directory, check permissions, or open with mode='r'",
             ) from error
         try:
             _lock(self._lock_fd, self.label)

@@ -1,9 +1,11 @@
 """Memory that another process can map: a memfd, on huge pages where the machine has them."""
 
+import contextlib
 import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from typing import Final, Literal
 
 from kvdepot.errors import ConfigError
@@ -46,9 +48,14 @@ class SharedMemory:
         self._stop = threading.Event()
         self._toucher: threading.Thread | None = None
 
-    def prefault(self) -> None:
-        """Touch all pages in the background: the first touch of a page is slow."""
-        self._toucher = threading.Thread(target=self._touch, name="kvdepot-prefault", daemon=True)
+    def prefault(self, then: Callable[[], object]) -> None:
+        """Touch all pages in the background, because the first touch is slow; then call `then`."""
+
+        def run() -> None:
+            if self._touch():
+                then()
+
+        self._toucher = threading.Thread(target=run, name="kvdepot-prefault", daemon=True)
         self._toucher.start()
 
     def prefaulted(self, timeout_s: float | None = None) -> bool:
@@ -62,16 +69,22 @@ class SharedMemory:
         libc = ctypes.CDLL(None, use_errno=True)
         return bool(libc.mlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes)) == 0)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End the prefaulting."""
         self._stop.set()
         if self._toucher is not None:
             self._toucher.join()
+
+    def close(self) -> None:
+        self.stop()
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
-        self.view.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):
+            # A caller may still hold a view of a lease: the memory then goes with that view.
+            self.view.release()
+            self._map.close()
 
     def _try_huge(self) -> None:
         try:
@@ -86,12 +99,13 @@ class SharedMemory:
             return
         self.fd, self.huge = fd, True
 
-    def _touch(self) -> None:
+    def _touch(self) -> bool:
         libc = ctypes.CDLL(None, use_errno=True)
         for offset in range(0, self.nbytes, _STEP):
             if self._stop.is_set():
-                return
+                return False
             length = min(_STEP, self.nbytes - offset)
             address = ctypes.c_void_p(self.address + offset)
             if libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-                return
+                return False
+        return True

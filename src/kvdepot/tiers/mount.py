@@ -1,12 +1,17 @@
 """Opening one drive: what it says about itself, or what its segments say where that is lost."""
 
+import struct
 import uuid
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from kvdepot.codec.record import PAGE
-from kvdepot.codec.segment import FORMAT, SegmentHeader, Superblock
+from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
 from kvdepot.core.clock import Clock
 from kvdepot.errors import ConfigError, FormatError
 from kvdepot.tiers.drive import Drive, DriveSettings, Numbers
@@ -16,6 +21,11 @@ from kvdepot.tiers.medium import DeviceMedium, DirectIo, DirectoryMedium, Medium
 
 _BLANK_BYTES: Final = 128 << 10
 _SLOTS_MIN: Final = 3
+_STRETCH: Final = 32 << 20
+_PROBE_BYTES: Final = 2 << 30
+"""How far a device with a lost superblock is searched for segments."""
+_PREFIX: Final = struct.Struct("<QII")
+"""How the header page begins in every format: checksum, magic, version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +37,21 @@ class MountSettings:
     direct_io: DirectIo = "auto"
     fsync: str = "flush"
     write_timeout_s: float = 10.0
-    pauses: RetryPauses = RetryPauses()
+    pauses: RetryPauses = field(default_factory=RetryPauses)
     writable: bool = True
 
 
 def mount(
     path: Path, files: Files, settings: MountSettings, numbers: Numbers, clock: Clock
 ) -> Drive:
-    """Open the drive at `path`. Raises ConfigError, FormatError or StoreBusyError; then nothing is held."""
+    """Open the drive at `path`.
+
+    Raises ConfigError, FormatError or StoreBusyError; then nothing is held.
+    """
     medium = open_medium(path, files, settings.direct_io, writable=settings.writable)
     try:
-        superblock, damage = _superblock(medium, settings)
-        slots = min(
-            settings.capacity_bytes // superblock.segment_bytes,
-            medium.slots_max(superblock.segment_bytes),
-        )
-        if settings.writable and slots < _SLOTS_MIN:
-            raise ConfigError(
-                "ssd.capacity",
-                f"{path}: room for {slots} segments of {superblock.segment_bytes} bytes, at least {_SLOTS_MIN} needed",
-                hint="raise ssd.capacity, or remove the store and choose a smaller ssd.segment",
-            )
+        superblock, damage = _superblock(medium, files, settings)
+        slots = _slots(medium, superblock, settings)
     except OSError as error:
         medium.close()
         raise ConfigError("ssd.path", f"cannot use {path}: {error.strerror}") from error
@@ -64,6 +68,7 @@ def mount(
             fsync=settings.fsync,
             write_timeout_s=settings.write_timeout_s,
             pauses=settings.pauses,
+            writable=settings.writable,
         ),
         numbers,
         clock,
@@ -72,45 +77,100 @@ def mount(
     return drive
 
 
-def _superblock(medium: Medium, settings: MountSettings) -> tuple[Superblock, list[str]]:
+def _slots(medium: Medium, superblock: Superblock, settings: MountSettings) -> int:
+    """How many segments there may be. Raises ConfigError where they are too few to work with."""
+    segment_bytes = superblock.segment_bytes
+    slots = min(settings.capacity_bytes // segment_bytes, medium.slots_max(segment_bytes))
+    if settings.writable and slots < _SLOTS_MIN:
+        raise ConfigError(
+            "ssd.capacity",
+            f"{medium.label}: room for {slots} segments of {segment_bytes} bytes, "
+            f"at least {_SLOTS_MIN} needed",
+            hint="raise ssd.capacity, or remove the store and choose a smaller ssd.segment",
+        )
+    return slots
+
+
+def _superblock(
+    medium: Medium, files: Files, settings: MountSettings
+) -> tuple[Superblock, list[str]]:
     page = medium.read_superblock()
     found = Superblock.parse(page) if page is not None else None
     if isinstance(found, int):
-        raise FormatError(
-            medium.label,
-            f"store of format {found}, this kvdepot reads format {FORMAT}",
-            hint="use the kvdepot version that made it, or another path",
-        )
+        raise _other_format(medium, found)
     if found is not None:
         return found, []
-    if isinstance(medium, DeviceMedium) and not medium.blank(_BLANK_BYTES):
+    state = "missing" if page is None else "damaged"
+    # A device that begins with zeros was cleared on purpose; a file that is gone was not.
+    cleared = page is None and isinstance(medium, DeviceMedium)
+    superblock = None if cleared else _from_segments(medium, files)
+    if superblock is not None:
+        damage = [f"{medium.label}: superblock: {state}; the segments tell what it said"]
+    elif isinstance(medium, DeviceMedium) and not medium.blank(_BLANK_BYTES):
         raise FormatError(
             medium.label,
             "the device holds something that is not a kvdepot store",
             hint=f"if it may be overwritten: wipefs -a {medium.label}",
-        )
-    rebuilt = _from_segments(medium) if isinstance(medium, DirectoryMedium) else None
-    if rebuilt is not None:
-        superblock, damage = (
-            rebuilt,
-            [f"{medium.label}: superblock is missing or damaged: rebuilt from segments"],
         )
     elif not settings.writable:
         raise FormatError(medium.label, "there is no store here", hint="check the path")
     else:
         superblock, damage = Superblock(str(uuid.uuid4()), settings.segment_bytes), []
         if page is not None:
-            damage = [
-                f"{medium.label}: superblock is damaged and there are no segments: started anew"
-            ]
+            damage = [f"{medium.label}: superblock: damaged, and no segment is left: started anew"]
     if settings.writable:
         medium.write_superblock(superblock)
     return superblock, damage
 
 
-def _from_segments(medium: DirectoryMedium) -> Superblock | None:
-    for page in medium.first_pages():
-        header = SegmentHeader.parse(page) if len(page) == PAGE else None
+def _other_format(medium: Medium, number: int) -> FormatError:
+    return FormatError(
+        medium.label,
+        f"store of format {number}, this kvdepot reads format {FORMAT}",
+        hint="use the kvdepot version that made it, or another path",
+    )
+
+
+def _from_segments(medium: Medium, files: Files) -> Superblock | None:
+    """What most segments say. Raises FormatError where they are of another format."""
+    votes: Counter[tuple[bytes, int]] = Counter()
+    others: Counter[int] = Counter()
+    for page in _first_pages(medium, files):
+        header = SegmentHeader.parse(page)
         if header is not None:
-            return Superblock(str(uuid.UUID(bytes=header.store)), header.segment_bytes)
+            votes[header.store, header.segment_bytes] += 1
+        elif len(page) >= _PREFIX.size:
+            _, magic, version = _PREFIX.unpack_from(page)
+            others[version] += magic == HEADER_MAGIC and version > FORMAT
+    if votes:
+        (store, segment_bytes), _ = votes.most_common(1)[0]
+        return Superblock(str(uuid.UUID(bytes=store)), segment_bytes)
+    number, count = others.most_common(1)[0] if others else (0, 0)
+    if count:
+        raise _other_format(medium, number)
     return None
+
+
+def _first_pages(medium: Medium, files: Files) -> Iterator[bytes]:
+    """The first page of every segment, or of the first ones of a device."""
+    if isinstance(medium, DirectoryMedium):
+        yield from medium.first_pages()
+    elif isinstance(medium, DeviceMedium):
+        fd, _ = medium.extent(0)
+        for start in range(0, _PROBE_BYTES, _STRETCH):
+            window = files.read(fd, start, _STRETCH)
+            whole = len(window) // PAGE * PAGE
+            pages = np.frombuffer(window[:whole], np.uint8).reshape(-1, PAGE)
+            words = np.ascontiguousarray(pages[:, 8:12]).view("<u4")[:, 0]
+            for index in np.flatnonzero(words == HEADER_MAGIC).tolist():
+                page = bytes(pages[index])
+                if _stands_at(page, start + index * PAGE):
+                    yield page
+            if whole < _STRETCH:
+                return
+
+
+def _stands_at(page: bytes, offset: int) -> bool:
+    """Whether a header on a device is where it says it is: others are part of somebody's data."""
+    header = SegmentHeader.parse(page)
+    return header is None or (header.slot + 1) * header.segment_bytes == offset

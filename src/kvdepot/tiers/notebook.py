@@ -46,12 +46,12 @@ class Notebook:
         return done
 
     def carry(self, segment_id: int) -> bool:
-        """Write again what only this segment remembers. False: some of it could not be."""
-        live = {segment.segment_id for segment in self.drive.segments.values()} - {segment_id}
+        """Write again what only this segment remembers. False: not all of it could be."""
+        live = {segment.segment_id for segment in list(self.drive.segments.values())} - {segment_id}
         oldest = min(live, default=segment_id)
         needed = [
             removal
-            for removal in self.removals.pop(segment_id, [])
+            for removal in self.removals.get(segment_id, [])
             if (
                 removal.until_segment >= oldest
                 if removal.whole_namespace
@@ -59,6 +59,8 @@ class Notebook:
             )
         ]
         done = self.remove(needed) if needed else True
+        if done:
+            self.removals.pop(segment_id, None)
         for tag, (at, description) in list(self.spaces.items()):
             if at == segment_id:
                 done = self.remember(tag, description) and done

@@ -39,6 +39,7 @@ _DRIVE_SHIFT: Final = 56
 _SLOT_SHIFT: Final = 32
 _SLOT_MASK: Final = (1 << 24) - 1
 _PAGE_MASK: Final = (1 << 32) - 1
+_REGISTERED_MAX: Final = 8 << 30
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
 
 
@@ -97,7 +98,10 @@ class SegmentTier:
                 drive.resume(recovered)
 
     def store(self, images: Sequence[memoryview]) -> list[int | None]:
-        """See Tier.store. Spreads batches over the drives in turn; a failed drive's share goes to the next."""
+        """See Tier.store.
+
+        Spreads batches over the drives in turn; a failed drive's share goes to the next.
+        """
         results: list[int | None] = [None] * len(images)
         left = list(range(len(images)))
         for step in range(len(self.drives)):
@@ -144,12 +148,21 @@ class SegmentTier:
             self._judge(self.drives[drive_of(loads[index].location)], code)
         return outcomes, LateLoads(pending, ops, expected) if pending is not None else None
 
-    def register_memory(self, regions: Sequence[SharedMemory]) -> list[bool]:
-        """Tell the I/O engine about memory that transfers will use, where the machine lets it."""
-        return [self._files.register(region.address, region.nbytes) for region in regions]
+    def register_memory(self, memory: SharedMemory) -> bool:
+        """Tell the I/O engine about memory that transfers will use, where the machine lets it.
+
+        The memory must be faulted in: pinning it is then cheap. Every ring pins it anew, so very
+        large memory is left alone.
+        """
+        if memory.nbytes > _REGISTERED_MAX:
+            return False
+        return self._files.register(memory.address, memory.nbytes)
 
     def read_image(self, key: BlockKey, location: int, image: memoryview) -> bool:
-        """Read a whole record, verified by what its own head says. Blocks until the medium answers."""
+        """Read a whole record, verified by what its own head says.
+
+        Blocks until the medium answers.
+        """
         drive = self.drives[drive_of(location)]
         segment = drive.segments.get(slot_of(location))
         if segment is None or not drive.breaker.allows():
@@ -169,7 +182,8 @@ class SegmentTier:
         return payload_intact(image, head)
 
     def remount(self, index: int, before: Callable[[], None]) -> Contents | None:
-        """Open a lost drive again, once its pause is over. `before` is called when its old blocks are gone.
+        """Open a lost drive again, once its pause is over. `before` is called when its old blocks
+        are gone.
 
         None: not yet. Raises what `mount` raises.
         """
@@ -196,17 +210,14 @@ class SegmentTier:
 
     def erase(self, removals: dict[int, list[Removal]]) -> bool:
         """Record removals, by drive, so that the blocks do not come back after a restart."""
-        return all([self.notebooks[index].remove(part) for index, part in removals.items()])
+        done = [self.notebooks[index].remove(part) for index, part in removals.items()]
+        return all(done)
 
     def remember(self, tag: bytes, description: bytes) -> bool:
         """Record what a namespace tag stands for, on every drive that does not know it."""
-        return all(
-            [
-                notebook.remember(tag, description)
-                for notebook in self.notebooks
-                if tag not in notebook.spaces
-            ]
-        )
+        unaware = [notebook for notebook in self.notebooks if tag not in notebook.spaces]
+        done = [notebook.remember(tag, description) for notebook in unaware]
+        return all(done)
 
     def removal(self, key: BlockKey, location: int) -> Removal:
         """The note that keeps the block at `location` from coming back."""
@@ -218,14 +229,20 @@ class SegmentTier:
         """The note that keeps every block of a namespace so far from coming back."""
         return Removal(key, True, self._numbers.sequence(), self._numbers.segment_id())
 
-    def release(self, index: int, slot: int) -> None:
-        """Reuse a segment. Its blocks must have been moved or dropped; its notes are carried along."""
-        drive = self.drives[index]
-        self.notebooks[index].carry(drive.segments[slot].segment_id)
+    def release(self, index: int, slot: int) -> bool:
+        """Reuse a segment. Its blocks must have been moved or dropped; its notes are carried along.
+
+        False: some of its removals could not be written again.
+        """
+        drive, notebook = self.drives[index], self.notebooks[index]
+        segment_id = drive.segments[slot].segment_id
+        carried = notebook.carry(segment_id)
         drive.release(slot)
+        return carried or notebook.carry(segment_id)
 
     def flush(self) -> bool:
-        return all([drive.sync() for drive in self.drives])
+        done = [drive.sync() for drive in self.drives]
+        return all(done)
 
     def usage(self) -> Usage:
         return Usage(
@@ -283,7 +300,8 @@ def _read_op(load: Load, fd: int, base: int, expected_at: int) -> tuple[Any, ...
     else:
         first, last = load.start // PAGE * PAGE, round_up(load.stop)
         span = (
-            record + HEAD_BYTES + first, image + HEAD_BYTES + first, last - first, record, image, HEAD_BYTES,
+            record + HEAD_BYTES + first, image + HEAD_BYTES + first, last - first,
+            record, image, HEAD_BYTES,
         )  # fmt: skip
     table = image + TABLE_OFFSET + 8 * (load.start // load.chunk_bytes)
     payload = image + HEAD_BYTES + load.start

@@ -1,0 +1,37 @@
+"""What we promise, as numbers. Benchmarks show them beside what they measure; no test checks them."""
+
+from typing import Final
+
+MIB: Final = 1 << 20
+
+MATCH_LEASE_US: Final = 1000.0
+"""A hit of 512 blocks, matched and leased."""
+
+KEYS_US: Final = 10_000.0
+"""Keys of 131,072 tokens."""
+
+DEGRADATION: Final = 0.90
+"""Speed with 10^6 blocks in the index, of that with 10^3."""
+
+INDEX_BYTES: Final = 200.0
+"""Memory for each block."""
+
+REOPEN_CLEAN_S: Final = 3.0
+REOPEN_CRASH_S: Final = 10.0
+SCALE_BLOCKS: Final = 10**6
+"""The number of blocks that the bars on reopening are for."""
+
+EVICTION_GROWTH: Final = 1.25
+"""Cost of an eviction among 10^6 blocks, of that among 10^4: the same, but for noise and caches."""
+
+
+def disk_bar(op: str, block_bytes: int) -> float | None:
+    """The least share of the raw device's speed."""
+    if op == "get":
+        return 0.90 if block_bytes >= 4 * MIB else 0.75 if block_bytes >= 128 << 10 else None
+    return 0.85 if block_bytes >= 4 * MIB else None
+
+
+def memory_bar(block_bytes: int) -> float | None:
+    """The least share of memcpy's speed."""
+    return 0.85 if block_bytes >= MIB else None

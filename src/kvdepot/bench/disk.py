@@ -1,0 +1,144 @@
+"""`bench store`, disk: put and get through a store whose memory is too small to hide the disk."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot import native
+from kvdepot.bench.bars import DEGRADATION, disk_bar
+from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
+from kvdepot.bench.raw import MIB, Bytes, filled, pieces, raw_file
+from kvdepot.bench.rounds import Result, Speed, compare
+from kvdepot.core.block import BlockKey
+from kvdepot.errors import StateError
+from kvdepot.store.opening import open_store
+from kvdepot.store.store import Store
+
+BATCH_BYTES: Final = 128 * MIB
+_CAPACITY: Final = 3
+"""Size of the disk tier, in sets of blocks."""
+_WAIT_S: Final = 120.0
+
+
+@dataclass(slots=True)
+class DiskStore:
+    """A store under test. `put_set` and `get_set` move the same number of bytes each."""
+
+    store: Store
+    prompts: Prompts
+    count: int
+    """Prompts in one set."""
+
+    targets: list[Bytes]
+    current: list[list[BlockKey]] = field(default_factory=list)
+    """The set put last."""
+
+    @property
+    def set_bytes(self) -> int:
+        return self.count * self.prompts.blocks * self.prompts.space.block_bytes
+
+    def put_set(self) -> float:
+        """Put prompts nobody has seen, until all of them are on disk."""
+        fresh = self.prompts.fresh(self.count)
+        started = time.perf_counter()
+        for keys in fresh:
+            if not all(self.store.put_many(keys, self.prompts.sources, timeout_s=_WAIT_S)):
+                raise StateError("a put was refused although there is room")
+        if not self.store.flush(_WAIT_S):
+            raise StateError("flush did not write everything down")
+        taken = time.perf_counter() - started
+        self.current = fresh
+        return taken
+
+    def get_set(self) -> float:
+        """Get the last set back. Its prompts come in turn, so memory never has the next one."""
+        got = []
+        started = time.perf_counter()
+        for keys in self.current:
+            got += self.store.get_many(keys, self.targets, timeout_s=_WAIT_S)
+        taken = time.perf_counter() - started
+        strays = {answer.tier or answer.reason for answer in got} - {"ssd"}
+        if strays:
+            raise StateError(f"blocks came from {sorted(strays)} instead of the disk")
+        return taken
+
+    def verify(self) -> None:
+        """The last prompt got is what was put, byte for byte."""
+        for source, target in zip(self.prompts.sources, self.targets, strict=True):
+            if not np.array_equal(source, target):
+                raise StateError("a get has delivered wrong bytes")
+
+
+@contextmanager
+def disk_store(
+    directory: Path, block_bytes: int, set_bytes: int, index_blocks: int = 0
+) -> Iterator[DiskStore]:
+    """A new store for sets of `set_bytes`, a quarter of which fits in its memory."""
+    batch_bytes = min(BATCH_BYTES, set_bytes // 8)
+    dram_bytes = max(set_bytes // 4, 4 * (block_bytes + MIB))
+    capacity_bytes = _CAPACITY * set_bytes
+    segment_bytes = max(MIB, min(256 * MIB, capacity_bytes // 8)) // MIB * MIB
+    ssd: dict[str, Any] = {"path": directory, "capacity": capacity_bytes, "segment": segment_bytes}
+    try:
+        with open_store(dram=dram_bytes, ssd=ssd) as store:
+            store._stock.arena.memory.prefaulted()
+            prompts = prompts_for(store, block_bytes, batch_bytes)
+            fill_index(store, prompts.space, index_blocks)
+            count = max(1, set_bytes // (prompts.blocks * block_bytes))
+            targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
+            yield DiskStore(store, prompts, count, targets)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
+    """First writes, writes over old segments, and reads, each beside the raw device."""
+    with ExitStack() as scope:
+        engine = native.open_engine()
+        scope.callback(engine.close)
+        subject = scope.enter_context(disk_store(directory / "store", block_bytes, set_bytes))
+        blocks = subject.set_bytes // block_bytes
+        raw = scope.enter_context(raw_file(directory, block_bytes, blocks, engine))
+        speeds: dict[str, Speed] = {}
+        first = {f"{engine.kind} batch": raw.first_write(engine)}
+        speeds |= compare(first, {"first put": subject.put_set}, min(rounds, _CAPACITY - 1))
+        subject.put_set()
+        speeds |= compare(raw.writes(engine), {"put": subject.put_set}, rounds)
+        speeds |= compare(raw.reads(engine), {"get": subject.get_set}, rounds)
+        subject.verify()
+    return [
+        speed.row("ssd", op, block_bytes, subject.set_bytes, _bar(op, block_bytes))
+        for op, speed in speeds.items()
+    ]
+
+
+def _bar(op: str, block_bytes: int) -> float | None:
+    return None if op == "first put" else disk_bar(op, block_bytes)
+
+
+def degrade_disk(
+    directory: Path, block_bytes: int, set_bytes: int, rounds: int, indexes: tuple[int, int]
+) -> list[Result]:
+    """Put and get with a large index, beside the same with a small one."""
+    small, large = indexes
+    with ExitStack() as scope:
+        few, many = (
+            scope.enter_context(disk_store(directory / str(blocks), block_bytes, set_bytes, blocks))
+            for blocks in (small, large)
+        )
+        for _ in range(_CAPACITY):
+            few.put_set()
+            many.put_set()
+        name = f"{small} blocks in the index"
+        puts = compare({name: few.put_set}, {"put": many.put_set}, rounds)
+        gets = compare({name: few.get_set}, {"get": many.get_set}, rounds)
+    return [
+        speed.row("ssd", f"{op}, {large} blocks", block_bytes, few.set_bytes, DEGRADATION)
+        for op, speed in (puts | gets).items()
+    ]

@@ -1,0 +1,174 @@
+"""`bench io`: the native engines beside the raw device, native copies beside memcpy."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot import native
+from kvdepot.bench.raw import (
+    MIB,
+    Bytes,
+    RawFile,
+    filled,
+    memory_copies,
+    pieces,
+    raw_file,
+    run_batch,
+)
+from kvdepot.bench.rounds import Part, Result, Work, compare, stopwatch
+
+_CHUNK_BYTES: Final = 64 << 10
+_CHUNKS_MAX: Final = 480
+Run = Callable[[], list[Result]]
+MEMORY_BLOCKS: Final = (1 * MIB, 4 * MIB, 32 * MIB)
+
+
+@dataclass(frozen=True, slots=True)
+class IoPlan:
+    """What `bench io` shall measure."""
+
+    directory: Path
+    blocks_bytes: Sequence[int]
+    total_bytes: int
+    """Moved in each run."""
+
+    rounds: int
+
+    def parts(self) -> Iterator[Part]:
+        for block_bytes in self.blocks_bytes:
+            yield Part(f"reading and writing {block_bytes >> 10} KiB", _disk(self, block_bytes))
+        for block_bytes in MEMORY_BLOCKS:
+            if block_bytes <= self.total_bytes:
+                yield Part(f"copying {block_bytes >> 20} MiB", _memory(self, block_bytes))
+
+
+def engine_kinds() -> list[str]:
+    """Kinds of engine that can be opened here."""
+    kinds = ["threads", "python"] if native.NAME == "c" else ["python"]
+    return (["uring"] if native.uring_available()[0] else []) + kinds
+
+
+def _disk(plan: IoPlan, block_bytes: int) -> Run:
+    def run() -> list[Result]:
+        count = max(1, plan.total_bytes // block_bytes)
+        with ExitStack() as scope:
+            plain = native.open_engine()
+            scope.callback(plain.close)
+            raw = scope.enter_context(raw_file(plan.directory, block_bytes, count, plain))
+            engines = {kind: native.open_engine(kind) for kind in engine_kinds()}
+            for engine in engines.values():
+                scope.callback(engine.close)
+                if engine.register(raw.memory.ctypes.data, len(raw.memory)):
+                    scope.callback(engine.unregister, raw.memory.ctypes.data, len(raw.memory))
+            writes = {f"write {k}": raw.writes(e)[f"{e.kind} batch"] for k, e in engines.items()}
+            reads = {f"read {k}": raw.reads(e)[f"{e.kind} batch"] for k, e in engines.items()}
+            checked = [kind for kind in engines if kind != "python"]
+            reads |= {f"read+verify {k}": verified_read(raw, engines[k]) for k in checked}
+            speeds = compare(raw.writes(plain), writes, plan.rounds)
+            speeds |= compare(raw.reads(plain), reads, plan.rounds)
+        return [speed.row("ssd", op, block_bytes, raw.nbytes) for op, speed in speeds.items()]
+
+    return run
+
+
+def verified_read(raw: RawFile, engine: native.Engine) -> Work:
+    """Reads as the store does them: each block checked against its checksums and copied on."""
+    chunk_bytes = max(_CHUNK_BYTES, -(-raw.block_bytes // _CHUNKS_MAX))
+    buffers = pieces(raw.memory, raw.block_bytes)[: max(1, 64 * MIB // raw.block_bytes)]
+    targets = pieces(filled(len(buffers) * raw.block_bytes), raw.block_bytes)
+    tables = _write_known(raw, engine, buffers, chunk_bytes)
+    waves = [
+        _verified_ops(raw, first, min(len(buffers), raw.blocks - first), tables, targets)
+        for first in range(0, raw.blocks, len(buffers))
+    ]
+    for ops in waves:
+        ops["chunk_bytes"] = chunk_bytes
+
+    def read() -> None:
+        for ops in waves:
+            run_batch(engine, ops)
+
+    work = stopwatch(read)
+
+    def keep_alive() -> float:
+        assert len(tables) and targets
+        return work()
+
+    return keep_alive
+
+
+def _write_known(
+    raw: RawFile, engine: native.Engine, buffers: list[Bytes], chunk_bytes: int
+) -> npt.NDArray[np.uint64]:
+    """Fill the file with the buffers' content, over and over; the checksums of each buffer."""
+    chunks = -(-raw.block_bytes // chunk_bytes)
+    tables = np.zeros((len(buffers), chunks), dtype=np.uint64)
+    for buffer, table in zip(buffers, tables, strict=True):
+        native.chunk_checksums(buffer, chunk_bytes, table)
+    ops = np.zeros(raw.blocks, dtype=native.IO_DTYPE)
+    number = np.arange(raw.blocks, dtype=np.uint64)
+    ops["fd"], ops["opcode"], ops["nbytes"] = raw.fd, native.WRITE, raw.block_bytes
+    ops["offset"] = number * raw.block_bytes
+    ops["address"] = buffers[0].ctypes.data + number % len(buffers) * raw.block_bytes
+    run_batch(engine, ops)
+    return tables
+
+
+def _verified_ops(
+    raw: RawFile, first: int, count: int, tables: npt.NDArray[np.uint64], targets: list[Bytes]
+) -> npt.NDArray[Any]:
+    ops = np.zeros(count, dtype=native.IO_DTYPE)
+    number = np.arange(count, dtype=np.uint64)
+    ops["fd"], ops["opcode"], ops["nbytes"] = raw.fd, native.READ, raw.block_bytes
+    ops["offset"] = (number + first) * raw.block_bytes
+    ops["address"] = ops["payload_address"] = raw.memory.ctypes.data + number * raw.block_bytes
+    ops["payload_bytes"] = raw.block_bytes
+    ops["table"] = tables.ctypes.data + number * tables.strides[0]
+    ops["copy_target"] = targets[0].ctypes.data + number * raw.block_bytes
+    return ops
+
+
+def _memory(plan: IoPlan, block_bytes: int) -> Run:
+    def run() -> list[Result]:
+        total_bytes = min(plan.total_bytes, 512 * MIB) // block_bytes * block_bytes
+        batch_bytes = max(block_bytes, min(total_bytes, 64 * MIB))
+        sources = pieces(filled(total_bytes), block_bytes)
+        targets = pieces(filled(batch_bytes), block_bytes)
+        subjects = {
+            "copy": _transfers(sources, targets, native.COPY),
+            "copy+checksum": _transfers(sources, targets, native.FILL),
+            "copy+verify": _transfers(sources, targets, native.VERIFY),
+            "checksum": stopwatch(lambda: [native.checksum(source) for source in sources]),
+        }
+        speeds = compare(memory_copies(sources, targets), subjects, plan.rounds)
+        return [speed.row("dram", op, block_bytes, total_bytes) for op, speed in speeds.items()]
+
+    return run
+
+
+def _transfers(sources: list[Bytes], targets: list[Bytes], mode: int) -> Work:
+    """One native batch over all sources. VERIFY finds the checksums that FILL has left."""
+    block_bytes = len(sources[0])
+    chunk_bytes = max(_CHUNK_BYTES, block_bytes // 32)
+    tables = np.zeros((len(sources), -(-block_bytes // chunk_bytes)), dtype=np.uint64)
+    ops = np.zeros(len(sources), dtype=native.TRANSFER_DTYPE)
+    ops["source"] = [source.ctypes.data for source in sources]
+    ops["target"] = [targets[i % len(targets)].ctypes.data for i in range(len(sources))]
+    ops["nbytes"], ops["chunk_bytes"] = block_bytes, chunk_bytes
+    ops["table"] = tables.ctypes.data + np.arange(len(sources)) * tables.strides[0]
+    ops["mode"] = native.FILL
+    native.transfer(ops)
+    ops["mode"] = mode
+    work = stopwatch(lambda: native.transfer(ops))
+
+    def checked() -> float:
+        seconds = work()
+        assert tables.size and not ops["result"].any()
+        return seconds
+
+    return checked

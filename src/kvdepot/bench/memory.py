@@ -1,0 +1,123 @@
+"""`bench store`, memory: put and get through a store that has no disk, beside memcpy."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvdepot.bench.bars import DEGRADATION, memory_bar
+from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
+from kvdepot.bench.raw import MIB, Bytes, filled, memory_copies, pieces
+from kvdepot.bench.rounds import Result, compare
+from kvdepot.core.block import BlockKey
+from kvdepot.errors import StateError
+from kvdepot.store.opening import open_store
+from kvdepot.store.store import Store
+
+BATCH_BYTES: Final = 64 * MIB
+_SLACK: Final = 1.1
+"""Memory tier, in sets: a new set pushes the old one out."""
+
+
+@dataclass(slots=True)
+class MemoryStore:
+    """A store under test, full. Works move the same bytes: `set_bytes`, in prompts."""
+
+    store: Store
+    prompts: Prompts
+    count: int
+    targets: list[Bytes]
+    current: list[list[BlockKey]] = field(default_factory=list)
+
+    @property
+    def set_bytes(self) -> int:
+        return self.count * self.prompts.blocks * self.prompts.space.block_bytes
+
+    def put_many(self) -> float:
+        fresh = self.prompts.fresh(self.count)
+        started = time.perf_counter()
+        stored = [self.store.put_many(keys, self.prompts.sources) for keys in fresh]
+        taken = time.perf_counter() - started
+        if not all(all(answers) for answers in stored):
+            raise StateError("a put was refused although there is room")
+        self.current = fresh
+        return taken
+
+    def put_each(self) -> float:
+        fresh = self.prompts.fresh(self.count)
+        put, sources = self.store.put, self.prompts.sources
+        started = time.perf_counter()
+        stored = [put(k, s) for keys in fresh for k, s in zip(keys, sources, strict=True)]
+        taken = time.perf_counter() - started
+        if not all(stored):
+            raise StateError("a put was refused although there is room")
+        self.current = fresh
+        return taken
+
+    def get_many(self) -> float:
+        started = time.perf_counter()
+        got = [self.store.get_many(keys, self.targets) for keys in self.current]
+        taken = time.perf_counter() - started
+        if not all(all(answers) for answers in got):
+            raise StateError("a block that was put is not in memory")
+        return taken
+
+    def get_each(self) -> float:
+        get, targets = self.store.get, self.targets
+        started = time.perf_counter()
+        got = [get(k, t) for keys in self.current for k, t in zip(keys, targets, strict=True)]
+        taken = time.perf_counter() - started
+        if not all(got):
+            raise StateError("a block that was put is not in memory")
+        return taken
+
+
+@contextmanager
+def memory_store(block_bytes: int, set_bytes: int, index_blocks: int = 0) -> Iterator[MemoryStore]:
+    """A store in memory that holds one set of blocks and little more, pages touched."""
+    batch_bytes = max(block_bytes, min(BATCH_BYTES, set_bytes // 4))
+    count = max(1, set_bytes // batch_bytes)
+    with open_store(dram=int(_SLACK * set_bytes) + 2 * batch_bytes) as store:
+        store._stock.arena.memory.prefaulted()
+        prompts = prompts_for(store, block_bytes, batch_bytes)
+        fill_index(store, prompts.space, index_blocks)
+        targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
+        subject = MemoryStore(store, prompts, count, targets)
+        subject.put_many()
+        subject.put_many()
+        yield subject
+
+
+def measure_memory(block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
+    """Batches and single calls, beside plain copies between equally large memories."""
+    with memory_store(block_bytes, set_bytes) as subject:
+        stored = pieces(filled(subject.set_bytes, seed=2), block_bytes)
+        batch = pieces(filled(len(subject.targets) * block_bytes, seed=3), block_bytes)
+        puts = {"put_many": subject.put_many, "put": subject.put_each}
+        gets = {"get_many": subject.get_many, "get": subject.get_each}
+        speeds = compare(memory_copies(batch, stored), puts, rounds)
+        speeds |= compare(memory_copies(stored, batch), gets, rounds)
+    return [
+        speed.row("dram", op, block_bytes, subject.set_bytes, memory_bar(block_bytes))
+        for op, speed in speeds.items()
+    ]
+
+
+def degrade_memory(
+    block_bytes: int, set_bytes: int, rounds: int, indexes: tuple[int, int]
+) -> list[Result]:
+    """Put and get with a large index, beside the same with a small one."""
+    small, large = indexes
+    with ExitStack() as scope:
+        few, many = (
+            scope.enter_context(memory_store(block_bytes, set_bytes, blocks))
+            for blocks in (small, large)
+        )
+        name = f"{small} blocks in the index"
+        speeds = compare({name: few.put_many}, {"put_many": many.put_many}, rounds)
+        speeds |= compare({name: few.get_many}, {"get_many": many.get_many}, rounds)
+    return [
+        speed.row("dram", f"{op}, {large} blocks", block_bytes, few.set_bytes, DEGRADATION)
+        for op, speed in speeds.items()
+    ]

@@ -1,0 +1,69 @@
+"""Prompts to fill a store with: keys of fresh random tokens, and blocks of random bytes."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvdepot.bench.raw import Bytes, filled, pieces
+from kvdepot.core.block import BlockKey
+from kvdepot.core.layout import KVLayout
+from kvdepot.store.space import Space
+from kvdepot.store.store import Store
+
+BLOCK_TOKENS: Final = 256
+_LAYERS: Final = 32
+_VOCABULARY: Final = 1 << 17
+_CHAIN_BLOCKS: Final = 512
+_NOWHERE: Final = 0xFFFFFF << 32
+"""A location in a segment slot that no store here ever gets to use."""
+
+
+def layout_for(block_bytes: int) -> KVLayout:
+    """Pages of this size, in as many layers as a model of 8 billion weights has."""
+    layers = _LAYERS if block_bytes % _LAYERS == 0 else 1
+    return KVLayout.opaque(block_bytes, BLOCK_TOKENS, layers)
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Makes prompts of `blocks` blocks each, none like another."""
+
+    space: Space
+    blocks: int
+    sources: list[Bytes]
+    """What is put: the bytes of one prompt, the same for all."""
+
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20261115))
+
+    def fresh(self, count: int) -> list[list[BlockKey]]:
+        tokens = self.blocks * BLOCK_TOKENS
+        return [
+            self.space.keys(self.rng.integers(0, _VOCABULARY, tokens, dtype=np.uint32))
+            for _ in range(count)
+        ]
+
+
+def prompts_for(store: Store, block_bytes: int, batch_bytes: int) -> Prompts:
+    """Prompts of `batch_bytes`, at least one block."""
+    blocks = max(1, batch_bytes // block_bytes)
+    space = store.namespace(model=f"bench-{block_bytes}", layout=layout_for(block_bytes))
+    return Prompts(space, blocks, pieces(filled(blocks * block_bytes), block_bytes))
+
+
+def fill_index(store: Store, space: Space, count: int) -> None:
+    """Enter `count` made-up blocks, in prompts of 512, into the index of an open store.
+
+    They are in no segment: lookups find them, nothing can read or reclaim them. This gives an index
+    its size without writing its blocks; `bench scale` writes real ones. Never check such a store.
+    """
+    if count <= 0:
+        return
+    words = np.random.default_rng(1).integers(1, 1 << 63, (count, 4), dtype=np.uint64)
+    words[:, 0] = np.frombuffer(space.tag, np.uint64)[0]
+    words[1:, 1] = words[:-1, 2]
+    words[::_CHAIN_BLOCKS, 1] = 0
+    sizes = np.full(count, space.block_bytes, dtype=np.int64)
+    stock = store._stock
+    with stock.changed:
+        stock.catalog.recover(words, sizes, np.full(count, _NOWHERE, dtype=np.int64))

@@ -1,0 +1,230 @@
+"""What the hardware can do: plain direct I/O on one file, plain copies in memory.
+
+These are the limits that everything else is compared with, so they do nothing but move bytes.
+"""
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot import native
+from kvdepot.bench.rounds import Work, stopwatch
+
+Bytes = npt.NDArray[np.uint8]
+
+MIB: Final = 1 << 20
+_DEPTHS: Final = (1, 4, 16)
+_BUFFERS_BYTES: Final = 256 * MIB
+_BATCH_BUFFER_BYTES: Final = 64 * MIB
+_TIMEOUT_S: Final = 120.0
+
+
+def filled(nbytes: int, seed: int = 0) -> Bytes:
+    """Fresh memory, on huge pages where the kernel gives them, touched and not compressible."""
+    memory = mmap.mmap(-1, nbytes)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    rng = np.random.default_rng(seed)
+    for start in range(0, nbytes, 16 * MIB):
+        part = array[start : start + 16 * MIB]
+        part[:] = np.frombuffer(rng.bytes(len(part)), np.uint8)
+    return array
+
+
+def pieces(memory: Bytes, piece_bytes: int) -> list[Bytes]:
+    """`memory` cut into equal pieces; what is left over is not used."""
+    count = len(memory) // piece_bytes
+    return [memory[i * piece_bytes : (i + 1) * piece_bytes] for i in range(count)]
+
+
+def memory_copies(sources: list[Bytes], targets: list[Bytes]) -> dict[str, Work]:
+    """Plain ways to copy each source to a target; the shorter list is used again and again."""
+    count = max(len(sources), len(targets))
+    nbytes = len(sources[0])
+    pairs = [(sources[i % len(sources)], targets[i % len(targets)]) for i in range(count)]
+    moves = [(target.ctypes.data, source.ctypes.data, nbytes) for source, target in pairs]
+    ops = transfer_ops([(source, target, nbytes) for target, source, nbytes in moves])
+
+    def memmove() -> None:
+        for move in moves:
+            ctypes.memmove(*move)
+
+    def copyto() -> None:
+        for source, target in pairs:
+            np.copyto(target, source)
+
+    return {
+        "memmove": stopwatch(memmove),
+        "np.copyto": stopwatch(copyto),
+        "native copy": stopwatch(lambda: native.transfer(ops)),
+    }
+
+
+def transfer_ops(copies: list[tuple[int, int, int]]) -> npt.NDArray[Any]:
+    """A native batch of (source, target, nbytes) copies."""
+    ops = np.zeros(len(copies), dtype=native.TRANSFER_DTYPE)
+    ops["source"], ops["target"], ops["nbytes"] = np.array(copies, dtype=np.uint64).T
+    ops["mode"] = native.COPY
+    return ops
+
+
+@dataclass(frozen=True, slots=True)
+class RawFile:
+    """`blocks` blocks in one nameless file, opened for direct I/O where the filesystem has it."""
+
+    directory: Path
+    fd: int
+    direct: bool
+    block_bytes: int
+    blocks: int
+    memory: Bytes
+    """Pre-touched buffers that the file's reads and writes use."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_bytes * self.blocks
+
+    def reads(self, engine: native.Engine) -> dict[str, Work]:
+        return self._ways(engine, os.preadv, native.READ, self.fd)
+
+    def writes(self, engine: native.Engine) -> dict[str, Work]:
+        """Writes over blocks that were written before, made durable at the end."""
+        return self._ways(engine, os.pwritev, native.WRITE, self.fd)
+
+    def first_write(self, engine: native.Engine) -> Work:
+        """Writes to a new file of full size: what the filesystem does for fresh extents counts."""
+
+        def write() -> float:
+            with nameless(self.directory) as (fd, _):
+                started = time.perf_counter()
+                with suppress(OSError):
+                    os.posix_fallocate(fd, 0, self.nbytes)
+                self._run(engine, self._ops(native.WRITE, fd), fd)
+                return time.perf_counter() - started
+
+        return write
+
+    def _ways(self, engine: native.Engine, move: "Move", opcode: int, fd: int) -> dict[str, Work]:
+        depths = [d for d in _DEPTHS if d == 1 or d * self.block_bytes <= _BUFFERS_BYTES]
+        ways = {f"threads, depth {d}": self._threads(move, d, fd) for d in depths}
+        ops = self._ops(opcode, fd)
+        ways[f"{engine.kind} batch"] = stopwatch(lambda: self._run(engine, ops, fd))
+        return ways
+
+    def _run(self, engine: native.Engine, ops: npt.NDArray[Any], fd: int) -> None:
+        run_batch(engine, ops)
+        if ops["opcode"][0] == native.WRITE:
+            os.fdatasync(fd)
+
+    def _ops(self, opcode: int, fd: int) -> npt.NDArray[Any]:
+        """All blocks as one batch; buffers are used several times over."""
+        ops = np.zeros(self.blocks, dtype=native.IO_DTYPE)
+        buffers = max(1, min(len(self.memory), _BATCH_BUFFER_BYTES) // self.block_bytes)
+        number = np.arange(self.blocks, dtype=np.uint64)
+        ops["fd"], ops["opcode"], ops["nbytes"] = fd, opcode, self.block_bytes
+        ops["offset"] = number * self.block_bytes
+        ops["address"] = self.memory.ctypes.data + number % buffers * self.block_bytes
+        return ops
+
+    def _threads(self, move: "Move", depth: int, fd: int) -> Work:
+        buffers = pieces(self.memory, self.block_bytes)[:depth]
+
+        def work() -> float:
+            numbers = itertools.count()
+            failed: list[OSError] = []
+
+            def drain(buffer: Bytes) -> None:
+                try:
+                    while (number := next(numbers)) < self.blocks:
+                        move_all(move, fd, buffer, number * self.block_bytes)
+                except OSError as error:
+                    failed.append(error)
+
+            started = time.perf_counter()
+            helpers = [threading.Thread(target=drain, args=(b,)) for b in buffers[1:]]
+            for helper in helpers:
+                helper.start()
+            drain(buffers[0])
+            for helper in helpers:
+                helper.join()
+            if failed:
+                raise failed[0]
+            if move is os.pwritev:
+                os.fdatasync(fd)
+            return time.perf_counter() - started
+
+        return work
+
+
+Move = Callable[[int, list[memoryview], int], int]
+
+
+def move_all(move: Move, fd: int, buffer: Bytes, offset: int) -> None:
+    """One block, all of it, or OSError."""
+    view, done = buffer.data, 0
+    while done < len(view):
+        moved = move(fd, [view[done:]], offset + done)
+        if moved <= 0:
+            raise OSError(errno.EIO, "the file is shorter than it was")
+        done += moved
+
+
+def run_batch(engine: native.Engine, ops: npt.NDArray[Any]) -> None:
+    """Run a native batch; OSError when any of it failed."""
+    pending = engine.run(ops, _TIMEOUT_S)
+    while pending is not None and not pending.wait(_TIMEOUT_S):
+        pass
+    worst = int(ops["result"].min())
+    if worst < 0:
+        raise OSError(-worst, os.strerror(-worst))
+
+
+@contextmanager
+def nameless(directory: Path) -> Iterator[tuple[int, bool]]:
+    """A new file without a name, and whether direct I/O works on it."""
+    path = directory / f"raw-{secrets.token_hex(8)}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    direct = True
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        direct = False
+        fd = os.open(path, flags, 0o600)
+    try:
+        path.unlink()
+        yield fd, direct
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def raw_file(
+    directory: Path, block_bytes: int, blocks: int, engine: native.Engine
+) -> Iterator[RawFile]:
+    """A raw file whose blocks have been written once. Gone afterwards, also after a kill."""
+    wanted = min(blocks, max(1, _BUFFERS_BYTES // block_bytes)) * block_bytes
+    with ExitStack() as scope:
+        fd, direct = scope.enter_context(nameless(directory))
+        memory = filled(wanted)
+        if engine.register(memory.ctypes.data, len(memory)):
+            scope.callback(engine.unregister, memory.ctypes.data, len(memory))
+        raw = RawFile(directory, fd, direct, block_bytes, blocks, memory)
+        os.posix_fallocate(fd, 0, raw.nbytes)
+        raw.writes(engine)[f"{engine.kind} batch"]()
+        yield raw

@@ -1,0 +1,175 @@
+"""Speeds on a noisy machine: limit and subject take turns, and ratios are taken per round.
+round.
+
+A limit can be reached in several ways (threads, a batch, ...). Each is tried a few times first, and
+the one with the best median is the limit of all rounds: taking the best of every round anew would
+compare the luckiest of many runs with one run of the subject.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+Work = Callable[[], float]
+"""Does a fixed amount of work once and returns the seconds it took, preparations left out."""
+
+_TRIALS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One speed beside its limit. `ratio` is the median of the rounds' own ratios."""
+
+    tier: str
+    op: str
+    block_bytes: int
+    bytes_per_s: float
+    limit_bytes_per_s: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+    limit_by: str
+    """What reached the limit."""
+
+    rounds: int
+    bar: float | None = None
+    """The least ratio we want; None where nothing is promised."""
+
+    @property
+    def ok(self) -> bool:
+        return self.bar is None or self.ratio >= self.bar
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long one call takes."""
+
+    op: str
+    index_blocks: int
+    p50_us: float
+    p99_us: float
+    calls: int
+    bar_us: float | None = None
+    """The most we want for p50."""
+
+    @property
+    def ok(self) -> bool:
+        return self.bar_us is None or self.p50_us <= self.bar_us
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number that is neither a speed nor a latency."""
+
+    what: str
+    value: float
+    unit: str
+    low: float
+    high: float
+    bar: float | None = None
+    """The most we want, or the least if `bar_is_least`."""
+
+    bar_is_least: bool = False
+
+    @property
+    def ok(self) -> bool:
+        if self.bar is None:
+            return True
+        return self.value >= self.bar if self.bar_is_least else self.value <= self.bar
+
+
+Result = Row | Latency | Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a benchmark. `run` takes a while; `label` is for whoever waits."""
+
+    label: str
+    run: Callable[[], list[Result]]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A subject's seconds and its limit's, round by round."""
+
+    seconds: tuple[float, ...]
+    limit_seconds: tuple[float, ...]
+    limit_by: str
+
+    def ratios(self) -> list[float]:
+        return [limit / own for own, limit in zip(self.seconds, self.limit_seconds, strict=True)]
+
+    def row(
+        self, tier: str, op: str, block_bytes: int, nbytes: int, bar: float | None = None
+    ) -> Row:
+        """As a row, `nbytes` being what each run moved."""
+        ratios = self.ratios()
+        return Row(
+            tier=tier,
+            op=op,
+            block_bytes=block_bytes,
+            bytes_per_s=nbytes / median(self.seconds),
+            limit_bytes_per_s=nbytes / median(self.limit_seconds),
+            ratio=median(ratios),
+            ratio_min=min(ratios),
+            ratio_max=max(ratios),
+            limit_by=self.limit_by,
+            rounds=len(ratios),
+            bar=bar,
+        )
+
+
+def stopwatch(work: Callable[[], object]) -> Work:
+    """`work` as a Work whose whole run counts."""
+
+    def timed() -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    return timed
+
+
+def fastest(ways: Mapping[str, Work], trials: int = _TRIALS) -> str:
+    """Name of the way with the best median; the trials of all ways are interleaved."""
+    if len(ways) == 1:
+        return next(iter(ways))
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(trials):
+        for name, work in ways.items():
+            taken[name].append(work())
+    return min(taken, key=lambda name: median(taken[name]))
+
+
+def compare(
+    limits: Mapping[str, Work], subjects: Mapping[str, Work], rounds: int
+) -> dict[str, Speed]:
+    """Run the best limit and every subject `rounds` times, in turn, in alternating order."""
+    limit_by = fastest(limits, min(_TRIALS, rounds))
+    works: dict[str, Work] = {"": limits[limit_by], **subjects}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for number in range(rounds):
+        for name in _order(list(works), number):
+            seconds[name].append(works[name]())
+    limit_seconds = tuple(seconds.pop(""))
+    return {name: Speed(tuple(taken), limit_seconds, limit_by) for name, taken in seconds.items()}
+
+
+def _order(names: Sequence[str], number: int) -> Iterator[str]:
+    return iter(names) if number % 2 == 0 else reversed(names)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def spread(what: str, values: Sequence[float], unit: str, bar: float | None = None) -> Figure:
+    """Median and extremes of repeated measurements; `bar` is the most we want."""
+    return Figure(what, median(values), unit, min(values), max(values), bar)
