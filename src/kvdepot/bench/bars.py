@@ -1,4 +1,4 @@
-"""What we promise, as numbers. Benchmarks show them beside what they measure; no test checks them."""
+"""What we promise, as numbers. Benchmarks show them beside what they measure; tests do not."""
 
 from typing import Final
 

@@ -36,6 +36,10 @@ class Prompts:
 
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20261115))
 
+    def reseed(self, seed: int) -> None:
+        """Make other prompts than the ones made so far, or by another process."""
+        self.rng = np.random.default_rng(seed)
+
     def fresh(self, count: int) -> list[list[BlockKey]]:
         tokens = self.blocks * BLOCK_TOKENS
         return [

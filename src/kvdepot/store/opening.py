@@ -84,7 +84,7 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
 
 def _open_ssd(config: SsdConfig, files: Files | None, mode: Mode) -> SegmentTier:
     try:
-        files = files or Files(config.io_engine, config.io_depth)
+        files = files or Files(config.io_engine, config.io_depth, config.write_timeout)
     except OSError as error:
         raise ConfigError(
             "ssd.io_engine",

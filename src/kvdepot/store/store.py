@@ -401,7 +401,7 @@ class Store:
         return removals
 
     def _await_written(self, rows: list[int]) -> None:
-        """Wait until no removed block is on its way to disk; its writer records the removal then."""
+        """Wait until no removed block is being written; its writer records the removal then."""
         ssd = self._stock.config.ssd
         if ssd is not None:
             tickets = self._stock.dirty_tickets

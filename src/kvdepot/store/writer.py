@@ -43,13 +43,28 @@ class Writer:
         batch: list[int] = []
         with stock.work:
             while not batch:
-                while not stock.dirty and not stock.closing:
-                    stock.work.wait()
+                while not stock.closing and (not stock.dirty or self._sits_out()):
+                    stock.work.wait(self._pause_s() if stock.dirty else None)
                 if not stock.dirty:
                     break
                 batch = self._take()
                 stock.changed.notify_all()
         return batch
+
+    def _sits_out(self) -> bool:
+        """Whether this drive is down while another one can do the work."""
+        return not self._is_up(self._index) and self._another_is_up()
+
+    def _another_is_up(self) -> bool:
+        others = range(len(self._ssd.drives))
+        return any(self._is_up(index) for index in others if index != self._index)
+
+    def _is_up(self, index: int) -> bool:
+        health = self._ssd.drives[index].breaker.health()
+        return health.ok or (index == self._index and not health.retry_in_s)
+
+    def _pause_s(self) -> float:
+        return self._ssd.drives[self._index].breaker.health().retry_in_s
 
     def _give_up(self) -> None:
         """The thread ends. If that is not by plan, nothing may wait for it any longer."""
@@ -86,9 +101,10 @@ class Writer:
 
     def _write(self, batch: list[int]) -> None:
         """Append blocks; make room and try once more for those that found none."""
+        catalog = self._stock.catalog
         places = self._append(batch)
         left = [row for row in batch if row not in places]
-        if left and self._make_room():
+        if left and self._make_room(max(record_bytes(catalog.nbytes[row]) for row in left)):
             places.update(self._append(left))
         self._commit(batch, places)
         self._keep_spare()
@@ -104,11 +120,14 @@ class Writer:
         locations = self._ssd.append(self._index, images)
         return {row: at for row, at in zip(rows, locations, strict=True) if at is not None}
 
-    def _make_room(self) -> bool:
+    def _make_room(self, nbytes: int) -> bool:
+        """Do what lets a write that was refused succeed; False where it failed for another reason."""
         drive = self._ssd.drives[self._index]
         if drive.lost:
             return self._restorer.restore()
-        return drive.breaker.health().ok and self._reclaimer.reclaim()
+        if not drive.breaker.health().ok or drive.has_room(nbytes):
+            return False
+        return self._reclaimer.reclaim()
 
     def _keep_spare(self) -> None:
         """Reclaim ahead of need, while the new segment still has room for what is kept."""
@@ -120,12 +139,17 @@ class Writer:
     def _commit(self, batch: list[int], places: dict[int, int]) -> None:
         stock, catalog = self._stock, self._stock.catalog
         removed = []
+        passed: list[int] = []
+        pass_on = not self._is_up(self._index) and self._another_is_up()
         with stock.changed:
             for row in batch:
                 location = places.get(row)
                 if location is None:
                     catalog.disk.drop(row)
-                    stock.counters.write_failed += 1
+                    if pass_on:
+                        passed.append(row)
+                    else:
+                        stock.counters.write_failed += 1
                 else:
                     catalog.disk.location[row] = location
                     catalog.disk.seal(row)
@@ -138,8 +162,12 @@ class Writer:
             self._ssd.erase({self._index: removed})
         with stock.changed:
             for row in batch:
-                self._clean(row)
+                if row not in passed:
+                    self._clean(row)
+            stock.dirty.extendleft(reversed(passed))
             stock.unlease(batch)
+            if passed:
+                stock.work.notify_all()
 
     def _clean(self, row: int) -> None:
         """The block no longer waits to be written. Lock held."""

@@ -97,9 +97,10 @@ class Kill:
 
 @dataclass(eq=False, slots=True)
 class Stall:
-    """The operation does not end before `release`; a batch gives up on it at its deadline.
+    """The operation does not end before `release`; it gives up with ETIMEDOUT at its deadline.
 
-    It is carried out on release, as a slow disk would: too late for the batch, its memory still in use.
+    An operation of a batch is carried out all the same when it is released, as by a slow disk: its
+    memory is in use until then.
     """
 
     released: threading.Event = field(default_factory=threading.Event)
@@ -145,9 +146,15 @@ class FaultyFiles(Files):
     """Files that fail as told. Thread-safe."""
 
     def __init__(
-        self, kind: EngineKind = "auto", depth: int = 32, *, faults: Iterable[Fault] = ()
+        self,
+        kind: EngineKind = "auto",
+        depth: int = 32,
+        timeout_s: float = 10.0,
+        *,
+        faults: Iterable[Fault] = (),
     ) -> None:
-        super().__init__(kind, depth)
+        super().__init__(kind, depth, timeout_s)
+        self._stall_timeout_s = timeout_s
         self.counts: Counter[Call] = Counter()
         self.boundaries = 0
         self._faults = list(faults)
@@ -171,7 +178,7 @@ class FaultyFiles(Files):
         effects = [self._meet(*_describe(op)) for op in ops]
         if not any(effects):
             return super().run(ops, timeout_s)
-        return self._run_around(ops, effects, time.monotonic() + timeout_s)
+        return self._apply_all(ops, effects, time.monotonic() + timeout_s)
 
     def read(self, fd: int, offset: int, nbytes: int) -> memoryview:
         """See Files.read."""
@@ -230,8 +237,8 @@ class FaultyFiles(Files):
     def _before(self, effect: Effect | None) -> None:
         if isinstance(effect, Fail):
             raise OSError(effect.code, os.strerror(effect.code))
-        if isinstance(effect, Stall):
-            effect.released.wait()
+        if isinstance(effect, Stall) and not effect.released.wait(self._stall_timeout_s):
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         if isinstance(effect, Kill) and effect.when in ("before", "without"):
             kill_process()
 
@@ -243,7 +250,7 @@ class FaultyFiles(Files):
         write_part(fd, offset, data, tear.nbytes)
         _end(tear)
 
-    def _run_around(self, ops: Ops, effects: list[Effect | None], deadline: float) -> Pending | None:
+    def _apply_all(self, ops: Ops, effects: list[Effect | None], deadline: float) -> Pending | None:
         """Run a batch in order, applying effects; "without" and stalls come after everything else."""
         late = _LateBatch(self, [], deadline)
         last: list[int] = []
@@ -254,7 +261,7 @@ class FaultyFiles(Files):
             elif isinstance(effect, Kill) and effect.when == "without":
                 last.append(index)
             else:
-                late.take(self._run_one(ops[index : index + 1], effect, deadline))
+                late.take(self._apply(ops[index : index + 1], effect, deadline))
         if last:
             kill_process()
         for index, effect in enumerate(effects):
@@ -263,12 +270,12 @@ class FaultyFiles(Files):
                 late.take(super().run(ops[index : index + 1], _left(deadline)))
         return late if late.busy else None
 
-    def _run_one(self, op: Ops, effect: Effect | None, deadline: float) -> Pending | None:
+    def _apply(self, op: Ops, effect: Effect | None, deadline: float) -> Pending | None:
         if isinstance(effect, Fail):
             op["result"] = -effect.code
             return None
         if isinstance(effect, Corrupt):
-            return self._run_corrupt(op, effect, deadline)
+            return self._apply_corrupt(op, effect, deadline)
         if isinstance(effect, Tear) or (isinstance(effect, Kill) and effect.when == "torn"):
             data = bytes(view_at(int(op["address"][0]), int(op["nbytes"][0])))
             torn = effect if isinstance(effect, Tear) else Tear(len(data) // 2, kill=True)
@@ -283,7 +290,7 @@ class FaultyFiles(Files):
         self._after(effect)
         return pending
 
-    def _run_corrupt(self, op: Ops, corrupt: Corrupt, deadline: float) -> Pending | None:
+    def _apply_corrupt(self, op: Ops, corrupt: Corrupt, deadline: float) -> Pending | None:
         """Read from a damaged copy of the range, so that the engine itself verifies the damage."""
         fd, nbytes = int(op["fd"][0]), int(op["nbytes"][0])
         copy_fd = os.memfd_create("kvdepot-damaged", os.MFD_CLOEXEC)

@@ -175,11 +175,12 @@ class Drive:
                 return None
         return found
 
-    def append(self, images: Sequence[memoryview]) -> list[Appended | None]:
+    def append(self, images: Sequence[memoryview], *, wait: bool = True) -> list[Appended | None]:
         """Write record images to the log. None where there was no room or the write failed.
 
-        Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, or, on a
-        stalled medium, until the medium lets go of the images.
+        Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`; on a
+        stalled medium with `wait` until it lets go of the images, without it the images must be
+        left alone for good.
         """
         results: list[Appended | None] = [None] * len(images)
         with self._turn() as mine:
@@ -190,7 +191,7 @@ class Drive:
                 return results
             start = 0
             while start < len(images):
-                stop = self._append_run(images, start, results)
+                stop = self._append_run(images, start, results, wait=wait)
                 if stop == start:
                     break
                 start = stop
@@ -207,7 +208,12 @@ class Drive:
                 self._lock.release()
 
     def _append_run(
-        self, images: Sequence[memoryview], start: int, results: list[Appended | None]
+        self,
+        images: Sequence[memoryview],
+        start: int,
+        results: list[Appended | None],
+        *,
+        wait: bool,
     ) -> int:
         """Append as many images as fit in the active segment. Returns the first one not tried."""
         segment = self._segment_for(len(images[start]))
@@ -221,9 +227,8 @@ class Drive:
             segment.tail += len(images[stop])
             segment.count += 1
             stop += 1
-        for index, (offset, ok) in enumerate(
-            zip(places, self._write(segment, images[start:stop], places), strict=True)
-        ):
+        written = self._write(segment, images[start:stop], places, wait=wait)
+        for index, (offset, ok) in enumerate(zip(places, written, strict=True)):
             if ok:
                 results[start + index] = self._note(segment, images[start + index], offset)
             else:
@@ -231,7 +236,7 @@ class Drive:
         return stop
 
     def _write(
-        self, segment: Segment, images: Sequence[memoryview], offsets: list[int]
+        self, segment: Segment, images: Sequence[memoryview], offsets: list[int], *, wait: bool
     ) -> list[bool]:
         fd, base = self.medium.extent(segment.slot)
         ops = io_ops(len(images))
@@ -242,7 +247,9 @@ class Drive:
         pending = self.files.run(ops, self.settings.write_timeout_s)
         if pending is not None:
             self.breaker.failed("writes do not finish", at_once=True)
-            while not pending.wait(60.0):
+            if not wait:
+                self.files.keep(pending, images)
+            while wait and not pending.wait(60.0):
                 self.breaker.failed("writes do not finish", at_once=True)
         codes: list[int] = ops["result"].tolist()
         self._judge(codes)
@@ -304,17 +311,22 @@ class Drive:
         return segment
 
     def _take_slot(self) -> int | None:
-        if self.free:
-            return self.free.pop()
-        count = len(self.segments)
-        if count >= self.settings.slots_max or not self._growth.allows():
+        """A free slot, or a new one; a disk that was full is asked now and then whether it still is."""
+        slot = None
+        if not self.free or not self._growth.health().ok:
+            slot = self._new_slot()
+        return self.free.pop() if slot is None and self.free else slot
+
+    def _new_slot(self) -> int | None:
+        taken = {*self.segments, *self.free}
+        if len(taken) >= self.settings.slots_max or not self._growth.allows():
             return None
-        slot = next(n for n in range(count + 1) if n not in self.segments)
+        slot = next(n for n in range(len(taken) + 1) if n not in taken)
         try:
             self.medium.create(slot, self.settings.segment_bytes)
         except OSError as error:
             self._growth.failed(str(error.strerror), at_once=True)
-            if error.errno not in _FULL or count < 2:
+            if error.errno not in _FULL or len(taken) < 2:
                 self.breaker.failed(str(error.strerror), at_once=True)
             return None
         self._growth.succeeded()
@@ -324,6 +336,11 @@ class Drive:
     def record_bytes_max(self) -> int:
         """The largest record that a segment can take."""
         return self.settings.segment_bytes - PAGE - footer_bytes(1)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a record would find room without reclaiming a segment."""
+        active = self._active
+        return self.spare_slots() > 0 or (active is not None and self._room(active, nbytes))
 
     def spare_slots(self) -> int:
         """Segments that can still be opened without reclaiming one.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvdepot.codec.record import round_up
 from kvdepot.core.tier import Pending
-from kvdepot.native import IO_DTYPE, open_engine
+from kvdepot.native import IO_DTYPE, SYNC, WRITE, address_of, open_engine
 
 EngineKind = Literal["auto", "uring", "threads", "python"]
 Ops = npt.NDArray[Any]
@@ -32,8 +32,10 @@ def aligned(nbytes: int) -> memoryview:
 class Files:
     """I/O on open descriptors. Raises OSError; batches report errors in their `result` column."""
 
-    def __init__(self, kind: EngineKind = "auto", depth: int = 32) -> None:
+    def __init__(self, kind: EngineKind = "auto", depth: int = 32, timeout_s: float = 10.0) -> None:
         self.engine = open_engine(kind, depth=depth)
+        self._timeout_s = timeout_s
+        self._adrift: list[tuple[Pending, object]] = []
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         """Execute a batch; see native.Engine.run. GIL released."""
@@ -55,16 +57,32 @@ class Files:
         return buffer[:done]
 
     def write(self, fd: int, offset: int, data: bytes) -> None:
-        """Write whole pages at `offset`, all or OSError."""
+        """Write whole pages at `offset`, all or OSError; ETIMEDOUT when the medium stalls."""
         buffer = aligned(len(data))
         buffer[: len(data)] = data
-        done = 0
-        while done < len(data):
-            done += os.pwritev(fd, [buffer[done : len(data)]], offset + done)
+        ops = io_ops(1)
+        ops["fd"], ops["opcode"], ops["offset"] = fd, WRITE, offset
+        ops["address"], ops["nbytes"] = address_of(buffer)[0], len(data)
+        self._run_one(ops, buffer)
 
     def sync(self, fd: int) -> None:
-        """Bytes written so far survive a power cut."""
-        os.fdatasync(fd)
+        """Bytes written so far survive a power cut, or OSError; ETIMEDOUT on a stalled medium."""
+        ops = io_ops(1)
+        ops["fd"], ops["opcode"] = fd, SYNC
+        self._run_one(ops, None)
+
+    def keep(self, pending: Pending, memory: object) -> None:
+        """Hold on to memory that the kernel may still read, until it has let go of it."""
+        self._adrift = [part for part in self._adrift if not part[0].wait(0.0)]
+        self._adrift.append((pending, memory))
+
+    def _run_one(self, ops: Ops, memory: object) -> None:
+        pending = self.engine.run(ops, self._timeout_s)
+        if pending is not None:
+            self.keep(pending, memory)
+        code = -int(ops["result"][0])
+        if code:
+            raise OSError(code, os.strerror(code))
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Give a file its full size, with its blocks reserved where the filesystem can."""

@@ -24,6 +24,8 @@ _SLOTS_MIN: Final = 3
 _STRETCH: Final = 32 << 20
 _PROBE_BYTES: Final = 2 << 30
 """How far a device with a lost superblock is searched for segments."""
+_TELLS_SIZE: Final = b"segment_bytes"
+"""A damaged page with this in it was a superblock."""
 _PREFIX: Final = struct.Struct("<QII")
 """How the header page begins in every format: checksum, magic, version."""
 
@@ -112,12 +114,12 @@ def _superblock(
             "the device holds something that is not a kvdepot store",
             hint=f"if it may be overwritten: wipefs -a {medium.label}",
         )
-    elif not settings.writable:
+    elif not settings.writable and (page is None or _TELLS_SIZE not in page):
         raise FormatError(medium.label, "there is no store here", hint="check the path")
     else:
         superblock, damage = Superblock(str(uuid.uuid4()), settings.segment_bytes), []
         if page is not None:
-            damage = [f"{medium.label}: superblock: damaged, and no segment is left: started anew"]
+            damage = [f"{medium.label}: superblock: damaged, and there is no segment"]
     if settings.writable:
         medium.write_superblock(superblock)
     return superblock, damage

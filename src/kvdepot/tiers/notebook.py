@@ -69,5 +69,5 @@ class Notebook:
     def _append(self, kind: Kind, key: BlockKey, payload: bytes) -> int | None:
         image = aligned(record_bytes(len(payload)))
         write_note(image, kind, key, payload)
-        (place,) = self.drive.append([image])
+        (place,) = self.drive.append([image], wait=False)
         return place.segment_id if place is not None else None

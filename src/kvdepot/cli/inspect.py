@@ -1,0 +1,206 @@
+"""`kvdepot inspect PATH`: what is inside a store on disk."""
+
+import argparse
+import json
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvdepot.cli import output
+from kvdepot.codec.segment import FORMAT
+from kvdepot.core.units import format_bytes
+from kvdepot.store.auditor import opened, read_drive
+from kvdepot.tiers.contents import Contents
+from kvdepot.tiers.drive import Drive
+from kvdepot.tiers.notebook import Notebook
+
+HIDDEN = ("secret",)
+"""Never printed, wherever it may come from; descriptions on disk do not have it."""
+ROWS_MAX = 40
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRow:
+    """One segment, for people and for scripts."""
+
+    segment_id: int
+    slot: int
+    sealed: bool
+    records: int
+    live_blocks: int
+    live_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceRow:
+    """One namespace; fields are empty where its description is not on this drive."""
+
+    tag: str
+    model: str
+    tenant: str
+    dtype: str
+    block_tokens: int
+    blocks: int
+    nbytes: int
+    description: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a store on disk holds."""
+
+    path: str
+    format: int
+    uuid: str
+    segment_bytes: int
+    held_bytes: int
+    free_slots: int
+    blocks: int
+    live_bytes: int
+    removals: int
+    oldest_sequence: int
+    newest_sequence: int
+    segments: list[SegmentRow]
+    namespaces: list[SpaceRow]
+    damage: list[str]
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "inspect",
+        description="Show what is inside a store on disk: its segments and its namespaces. "
+        "Changes nothing, and may run while the store is in use.",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a directory or block device")
+    output.add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with output.Progress(f"reading {args.path}"), opened(args.path) as drive:
+        found = inspect(args.path, drive)
+    if args.json:
+        output.document(found)
+    else:
+        show(found)
+    return 0
+
+
+def inspect(path: Path, drive: Drive) -> Inspection:
+    notebook, contents = read_drive(drive)
+    (recovered,) = contents.recovered
+    entries = [segment.entries["sequence"] for segment in recovered if len(segment.entries)]
+    sequences = np.concatenate(entries) if entries else np.zeros(1, np.uint64)
+    in_use = drive.segments
+    return Inspection(
+        path=str(path),
+        format=FORMAT,
+        uuid=str(uuid.UUID(bytes=drive.settings.store)),
+        segment_bytes=drive.settings.segment_bytes,
+        held_bytes=drive.held_bytes(),
+        free_slots=len(drive.free),
+        blocks=len(contents.locations),
+        live_bytes=sum(segment.live_bytes for segment in in_use.values()),
+        removals=sum(map(len, notebook.removals.values())),
+        oldest_sequence=int(sequences.min()),
+        newest_sequence=int(sequences.max()),
+        segments=[
+            SegmentRow(
+                segment_id=found.segment_id,
+                slot=found.slot,
+                sealed=found.sealed,
+                records=len(found.entries),
+                live_blocks=in_use[found.slot].live_count,
+                live_bytes=in_use[found.slot].live_bytes,
+            )
+            for found in sorted(recovered, key=lambda segment: segment.segment_id)
+        ],
+        namespaces=list(spaces(notebook, contents)),
+        damage=list(drive.damage),
+    )
+
+
+def spaces(notebook: Notebook, contents: Contents) -> Iterator[SpaceRow]:
+    """Namespaces with a description or with blocks, the largest first."""
+    tags = np.ascontiguousarray(contents.words[:, 0]).astype("<u8").tobytes()
+    blocks: Counter[bytes] = Counter()
+    nbytes: Counter[bytes] = Counter()
+    for index, size in enumerate(contents.payload_bytes.tolist()):
+        tag = tags[8 * index : 8 * index + 8]
+        blocks[tag] += 1
+        nbytes[tag] += size
+    known = {tag: described(text) for tag, (_, text) in notebook.spaces.items()}
+    for tag in sorted({*known, *blocks}, key=lambda tag: (-nbytes[tag], tag)):
+        facts = known.get(tag, {})
+        layout = facts.get("layout", {})
+        yield SpaceRow(
+            tag=tag.hex(),
+            model=str(facts.get("model", "")),
+            tenant=str(facts.get("tenant", "")),
+            dtype=str(layout.get("dtype", "")),
+            block_tokens=int(layout.get("block_tokens", 0)),
+            blocks=blocks[tag],
+            nbytes=nbytes[tag],
+            description=facts,
+        )
+
+
+def described(text: bytes) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(text)
+    return {name: value for name, value in facts.items() if name not in HIDDEN}
+
+
+def show(found: Inspection) -> None:
+    output.data(f"{found.path}: store {found.uuid}, format {found.format}")
+    held = f"{format_bytes(found.held_bytes)} in segments of {format_bytes(found.segment_bytes)}"
+    output.data(f"  holds     {held}, {found.free_slots} of them free")
+    output.data(f"  live      {found.blocks:,} blocks, {format_bytes(found.live_bytes)}")
+    output.data(f"  removals  {found.removals:,}")
+    output.data(f"  sequence  {found.oldest_sequence:,} to {found.newest_sequence:,}")
+    if found.namespaces:
+        output.data("\n" + spaces_table(found))
+    if found.segments:
+        output.data("\n" + segments_table(found))
+        if len(found.segments) > ROWS_MAX:
+            output.data(f"… and {len(found.segments) - ROWS_MAX:,} more; --json lists them all")
+    for text in found.damage:
+        output.say(f"damage: {text}")
+    if found.damage:
+        output.say(f"hint: kvdepot check {found.path}")
+
+
+def spaces_table(found: Inspection) -> str:
+    headings = ("namespace", "model", "tenant", "dtype", "tokens/block", "blocks", "bytes")
+    rows = [
+        (
+            space.tag,
+            space.model or "?",
+            space.tenant or "-",
+            space.dtype or "?",
+            space.block_tokens or "?",
+            f"{space.blocks:,}",
+            format_bytes(space.nbytes),
+        )
+        for space in found.namespaces
+    ]
+    return output.table(headings, rows)
+
+
+def segments_table(found: Inspection) -> str:
+    headings = ("segment", "slot", "state", "records", "live blocks", "live bytes")
+    rows = [
+        (
+            row.segment_id,
+            row.slot,
+            "sealed" if row.sealed else "open",
+            f"{row.records:,}",
+            f"{row.live_blocks:,}",
+            format_bytes(row.live_bytes),
+        )
+        for row in found.segments[:ROWS_MAX]
+    ]
+    return output.table(headings, rows)

@@ -1,0 +1,49 @@
+"""A directory to try things in: on a real disk where there is one, gone afterwards."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvdepot.cli import machine
+from kvdepot.core.units import format_bytes
+from kvdepot.errors import ConfigError
+
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def choose_parent(given: Path | None, needed_bytes: int) -> machine.PathFacts:
+    """The directory given, else the first usable one of the temporary ones and the current one.
+
+    Prefers a disk to a filesystem in memory. Raises ConfigError where there is not enough room.
+    """
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        candidates = [given]
+    else:
+        candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
+    usable = []
+    for path in candidates:
+        facts = machine.read_path(path)
+        if not facts.problem and not facts.is_device and facts.free_bytes >= needed_bytes:
+            usable.append(facts)
+    if not usable:
+        places = ", ".join(map(str, candidates))
+        raise ConfigError(
+            "path",
+            f"no directory with {format_bytes(needed_bytes)} to write to among {places}",
+            hint="give one with --path",
+        )
+    return next((facts for facts in usable if facts.filesystem not in IN_MEMORY), usable[0])
+
+
+@contextmanager
+def scratch_directory(parent: Path, prefix: str, *, keep: bool = False) -> Iterator[Path]:
+    """A new directory in `parent`. Removed with all that is in it, also after Ctrl-C."""
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        yield path
+    finally:
+        if not keep:
+            shutil.rmtree(path, ignore_errors=True)

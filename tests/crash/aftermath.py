@@ -1,0 +1,137 @@
+"""Killing children, and judging what they leave behind."""
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from kvdepot.core.block import BlockKey
+from kvdepot.core.keys import check_key
+from kvdepot.store.opening import assemble
+from kvdepot.store.store import Store
+from tests.crash.workload import SPACES, Plan, Promises, payload_of, register
+
+ROOT = Path(__file__).parents[2]
+OURS = re.compile(r"superblock|lock|segment-\d{6}\.kvs")
+KILLED = -9
+
+
+class Children:
+    """The fork server, from the parent's side."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self.seconds = 0.0
+        """How long the last child lived."""
+
+    def run(self, plan: Plan) -> int:
+        """Exit code of one child; KILLED when it was."""
+        stdin, stdout = self._pipes()
+        stdin.write(plan.as_json() + "\n")
+        stdin.flush()
+        answer = json.loads(stdout.readline())
+        self.seconds = answer["seconds"]
+        return int(answer["code"])
+
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return self._process.stdin, self._process.stdout
+
+
+@contextmanager
+def children() -> Iterator[Children]:
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.crash.server"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield Children(process)
+
+
+def judge(plan: Plan) -> Promises:
+    """Everything that must hold after a child's end, however it came. Returns its promises."""
+    promises = Promises.read(plan.diary)
+    store = assemble(plan.config())
+    try:
+        present = judge_store(store, plan, promises)
+        judge_files(store, plan)
+        judge_usable(store, promises)
+    finally:
+        closed = store.close()
+    assert closed, "what is left cannot be closed cleanly"
+    judge_audit(plan)
+    with assemble(plan.config()) as again:
+        judge_files(again, plan)
+        register(again)
+        now = find(again, promises.known)
+        assert again.check().ok
+        if plan.roomy:
+            assert now == present, "a clean reopen changed what is there"
+        assert not now & promises.gone, "a removed block came back at the second reopen"
+    return promises
+
+
+def judge_store(store: Store, plan: Plan, promises: Promises) -> set[BlockKey]:
+    report = store.check()
+    assert report.ok, [str(finding) for finding in report.findings]
+    register(store)
+    present = find(store, promises.known)
+    assert not present & promises.gone, "a removed block came back"
+    if plan.roomy:
+        lost = promises.there - present
+        assert not lost, f"{len(lost)} acknowledged blocks are lost"
+    assert store.stats()["counters"]["quarantined"] == 0
+    return present
+
+
+def find(store: Store, keys: set[BlockKey]) -> set[BlockKey]:
+    """Those of the keys that the store gives back; their bytes must be right."""
+    present = set()
+    for key in keys:
+        into = bytearray(len(payload_of(check_key(key))))
+        if store.get(key, into):
+            assert into == payload_of(key), f"wrong bytes for {key.hex()}"
+            present.add(key)
+    return present
+
+
+def judge_files(store: Store, plan: Plan) -> None:
+    """The books agree with the directory, and nothing else lies there."""
+    names = [name for path in plan.paths for name in os.listdir(path)]
+    assert all(OURS.fullmatch(name) for name in names), f"orphans: {sorted(names)}"
+    sizes = [file.stat().st_size for path in plan.paths for file in path.glob("segment-*.kvs")]
+    ssd = store.stats()["tiers"]["ssd"]
+    assert sum(sizes) == ssd["held_bytes"] <= plan.capacity_bytes
+    assert ssd["used_bytes"] <= ssd["held_bytes"]
+
+
+def judge_usable(store: Store, promises: Promises) -> None:
+    """The store goes on: a new block can be put, flushed and read."""
+    (key,) = SPACES["small"].keys([7, 7, 7, 7])
+    assert store.put(key, payload_of(key), timeout_s=10.0)
+    assert store.flush()
+    assert find(store, {key})
+    store.remove(key)
+
+
+def judge_audit(plan: Plan) -> None:
+    """The offline check agrees, where there is one."""
+    if importlib.util.find_spec("kvdepot.store.auditor") is None:
+        return
+    auditor = importlib.import_module("kvdepot.store.auditor")
+    for path in plan.paths:
+        report = auditor.audit(path)
+        assert report.ok, [str(finding) for finding in report.findings]

@@ -1,0 +1,541 @@
+"""Any damage to the files of a store, at rest or while it is open: right bytes or a miss.
+
+What a flipped byte must lead to is worked out here from docs/formats.md, not from the package.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvdepot
+from kvdepot.cli.main import main
+from kvdepot.core.block import BlockKey
+from kvdepot.core.layout import KVLayout
+from kvdepot.errors import FormatError, StoreBusyError
+from kvdepot.store.auditor import audit
+from kvdepot.store.repairer import repair
+from kvdepot.store.space import Space
+from kvdepot.store.store import Store
+from kvdepot.testing.images import payload_for
+
+PAGE = 4096
+SEGMENT_BYTES = 64 << 10
+BLOCK_BYTES = 6000
+LAYOUT = KVLayout.opaque(BLOCK_BYTES, 16, 3)
+BLOCKS = 22
+REMOVED = (3, 11)
+
+
+def open_store(path: Path, **settings: Any) -> Store:
+    """Memory for few blocks only, so that most gets read the disk."""
+    ssd = {"path": str(path), "capacity": "2MiB", "segment": SEGMENT_BYTES, "read_timeout": 10.0}
+    small = {"dram": {"capacity": "256KiB", "huge_pages": "never"}}
+    return kvdepot.open(ssd=ssd, writeback={"staging": "1MiB"}, **{**small, **settings})
+
+
+def space_of(store: Store) -> Space:
+    return store.namespace(model="m", layout=LAYOUT, tenant="t", secret=b"never printed")
+
+
+def keys_of(space: Space, chain: int, count: int = BLOCKS) -> list[BlockKey]:
+    return space.keys([chain * 1000 + token for token in range(16 * count)])
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A store that was closed properly, to be copied and damaged."""
+
+    path: Path
+    keys: list[BlockKey]
+    removed: list[BlockKey]
+
+    def copy(self, to: Path) -> Path:
+        return Path(shutil.copytree(self.path, to))
+
+
+def build(path: Path, chain: int) -> Closed:
+    with open_store(path) as store:
+        keys = keys_of(space_of(store), chain)
+        for key in keys:
+            assert store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+        assert store.flush()
+        removed = [keys[index] for index in REMOVED]
+        assert store.remove(removed) == len(removed)
+    return Closed(path, [key for key in keys if key not in removed], removed)
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Closed:
+    return build(tmp_path_factory.mktemp("stores") / "closed", chain=1)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Closed:
+    return build(tmp_path_factory.mktemp("stores") / "foreign", chain=2)
+
+
+@dataclass
+class Used:
+    """The bytes of one file that mean something, by what they mean."""
+
+    spans: list[tuple[int, int, str, bytes]] = field(default_factory=list)
+
+    def add(self, start: int, length: int, what: str, key: bytes = b"") -> None:
+        self.spans.append((start, start + length, what, key))
+
+    def at(self, offset: int) -> tuple[str, bytes]:
+        for start, stop, what, key in self.spans:
+            if start <= offset < stop:
+                return what, key
+        return "unused", b""
+
+
+def map_file(file: Path, live: set[bytes]) -> Used:
+    """Read a file as docs/formats.md tells."""
+    used, data = Used(), file.read_bytes()
+    if file.name == "superblock":
+        used.add(0, 24 + struct.unpack_from("<I", data, 20)[0], "superblock")
+    if not file.name.startswith("segment-") or not any(data[:PAGE]):
+        return used
+    used.add(0, 56, "header")
+    used.add(len(data) - PAGE, 104, "trailer")
+    trailer = struct.unpack_from("<QIIQQQQQQQQ16s", data, len(data) - PAGE)
+    footer_offset, count = trailer[6], trailer[8]
+    used.add(footer_offset, 64 * count, "footer")
+    for index in range(count):
+        key, page, kind, nbytes, _, _ = struct.unpack_from(
+            "<32sIIQQQ", data, footer_offset + 64 * index
+        )
+        what = {1: "block", 2: "removal", 3: "space"}[kind]
+        if what == "block" and key not in live:
+            continue
+        (head_bytes,) = struct.unpack_from("<I", data, page * PAGE + 64)
+        used.add(page * PAGE, head_bytes, what, key)
+        used.add(page * PAGE + PAGE, nbytes, what, key)
+    return used
+
+
+def flip(file: Path, offset: int, bit: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        (byte,) = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 1 << bit]))
+
+
+def read_all(path: Path, store: Closed, **settings: Any) -> set[BlockKey]:
+    """The keys that can be read, each with exactly the right bytes."""
+    with open_store(path, **settings) as opened:
+        space_of(opened)
+        return get_all(opened, [*store.keys, *store.removed])
+
+
+def get_all(store: Store, keys: list[BlockKey]) -> set[BlockKey]:
+    found = set()
+    for key in keys:
+        target = bytearray(BLOCK_BYTES)
+        if store.get(key, target):
+            assert bytes(target) == payload_for(key, BLOCK_BYTES), "a wrong byte"
+            found.add(key)
+    return found
+
+
+def check_flip(closed: Closed, directory: Path, rng: random.Random) -> str:
+    """Flip one bit in a copy and hold everything against what it must lead to."""
+    path = closed.copy(directory / "damaged")
+    file = rng.choice(sorted(path.iterdir()))
+    size = file.stat().st_size
+    used = map_file(file, set(closed.keys))
+    spans = [span for span in used.spans if rng.random() < 0.5]
+    low, high = rng.choice(spans)[:2] if spans else (0, size)
+    offset, bit = rng.randrange(low, high), rng.randrange(8)
+    what, key = used.at(offset)
+    print(f"{file.name}, byte {offset}, bit {bit}: {what} {key.hex()}")
+    flip(file, offset, bit)
+    shutil.copytree(path, directory / "repaired")
+    report = audit(path)
+    assert report.ok == (what in ("unused",)), report.findings
+    if what == "block":
+        assert [key.hex() in str(finding) for finding in report.findings] == [True]
+    intact = {one for one in closed.keys if one != key}
+    may_return = set(closed.removed) if what == "removal" else set()
+    assert report.blocks == len(intact) or (may_return and report.blocks > len(intact))
+    assert intact <= read_all(path, closed) <= intact | may_return
+    repair(directory / "repaired")
+    assert audit(directory / "repaired").findings == []
+    assert intact <= read_all(directory / "repaired", closed) <= intact | may_return
+    shutil.rmtree(path)
+    shutil.rmtree(directory / "repaired")
+    return what
+
+
+def test_the_store_under_test_has_all_kinds_of_bytes(closed: Closed) -> None:
+    kinds = set()
+    for file in closed.path.iterdir():
+        kinds |= {span[2] for span in map_file(file, set(closed.keys)).spans}
+    assert kinds == {"superblock", "header", "trailer", "footer", "block", "removal", "space"}
+    report = audit(closed.path)
+    assert report.ok and report.blocks == len(closed.keys)
+    assert report.nbytes == BLOCK_BYTES * len(closed.keys)
+    assert read_all(closed.path, closed, mode="r") == set(closed.keys)
+
+
+def test_a_flipped_bit_costs_at_most_the_block_it_hits(
+    closed: Closed, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        check_flip(closed, tmp_path, rng)
+
+
+@pytest.mark.slow
+def test_many_flipped_bits_one_at_a_time(closed: Closed, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = {check_flip(closed, tmp_path, rng) for _ in range(600)}
+    assert kinds >= {"superblock", "header", "trailer", "footer", "block", "unused"}
+
+
+def truncate(path: Path, rng: random.Random, _: Closed) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    os.truncate(file, rng.randrange(file.stat().st_size))
+
+
+def extend(path: Path, rng: random.Random, _: Closed) -> None:
+    with rng.choice(sorted(path.iterdir())).open("ab") as file:
+        file.write(rng.randbytes(rng.randrange(1, 3 * PAGE)))
+
+
+def swap(path: Path, rng: random.Random, _: Closed) -> None:
+    one, other = rng.sample(sorted(path.iterdir()), 2)
+    one.rename(path / "between")
+    other.rename(one)
+    (path / "between").rename(other)
+
+
+def delete(path: Path, rng: random.Random, _: Closed) -> None:
+    rng.choice(sorted(path.iterdir())).unlink()
+
+
+def replace(path: Path, rng: random.Random, foreign: Closed) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    shutil.copyfile(foreign.path / file.name, file)
+
+
+def replace_anew(path: Path, rng: random.Random, foreign: Closed) -> None:
+    """As `replace`, but a new inode: who has the old file open keeps it."""
+    file = rng.choice(sorted(path.iterdir()))
+    file.unlink()
+    shutil.copyfile(foreign.path / file.name, file)
+
+
+def duplicate(path: Path, rng: random.Random, _: Closed) -> None:
+    one, other = rng.sample(sorted(path.glob("segment-*")), 2)
+    shutil.copyfile(one, other)
+
+
+def zero(path: Path, rng: random.Random, _: Closed) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    pages = max(1, file.stat().st_size // PAGE)
+    with file.open("r+b") as opened:
+        opened.seek(PAGE * rng.randrange(pages))
+        opened.write(bytes(PAGE))
+
+
+def overwrite(path: Path, rng: random.Random, _: Closed) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    with file.open("r+b") as opened:
+        opened.seek(rng.randrange(max(1, file.stat().st_size)))
+        opened.write(rng.randbytes(rng.randrange(1, 4 * PAGE)))
+
+
+def flip_some(path: Path, rng: random.Random, _: Closed) -> None:
+    for _count in range(rng.randrange(1, 20)):
+        file = rng.choice(sorted(path.iterdir()))
+        if size := file.stat().st_size:
+            flip(file, rng.randrange(size), rng.randrange(8))
+
+
+Harm = Callable[[Path, random.Random, Closed], None]
+HARMS = [
+    truncate, extend, swap, delete, replace, replace_anew, duplicate, zero, overwrite, flip_some,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_damage_at_rest(
+    harm: Harm, closed: Closed, foreign: Closed, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(10):
+        path = closed.copy(tmp_path / "damaged")
+        harm(path, rng, foreign)
+        repaired = Path(shutil.copytree(path, tmp_path / "repaired"))
+        before = read_all(shutil.copytree(path, tmp_path / "reader"), closed, mode="r")
+        intact = audit(path).blocks
+        assert len(before) <= intact
+        repair(repaired)
+        assert audit(repaired).findings == []
+        assert before <= read_all(repaired, closed)
+        assert before <= read_all(path, closed)
+        repair(path)
+        assert audit(path).findings == []
+        assert before <= read_all(path, closed)
+        for name in ("damaged", "repaired", "reader"):
+            shutil.rmtree(tmp_path / name)
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_damage_while_open(
+    harm: Harm, closed: Closed, foreign: Closed, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(5):
+        path = closed.copy(tmp_path / "store")
+        with open_store(path) as store:
+            space = space_of(store)
+            more = keys_of(space, chain=3)
+            every = [*closed.keys, *closed.removed, *more]
+            assert get_all(store, every[:4]) <= set(closed.keys)
+            harm(path, rng, foreign)
+            get_all(store, rng.sample(every, len(every)))
+            for key in more:
+                store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=1.0)
+            store.flush(10.0)
+            harm(path, rng, foreign)
+            get_all(store, rng.sample(every, len(every)))
+            store.check()
+            store.remove(every[:2])
+        with open_store(path) as store:
+            space_of(store)
+            get_all(store, every)
+        repair(path)
+        assert audit(path).findings == []
+        with open_store(path) as store:
+            space_of(store)
+            get_all(store, every)
+            assert store.check().ok
+        shutil.rmtree(path)
+
+
+def test_damage_that_hits_an_open_store_is_found_by_its_own_check(
+    closed: Closed, tmp_path: Path
+) -> None:
+    path = closed.copy(tmp_path / "store")
+    with open_store(path) as store:
+        space_of(store)
+        key = closed.keys[5]
+        for file in sorted(path.glob("segment-*")):
+            for start, stop, what, owner in map_file(file, set(closed.keys)).spans:
+                if what == "block" and owner == key:
+                    flip(file, (start + stop) // 2, 3)
+        report = store.check()
+        assert [key.hex() in finding.what for finding in report.findings] == [True]
+        assert not store.get(key, bytearray(BLOCK_BYTES))
+
+
+def test_swapped_segments_are_taken_over_where_they_lie(closed: Closed, tmp_path: Path) -> None:
+    path = closed.copy(tmp_path / "store")
+    one, other = sorted(path.glob("segment-*"))[:2]
+    one.rename(path / "between")
+    other.rename(one)
+    (path / "between").rename(other)
+    assert ["swapped" in finding.what for finding in audit(path).findings] == [True, True]
+    repair(path)
+    assert audit(path).ok
+    assert read_all(path, closed) == set(closed.keys)
+
+
+def test_a_copy_of_a_segment_is_cleared(closed: Closed, tmp_path: Path) -> None:
+    path = closed.copy(tmp_path / "store")
+    shutil.copyfile(path / "segment-000000.kvs", path / "segment-000009.kvs")
+    assert [finding.where for finding in audit(path).findings] == ["slot 9"]
+    repair(path)
+    assert audit(path).ok
+    assert read_all(path, closed) == set(closed.keys)
+
+
+def test_what_a_crash_leaves_is_not_damage(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.crash.test_damage import BLOCK_BYTES, keys_of, open_store, space_of
+from kvdepot.testing.images import payload_for
+store = open_store(Path(sys.argv[1]))
+for key in keys_of(space_of(store), 1):
+    store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+store.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = tmp_path / "store"
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", script, path, root], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (path / "superblock.new").write_bytes(b"half a superbl")
+    (path / "segment-000007.kvs").touch()
+    newest = sorted(path.glob("segment-*"))[-2]
+    assert newest.stat().st_size == SEGMENT_BYTES
+    report = audit(path)
+    assert report.ok, report.findings
+    assert report.blocks == BLOCKS
+
+
+def test_a_repair_that_was_interrupted_can_be_run_again(
+    closed: Closed, foreign: Closed, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop the repair before every write it makes, in turn."""
+    rng = random.Random(seed)
+    damaged = closed.copy(tmp_path / "damaged")
+    swap(damaged, random.Random(1), foreign)
+    for _ in range(3):
+        flip_some(damaged, rng, foreign)
+    (damaged / "superblock").unlink(missing_ok=True)
+    before = read_all(shutil.copytree(damaged, tmp_path / "reader"), closed, mode="r")
+    real = os.pwritev
+    for allowed in range(100):
+        path = Path(shutil.copytree(damaged, tmp_path / f"store-{allowed}"))
+        left = allowed
+
+        def limited(fd: int, buffers: Any, offset: int) -> int:
+            nonlocal left
+            if not left:
+                raise KeyboardInterrupt
+            left -= 1
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", limited)
+        try:
+            repair(path)
+            finished = True
+        except KeyboardInterrupt:
+            finished = False
+        monkeypatch.setattr(os, "pwritev", real)
+        repair(path)
+        assert audit(path).findings == []
+        assert before <= read_all(path, closed)
+        shutil.rmtree(path)
+        if finished:
+            return
+    pytest.fail("the repair never ended")
+
+
+def test_read_only_beside_a_writer(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with open_store(path) as writer:
+        keys = keys_of(space_of(writer), 1)
+        for key in keys:
+            assert writer.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+        assert writer.flush()
+        with open_store(path, mode="r") as reader:
+            space_of(reader)
+            assert get_all(reader, keys) == set(keys)
+            for chain in range(2, 8):
+                for key in keys_of(space_of(writer), chain):
+                    assert writer.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+            get_all(reader, keys)
+            assert audit(path).findings == []
+        assert main(["check", str(path)]) == 0
+
+
+def test_a_second_writer_is_told_who_is_first(closed: Closed, tmp_path: Path) -> None:
+    path = closed.copy(tmp_path / "store")
+    with open_store(path):
+        with pytest.raises(StoreBusyError, match=f"process {os.getpid()}"):
+            open_store(path)
+        with pytest.raises(StoreBusyError, match=f"process {os.getpid()}"):
+            repair(path)
+    assert read_all(path, closed) == set(closed.keys)
+
+
+def newer(page: bytes) -> bytes:
+    """The same superblock, of a format to come."""
+    from kvdepot.native import checksum
+
+    (length,) = struct.unpack_from("<I", page, 20)
+    changed = bytearray(page)
+    struct.pack_into("<I", changed, 16, 7)
+    struct.pack_into("<Q", changed, 0, checksum(bytes(changed[8 : 24 + length])))
+    return bytes(changed)
+
+
+def test_a_store_of_a_newer_format_is_left_alone(closed: Closed, tmp_path: Path) -> None:
+    path = closed.copy(tmp_path / "store")
+    (path / "superblock").write_bytes(newer((path / "superblock").read_bytes()))
+    before = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "lock"}
+    for attempt in (open_store, audit, repair):
+        with pytest.raises(FormatError, match="format 7"):
+            attempt(path)
+    assert before == {f.name: f.read_bytes() for f in path.iterdir() if f.name != "lock"}
+
+
+def test_newer_segments_without_superblock_are_left_alone(closed: Closed, tmp_path: Path) -> None:
+    path = closed.copy(tmp_path / "store")
+    (path / "superblock").unlink()
+    for file in path.glob("segment-*"):
+        with file.open("r+b") as opened:
+            opened.seek(12)
+            opened.write(struct.pack("<I", 7))
+    with pytest.raises(FormatError, match="format 7"):
+        open_store(path)
+
+
+def test_an_empty_store_with_a_damaged_superblock(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    open_store(path).close()
+    flip(path / "superblock", 30, 1)
+    assert [finding.where for finding in audit(path).findings] == ["superblock"]
+    repair(path)
+    assert audit(path).ok
+    open_store(path).close()
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Iterator[Callable[[Path], "subprocess.CompletedProcess[str]"]]:
+    """Runs `kvdepot check --json` as a user who may not read what root may."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    for directory in (tmp_path, *tmp_path.parents[:-2]):
+        directory.chmod(directory.stat().st_mode | 0o055)
+
+    def check(path: Path) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "kvdepot.cli.main", "check", "--json", str(path)]
+        code = "import sys; from kvdepot.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, "check", "--json", str(path)]
+        return subprocess.run(
+            command, user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+
+    yield check
+
+
+def test_unreadable_files_are_an_error_and_not_damage(
+    closed: Closed,
+    tmp_path: Path,
+    stranger: Callable[[Path], "subprocess.CompletedProcess[str]"],
+) -> None:
+    path = closed.copy(tmp_path / "store")
+    path.chmod(0o755)
+    for file in path.iterdir():
+        file.chmod(0o644)
+    assert json.loads(stranger(path).stdout)["ok"]
+    (path / "segment-000001.kvs").chmod(0o600)
+    ended = stranger(path)
+    assert ended.returncode == 2
+    assert "segment-000001.kvs: permission denied" in ended.stderr
+    assert "hint: " in ended.stderr
+    path.chmod(0o700)
+    ended = stranger(path)
+    assert ended.returncode == 2
+    assert "permission denied" in ended.stderr.lower()

@@ -1,0 +1,423 @@
+"""Full, failing, slow and vanishing disks: the store goes on as a smaller cache and recovers by itself."""
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvdepot
+from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.config import load
+from kvdepot.core.layout import KVLayout
+from kvdepot.store.opening import assemble
+from kvdepot.store.space import Space
+from kvdepot.store.store import Store
+from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles, Stall
+
+BLOCK = 64 << 10
+LAYOUT = KVLayout.opaque(BLOCK, 16, layers=4)
+WAIT_S = 20.0
+
+
+def payload(key: BlockKey) -> bytes:
+    """What the block of a key must hold."""
+    return np.random.default_rng(list(key)).bytes(BLOCK)
+
+
+def settings(path: Path | list[Path], **ssd: object) -> dict[str, object]:
+    return {
+        "dram": {"capacity": "2MiB", "prefault": False},
+        "ssd": {
+            "path": path,
+            "capacity": "8MiB",
+            "segment": "512KiB",
+            "retry_initial": "1ms",
+            "retry_max": "5ms",
+            "read_timeout": "500ms",
+            "write_timeout": "500ms",
+            **ssd,
+        },
+        "writeback": {"staging": "1MiB", "put_timeout": "5s"},
+    }
+
+
+def open_faulty(path: Path | list[Path], **ssd: object) -> tuple[Store, FaultyFiles]:
+    files = FaultyFiles()
+    return assemble(load(overrides=settings(path, **ssd)), files=files), files
+
+
+def space_of(store: Store) -> Space:
+    return store.namespace(model="m", layout=LAYOUT)
+
+
+def prompt(space: Space, user: int, blocks: int) -> list[BlockKey]:
+    return space.keys(np.arange(16 * blocks) + 100_000 * user)
+
+
+def put_all(store: Store, keys: list[BlockKey]) -> list[Put]:
+    return [store.put(key, payload(key)) for key in keys]
+
+
+def verified_hits(store: Store, keys: list[BlockKey]) -> int:
+    """How many keys are served; every one served must be right."""
+    target = bytearray(BLOCK)
+    hits = 0
+    for key in keys:
+        if store.get(key, target):
+            assert bytes(target) == payload(key), "a wrong byte was served"
+            hits += 1
+    return hits
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread or the disk brings about."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        threading.Event().wait(0.005)
+
+
+def healthy(store: Store) -> bool:
+    return bool(store.stats()["tiers"]["ssd"]["healthy"])
+
+
+def works_again(store: Store, space: Space, user: int) -> None:
+    """New blocks reach the disk, after as many attempts as the pauses ask for."""
+
+    def stored() -> bool:
+        works_again.attempt += 1  # type: ignore[attr-defined]
+        keys = prompt(space, user + works_again.attempt, 2)  # type: ignore[attr-defined]
+        put_all(store, keys)
+        return bool(store.flush(5.0))
+
+    works_again.attempt = 0  # type: ignore[attr-defined]
+    until(stored)
+    assert healthy(store)
+
+
+def assert_quiet(store: Store) -> None:
+    """Nothing is left behind: no staging memory, no lease, no dirty block, clean books."""
+    stats = store.stats()
+    assert stats["staging_bytes"] == 0
+    assert stats["leased"] == 0
+    assert stats["dirty_bytes"] == 0
+    report = store.check()
+    assert report.ok, report.findings
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_failed_writes_make_a_smaller_cache_and_heal(tmp_path: Path, code: int) -> None:
+    store, files = open_faulty(tmp_path / "s")
+    with store:
+        space = space_of(store)
+        safe = prompt(space, 1, 8)
+        put_all(store, safe)
+        assert store.flush()
+        files.add(Fault(frozenset({Call.RUN_WRITE, Call.WRITE}), Fail(code), times=None))
+        lost = prompt(space, 2, 40)
+        assert all(put_all(store, lost))
+        report = store.flush()
+        assert not report.ok and report.given_up > 0 and report.waiting == 0
+        assert not healthy(store)
+        assert store.stats()["counters"]["write_failed"] > 0
+        assert 0 < verified_hits(store, lost) < 40  # what still fits into memory
+        files.clear()
+        works_again(store, space, 1000)
+        assert verified_hits(store, safe) == 8
+        assert_quiet(store)
+
+
+def test_failed_reads_are_misses_and_the_blocks_can_be_put_again(tmp_path: Path) -> None:
+    store, files = open_faulty(tmp_path / "s", promote=False)
+    with store:
+        space = space_of(store)
+        keys = prompt(space, 1, 64)
+        put_all(store, keys)
+        store.flush()
+        on_disk = [key for key in keys if store.match([key]).tiers == ("ssd",)]
+        assert len(on_disk) > 10
+        files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=2))
+        target = bytearray(BLOCK)
+        assert store.get(on_disk[0], target).reason == "failed"
+        assert store.get(on_disk[1], target).reason == "failed"
+        assert store.put(on_disk[0], payload(on_disk[0])) is Put.STORED
+        assert verified_hits(store, on_disk) == len(on_disk) - 1
+        assert healthy(store)
+        assert store.flush()
+        assert_quiet(store)
+
+
+def test_a_dead_disk_answers_at_once_and_comes_back(tmp_path: Path) -> None:
+    store, files = open_faulty(
+        tmp_path / "s", promote=False, retry_initial="200ms", retry_max="200ms"
+    )
+    with store:
+        space = space_of(store)
+        keys = prompt(space, 1, 64)
+        put_all(store, keys)
+        store.flush()
+        fault = files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
+        on_disk = [key for key in keys if store.match([key]).tiers == ("ssd",)]
+        target = bytearray(BLOCK)
+        for key in on_disk[:10]:
+            assert not store.get(key, target)
+        assert not healthy(store)
+        assert fault.hits < 10, "a disk that is known to be down is not asked again and again"
+        assert len(store.match([on_disk[-1]])) == 0, "nor are its blocks promised"
+        files.clear()
+        until(lambda: verified_hits(store, on_disk[10:]) == len(on_disk) - 10)
+        assert healthy(store)
+        assert_quiet(store)
+
+
+def test_damage_while_reading_is_never_served(tmp_path: Path) -> None:
+    store, files = open_faulty(tmp_path / "s", promote=False)
+    with store:
+        space = space_of(store)
+        keys = prompt(space, 1, 64)
+        put_all(store, keys)
+        store.flush()
+        on_disk = [key for key in keys if store.match([key]).tiers == ("ssd",)]
+        files.add(Fault(Call.RUN_READ, Corrupt(at=20, mask=4), times=1))
+        files.add(Fault(Call.RUN_READ, Corrupt(at=4096 + 1000, mask=128), times=1))
+        target = bytearray(BLOCK)
+        assert store.get(on_disk[0], target).reason == "corrupt"
+        assert store.get(on_disk[1], target).reason == "corrupt"
+        assert store.stats()["counters"]["quarantined"] == 2
+        assert not store.match([on_disk[0]])
+        assert store.put(on_disk[0], payload(on_disk[0])) is Put.STORED
+        assert store.flush()
+        assert_quiet(store)
+
+
+def test_a_stalled_read_is_a_miss_within_its_deadline(tmp_path: Path) -> None:
+    store, files = open_faulty(tmp_path / "s")
+    with store:
+        space = space_of(store)
+        keys = prompt(space, 1, 64)
+        put_all(store, keys)
+        store.flush()
+        on_disk = [key for key in keys if store.match([key]).tiers == ("ssd",)]
+        stall = Stall()
+        files.add(Fault(Call.RUN_READ, stall, times=1))
+        targets = [bytearray(BLOCK) for _ in range(4)]
+        started = time.monotonic()
+        got = store.get_many(on_disk[:4], targets, timeout_s=0.3)
+        assert time.monotonic() - started < 3.0
+        assert [answer.reason for answer in got].count("late") == 1
+        for key, answer, target in zip(on_disk, got, targets, strict=False):
+            assert not answer or bytes(target) == payload(key)
+        before = [bytes(target) for target in targets]
+        stall.release()
+        until(lambda: store.stats()["staging_bytes"] == 0)
+        assert [bytes(target) for target in targets] == before, "late bytes must not reach a caller"
+        until(lambda: verified_hits(store, on_disk) == len(on_disk))
+        assert_quiet(store)
+
+
+def test_a_stalled_write_blocks_nobody_beyond_its_deadline(tmp_path: Path) -> None:
+    store, files = open_faulty(tmp_path / "s")
+    with store:
+        space = space_of(store)
+        safe = prompt(space, 1, 4)
+        put_all(store, safe)
+        assert store.flush()
+        stall = Stall()
+        files.add(Fault(Call.RUN_WRITE, stall, times=None))
+        started = time.monotonic()
+        outcomes = [store.put(key, payload(key), timeout_s=0.05) for key in prompt(space, 2, 64)]
+        assert Put.THROTTLED in outcomes, "producers are told"
+        assert set(outcomes) <= {Put.STORED, Put.THROTTLED}
+        assert not store.flush(0.2)
+        assert verified_hits(store, safe) == 4
+        store.remove(safe[0])
+        store.namespace(model="another", layout=LAYOUT)
+        assert time.monotonic() - started < 15.0
+        files.clear()
+        works_again(store, space, 1000)
+        assert verified_hits(store, safe[1:]) == 3
+        assert_quiet(store)
+
+
+def test_one_drive_of_two_fails_and_the_other_goes_on(tmp_path: Path) -> None:
+    store, files = open_faulty([tmp_path / "a", tmp_path / "b"], capacity="16MiB")
+    with store:
+        space = space_of(store)
+        bad = str(tmp_path / "a")
+        put_all(store, prompt(space, 1, 4))
+        store.flush()
+        files.add(
+            Fault(
+                frozenset({Call.RUN_WRITE, Call.WRITE, Call.RUN_READ}),
+                Fail(errno.EIO),
+                times=None,
+                where=lambda operation: operation.path.startswith(bad),
+            )
+        )
+        keys = prompt(space, 2, 64)
+        assert all(put_all(store, keys))
+        store.flush()
+        drives = store.stats()["tiers"]["ssd"]["drives"]
+        assert [drive["healthy"] for drive in drives] == [False, True]
+        assert verified_hits(store, keys) > 32
+        files.clear()
+        until(lambda: all(put_all(store, prompt(space, 3, 8))) and bool(store.flush()))
+        works_again(store, space, 1000)
+        assert_quiet(store)
+
+
+def test_a_deleted_directory_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with kvdepot.open(**settings(path)) as store:
+        space = space_of(store)
+        keys = prompt(space, 1, 40)
+        put_all(store, keys)
+        assert store.flush()
+        shutil.rmtree(path)
+        verified_hits(store, keys)  # from open descriptors, or misses; never wrong
+        assert not store.flush()
+        assert not healthy(store)
+        works_again(store, space, 1000)
+        assert path.is_dir()
+        last = prompt(space, 9, 8)
+        put_all(store, last)
+        assert store.flush()
+        assert_quiet(store)
+    with kvdepot.open(**settings(path)) as store:
+        space = space_of(store)
+        assert verified_hits(store, last) == 8
+
+
+def mount_fs(kind: str, where: Path, mebibytes: int, image: Path | None = None) -> None:
+    where.mkdir()
+    if kind == "tmpfs":
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "none", str(where)], check=True
+        )
+        return
+    assert image is not None
+    image.write_bytes(b"")
+    os.truncate(image, mebibytes << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True, capture_output=True)
+    options = "loop,errors=remount-ro"
+    subprocess.run(["mount", "-o", options, str(image), str(where)], check=True)
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    where = tmp_path / "tmpfs"
+    mount_fs("tmpfs", where, 6)
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+@pytest.fixture
+def ext4(tmp_path: Path) -> Iterator[Path]:
+    where = tmp_path / "ext4"
+    mount_fs("ext4", where, 24, tmp_path / "ext4.image")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_really_full_disk(request: pytest.FixtureRequest, kind: str) -> None:
+    """Capacity says 64 MiB, the filesystem has less: the store uses what there is."""
+    where: Path = request.getfixturevalue(kind)
+    with kvdepot.open(**settings(where / "s", capacity="64MiB")) as store:
+        space = space_of(store)
+        for user in range(20):
+            assert all(put_all(store, prompt(space, user, 32)))
+        store.flush()
+        stats = store.stats()["tiers"]["ssd"]
+        files = sum(file.stat().st_size for file in (where / "s").glob("segment-*.kvs"))
+        assert stats["held_bytes"] == files < 64 << 20
+        assert stats["blocks"] > 16
+        assert verified_hits(store, prompt(space, 19, 32)) > 0
+        assert_quiet(store)
+    with kvdepot.open(**settings(where / "s", capacity="64MiB")) as store:
+        space = space_of(store)
+        assert store.check().ok
+        assert sum(verified_hits(store, prompt(space, user, 32)) for user in range(20)) > 16
+
+
+@pytest.mark.root
+def test_room_that_appears_later_is_used(tmpfs: Path) -> None:
+    ballast = tmpfs / "ballast"
+    ballast.write_bytes(bytes(3 << 20))
+    with kvdepot.open(**settings(tmpfs / "s", capacity="64MiB")) as store:
+        space = space_of(store)
+        for user in range(6):
+            put_all(store, prompt(space, user, 32))
+        store.flush()
+        before = store.stats()["tiers"]["ssd"]["held_bytes"]
+        ballast.unlink()
+
+        def grown() -> bool:
+            grown.user += 1  # type: ignore[attr-defined]
+            put_all(store, prompt(space, grown.user, 16))  # type: ignore[attr-defined]
+            store.flush()
+            return bool(store.stats()["tiers"]["ssd"]["held_bytes"] > before)
+
+        grown.user = 100  # type: ignore[attr-defined]
+        until(grown)
+        assert_quiet(store)
+
+
+@pytest.mark.root
+def test_a_read_only_remount(ext4: Path) -> None:
+    """ext4 makes itself read-only when it finds an error; here it is made to find one."""
+    with kvdepot.open(**settings(ext4 / "s")) as store:
+        space = space_of(store)
+        keys = prompt(space, 1, 64)
+        put_all(store, keys)
+        store.flush()
+        before = verified_hits(store, keys)
+        mounted = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        (device,) = (Path(line[0]).name for line in mounted if line[1] == str(ext4))
+        Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("a test")
+        put_all(store, prompt(space, 2, 40))
+        assert not store.flush()
+        assert not healthy(store)
+        assert verified_hits(store, keys) <= before
+        stats = store.stats()
+        assert stats["staging_bytes"] == 0 and stats["dirty_bytes"] == 0
+
+
+@pytest.mark.root
+def test_a_raw_block_device(tmp_path: Path) -> None:
+    image = tmp_path / "disk.image"
+    image.write_bytes(b"")
+    os.truncate(image, 16 << 20)
+    found = subprocess.run(
+        ["losetup", "-f", "--show", str(image)], check=True, capture_output=True, text=True
+    )
+    device = Path(found.stdout.strip())
+    try:
+        with kvdepot.open(**settings(device)) as store:
+            space = space_of(store)
+            keys = prompt(space, 1, 64)
+            put_all(store, keys)
+            store.flush()
+            resident = [key for key in keys if store.match([key])]
+            assert store.stats()["tiers"]["ssd"]["held_bytes"] <= 8 << 20
+            assert_quiet(store)
+        with kvdepot.open(**settings(device)) as store:
+            space = space_of(store)
+            assert verified_hits(store, resident) >= 60
+            assert_quiet(store)
+            with pytest.raises(kvdepot.errors.StoreBusyError):
+                kvdepot.open(**settings(device))
+        image.write_bytes(bytes(1024) + b"\x53\xef" * 2000 + bytes(16 << 20))
+        subprocess.run(["losetup", "-c", str(device)], check=True)
+        with pytest.raises(kvdepot.errors.FormatError, match="not a kvdepot store"):
+            kvdepot.open(**settings(device))
+    finally:
+        subprocess.run(["losetup", "-d", str(device)], check=True)
