@@ -4,7 +4,9 @@ import importlib
 import importlib.util
 import json
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import check_key
 from kvdepot.store.opening import assemble
 from kvdepot.store.store import Store
-from tests.crash.workload import SPACES, Plan, Promises, payload_of, register
+from kvdepot.tiers.files import EngineKind
+from tests.crash.workload import FULL, ROOMY, SPACES, Plan, Promises, payload_of, register
 
 ROOT = Path(__file__).parents[2]
 OURS = re.compile(r"superblock|lock|segment-\d{6}\.kvs")
@@ -59,6 +62,45 @@ def children() -> Iterator[Children]:
         text=True,
     ) as process:
         yield Children(process)
+
+
+def kill(forks: Children, plan: Plan) -> bool:
+    """One child killed as planned, judged; its folder is kept when something is wrong.
+
+    False: it came to its end before. How blocks fall into batches is up to the threads, so the last
+    boundaries are not always reached.
+    """
+    Path(plan.folder).mkdir()
+    try:
+        code = forks.run(plan)
+        assert code in (KILLED, 0), f"exit code {code}"
+        judge(plan)
+    except AssertionError as error:
+        error.add_note(f"{plan}")
+        raise
+    shutil.rmtree(plan.folder)
+    return code == KILLED
+
+
+def kill_at_random_instants(forks: Children, folder: Path, seed: int, runs: int) -> None:
+    """Children of all sorts, each killed by the parent some time in its life."""
+    chance = random.Random(seed)
+    (folder / "whole").mkdir()
+    assert forks.run(Plan(str(folder / "whole"), seed, ROOMY)) == 0
+    life_s = forks.seconds
+    killed = 0
+    for number in range(runs):
+        engines: tuple[EngineKind, ...] = ("auto", "threads", "python")
+        plan = Plan(
+            str(folder / str(number)),
+            chance.getrandbits(32),
+            chance.choice((ROOMY, FULL)),
+            drives=chance.choice((1, 1, 2)),
+            engine=chance.choice(engines),
+            kill_after_s=chance.uniform(0.0, life_s),
+        )
+        killed += kill(forks, plan)
+    assert killed >= runs // 2
 
 
 def judge(plan: Plan) -> Promises:

@@ -3,7 +3,6 @@
 What a flipped byte must lead to is worked out here from docs/formats.md, not from the package.
 """
 
-import json
 import os
 import random
 import shutil
@@ -228,15 +227,15 @@ def delete(path: Path, rng: random.Random, _: Closed) -> None:
 
 
 def replace(path: Path, rng: random.Random, foreign: Closed) -> None:
-    file = rng.choice(sorted(path.iterdir()))
-    shutil.copyfile(foreign.path / file.name, file)
+    source = rng.choice(sorted(foreign.path.iterdir()))
+    shutil.copyfile(source, path / source.name)
 
 
 def replace_anew(path: Path, rng: random.Random, foreign: Closed) -> None:
     """As `replace`, but a new inode: who has the old file open keeps it."""
-    file = rng.choice(sorted(path.iterdir()))
-    file.unlink()
-    shutil.copyfile(foreign.path / file.name, file)
+    source = rng.choice(sorted(foreign.path.iterdir()))
+    (path / source.name).unlink(missing_ok=True)
+    shutil.copyfile(source, path / source.name)
 
 
 def duplicate(path: Path, rng: random.Random, _: Closed) -> None:
@@ -501,41 +500,35 @@ def test_an_empty_store_with_a_damaged_superblock(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def stranger(tmp_path: Path) -> Iterator[Callable[[Path], "subprocess.CompletedProcess[str]"]]:
-    """Runs `kvdepot check --json` as a user who may not read what root may."""
+def stranger(tmp_path: Path) -> Iterator[None]:
+    """The rest of the test runs as a user who may not read what root may."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become somebody else")
     for directory in (tmp_path, *tmp_path.parents[:-2]):
         directory.chmod(directory.stat().st_mode | 0o055)
-
-    def check(path: Path) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "kvdepot.cli.main", "check", "--json", str(path)]
-        code = "import sys; from kvdepot.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", code, "check", "--json", str(path)]
-        return subprocess.run(
-            command, user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
-
-    yield check
+    yield
+    os.seteuid(0)
 
 
+@pytest.mark.usefixtures("stranger")
 def test_unreadable_files_are_an_error_and_not_damage(
-    closed: Closed,
-    tmp_path: Path,
-    stranger: Callable[[Path], "subprocess.CompletedProcess[str]"],
+    closed: Closed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = closed.copy(tmp_path / "store")
     path.chmod(0o755)
     for file in path.iterdir():
         file.chmod(0o644)
-    assert json.loads(stranger(path).stdout)["ok"]
-    (path / "segment-000001.kvs").chmod(0o600)
-    ended = stranger(path)
-    assert ended.returncode == 2
-    assert "segment-000001.kvs: permission denied" in ended.stderr
-    assert "hint: " in ended.stderr
-    path.chmod(0o700)
-    ended = stranger(path)
-    assert ended.returncode == 2
-    assert "permission denied" in ended.stderr.lower()
+    for unreadable, mode in ((path / "segment-000001.kvs", 0o600), (path, 0o700)):
+        os.seteuid(65534)
+        assert main(["check", "--json", str(path)]) == 0
+        os.seteuid(0)
+        before = unreadable.stat().st_mode
+        unreadable.chmod(mode)
+        os.seteuid(65534)
+        capsys.readouterr()
+        assert main(["check", "--json", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert f"{unreadable}: permission denied" in told
+        assert "hint: " in told
+        os.seteuid(0)
+        unreadable.chmod(before)

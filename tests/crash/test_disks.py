@@ -1,4 +1,4 @@
-"""Full, failing, slow and vanishing disks: the store goes on as a smaller cache and recovers by itself."""
+"""Full, failing, slow and vanishing disks: the store goes on as a smaller cache, and recovers."""
 
 import errno
 import os
@@ -7,12 +7,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvdepot
+from kvdepot import errors
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.config import load
 from kvdepot.core.layout import KVLayout
@@ -31,7 +34,7 @@ def payload(key: BlockKey) -> bytes:
     return np.random.default_rng(list(key)).bytes(BLOCK)
 
 
-def settings(path: Path | list[Path], **ssd: object) -> dict[str, object]:
+def settings(path: Path | list[Path], **ssd: object) -> dict[str, Any]:
     return {
         "dram": {"capacity": "2MiB", "prefault": False},
         "ssd": {
@@ -91,13 +94,12 @@ def healthy(store: Store) -> bool:
 def works_again(store: Store, space: Space, user: int) -> None:
     """New blocks reach the disk, after as many attempts as the pauses ask for."""
 
+    users = count(user)
+
     def stored() -> bool:
-        works_again.attempt += 1  # type: ignore[attr-defined]
-        keys = prompt(space, user + works_again.attempt, 2)  # type: ignore[attr-defined]
-        put_all(store, keys)
+        put_all(store, prompt(space, next(users), 2))
         return bool(store.flush(5.0))
 
-    works_again.attempt = 0  # type: ignore[attr-defined]
     until(stored)
     assert healthy(store)
 
@@ -360,13 +362,13 @@ def test_room_that_appears_later_is_used(tmpfs: Path) -> None:
         before = store.stats()["tiers"]["ssd"]["held_bytes"]
         ballast.unlink()
 
+        users = count(100)
+
         def grown() -> bool:
-            grown.user += 1  # type: ignore[attr-defined]
-            put_all(store, prompt(space, grown.user, 16))  # type: ignore[attr-defined]
+            put_all(store, prompt(space, next(users), 16))
             store.flush()
             return bool(store.stats()["tiers"]["ssd"]["held_bytes"] > before)
 
-        grown.user = 100  # type: ignore[attr-defined]
         until(grown)
         assert_quiet(store)
 
@@ -413,11 +415,11 @@ def test_a_raw_block_device(tmp_path: Path) -> None:
             space = space_of(store)
             assert verified_hits(store, resident) >= 60
             assert_quiet(store)
-            with pytest.raises(kvdepot.errors.StoreBusyError):
+            with pytest.raises(errors.StoreBusyError):
                 kvdepot.open(**settings(device))
         image.write_bytes(bytes(1024) + b"\x53\xef" * 2000 + bytes(16 << 20))
         subprocess.run(["losetup", "-c", str(device)], check=True)
-        with pytest.raises(kvdepot.errors.FormatError, match="not a kvdepot store"):
+        with pytest.raises(errors.FormatError, match="not a kvdepot store"):
             kvdepot.open(**settings(device))
     finally:
         subprocess.run(["losetup", "-d", str(device)], check=True)

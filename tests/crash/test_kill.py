@@ -1,18 +1,16 @@
 """SIGKILL at every write boundary, and at any instant: nothing acknowledged is lost, nothing is wrong."""
 
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.crash.aftermath import KILLED, Children, children, judge
-from tests.crash.workload import Moment, Plan, Promises
+from tests.crash.aftermath import Children, children, judge, kill, kill_at_random_instants
+from tests.crash.workload import FULL, ROOMY, Moment, Plan, Promises
 
 pytestmark = pytest.mark.crash
 
-ROOMY, FULL = 32, 6
 MOMENTS: tuple[Moment, ...] = ("before", "torn", "after", "without")
 QUICK_KILLS = 20
 WORKLOAD_SEED = 4
@@ -34,24 +32,6 @@ def uninterrupted(forks: Children, folder: Path, segments: int) -> Promises:
     return promises
 
 
-def kill_at(forks: Children, plan: Plan) -> bool:
-    """One child killed at one boundary, judged; its folder is kept when something is wrong.
-
-    False: it came to its end before. How blocks fall into batches is up to the threads, so the last
-    boundaries are not always reached.
-    """
-    Path(plan.folder).mkdir()
-    try:
-        code = forks.run(plan)
-        assert code in (KILLED, 0), f"exit code {code}"
-        judge(plan)
-    except AssertionError as error:
-        error.add_note(f"{plan}")
-        raise
-    shutil.rmtree(plan.folder)
-    return code == KILLED
-
-
 def all_kills(boundaries: int) -> list[tuple[int, Moment]]:
     return [(number, moment) for number in range(1, boundaries + 1) for moment in MOMENTS]
 
@@ -67,7 +47,7 @@ def test_kill_at_some_write_boundaries(
         Plan(str(tmp_path / f"{at}-{moment}"), WORKLOAD_SEED, segments, boundary=at, moment=moment)
         for at, moment in chosen
     ]
-    killed = [kill_at(forks, plan) for plan in plans]
+    killed = [kill(forks, plan) for plan in plans]
     assert sum(killed) >= 0.8 * len(plans)
 
 
@@ -82,5 +62,9 @@ def test_kill_at_every_write_boundary(
         Plan(str(tmp_path / str(at)), WORKLOAD_SEED, segments, boundary=at, moment=moment)
         for at in range(1, boundaries + 1)
     ]
-    killed = [kill_at(forks, plan) for plan in plans]
+    killed = [kill(forks, plan) for plan in plans]
     assert sum(killed) >= 0.9 * len(plans)
+
+
+def test_kill_at_random_instants(forks: Children, tmp_path: Path, seed: int) -> None:
+    kill_at_random_instants(forks, tmp_path, seed, runs=20)

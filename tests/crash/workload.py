@@ -19,10 +19,12 @@ from kvdepot.store.opening import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Fault, FaultyFiles, Kill
 from kvdepot.testing.images import payload_for
+from kvdepot.tiers.files import EngineKind
 
 BLOCK_TOKENS = 4
 SEGMENT_BYTES = 128 << 10
 ROUNDS = 12
+ROOMY, FULL = 32, 8
 SPACES = {
     "small": Namespace(model="small", layout=KVLayout.opaque(12_000, BLOCK_TOKENS, 3)),
     "large": Namespace(model="large", layout=KVLayout.opaque(20_480, BLOCK_TOKENS, 5)),
@@ -40,9 +42,9 @@ class Plan:
     folder: str
     seed: int
     segments: int
-    """Of capacity, over all drives. Many: nothing is ever evicted. Few: segments are reclaimed."""
+    """Of capacity, over all drives. ROOMY: nothing is ever evicted. FULL: segments are reclaimed."""
     drives: int = 1
-    engine: str = "auto"
+    engine: EngineKind = "auto"
     boundary: int = 0
     """Be killed at this write boundary; 0 for none."""
     moment: Moment = "before"
@@ -51,7 +53,8 @@ class Plan:
 
     @property
     def roomy(self) -> bool:
-        return self.segments >= 24
+        """Whether everything the workload puts fits, so that what was acknowledged must be there."""
+        return self.segments == ROOMY
 
     @property
     def diary(self) -> Path:
@@ -153,7 +156,7 @@ class Workload:
 
     def session(self, rounds: range) -> None:
         fault = Fault.at_boundary(self.plan.boundary, Kill(self.plan.moment))
-        files = FaultyFiles("auto", faults=[fault] if self.plan.boundary else [])
+        files = FaultyFiles(self.plan.engine, faults=[fault] if self.plan.boundary else [])
         files.boundaries = self.boundaries
         store = assemble(self.plan.config(), files=files)
         register(store)

@@ -163,10 +163,10 @@ def test_mistakes_are_named(overrides: Mapping[str, Any], path: str, says: str) 
     ("change", "path", "says"),
     [
         ({"capacity": 0}, "ssd.capacity", "at least"),
-        ({"capacity": "1MiB"}, "ssd.capacity", "less than two segments"),
-        ({"capacity": "3MiB", "path": ["/a", "/b"]}, "ssd.capacity", "less than two segments"),
+        ({"capacity": "1MiB"}, "ssd.capacity", "less than 3 segments"),
+        ({"capacity": "3MiB", "path": ["/a", "/b"]}, "ssd.capacity", "less than 3 segments"),
         ({"capacity": 1 << 64}, "ssd.capacity", "more than any machine"),
-        ({"segment": "11GiB"}, "ssd.capacity", "less than two segments"),
+        ({"segment": "11GiB"}, "ssd.capacity", "less than 3 segments"),
         ({"segment": "4KiB"}, "ssd.segment", "at least 64KiB"),
         ({"segment": 1_000_000}, "ssd.segment", "multiple of 4096"),
         ({"path": []}, "ssd.path", "at least one"),
@@ -202,7 +202,10 @@ def test_close_names_are_suggested() -> None:
         ("4GiB", 2, 128 * MIB),
         ("1000MiB", 1, 62 * MIB),
         ("16MiB", 1, MIB),
-        ("2MiB", 1, MIB),
+        ("3MiB", 1, MIB),
+        ("1TiB", 1, 256 * MIB),
+        ("4TiB", 1, 1024 * MIB),
+        ("30TiB", 2, 3840 * MIB),
     ],
 )
 def test_automatic_segments(capacity: str, paths: int, segment: int) -> None:

@@ -21,9 +21,13 @@ KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 PAGE_BYTES: Final = 4 * KIB
-SEGMENT_BYTES_MAX_AUTOMATIC: Final = 256 * MIB
+SEGMENT_BYTES_AUTOMATIC: Final = 256 * MIB
 SEGMENT_BYTES_MIN: Final = 64 * KIB
 SEGMENTS_AUTOMATIC: Final = 16
+SEGMENTS_AUTOMATIC_MAX: Final = 4096
+"""Every segment is an open file, so large stores get larger segments."""
+SEGMENTS_MIN: Final = 3
+"""One that grows, one that is kept free, one that holds something."""
 _SIZE_LIMIT: Final = 1 << 63
 
 Bytes = Annotated[int, Unit.BYTES]
@@ -66,7 +70,7 @@ class SsdConfig:
     """Space for segments, over all paths together."""
 
     segment: Bytes = 0
-    """Size of a segment. 0 means automatic: 256MiB, less when that would make fewer than 16."""
+    """Size of a segment. 0 means automatic: 256MiB, but at least 16 and at most 4096 of them."""
 
     direct_io: Literal["auto", "always", "never"] = "auto"
     """Bypass the page cache: where the filesystem can, always or fail, or never."""
@@ -115,8 +119,9 @@ class SsdConfig:
         """The size of a segment in force."""
         if self.segment:
             return self.segment
-        whole_mib = self.path_capacity // SEGMENTS_AUTOMATIC // MIB * MIB
-        return max(MIB, min(SEGMENT_BYTES_MAX_AUTOMATIC, whole_mib))
+        most = self.path_capacity // SEGMENTS_AUTOMATIC // MIB * MIB
+        least = -(-self.path_capacity // SEGMENTS_AUTOMATIC_MAX // MIB) * MIB
+        return max(MIB, least, min(SEGMENT_BYTES_AUTOMATIC, most))
 
     def _check_paths(self) -> None:
         if not self.path:
@@ -129,11 +134,11 @@ class SsdConfig:
             _check_size("ssd.segment", self.segment, least=SEGMENT_BYTES_MIN)
             if self.segment % PAGE_BYTES:
                 raise ConfigError("ssd.segment", f"must be a multiple of {PAGE_BYTES} bytes")
-        if self.path_capacity < 2 * self.segment_bytes:
+        if self.path_capacity < SEGMENTS_MIN * self.segment_bytes:
             raise ConfigError(
                 "ssd.capacity",
-                f"{format_bytes(self.path_capacity)} for each path is less than two segments of "
-                f"{format_bytes(self.segment_bytes)}",
+                f"{format_bytes(self.path_capacity)} for each path is less than {SEGMENTS_MIN} "
+                f"segments of {format_bytes(self.segment_bytes)}",
                 hint="give more capacity" + (" or a smaller ssd.segment" if self.segment else ""),
             )
 

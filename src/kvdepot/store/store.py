@@ -2,8 +2,10 @@
 
 import builtins
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from kvdepot.codec.notes import Removal, space_key
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import TAG_BYTES, BlockKey, Got, Put
+from kvdepot.core.hf_config import model_layout
 from kvdepot.core.keys import check_key
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
@@ -87,18 +90,21 @@ class Store:
         self,
         *,
         model: str,
-        layout: KVLayout,
+        layout: KVLayout | Mapping[str, Any] | str | os.PathLike[str],
         tenant: str = "",
         secret: bytes | None = None,
         **fields: Any,
     ) -> Space:
         """Register a namespace and return the handle that makes its keys.
 
-        `secret` seeds the keys; left out, it is taken from the configuration's `tenants` table.
-        Other fields are those of core.namespace.Namespace: fingerprint, shard_rank, shard_size,
-        adapter, extra.
+        `layout` is a KVLayout, or a Hugging Face config.json (its path or content) of a model with
+        one KV group, cut into the configuration's `block_tokens`. `secret` seeds the keys; left
+        out, it is taken from the configuration's `tenants` table. Other fields are those of
+        core.namespace.Namespace: fingerprint, shard_rank, shard_size, adapter, extra.
         """
         self._check_open()
+        if not isinstance(layout, KVLayout):
+            layout = self._layout_of(layout)
         if secret is None:
             known = self._stock.config.tenants.get(tenant)
             secret = known.secret() if known is not None else b""
@@ -109,6 +115,17 @@ class Store:
         except TypeError as error:
             raise ConfigError("namespace", str(error).split(") ", 1)[-1]) from error
         return self.register(namespace)
+
+    def _layout_of(self, config: Mapping[str, Any] | str | os.PathLike[str]) -> KVLayout:
+        content = config if isinstance(config, Mapping) else Path(config)
+        model = model_layout(content, block_tokens=self._stock.config.block_tokens)
+        if len(model.groups) != 1:
+            raise ConfigError(
+                "layout",
+                f"the model has {len(model.groups)} KV groups",
+                hint="register a namespace for each group of kvdepot.model_layout(…)",
+            )
+        return model.groups[0]
 
     def register(self, namespace: Namespace) -> Space:
         """`namespace` for a Namespace that exists already."""

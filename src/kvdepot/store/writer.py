@@ -121,7 +121,7 @@ class Writer:
         return {row: at for row, at in zip(rows, locations, strict=True) if at is not None}
 
     def _make_room(self, nbytes: int) -> bool:
-        """Do what lets a write that was refused succeed; False where it failed for another reason."""
+        """Do what lets a refused write succeed. False: it failed for another reason."""
         drive = self._ssd.drives[self._index]
         if drive.lost:
             return self._restorer.restore()

@@ -311,7 +311,7 @@ class Drive:
         return segment
 
     def _take_slot(self) -> int | None:
-        """A free slot, or a new one; a disk that was full is asked now and then whether it still is."""
+        """A free slot, or a new one. A disk that was full is asked again now and then."""
         slot = None
         if not self.free or not self._growth.health().ok:
             slot = self._new_slot()
