@@ -164,7 +164,7 @@ def check_flip(closed: Closed, directory: Path, rng: random.Random) -> str:
     flip(file, offset, bit)
     shutil.copytree(path, directory / "repaired")
     report = audit(path)
-    assert report.ok == (what in ("unused",)), report.findings
+    assert report.ok == (what == "unused"), report.findings
     if what == "block":
         assert [key.hex() in str(finding) for finding in report.findings] == [True]
     intact = {one for one in closed.keys if one != key}
@@ -281,8 +281,8 @@ def test_damage_at_rest(
         harm(path, rng, foreign)
         repaired = Path(shutil.copytree(path, tmp_path / "repaired"))
         before = read_all(shutil.copytree(path, tmp_path / "reader"), closed, mode="r")
-        intact = audit(path).blocks
-        assert len(before) <= intact
+        assert len(before) <= audit(path).blocks
+        before -= set(closed.removed)  # they came back if the note of it was hit
         repair(repaired)
         assert audit(repaired).findings == []
         assert before <= read_all(repaired, closed)
@@ -401,6 +401,7 @@ def test_a_repair_that_was_interrupted_can_be_run_again(
         flip_some(damaged, rng, foreign)
     (damaged / "superblock").unlink(missing_ok=True)
     before = read_all(shutil.copytree(damaged, tmp_path / "reader"), closed, mode="r")
+    before -= set(closed.removed)
     real = os.pwritev
     for allowed in range(100):
         path = Path(shutil.copytree(damaged, tmp_path / f"store-{allowed}"))

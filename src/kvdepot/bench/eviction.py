@@ -26,7 +26,7 @@ _PAYLOAD_BYTES: Final = 4096
 _RECORD_BYTES: Final = 8192
 _PROMPT_BLOCKS: Final = 512
 _SEGMENT_BYTES: Final = 8 * MIB
-_ROUND_PROMPTS: Final = 16
+_ROUND_PROMPTS: Final = 4
 _WAIT_S: Final = 120.0
 _MEMORY_SHARE: Final = 3
 """At most one in so many available bytes of memory is used for blocks."""

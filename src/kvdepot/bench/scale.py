@@ -1,7 +1,7 @@
 """`bench scale`: a store of very many real blocks. What its index weighs, how fast it opens again.
 
-Everything happens in processes of its own, because one of them is killed, and because memory is only
-comparable between fresh processes.
+Filling and opening happen in processes of their own, because some of them are killed, and because
+memory is only comparable between fresh processes.
 """
 
 import gc
@@ -32,6 +32,7 @@ _PROMPT_BLOCKS: Final = 512
 _MORE_BLOCKS: Final = 4096
 _WAIT_S: Final = 120.0
 _ROOM: Final = 1.25
+_WEIGHABLE_BLOCKS: Final = 10**5
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class ScalePlan:
         yield Part(f"putting {self.blocks} blocks", self._fill)
         yield Part("reopening after a kill", self._reopen_killed)
         yield Part("reopening after a clean stop", self._reopen_clean)
-        few = min(10**4, self.blocks)
+        few = max(10**3, min(10**4, self.blocks // 10))
         disk = partial(measure_disk_eviction, self.directory, (few, self.blocks), self.rounds)
         yield Part("evicting from disk", disk)
         memory = partial(measure_memory_eviction, (few, self.blocks), self.rounds)
@@ -75,7 +76,7 @@ class ScalePlan:
             _single(
                 f"index, by its own count, {blocks} blocks", facts["index_bytes"] / blocks, "B"
             ),
-            _single(f"heap grown by putting {blocks} blocks", heap, "B", INDEX_BYTES),
+            _single(f"heap grown by putting {blocks} blocks", heap, "B", self._heap_bar()),
         ]
 
     def _reopen_killed(self) -> list[Result]:
@@ -98,7 +99,7 @@ class ScalePlan:
         heap = [(facts["heap_bytes"] - empty["heap_bytes"]) / blocks for facts in opened]
         return [
             spread("reopen after a clean stop", seconds, "s", self._bar(REOPEN_CLEAN_S)),
-            spread(f"heap of a process that opened {blocks} blocks", heap, "B", INDEX_BYTES),
+            spread(f"heap of a process that opened {blocks} blocks", heap, "B", self._heap_bar()),
         ]
 
     def _open_and_close(self, path: Path) -> dict[str, Any]:
@@ -110,6 +111,10 @@ class ScalePlan:
     def _check_count(self, opened: list[dict[str, Any]]) -> None:
         if min(facts["blocks"] for facts in opened) < self.blocks:
             raise StateError("blocks that were flushed are gone after reopening")
+
+    def _heap_bar(self) -> float | None:
+        """A process has fixed costs, which would hide what few blocks weigh."""
+        return INDEX_BYTES if self.blocks >= _WEIGHABLE_BLOCKS else None
 
     def _bar(self, seconds: float) -> float | None:
         return seconds if self.blocks <= SCALE_BLOCKS else None

@@ -1,7 +1,7 @@
 """`kvdepot bench`: how fast this machine is, and how much of that the store gives you.
 
-Speeds are ratios to a limit measured in the same run, in turn with the subject: on a busy machine the
-two suffer together. Missed bars are shown; only `--strict` makes them a failure.
+Speeds are ratios to a limit measured in the same run, in turn with the subject: on a busy machine
+the two suffer together. Missed bars are shown; only `--strict` makes them a failure.
 """
 
 import argparse
@@ -32,6 +32,9 @@ SCALE_BLOCKS, QUICK_SCALE_BLOCKS = 10**6, 10**4
 SPACE = {"io": 3, "store": 8}
 """Free space asked for, in units of what one run moves."""
 SCALE_RECORD_BYTES = 8192
+ROW_HEADS = ("tier", "what", "block", "speed", "limit", "ratio", "min", "max", "bar", "", "")
+LATENCY_HEADS = ("what", "blocks in index", "p50 us", "p99 us", "bar us", "")
+FIGURE_HEADS = ("what", "median", "min", "max", "unit", "bar", "")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -182,17 +185,14 @@ def report(results: Sequence[Result]) -> None:
     latencies = [result for result in results if isinstance(result, Latency)]
     figures = [result for result in results if isinstance(result, Figure)]
     if rows:
-        heads = ("tier", "what", "block", "speed", "limit", "ratio", "min", "max", "bar", "", "")
-        output.data(output.table(heads, map(row_cells, rows)))
+        output.data(output.table(ROW_HEADS, map(row_cells, rows)) + "\n")
     if latencies:
-        heads = ("what", "blocks in index", "p50 us", "p99 us", "bar us", "")
-        output.data("\n" + output.table(heads, map(latency_cells, latencies)))
+        output.data(output.table(LATENCY_HEADS, map(latency_cells, latencies)) + "\n")
     if figures:
-        heads = ("what", "median", "min", "max", "unit", "bar", "")
-        output.data("\n" + output.table(heads, map(figure_cells, figures)))
+        output.data(output.table(FIGURE_HEADS, map(figure_cells, figures)) + "\n")
     missed = sum(not result.ok for result in results)
     judged = sum(bar_of(result) is not None for result in results)
-    output.data(f"\n{judged - missed} of {judged} bars met; every ratio is a median over rounds")
+    output.data(f"{judged - missed} of {judged} bars met; values are medians over the rounds")
 
 
 def row_cells(row: Row) -> list[object]:
@@ -219,8 +219,12 @@ def latency_cells(latency: Latency) -> list[object]:
 
 def figure_cells(figure: Figure) -> list[object]:
     bar = "" if figure.bar is None else f"{'≥' if figure.bar_is_least else '≤'} {figure.bar:g}"
-    values = (f"{value:.3g}" for value in (figure.value, figure.low, figure.high))
+    values = (digits(value) for value in (figure.value, figure.low, figure.high))
     return [figure.what, *values, figure.unit, bar, verdict(figure)]
+
+
+def digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def bar_of(result: Result) -> float | None:

@@ -11,7 +11,7 @@ import numpy as np
 from kvdepot.core.block import BlockKey, CopyState, check_transition
 from kvdepot.errors import StateError
 from kvdepot.index.leaves import LeafOrder
-from kvdepot.index.table import NONE, Keys, KeyTable, Rows, as_words
+from kvdepot.index.table import NONE, Bools, Keys, KeyTable, Rows, as_words
 from kvdepot.index.tree import FEW, PrefixTree
 
 _ABSENT, _READY = int(CopyState.ABSENT), int(CopyState.READY)
@@ -153,6 +153,16 @@ class Catalog:
             for row in rows
             if (doomed[row] or not (memory[row] or disk[row])) and not leases[row]
         ]
+
+    def leased_rows(self, rows: Rows) -> Bools:
+        """Which of the rows somebody uses."""
+        leased: Bools = self._leases.array[rows] > 0
+        return leased
+
+    def all_leased(self) -> list[int]:
+        """Every row that somebody uses."""
+        rows: list[int] = np.flatnonzero(self._leases.array > 0).tolist()
+        return rows
 
     def leases(self, row: int) -> int:
         """How many users a block has."""

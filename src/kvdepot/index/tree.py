@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.index.table import NONE, KeyTable, Rows
+from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 
 HITS_MAX: Final = 255
 FEW: Final = 16
@@ -44,6 +44,12 @@ class PrefixTree:
             child = waiting.pop()
             yield child
             waiting.extend(self.children(child))
+
+    def only_children(self, rows: Rows) -> tuple[Rows, Bools]:
+        """For each row its first child, or NONE, and whether that child has siblings."""
+        first = self._first.array[rows].astype(np.int64)
+        siblings: Bools = (first != NONE) & (self._next.array[first] != NONE)
+        return first, siblings
 
     def attach(self, row: int) -> None:
         """Link a new row to its parent and to the orphans that waited for it."""

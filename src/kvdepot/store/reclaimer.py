@@ -1,6 +1,7 @@
-"""Making room on a drive.
+"""Making room on a drive: pick a segment, move on what earned it, drop the rest, reuse it.
 
-Pick a segment, move on what earned it, drop the rest, reuse the extent.
+The lock is taken for a few hundred blocks at a time, so that callers are not held up by a segment
+of many small ones; each step looks again at what may have changed meanwhile.
 """
 
 from typing import Final
@@ -8,7 +9,8 @@ from typing import Final
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
-from kvdepot.index.table import Rows
+from kvdepot.core.block import CopyState
+from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.reclaim import SegmentFacts, coldest, keep
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.drive import Segment
@@ -16,12 +18,11 @@ from kvdepot.tiers.ssd import SegmentTier
 
 _OLDEST: Final = 8
 _NEWEST: Final = 4
-"""Segments looked at for each reclaim.
-
-The newest are good victims where one prompt outgrows the drive.
-"""
+"""Segments looked at for each reclaim; the newest, in case one prompt outgrows the drive."""
 _ORPHANS_MAX: Final = 4096
 """Blocks counted below a segment's own; more make no difference to the choice."""
+_STEP: Final = 256
+"""Blocks dealt with before others get the lock."""
 
 
 class Reclaimer:
@@ -34,138 +35,157 @@ class Reclaimer:
 
     def reclaim(self) -> bool:
         """Free one segment. False: there is none that could be."""
-        with self._stock.changed:
+        stock = self._stock
+        with stock.changed:
             choice = self._choose()
             if choice is None:
                 return False
             segment, rows, facts = choice
-            kept = self._sort_out(rows, facts)
-            self._stock.catalog.lease(kept)
-        try:
-            self._move(kept)
-        finally:
-            with self._stock.changed:
-                self._drop([row for row in kept if self._in(segment, row)])
-                self._stock.unlease(kept)
-                self._stock.segment_rows.pop((self._index, segment.slot), None)
+            stays = keep(facts, self._needed(rows))
+        for start in range(0, len(rows), _STEP):
+            part = slice(start, start + _STEP)
+            self._clear(segment, rows[part].tolist(), stays[part].tolist())
+        with stock.changed:
+            stock.segment_rows.pop((self._index, segment.slot), None)
         carried = self._ssd.release(self._index, segment.slot)
-        with self._stock.changed:
-            self._stock.counters.reclaimed_segments += 1
-            self._stock.counters.removal_unrecorded += not carried
+        with stock.changed:
+            stock.counters.reclaimed_segments += 1
+            stock.counters.removal_unrecorded += not carried
         return True
 
-    def _choose(self) -> tuple[Segment, list[int], SegmentFacts] | None:
+    def _choose(self) -> tuple[Segment, Rows, SegmentFacts] | None:
         """The segment to go, its live rows and what is known of them."""
         sealed = self._ssd.drives[self._index].sealed()
         candidates = []
         for segment in sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]:
             rows = self._live(segment)
-            if not rows or self._movable(rows):
-                candidates.append((segment, rows, self._facts(segment, rows)))
+            facts = self._facts(segment, rows)
+            leased = self._stock.catalog.leased_rows(rows)
+            if facts.sizes[leased].sum() <= facts.capacity_bytes // 2:
+                candidates.append((segment, rows, facts))
         if not candidates:
             return None
-        return candidates[
-            coldest([facts for *_, facts in candidates], self._stock.catalog.tree.now)
-        ]
+        now = self._stock.catalog.tree.now
+        return candidates[coldest([facts for *_, facts in candidates], now)]
 
-    def _live(self, segment: Segment) -> list[int]:
-        rows = self._stock.segment_rows.get((self._index, segment.slot), ())
-        return [row for row in dict.fromkeys(rows) if self._in(segment, row)]
+    def _live(self, segment: Segment) -> Rows:
+        """The rows whose copy is in this segment, head first."""
+        listed = self._stock.segment_rows.get((self._index, segment.slot))
+        if not listed:
+            return np.zeros(0, dtype=np.int64)
+        rows = np.unique(np.array(listed, dtype=np.int64))
+        disk = self._stock.catalog.disk
+        places = disk.location.array[rows]
+        here = (disk.state.array[rows] == CopyState.READY) & (places >> 32 == self._place(segment))
+        live: Rows = rows[here][np.argsort(places[here])]
+        return live
+
+    def _place(self, segment: Segment) -> int:
+        return self._index << 24 | segment.slot
 
     def _in(self, segment: Segment, row: int) -> bool:
         disk = self._stock.catalog.disk
-        return disk.ready(row) and disk.location[row] >> 32 == self._index << 24 | segment.slot
+        return disk.ready(row) and disk.location[row] >> 32 == self._place(segment)
 
-    def _movable(self, rows: list[int]) -> bool:
-        """Whether what must be kept surely fits into what is free."""
+    def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
         catalog = self._stock.catalog
-        segment_bytes = self._ssd.drives[self._index].settings.segment_bytes
-        leased = sum(record_bytes(catalog.nbytes[row]) for row in rows if catalog.leases(row))
-        return leased <= segment_bytes // 2
-
-    def _facts(self, segment: Segment, rows: list[int]) -> SegmentFacts:
-        catalog = self._stock.catalog
-        at = np.array(rows, dtype=np.int64)
         stamps, orphaned_bytes = self._look_below(segment, rows)
         return SegmentFacts(
             capacity_bytes=self._ssd.drives[self._index].settings.segment_bytes,
-            sizes=HEAD_BYTES + -(-catalog.nbytes.array[at].astype(np.int64) // PAGE) * PAGE,
+            sizes=HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE,
             stamps=stamps,
-            hits=catalog.tree.hits.array[at].astype(np.int64),
+            hits=catalog.tree.hits.array[rows].astype(np.int64),
             orphaned_bytes=orphaned_bytes,
         )
 
-    def _look_below(self, segment: Segment, rows: list[int]) -> tuple[Rows, int]:
-        """How recently each block or what continues it was used, and the size of what would be
-        orphaned.
+    def _look_below(self, segment: Segment, rows: Rows) -> tuple[Rows, int]:
+        """When each block or what continues it was last used, and how much would be orphaned.
 
-        Looks at _ORPHANS_MAX blocks at most.
+        Follows prefixes out of the segment, _ORPHANS_MAX blocks at most.
         """
         catalog = self._stock.catalog
-        stamp = catalog.tree.stamp.view
-        newest = [stamp[row] for row in rows]
+        stamps = catalog.tree.stamp.array[rows]
         total, steps = 0, 0
-        for index, row in enumerate(rows):
-            waiting = list(catalog.tree.children(row))
+        for index in np.flatnonzero(self._leads_out(segment, rows)).tolist():
+            waiting = list(catalog.tree.children(int(rows[index])))
             while waiting and steps < _ORPHANS_MAX:
                 child = waiting.pop()
                 if self._in(segment, child) or not catalog.disk.ready(child):
                     continue
                 steps += 1
                 total += record_bytes(catalog.nbytes[child])
-                newest[index] = max(newest[index], stamp[child])
+                stamps[index] = max(stamps[index], catalog.tree.stamp[child])
                 waiting.extend(catalog.tree.children(child))
-        return np.array(newest, dtype=np.int64), total
+        return stamps, total
 
-    def _sort_out(self, rows: list[int], facts: SegmentFacts) -> list[int]:
-        """Drop what is not kept, tails before heads; returns what is."""
-        forced = np.array([self._needed(row) for row in rows], dtype=bool)
-        kept = keep(facts, forced)
-        dropped = [row for row, stays in zip(rows, kept.tolist(), strict=True) if not stays]
-        self._drop(dropped)
-        survivors = [row for row, stays in zip(rows, kept.tolist(), strict=True) if stays]
-        return [row for row in survivors if self._stock.catalog.disk.ready(row)]
-
-    def _needed(self, row: int) -> bool:
-        """Leased, or above a leased block."""
+    def _leads_out(self, segment: Segment, rows: Rows) -> Bools:
+        """Which rows may have a child outside: not those whose only child is in the segment."""
         catalog = self._stock.catalog
-        if catalog.leases(row):
-            return True
-        return bool(catalog.leased) and any(
-            catalog.leases(b) for b in catalog.tree.descendants(row)
-        )
+        first, siblings = catalog.tree.only_children(rows)
+        places = catalog.disk.location.array[first] >> 32
+        leads_out: Bools = (first != NONE) & (siblings | (places != self._place(segment)))
+        return leads_out
 
-    def _drop(self, rows: list[int]) -> None:
-        """Evict blocks from disk, and before each what continues it.
+    def _needed(self, rows: Rows) -> Bools:
+        """Which rows are leased, or above a leased one."""
+        catalog = self._stock.catalog
+        if not catalog.leased:
+            return np.zeros(len(rows), dtype=bool)
+        above: set[int] = set()
+        for row in catalog.all_leased():
+            while row != NONE and row not in above:
+                above.add(row)
+                row = catalog.tree.parent[row]
+        return np.array([row in above for row in rows.tolist()], dtype=bool)
 
-        A tail without its head is of no use.
-        """
+    def _clear(self, segment: Segment, rows: list[int], stays: list[bool]) -> None:
+        """Move or drop some of a segment's blocks; those that cannot be moved are dropped."""
         stock, catalog = self._stock, self._stock.catalog
+        with stock.changed:
+            kept = [
+                row
+                for row, stay in zip(rows, stays, strict=True)
+                if self._in(segment, row) and (stay or catalog.leases(row))
+            ]
+            catalog.lease(kept)
+            self._drop(segment, rows)
+        for row in kept:
+            self._move(row)
+        with stock.changed:
+            for row in kept:
+                if self._in(segment, row) and catalog.leases(row) == 1:
+                    self._evict(row)
+            stock.unlease(kept)
+
+    def _drop(self, segment: Segment, rows: list[int]) -> None:
+        """Evict blocks, and before each what continues it: a tail without its head is no use."""
+        catalog = self._stock.catalog
         for row in rows:
+            if not self._in(segment, row) or catalog.leases(row):
+                continue
             for victim in [row, *catalog.tree.descendants(row)][::-1]:
                 if catalog.disk.ready(victim) and not catalog.leases(victim):
-                    stock.drop_disk(victim)
-                    stock.counters.evicted_ssd += 1
-                    catalog.forget_if_gone(victim)
+                    self._evict(victim)
 
-    def _move(self, rows: list[int]) -> None:
-        """Write leased blocks again at the log's end.
+    def _evict(self, row: int) -> None:
+        self._stock.drop_disk(row)
+        self._stock.counters.evicted_ssd += 1
+        self._stock.catalog.forget_if_gone(row)
 
-        Those that cannot be are dropped by the caller.
-        """
+    def _move(self, row: int) -> None:
+        """Write a leased block again at the log's end."""
         stock, catalog = self._stock, self._stock.catalog
-        for row in rows:
-            nbytes = record_bytes(catalog.nbytes[row])
-            with stock.changed:
-                slot = stock.staging.allocate(nbytes, TEMPORARY)
-                source = catalog.disk.location[row]
-            if slot is None:
-                continue
-            image = stock.staging.image(slot, nbytes)
-            if self._ssd.read_image(catalog.table.key(row), source, image):
-                self._rewrite(row, image)
-            with stock.changed:
-                stock.staging.free(slot)
+        nbytes = record_bytes(catalog.nbytes[row])
+        with stock.changed:
+            slot = stock.staging.allocate(nbytes, TEMPORARY)
+            source = catalog.disk.location[row]
+        if slot is None:
+            return
+        image = stock.staging.image(slot, nbytes)
+        if self._ssd.read_image(catalog.table.key(row), source, image):
+            self._rewrite(row, image)
+        with stock.changed:
+            stock.staging.free(slot)
 
     def _rewrite(self, row: int, image: memoryview) -> None:
         stock, catalog = self._stock, self._stock.catalog

@@ -90,7 +90,7 @@ class Writer:
             if batch and nbytes > budget:
                 break
             stock.dirty.popleft()
-            if catalog.is_doomed(row):
+            if catalog.is_doomed(row) or not catalog.disk.absent(row):
                 self._clean(row)
                 continue
             budget -= nbytes

@@ -124,7 +124,8 @@ class SegmentTier:
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
         outcomes = [Outcome.FAILED] * len(loads)
-        allowed = [drive.breaker.allows() for drive in self.drives]
+        involved = {drive_of(load.location) for load in loads}
+        allowed = {index for index in involved if self.drives[index].breaker.allows()}
         rows: list[tuple[Any, ...]] = []
         asked: list[int] = []
         expected = bytearray(_IDENTITY_BYTES * len(loads))
@@ -132,7 +133,7 @@ class SegmentTier:
         for index, load in enumerate(loads):
             drive = self.drives[drive_of(load.location)]
             segment = drive.segments.get(slot_of(load.location))
-            if segment is None or not allowed[drive_of(load.location)]:
+            if segment is None or drive_of(load.location) not in allowed:
                 continue
             at = _IDENTITY_BYTES * index
             expected[at : at + _IDENTITY_BYTES] = identity(Kind.BLOCK, load.key, segment.segment_id)

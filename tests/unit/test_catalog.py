@@ -1,0 +1,252 @@
+"""Every block's state in one place: transitions, leases, removal, recovery."""
+
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from kvdepot.core.block import BlockKey
+from kvdepot.errors import StateError
+from kvdepot.index.catalog import Catalog, Copies
+from kvdepot.index.table import NONE, as_words
+from kvdepot.index.tree import FEW
+
+
+def key(number: int, parent: int | None = None) -> BlockKey:
+    link = parent + 1 if parent is not None else 0
+    return BlockKey(struct.pack("<QQQQ", 1, link, number + 1, 0))
+
+
+def chain(count: int) -> list[BlockKey]:
+    return [key(n, n - 1 if n else None) for n in range(count)]
+
+
+def in_memory(catalog: Catalog, one: BlockKey, nbytes: int = 100) -> int:
+    row = catalog.ensure(one, nbytes)
+    catalog.memory.reserve(row, 7)
+    catalog.memory.seal(row)
+    catalog.leaves.enter(row, 4096)
+    return row
+
+
+def on_disk(catalog: Catalog, one: BlockKey) -> int:
+    row = catalog.ensure(one, 100)
+    catalog.disk.reserve(row, 9)
+    catalog.disk.seal(row)
+    return row
+
+
+class TestCopies:
+    def test_a_copy_is_seen_from_seal_to_drop_and_tells_its_place(self) -> None:
+        catalog = Catalog()
+        row = catalog.ensure(key(1), 100)
+        copies = catalog.memory
+        assert copies.absent(row)
+        copies.reserve(row, 4096)
+        assert not copies.absent(row)
+        assert not copies.ready(row)
+        assert copies.count == 0
+        copies.seal(row)
+        assert copies.ready(row)
+        assert copies.count == 1
+        copies.move(row, 8192)
+        assert copies.drop(row) == 8192
+        assert copies.absent(row)
+        assert copies.count == 0
+
+    def test_an_abandoned_copy_never_counts(self) -> None:
+        catalog = Catalog()
+        row = catalog.ensure(key(1), 100)
+        catalog.disk.reserve(row, 5)
+        assert catalog.disk.drop(row) == 5
+        assert catalog.disk.count == 0
+
+    def test_every_other_step_is_a_bug_that_raises_and_changes_nothing(self) -> None:
+        def absent(copies: Copies, row: int) -> None:
+            pass
+
+        def filling(copies: Copies, row: int) -> None:
+            copies.reserve(row, 1)
+
+        def ready(copies: Copies, row: int) -> None:
+            copies.reserve(row, 1)
+            copies.seal(row)
+
+        for prepare, verbs in (
+            (absent, ("seal", "drop", "move")),
+            (filling, ("reserve", "move")),
+            (ready, ("reserve", "seal")),
+        ):
+            for verb in verbs:
+                catalog = Catalog()
+                row = catalog.ensure(key(1), 100)
+                prepare(catalog.memory, row)
+                before = (catalog.memory.state[row], catalog.memory.count)
+                steps = {
+                    "seal": lambda c=catalog, r=row: c.memory.seal(r),
+                    "drop": lambda c=catalog, r=row: c.memory.drop(r),
+                    "move": lambda c=catalog, r=row: c.memory.move(r, 2),
+                    "reserve": lambda c=catalog, r=row: c.memory.reserve(r, 2),
+                }
+                with pytest.raises(StateError):
+                    steps[verb]()
+                assert (catalog.memory.state[row], catalog.memory.count) == before
+
+
+@pytest.mark.parametrize("count", [1, FEW - 1, FEW, 3 * FEW])
+class TestPrefix:
+    def test_rows_of_known_and_unknown_keys(self, count: int) -> None:
+        catalog = Catalog()
+        keys = chain(count)
+        rows = [catalog.ensure(one, 100) for one in keys]
+        assert catalog.rows(keys) == rows
+        unknown = [key(1000 + n) for n in range(count)]
+        assert catalog.rows(unknown) == [NONE] * count
+
+    @pytest.mark.parametrize("gap", ["missing", "filling"])
+    def test_the_resident_run_ends_at_the_first_block_that_is_not_ready(
+        self, count: int, gap: str
+    ) -> None:
+        catalog = Catalog()
+        keys = chain(count)
+        rows = [
+            (in_memory if n % 2 else on_disk)(catalog, one) if n != count - 1 else NONE
+            for n, one in enumerate(keys)
+        ]
+        if gap == "filling":
+            catalog.memory.reserve(catalog.ensure(keys[-1], 100), 3)
+        assert catalog.resident(keys) == rows[:-1]
+        assert catalog.resident(keys[-1:] + keys[:-1]) == []
+
+    def test_leases_are_counted_and_protect(self, count: int) -> None:
+        catalog = Catalog()
+        rows = [in_memory(catalog, one) for one in chain(count)]
+        catalog.lease(rows)
+        catalog.lease(rows[:1])
+        assert catalog.leased == count + 1
+        assert [catalog.leases(row) for row in rows] == [2] + [1] * (count - 1)
+        assert catalog.leaves.coldest(4096) == NONE
+        assert catalog.unlease(rows) == []
+        assert catalog.leased == 1
+        assert catalog.leaves.coldest(4096) == (rows[-1] if count > 1 else NONE)
+        assert catalog.unlease(rows[:1]) == []
+        assert catalog.leaves.coldest(4096) == rows[-1]
+
+    def test_blocks_removed_while_leased_are_handed_over_at_the_last_release(
+        self, count: int
+    ) -> None:
+        catalog = Catalog()
+        keys = chain(count)
+        rows = [in_memory(catalog, one) for one in keys]
+        catalog.lease(rows)
+        catalog.lease(rows)
+        assert [catalog.doom(row) for row in rows] == [False] * count
+        assert catalog.rows(keys) == [NONE] * count
+        assert catalog.unlease(rows) == []
+        assert catalog.unlease(rows) == rows
+
+    def test_recovered_blocks_are_ready_on_disk_and_younger_ones_are_warmer(
+        self, count: int
+    ) -> None:
+        catalog = Catalog()
+        keys = chain(count)
+        at = np.arange(count, dtype=np.int64)
+        rows = catalog.recover(as_words(keys), np.full(count, 512, dtype=np.int64), at + 50)
+        assert catalog.rows(keys) == rows.tolist()
+        assert catalog.resident(keys) == rows.tolist()
+        assert catalog.disk.count == count
+        assert [catalog.disk.location[row] for row in rows.tolist()] == list(range(50, 50 + count))
+        assert {catalog.nbytes[row] for row in rows.tolist()} == {512}
+        stamps = [catalog.tree.stamp[row] for row in rows.tolist()]
+        assert stamps == sorted(set(stamps))
+        later = catalog.ensure(key(5000), 1)
+        catalog.use([later])
+        assert catalog.tree.stamp[later] > stamps[-1]
+
+
+class TestRemoval:
+    def test_a_removed_key_can_be_put_again_beside_its_leased_ghost(self) -> None:
+        catalog = Catalog()
+        ghost = in_memory(catalog, key(1))
+        child = in_memory(catalog, key(2, 1))
+        catalog.lease([ghost])
+        assert not catalog.doom(ghost)
+        assert catalog.is_doomed(ghost)
+        assert not catalog.is_live(ghost)
+        heir = in_memory(catalog, key(1))
+        assert heir != ghost
+        assert catalog.row(key(1)) == heir
+        assert catalog.tree.parent[child] == heir
+        assert catalog.leaves.coldest(4096) == child
+        assert catalog.unlease([ghost]) == [ghost]
+        catalog.leaves.leave(ghost)
+        catalog.memory.drop(ghost)
+        catalog.forget_if_gone(ghost)
+        assert catalog.row(key(1)) == heir
+        assert catalog.table.live == 2
+
+    def test_removing_twice_is_removing_once(self) -> None:
+        catalog = Catalog()
+        row = in_memory(catalog, key(1))
+        assert catalog.doom(row)
+        assert catalog.doom(row)
+        assert catalog.row(key(1)) == NONE
+
+    def test_a_row_stays_while_anybody_needs_it(self) -> None:
+        catalog = Catalog()
+        row = on_disk(catalog, key(1))
+        catalog.forget_if_gone(row)
+        assert catalog.row(key(1)) == row, "there is a copy"
+        catalog.lease([row])
+        catalog.disk.drop(row)
+        catalog.forget_if_gone(row)
+        assert catalog.row(key(1)) == row, "it is leased"
+        assert catalog.unlease([row]) == [row]
+        catalog.leaves.hold(row)
+        catalog.forget_if_gone(row)
+        assert catalog.row(key(1)) == row, "it is held"
+        catalog.leaves.release(row)
+        catalog.forget_if_gone(row)
+        assert catalog.row(key(1)) == NONE
+        assert catalog.table.live == 0
+
+
+def test_a_drive_that_comes_back_does_not_let_heads_go_before_tails() -> None:
+    """The child waited in memory as an orphan; its parent is recovered, then promoted."""
+    catalog = Catalog()
+    child = in_memory(catalog, key(2, 1))
+    (parent,) = catalog.recover(
+        as_words([key(1)]), np.array([100], dtype=np.int64), np.array([0], dtype=np.int64)
+    ).tolist()
+    catalog.memory.reserve(parent, 1)
+    catalog.memory.seal(parent)
+    catalog.leaves.enter(parent, 4096)
+    catalog.use([child])
+    assert catalog.leaves.coldest(4096) == child
+
+
+@pytest.mark.parametrize("links", [[(1, 1)], [(1, 2), (2, 1)], [(1, 3), (2, 1), (3, 2)]])
+def test_keys_that_name_each_other_as_parents_do_not_hang_the_store(
+    links: list[tuple[int, int]],
+) -> None:
+    """No prompt has such keys, but a caller can make them up: any 32 bytes are a key."""
+
+    def visit() -> None:
+        catalog = Catalog()
+        rows = [in_memory(catalog, key(own, parent)) for own, parent in links]
+        for row in rows:
+            assert len(list(catalog.tree.descendants(row))) < len(rows)
+        victims = []
+        while (row := catalog.leaves.coldest(4096)) != NONE:
+            catalog.leaves.leave(row)
+            catalog.memory.drop(row)
+            catalog.forget_if_gone(row)
+            victims.append(row)
+        assert sorted(victims) == sorted(rows), "every block can be evicted"
+        done.set()
+
+    done = threading.Event()
+    walker = threading.Thread(target=visit, name="cycle", daemon=True)
+    walker.start()
+    assert done.wait(5.0)
