@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from tests.crash.workload import FULL, ROOMY, SPACES, Plan, Promises, payload_of, register
+
 from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import check_key
 from kvdepot.store.auditor import audit
 from kvdepot.store.opening import assemble
 from kvdepot.store.store import Store
 from kvdepot.tiers.files import EngineKind
-from tests.crash.workload import FULL, ROOMY, SPACES, Plan, Promises, payload_of, register
 
 ROOT = Path(__file__).parents[2]
 OURS = re.compile(r"superblock|lock|segment-\d{6}\.kvs")

@@ -1,4 +1,4 @@
-"""Forks children that are killed: `python -m tests.crash.server`, plans in, exit codes out, one a line.
+"""Forks children that are killed: `python -m tests.crash.server`, plans in, exit codes out.
 
 It has imported everything and started nothing, so a child is at work in milliseconds.
 """

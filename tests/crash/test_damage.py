@@ -108,7 +108,7 @@ def map_file(file: Path, live: set[bytes]) -> Used:
     if not file.name.startswith("segment-") or not any(data[:PAGE]):
         return used
     used.add(0, 56, "header")
-    used.add(len(data) - PAGE, 104, "trailer")
+    used.add(len(data) - PAGE, 96, "trailer")
     trailer = struct.unpack_from("<QIIQQQQQQQQ16s", data, len(data) - PAGE)
     footer_offset, count = trailer[6], trailer[8]
     used.add(footer_offset, 64 * count, "footer")

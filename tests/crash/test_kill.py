@@ -1,11 +1,10 @@
-"""SIGKILL at every write boundary, and at any instant: nothing acknowledged is lost, nothing is wrong."""
+"""SIGKILL at every write boundary and at any instant: nothing acknowledged is lost or wrong."""
 
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.crash.aftermath import Children, children, judge, kill, kill_at_random_instants
 from tests.crash.workload import FULL, ROOMY, Moment, Plan, Promises
 

@@ -42,7 +42,7 @@ class Plan:
     folder: str
     seed: int
     segments: int
-    """Of capacity, over all drives. ROOMY: nothing is ever evicted. FULL: segments are reclaimed."""
+    """Of capacity, over all drives. ROOMY: nothing is evicted. FULL: segments are reclaimed."""
     drives: int = 1
     engine: EngineKind = "auto"
     boundary: int = 0
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def roomy(self) -> bool:
-        """Whether everything the workload puts fits, so that what was acknowledged must be there."""
+        """Whether all that the workload puts fits: what was acknowledged must be there then."""
         return self.segments == ROOMY
 
     @property

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from tests.crash.aftermath import children, kill_at_random_instants
 
 RUNS = 300

@@ -13,7 +13,17 @@ import pytest
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.tier import Outcome
 from kvdepot.native import READ, WRITE, address_of
-from kvdepot.testing.faults import Call, Corrupt, Effect, Fail, Fault, FaultyFiles, Kill, Stall, Tear
+from kvdepot.testing.faults import (
+    Call,
+    Corrupt,
+    Effect,
+    Fail,
+    Fault,
+    FaultyFiles,
+    Kill,
+    Stall,
+    Tear,
+)
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
 from kvdepot.tiers.files import EngineKind, Ops, aligned, io_ops
 from kvdepot.tiers.mount import MountSettings
@@ -112,9 +122,7 @@ def test_a_fault_can_choose_by_what_it_sees(files: FaultyFiles, fd: int) -> None
 
 
 @pytest.mark.parametrize("torn_bytes", [0, 100, PAGE - 1])
-def test_a_torn_write_leaves_its_first_bytes(
-    files: FaultyFiles, fd: int, torn_bytes: int
-) -> None:
+def test_a_torn_write_leaves_its_first_bytes(files: FaultyFiles, fd: int, torn_bytes: int) -> None:
     torn = NEW[:torn_bytes] + OLD[torn_bytes:]
     files.add(Fault.at_boundary(2, Tear(torn_bytes)))
     assert write_all(files, fd, 3) == [0, -errno.EIO, 0]

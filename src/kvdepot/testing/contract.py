@@ -7,8 +7,8 @@
             yield tier
             tier.close()
 
-The tier must be fresh, and hold some dozens of records of 20 KiB; with 64 MiB or less the tests that
-fill it are quick. A tier that keeps its blocks also gives a `reopen` fixture.
+The tier must be fresh, and hold some dozens of records of 20 KiB; with 64 MiB or less the tests
+that fill it are quick. A tier that keeps its blocks also gives a `reopen` fixture.
 """
 
 import itertools
@@ -101,7 +101,9 @@ class TierContract:
         assert pending is None
         assert loaded(asked[3]) == payload_for(keys[3], PAYLOAD_BYTES)
 
-    @pytest.mark.parametrize("payload_bytes", [PAGE, PAYLOAD_BYTES - 1, PAYLOAD_BYTES + 1, 16 * PAGE])
+    @pytest.mark.parametrize(
+        "payload_bytes", [PAGE, PAYLOAD_BYTES - 1, PAYLOAD_BYTES + 1, 16 * PAGE]
+    )
     def test_another_size_never_gives_wrong_bytes(self, tier: Tier, payload_bytes: int) -> None:
         key = make_key(1)
         (location,) = store(tier, [key])
@@ -236,9 +238,11 @@ class TierContract:
         assert load(again, make_key(99), store(again, [make_key(99)])[0])
 
     def test_agrees_with_a_dict(self, tier: Tier) -> None:
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            lambda: TierMachine(tier), settings=settings(stateful_step_count=20)
-        )
+        class Machine(TierMachine):
+            def __init__(self) -> None:
+                super().__init__(tier)
+
+        run_state_machine_as_test(Machine, settings=settings(stateful_step_count=20))
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -328,9 +332,7 @@ def image_of(key: BlockKey, payload_bytes: int = PAYLOAD_BYTES) -> memoryview:
     return make_image(key, payload_for(key, payload_bytes))
 
 
-def store(
-    tier: Tier, keys: Sequence[BlockKey], payload_bytes: int = PAYLOAD_BYTES
-) -> list[int]:
+def store(tier: Tier, keys: Sequence[BlockKey], payload_bytes: int = PAYLOAD_BYTES) -> list[int]:
     """Store blocks in a tier that has room for them."""
     locations = tier.store([image_of(key, payload_bytes) for key in keys])
     found = [location for location in locations if location is not None]

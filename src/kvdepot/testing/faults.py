@@ -5,9 +5,9 @@
     files.add(Fault(Call.RUN_WRITE, Fail(errno.ENOSPC), skip=3, times=2))
 
 Every operation is counted by its kind; each one of a batch counts for itself. RUN_WRITE, WRITE and
-ALLOCATE change the disk and are the *write boundaries*: `files.boundaries` says how many there were,
-and `Fault.at_boundary` makes something happen at the nth. An operation meets the first fault that
-speaks of it. The operations of a batch that meets a fault run in order, the others around it.
+ALLOCATE change the disk and are the *write boundaries*: `files.boundaries` says how many there
+were, and `Fault.at_boundary` makes something happen at the nth. An operation meets the first fault
+that speaks of it. Where one of a batch meets a fault, the batch runs one by one, in order.
 """
 
 import errno
@@ -70,7 +70,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Tear:
-    """Only the first bytes of a write reach the disk; then it fails with `code`, or we are killed."""
+    """Only the first bytes of a write reach the disk; then it fails with `code`, or kills us."""
 
     nbytes: int
     code: int = errno.EIO
@@ -114,7 +114,10 @@ Effect = Fail | Tear | Corrupt | Kill | Stall
 
 @dataclass(eq=False, slots=True)
 class Fault:
-    """What happens to operations of some kinds, after the first `skip` of them, `times` times (None: for ever)."""
+    """What happens to operations of some kinds: not to the first `skip`, then to `times` of them.
+
+    `times` None means for ever. `where` narrows down which operations count at all.
+    """
 
     calls: Call | frozenset[Call]
     effect: Effect
@@ -251,7 +254,7 @@ class FaultyFiles(Files):
         _end(tear)
 
     def _apply_all(self, ops: Ops, effects: list[Effect | None], deadline: float) -> Pending | None:
-        """Run a batch in order, applying effects; "without" and stalls come after everything else."""
+        """Run a batch in order, applying effects; "without" and stalls come after all else."""
         late = _LateBatch(self, [], deadline)
         last: list[int] = []
         for index, effect in enumerate(effects):
@@ -345,7 +348,7 @@ class _LateBatch:
 
 
 def write_part(fd: int, offset: int, data: bytes, nbytes: int) -> None:
-    """Put the first `nbytes` of `data` on disk and leave the rest of it as it was, also by direct I/O."""
+    """Put only the first `nbytes` of `data` on disk, through the page cache."""
     plain_fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(plain_fd, data[:nbytes], offset)

@@ -1,0 +1,28 @@
+"""What the documents tell people to type works, and what they link to exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_examples_run(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = PYTHON.findall((ROOT / page).read_text())
+    assert examples
+    for code in examples:
+        promised = re.findall(r"print\(.*\)\s+# (.*)", code)
+        exec(compile(code.replace("/tmp/kv-depot", str(tmp_path / "depot")), page, "exec"), {})
+        printed = capsys.readouterr().out.splitlines()
+        assert printed == promised
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{target} does not exist"
