@@ -533,3 +533,49 @@ def test_unreadable_files_are_an_error_and_not_damage(
         assert "hint: " in told
         os.seteuid(0)
         unreadable.chmod(before)
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Path]:
+    """A block device of 2 MiB, full of somebody's old bytes behind the first 128 KiB."""
+    image = tmp_path / "image"
+    image.write_bytes(bytes(128 << 10) + random.Random(5).randbytes((2 << 20) - (128 << 10)))
+    made = subprocess.run(
+        ["losetup", "-f", "--show", image], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"no loop devices here: {made.stderr.strip()}")
+    path = Path(made.stdout.strip())
+    yield path
+    subprocess.run(["losetup", "-d", path], check=True)
+
+
+@pytest.mark.root
+def test_damage_to_a_device(device: Path, seed: int) -> None:
+    build(device, chain=1)
+    closed = Closed(device, *_keys_on(device))
+    assert audit(device).findings == []
+    sound = device.read_bytes()
+    rng = random.Random(seed)
+    places = [(0, 100), *((slot * SEGMENT_BYTES, 56) for slot in range(1, 6))]
+    places += [((slot + 1) * SEGMENT_BYTES - PAGE, 96) for slot in range(1, 6)]
+    for start, length in places:
+        device.write_bytes(sound)
+        flip(device, start + rng.randrange(length), rng.randrange(8))
+        assert len(audit(device).findings) == 1
+        assert read_all(device, closed, mode="r") == set(closed.keys)
+        repair(device)
+        assert audit(device).findings == []
+        assert read_all(device, closed) == set(closed.keys)
+    device.write_bytes(sound)
+    with device.open("r+b") as opened:
+        opened.write(bytes(128 << 10))
+    assert read_all(device, closed) == set(), "a device that was cleared starts anew"
+    assert audit(device).findings == []
+
+
+def _keys_on(path: Path) -> tuple[list[BlockKey], list[BlockKey]]:
+    with open_store(path, mode="r") as store:
+        keys = keys_of(space_of(store), chain=1)
+    removed = [keys[index] for index in REMOVED]
+    return [key for key in keys if key not in removed], removed

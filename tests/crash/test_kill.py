@@ -11,7 +11,9 @@ from tests.crash.workload import FULL, ROOMY, Moment, Plan, Promises
 pytestmark = pytest.mark.crash
 
 MOMENTS: tuple[Moment, ...] = ("before", "torn", "after", "without")
-QUICK_KILLS = 20
+QUICK_KILLS = 15
+BIRTH = 3
+"""Boundaries at which a store comes to be: its superblock, its first segment, that one's header."""
 WORKLOAD_SEED = 4
 
 
@@ -41,10 +43,10 @@ def test_kill_at_some_write_boundaries(
 ) -> None:
     boundaries = uninterrupted(forks, tmp_path / "whole", segments).boundaries
     assert boundaries > 100
-    chosen = random.Random(seed).sample(all_kills(boundaries), QUICK_KILLS)
+    chosen = all_kills(BIRTH) + random.Random(seed).sample(all_kills(boundaries), QUICK_KILLS)
     plans = [
-        Plan(str(tmp_path / f"{at}-{moment}"), WORKLOAD_SEED, segments, boundary=at, moment=moment)
-        for at, moment in chosen
+        Plan(str(tmp_path / str(number)), WORKLOAD_SEED, segments, boundary=at, moment=moment)
+        for number, (at, moment) in enumerate(chosen)
     ]
     killed = [kill(forks, plan) for plan in plans]
     assert sum(killed) >= 0.8 * len(plans)

@@ -226,6 +226,31 @@ def test_a_drive_that_comes_back_does_not_let_heads_go_before_tails() -> None:
     assert catalog.leaves.coldest(4096) == child
 
 
+@pytest.mark.parametrize("there", [[1, 2], [4, 5, 6], [1, 3, 8], [2, 6], [7]])
+def test_blocks_recovered_beside_others_are_linked_to_them(there: list[int]) -> None:
+    """A drive that comes back brings blocks whose relatives are in memory."""
+    parents: dict[int, int | None] = {1: None, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3, 7: None, 8: 7}
+    catalog = Catalog()
+    rows = {n: in_memory(catalog, key(n, parents[n])) for n in there}
+    back = [n for n in parents if n not in there]
+    count = len(back)
+    found = catalog.recover(
+        as_words([key(n, parents[n]) for n in back]),
+        np.full(count, 100, dtype=np.int64),
+        np.arange(count, dtype=np.int64),
+    )
+    rows.update(zip(back, found.tolist(), strict=True))
+    for number, parent in parents.items():
+        assert catalog.tree.parent[rows[number]] == (NONE if parent is None else rows[parent])
+        children = sorted(rows[n] for n in parents if parents[n] == number)
+        assert sorted(catalog.tree.children(rows[number])) == children
+    for number in list(parents):
+        catalog.doom(rows.pop(number))
+        for child in [n for n in rows if parents[n] == number]:
+            assert catalog.tree.parent[rows[child]] == NONE
+    assert not catalog.tree._orphans
+
+
 @pytest.mark.parametrize("links", [[(1, 1)], [(1, 2), (2, 1)], [(1, 3), (2, 1), (3, 2)]])
 def test_keys_that_name_each_other_as_parents_do_not_hang_the_store(
     links: list[tuple[int, int]],

@@ -53,8 +53,8 @@ def test_names_of_another_namespace_are_not_found() -> None:
 
 def test_keys_that_differ_in_one_word_only_are_different_keys() -> None:
     table = KeyTable()
-    words = (3, 4, 5, 6)
-    rows = {words: table.add(key(*words))}
+    words = [3, 4, 5, 6]
+    rows = {tuple(words): table.add(key(*words))}
     for place in range(4):
         other = tuple(value + (index == place) for index, value in enumerate(words))
         assert table.find(key(*other)) == NONE

@@ -107,19 +107,6 @@ def test_recovered_rows_are_linked_as_if_they_had_come_one_by_one(batch: list[in
         forest.check()
 
 
-@pytest.mark.parametrize("there", [[1, 2], [4, 5, 6], [1, 3, 8], [2, 6]])
-def test_rows_recovered_beside_others_are_linked_to_them(there: list[int]) -> None:
-    """A drive that comes back brings blocks whose relatives are known already."""
-    forest = Forest()
-    forest.add(there)
-    forest.recover([number for number in PARENTS if number not in there])
-    forest.check()
-    for number in list(PARENTS):
-        forest.remove(number)
-        forest.check()
-    assert not forest.tree._orphans
-
-
 def test_the_head_of_a_used_prompt_is_newer_than_its_tail_and_newer_than_before() -> None:
     forest = Forest()
     forest.add([1, 2, 4])

@@ -23,6 +23,8 @@ from kvdepot.store.store import Store
 BATCH_BYTES: Final = 128 * MIB
 _CAPACITY: Final = 3
 """Size of the disk tier, in sets of blocks."""
+BLOCKS_MIN: Final = 32
+"""In a set, so that a part of them can be in memory and most cannot."""
 _WAIT_S: Final = 120.0
 
 
@@ -80,8 +82,9 @@ def disk_store(
     directory: Path, block_bytes: int, set_bytes: int, index_blocks: int = 0
 ) -> Iterator[DiskStore]:
     """A new store for sets of `set_bytes`, a quarter of which fits in its memory."""
+    set_bytes = max(set_bytes, BLOCKS_MIN * block_bytes)
     batch_bytes = min(BATCH_BYTES, set_bytes // 8)
-    dram_bytes = max(set_bytes // 4, 4 * (block_bytes + MIB))
+    dram_bytes = max(set_bytes // 4, MIB)
     capacity_bytes = _CAPACITY * set_bytes
     segment_bytes = max(MIB, min(256 * MIB, capacity_bytes // 8)) // MIB * MIB
     ssd: dict[str, Any] = {"path": directory, "capacity": capacity_bytes, "segment": segment_bytes}

@@ -24,9 +24,13 @@ from kvdepot.store.store import Store
 
 _PAYLOAD_BYTES: Final = 4096
 _RECORD_BYTES: Final = 8192
-_PROMPT_BLOCKS: Final = 512
-_SEGMENT_BYTES: Final = 8 * MIB
-_ROUND_PROMPTS: Final = 4
+_PROMPT_BLOCKS: Final = 64
+_SEGMENT_BYTES: Final = 4 * MIB
+_FEW_BLOCKS: Final = 10**4
+"""With fewer, a store does not have enough segments to choose among."""
+_ROUND_BLOCKS: Final = 2048
+_ROUND_LIMIT_S: Final = 5.0
+"""A round ends early where evicting is so slow that it would take longer."""
 _WAIT_S: Final = 120.0
 _MEMORY_SHARE: Final = 3
 """At most one in so many available bytes of memory is used for blocks."""
@@ -64,33 +68,42 @@ class FullStore:
 
     def fill(self, blocks: int) -> None:
         """Put until `blocks` more have been put, and then until something had to go."""
-        self._put(-(-blocks // _PROMPT_BLOCKS))
+        for _ in range(blocks // _PROMPT_BLOCKS // len(self.prompts)):
+            self._put()
+        self._flush()
         while not self._evicted():
-            self._put(_ROUND_PROMPTS)
+            self._put()
+            self._flush()
 
     def cost_us(self) -> float:
         """Processor time for each eviction while a round of new blocks comes in."""
         evicted, seconds = self._evicted(), self.meter.seconds
-        while self._evicted() - evicted < _ROUND_PROMPTS * _PROMPT_BLOCKS // 2:
-            self._put(_ROUND_PROMPTS)
+        deadline = time.monotonic() + _ROUND_LIMIT_S
+        gone = 0
+        while not gone or (gone < _ROUND_BLOCKS and time.monotonic() < deadline):
+            self._put()
+            gone = self._evicted() - evicted
+        self._flush()
         return (self.meter.seconds - seconds) / (self._evicted() - evicted) * 1e6
 
     def _evicted(self) -> int:
         return int(self.store.stats()["counters"][self.counter])
 
-    def _put(self, count: int) -> None:
-        for number in range(count):
-            kind = self.prompts[number % len(self.prompts)]
+    def _put(self) -> None:
+        """One new prompt of each kind."""
+        for kind in self.prompts:
             (keys,) = kind.fresh(1)
             if not all(self.store.put_many(keys, kind.sources, timeout_s=_WAIT_S)):
                 raise StateError("a put was refused although there is room")
+
+    def _flush(self) -> None:
         if not self.store.flush(_WAIT_S):
             raise StateError("flush did not write everything down")
 
 
 @contextmanager
 def full_disk(directory: Path, blocks: int) -> Iterator[FullStore]:
-    capacity = -(-blocks * _RECORD_BYTES // _SEGMENT_BYTES + 2) * _SEGMENT_BYTES
+    capacity = max(4, blocks * _RECORD_BYTES // _SEGMENT_BYTES + 2) * _SEGMENT_BYTES
     ssd = {"path": directory / f"full-{blocks}", "capacity": capacity, "segment": _SEGMENT_BYTES}
     with open_store(dram=64 * MIB, ssd=ssd) as store:
         prompts = prompts_for(store, _PAYLOAD_BYTES, _PROMPT_BLOCKS * _PAYLOAD_BYTES)
@@ -144,7 +157,8 @@ def _growth(where: str, opened: Opened, sizes: tuple[int, int], rounds: int) -> 
         results.append(Figure(what, median(taken), "us/block", min(taken), max(taken)))
     growth = [b / a for a, b in zip(costs[few], costs[many], strict=True)]
     what = f"eviction from {where}, {many} over {few} blocks"
-    results.append(Figure(what, median(growth), "×", min(growth), max(growth), EVICTION_GROWTH))
+    bar = EVICTION_GROWTH if few >= _FEW_BLOCKS else None
+    results.append(Figure(what, median(growth), "×", min(growth), max(growth), bar))
     return results
 
 

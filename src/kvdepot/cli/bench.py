@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 
 from kvdepot import native
+from kvdepot.bench.disk import BLOCKS_MIN
 from kvdepot.bench.engines import IoPlan
 from kvdepot.bench.rounds import Figure, Latency, Part, Result, Row
 from kvdepot.bench.scale import ScalePlan
@@ -120,6 +121,11 @@ def total_bytes(args: argparse.Namespace) -> int:
     return chosen or (QUICK_TOTAL_BYTES if args.quick else TOTAL_BYTES[args.what])
 
 
+def block_sizes(args: argparse.Namespace) -> tuple[int, ...]:
+    chosen: tuple[int, ...] | None = args.block
+    return chosen or (QUICK_BLOCKS_BYTES if args.quick else BLOCKS_BYTES)
+
+
 def scale_blocks(args: argparse.Namespace) -> int:
     chosen: int | None = args.blocks
     return chosen or (QUICK_SCALE_BLOCKS if args.quick else SCALE_BLOCKS)
@@ -128,14 +134,15 @@ def scale_blocks(args: argparse.Namespace) -> int:
 def needed_bytes(args: argparse.Namespace) -> int:
     if args.what == "scale":
         return 2 * SCALE_RECORD_BYTES * scale_blocks(args)
-    return SPACE[args.what] * total_bytes(args)
+    largest = BLOCKS_MIN * max(block_sizes(args))
+    return SPACE[args.what] * max(total_bytes(args), largest)
 
 
 def make_parts(args: argparse.Namespace, directory: Path) -> Iterator[Part]:
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     if args.what == "scale":
         return ScalePlan(directory, scale_blocks(args), args.rounds or 3).parts()
-    blocks = args.block or (QUICK_BLOCKS_BYTES if args.quick else BLOCKS_BYTES)
+    blocks = block_sizes(args)
     if args.what == "io":
         return IoPlan(directory, blocks, total_bytes(args), rounds).parts()
     indexes = QUICK_INDEXES if args.quick else INDEXES

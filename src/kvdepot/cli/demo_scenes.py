@@ -1,6 +1,6 @@
 """What the demo plays: users whose prompts share a beginning, a crash, a damaged file.
 
-Every block's bytes follow from its key, so whoever has the key can tell whether the bytes are right.
+A block's bytes follow from its key, so whoever has the key can tell whether the bytes are right.
 """
 
 import mmap
@@ -109,7 +109,7 @@ def open_demo(path: Path) -> tuple[Store, Space]:
 
 def offload(store: Store, space: Space, tell: Tell) -> list[Scene]:
     """Users take turns; each turn puts the blocks that are new."""
-    put = Scene("8 users chat, new blocks are put")
+    put = Scene(f"{USERS} users chat, new blocks are put")
     shared = Scene("shared beginnings, not put again")
     for turn in range(TURNS):
         for user in range(USERS):
@@ -137,7 +137,7 @@ def offload(store: Store, space: Space, tell: Tell) -> list[Scene]:
 
 def fetch(store: Store, keys: Sequence[BlockKey], scene: Scene, tell: Tell) -> None:
     """Get blocks and compare every byte with what was put."""
-    targets = [np.zeros(LAYOUT.block_bytes, np.uint8) for _ in keys]
+    targets = [np.ones(LAYOUT.block_bytes, np.uint8) for _ in keys]  # touched
     started = time.perf_counter()
     answers = store.get_many(keys, targets, timeout_s=WAIT_S)
     scene.seconds += time.perf_counter() - started
@@ -198,8 +198,7 @@ def kill_writer(path: Path, delay_s: float, tell: Tell) -> Killed:
     scene = Scene("another process puts, and is killed")
     said: dict[str, list[BlockKey]] = {"putting": [], "flushed": []}
     try:
-        while len(said["flushed"]) < ACKNOWLEDGED_BLOCKS:
-            _listen(ours, said)
+        while len(said["flushed"]) < ACKNOWLEDGED_BLOCKS and _listen(ours, said):
             tell(0)
         time.sleep(delay_s)
     finally:

@@ -1,6 +1,7 @@
 """A directory to try things in: on a real disk where there is one, gone afterwards."""
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,10 +41,15 @@ def choose_parent(given: Path | None, needed_bytes: int) -> machine.PathFacts:
 
 @contextmanager
 def scratch_directory(parent: Path, prefix: str, *, keep: bool = False) -> Iterator[Path]:
-    """A new directory in `parent`. Removed with all that is in it, also after Ctrl-C."""
+    """A new directory in `parent`. Removed with all that is in it, also after Ctrl-C or SIGTERM.
+
+    Call from the main thread: while it lasts, SIGTERM ends the command the way Ctrl-C does.
+    """
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield path
     finally:
+        signal.signal(signal.SIGTERM, before)
         if not keep:
             shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Records that are not blocks: what was removed, and what a namespace tag stands for.
 
 A removal says: no record of this key (or of this whole namespace) with a lower sequence counts. It
-must outlive the records it speaks of: it is carried along while the segment `until_segment` is in
-use.
+must outlive the records it speaks of, and older copies of a block may lie anywhere: so every drive
+has it, and carries it along while a segment up to `until_segment`, the newest of its time, is used.
 """
 
 import struct

@@ -99,12 +99,18 @@ class Catalog:
 
     def recover(self, words: Keys, nbytes: Rows, locations: Rows) -> Rows:
         """Take in distinct blocks found on disk, oldest first."""
+        alone = not self.table.live
         rows = self.table.add_many(words)
         self.nbytes.array[rows] = nbytes
         self.disk.location.array[rows] = locations
         self.disk.state.array[rows] = _READY
         self.disk.count += len(rows)
-        self.tree.attach_many(rows)
+        if alone:
+            self.tree.attach_many(rows)
+        else:
+            for row in rows.tolist():
+                self.tree.attach(row)
+                self.leaves.adopt(row)
         base = self.tree.now
         self.tree.now += len(rows)
         self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)

@@ -40,8 +40,10 @@ class PrefixTree:
     def descendants(self, row: int) -> Iterator[int]:
         """All rows below `row`, parents before children."""
         waiting = list(self.children(row))
-        while waiting:
+        left = self._table.live
+        while waiting and left:
             child = waiting.pop()
+            left -= 1
             yield child
             waiting.extend(self.children(child))
 
@@ -56,20 +58,30 @@ class PrefixTree:
         if self._table.link(row):
             name = self._table.parent_name(row)
             parent = self._table.find_name(*name)
-            if parent != NONE:
+            if parent == NONE:
+                self._push(row, self._orphans.get(name, NONE))
+                self._orphans[name] = row
+            elif not self._is_below(parent, row):
                 self.parent[row] = parent
                 self._push(row, self._first[parent])
                 self._first[parent] = row
-            else:
-                self._push(row, self._orphans.get(name, NONE))
-                self._orphans[name] = row
         first = self._orphans.pop(self._table.name(row), NONE) if self._orphans else NONE
         self._first[row] = first
         for child in self.children(row):
             self.parent[child] = row
 
+    def _is_below(self, row: int, new: int) -> bool:
+        """Whether `row` continues `new`, not linked yet. Only made-up keys go in circles."""
+        if row == new:
+            return True
+        if self._table.name(new) not in self._orphans:
+            return False
+        while (parent := self.parent[row]) != NONE:
+            row = parent
+        return self._table.parent_name(row) == self._table.name(new)
+
     def attach_many(self, rows: Rows) -> None:
-        """`attach` for rows just recovered, oldest first, none of which is linked yet."""
+        """`attach` for the first rows of a table, oldest first."""
         words = self._table.words(rows)
         linked = rows[words[:, 1] != 0]
         names = self._table.words(linked)
@@ -134,7 +146,9 @@ class PrefixTree:
             self._first[parent] = after
             return
         name = self._table.parent_name(row)
+        if self._orphans.get(name, NONE) != row:
+            return
         if after != NONE:
             self._orphans[name] = after
         else:
-            self._orphans.pop(name, None)
+            del self._orphans[name]

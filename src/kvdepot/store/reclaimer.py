@@ -148,6 +148,7 @@ class Reclaimer:
                 if self._in(segment, row) and (stay or catalog.leases(row))
             ]
             catalog.lease(kept)
+            stock.moving.update(kept)
             self._drop(segment, rows)
         for row in kept:
             self._move(row)
@@ -155,6 +156,7 @@ class Reclaimer:
             for row in kept:
                 if self._in(segment, row) and catalog.leases(row) == 1:
                     self._evict(row)
+            stock.moving.difference_update(kept)
             stock.unlease(kept)
 
     def _drop(self, segment: Segment, rows: list[int]) -> None:

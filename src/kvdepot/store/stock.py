@@ -48,6 +48,8 @@ class Stock:
     tickets: int = 0
     segment_rows: "dict[tuple[int, int], array[int]]" = field(default_factory=dict)
     """(drive, slot) to the rows once written there; some have left since."""
+    moving: set[int] = field(default_factory=set)
+    """Rows whose record is being written again by a reclaim."""
     writers: int = 0
     """Threads that write dirty blocks down; without any, blocks stay in memory."""
     closing: bool = False

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.codec.notes import Removal, space_key
+from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import TAG_BYTES, BlockKey, Got, Put
 from kvdepot.core.hf_config import model_layout
@@ -242,28 +242,23 @@ class Store:
         A leased block vanishes from lookups at once and from its tiers when its last lease ends.
         """
         self._check_open()
+        wanted = _checked([keys] if isinstance(keys, bytes) else list(keys))
         with self._stock.changed:
-            wanted = [keys] if isinstance(keys, bytes) else list(keys)
-            rows = [row for row in self._stock.catalog.rows(_checked(wanted)) if row != NONE]
-            removals = self._doom(rows)
-            self._await_written(rows)
-        self._record(removals)
+            rows = [row for row in self._stock.catalog.rows(wanted) if row != NONE]
+            self._doom(rows)
+        self._record(wanted, whole_namespace=False)
         return len(rows)
 
     def remove_namespace(self, space: Space) -> int:
         """Delete every block of a namespace, also after a restart. Returns how many were there."""
         self._check_open()
-        stock = self._stock
+        catalog = self._stock.catalog
         tag = np.frombuffer(space.tag, np.uint64)[0]
-        with stock.changed:
-            known = np.flatnonzero(stock.catalog.table.tags() == tag)
-            rows = [row for row in known.tolist() if stock.catalog.is_live(row)]
+        with self._stock.changed:
+            known = np.flatnonzero(catalog.table.tags() == tag)
+            rows = [row for row in known.tolist() if catalog.is_live(row)]
             self._doom(rows)
-            self._await_written(rows)
-            ssd = stock.ssd
-            note = ssd.namespace_removal(space_key(space.tag)) if ssd is not None else None
-        if ssd is not None and note is not None:
-            self._record({index: [note] for index in range(len(ssd.drives))})
+        self._record([space_key(space.tag)], whole_namespace=True)
         return len(rows)
 
     def flush(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
@@ -402,33 +397,27 @@ class Store:
             at = catalog.memory.location[row] + HEAD_BYTES
             return self._stock.arena.memory.view[at : at + catalog.nbytes[row]].toreadonly()
 
-    def _doom(self, rows: list[int]) -> dict[int, list[Removal]]:
-        """Take blocks out of the books. Returns what must be written down, by drive. Lock held."""
-        stock, catalog = self._stock, self._stock.catalog
-        removals: dict[int, list[Removal]] = {}
+    def _doom(self, rows: list[int]) -> None:
+        """Take blocks out of the books; wait for those that are being written. Lock held."""
+        stock = self._stock
         for row in rows:
-            if catalog.disk.ready(row) and stock.ssd is not None:
-                location = catalog.disk.location[row]
-                removals.setdefault(drive_of(location), []).append(
-                    stock.ssd.removal(catalog.table.key(row), location)
-                )
-            if catalog.doom(row) and row not in stock.dirty_tickets:
+            if stock.catalog.doom(row) and row not in stock.dirty_tickets:
                 stock.drop_all(row)
         stock.counters.removed += len(rows)
-        return removals
-
-    def _await_written(self, rows: list[int]) -> None:
-        """Wait until no removed block is being written; its writer records the removal then."""
-        ssd = self._stock.config.ssd
-        if ssd is not None:
-            tickets = self._stock.dirty_tickets
-            self._stock.changed.wait_for(
-                lambda: not any(row in tickets for row in rows), ssd.write_timeout
+        if stock.config.ssd is not None:
+            busy = (stock.dirty_tickets, stock.moving)
+            stock.changed.wait_for(
+                lambda: not any(row in part for part in busy for row in rows),
+                stock.config.ssd.write_timeout,
             )
 
-    def _record(self, removals: dict[int, list[Removal]]) -> None:
+    def _record(self, keys: Sequence[BlockKey], *, whole_namespace: bool) -> None:
+        """Write removals down on every drive: older copies may lie on any."""
         ssd = self._stock.ssd
-        if ssd is not None and ssd.writable and removals and not ssd.erase(removals):
+        if ssd is None or not ssd.writable or not keys:
+            return
+        removals = [ssd.removal(key, whole_namespace=whole_namespace) for key in keys]
+        if not ssd.erase(removals):
             with self._stock.changed:
                 self._stock.counters.removal_unrecorded += 1
 

@@ -157,9 +157,9 @@ class Writer:
                     stock.counters.written += 1
                     stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
                     if catalog.is_doomed(row):
-                        removed.append(self._ssd.removal(catalog.table.key(row), location))
+                        removed.append(self._ssd.removal(catalog.table.key(row)))
         if removed:
-            self._ssd.erase({self._index: removed})
+            self._ssd.erase(removed)
         with stock.changed:
             for row in batch:
                 if row not in passed:

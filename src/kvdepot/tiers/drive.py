@@ -191,6 +191,9 @@ class Drive:
                 return results
             start = 0
             while start < len(images):
+                if len(images[start]) > self.record_bytes_max:
+                    start += 1
+                    continue
                 stop = self._append_run(images, start, results, wait=wait)
                 if stop == start:
                     break
@@ -287,8 +290,6 @@ class Drive:
         """A segment with room for `nbytes` more, or None."""
         if self._active is not None and self._room(self._active, nbytes):
             return self._active
-        if nbytes > self.record_bytes_max:
-            return None
         slot = self._take_slot()
         if slot is None:
             return None

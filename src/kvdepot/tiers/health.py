@@ -34,6 +34,7 @@ class Breaker:
         self._in_a_row = 0
         self._pause_s = 0.0
         self._retry_at = 0.0
+        self._trying = False
         self._reason = ""
         self.errors = 0
 
@@ -46,6 +47,7 @@ class Breaker:
             if self._pause_s and now < self._retry_at:
                 return False
             self._retry_at = now + self._pause_s
+            self._trying = True
             return True
 
     def succeeded(self) -> None:
@@ -56,12 +58,18 @@ class Breaker:
                 self._reason = ""
 
     def failed(self, reason: str, *, at_once: bool = False) -> None:
-        """An attempt failed. `at_once`: do not wait for more failures before opening."""
+        """An attempt failed. `at_once`: do not wait for more failures before opening.
+
+        The many failures of one batch count as one: only a try after a pause makes it longer.
+        """
         with self._lock:
             self.errors += 1
             self._in_a_row += 1
             if self._in_a_row < self._tolerance and not at_once and not self._pause_s:
                 return
+            if self._pause_s and not self._trying:
+                return
+            self._trying = False
             self._reason = reason
             doubled = self._pause_s * 2 or self._pauses.initial_s
             self._pause_s = min(doubled, self._pauses.max_s)

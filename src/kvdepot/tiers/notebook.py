@@ -47,16 +47,12 @@ class Notebook:
 
     def carry(self, segment_id: int) -> bool:
         """Write again what only this segment remembers. False: not all of it could be."""
-        live = {segment.segment_id for segment in list(self.drive.segments.values())} - {segment_id}
-        oldest = min(live, default=segment_id)
+        ids = [segment.segment_id for segment in list(self.drive.segments.values())]
+        oldest = min((at for at in ids if at != segment_id), default=segment_id)
         needed = [
             removal
             for removal in self.removals.get(segment_id, [])
-            if (
-                removal.until_segment >= oldest
-                if removal.whole_namespace
-                else removal.until_segment in live
-            )
+            if removal.until_segment >= oldest
         ]
         done = self.remove(needed) if needed else True
         if done:

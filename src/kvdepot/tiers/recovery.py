@@ -157,7 +157,7 @@ class SegmentReader:
         """
         if self.base == 0:
             return not _is_blank(page)
-        return bytes(page[8:12]) == magic.to_bytes(4, "little")
+        return (int.from_bytes(page[8:12], "little") ^ magic).bit_count() <= 1
 
     def _read_footer(self, trailer: Trailer) -> bytes:
         """The footer's entries; nothing where the trailer is wrong about them."""

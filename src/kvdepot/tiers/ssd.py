@@ -209,9 +209,9 @@ class SegmentTier:
     def scan(self) -> Iterator[Found]:
         return self.contents.found()
 
-    def erase(self, removals: dict[int, list[Removal]]) -> bool:
-        """Record removals, by drive, so that the blocks do not come back after a restart."""
-        done = [self.notebooks[index].remove(part) for index, part in removals.items()]
+    def erase(self, removals: list[Removal]) -> bool:
+        """Record removals on every drive, so that the blocks do not come back after a restart."""
+        done = [notebook.remove(removals) for notebook in self.notebooks]
         return all(done)
 
     def remember(self, tag: bytes, description: bytes) -> bool:
@@ -220,15 +220,13 @@ class SegmentTier:
         done = [notebook.remember(tag, description) for notebook in unaware]
         return all(done)
 
-    def removal(self, key: BlockKey, location: int) -> Removal:
-        """The note that keeps the block at `location` from coming back."""
-        segment = self.drives[drive_of(location)].segments.get(slot_of(location))
-        until = segment.segment_id if segment is not None else 0
-        return Removal(key, False, self._numbers.sequence(), until)
+    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
+        """The note that keeps every record of a key, or of its namespace, from coming back.
 
-    def namespace_removal(self, key: BlockKey) -> Removal:
-        """The note that keeps every block of a namespace so far from coming back."""
-        return Removal(key, True, self._numbers.sequence(), self._numbers.segment_id())
+        Older copies may lie in any segment that exists now, also where they were dropped long ago.
+        """
+        sequence, last_segment = self._numbers.sequence(), self._numbers.segment_id()
+        return Removal(key, whole_namespace, sequence, last_segment)
 
     def release(self, index: int, slot: int) -> bool:
         """Reuse a segment. Its blocks must have been moved or dropped; its notes are carried along.

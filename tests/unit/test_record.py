@@ -1,0 +1,158 @@
+"""One block as bytes: what is written is read back, and nothing else is taken for it."""
+
+import random
+import struct
+
+import pytest
+
+from kvdepot.codec.record import (
+    CHUNKS_MAX,
+    HEAD_BYTES,
+    IDENTITY,
+    PAGE,
+    TABLE_OFFSET,
+    Head,
+    Kind,
+    chunk_count,
+    identity,
+    parse_head,
+    parse_own,
+    payload_intact,
+    place,
+    record_bytes,
+    round_up,
+)
+from kvdepot.errors import ConfigError
+from kvdepot.testing.images import make_image, make_key, payload_for
+
+KEY = make_key(1)
+CHUNK = PAGE
+
+
+def placed(nbytes: int = 3 * CHUNK + 5, segment_id: int = 77, sequence: int = 88) -> memoryview:
+    image = make_image(KEY, payload_for(KEY, nbytes), CHUNK)
+    place(image, segment_id, sequence)
+    return image
+
+
+@pytest.mark.parametrize("nbytes", [1, CHUNK, CHUNK + 1, 7 * CHUNK, 7 * CHUNK + 4095])
+def test_a_head_is_read_back_as_it_was_written(nbytes: int) -> None:
+    head = parse_head(placed(nbytes, 2**64 - 1, 2**63))
+    chunks = -(-nbytes // CHUNK)
+    assert head == Head(Kind.BLOCK, KEY, 2**64 - 1, 2**63, nbytes, CHUNK, chunks)
+    assert payload_intact(placed(nbytes), head)
+
+
+def test_the_head_lies_as_the_format_page_says() -> None:
+    image = placed(3 * CHUNK + 5)
+    assert bytes(image[8:12]) == b"KVR1"
+    assert struct.unpack_from("<HH", image, 12) == (1, 1)
+    assert bytes(image[16:48]) == KEY
+    assert struct.unpack_from("<QQI", image, 48) == (77, 88, TABLE_OFFSET + 8 * 4)
+    assert struct.unpack_from("<QQI", image, 72) == (3 * CHUNK + 5, CHUNK, 4)
+    assert len(image) == 5 * PAGE
+    assert bytes(image[HEAD_BYTES : HEAD_BYTES + 3 * CHUNK + 5]) == payload_for(KEY, 3 * CHUNK + 5)
+
+
+def test_a_flip_of_any_bit_of_the_used_head_is_noticed(seed: int) -> None:
+    rng = random.Random(seed)
+    image = placed()
+    used = TABLE_OFFSET + 8 * 4
+    for at in range(used):
+        bit = 1 << rng.randrange(8)
+        image[at] ^= bit
+        assert parse_head(image) is None, f"byte {at}, bit {bit}"
+        image[at] ^= bit
+    assert parse_head(image) is not None
+
+
+def test_a_flip_of_any_payload_byte_is_noticed(seed: int) -> None:
+    rng = random.Random(seed)
+    image = placed()
+    head = parse_head(image)
+    assert head is not None
+    edges = [0, CHUNK - 1, CHUNK, 3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + 4]
+    for at in edges + [rng.randrange(3 * CHUNK + 5) for _ in range(200)]:
+        bit = 1 << rng.randrange(8)
+        image[HEAD_BYTES + at] ^= bit
+        assert not payload_intact(image, head), f"byte {at}, bit {bit}"
+        image[HEAD_BYTES + at] ^= bit
+    assert payload_intact(image, head)
+
+
+def test_an_unplaced_head_is_not_a_head() -> None:
+    """Its checksum is set when it is written down, not before."""
+    assert parse_head(make_image(KEY, payload_for(KEY, 100), CHUNK)) is None
+
+
+def test_garbage_zeros_and_stumps_are_not_heads(seed: int) -> None:
+    noise = bytearray(random.Random(seed).randbytes(HEAD_BYTES))
+    assert parse_head(memoryview(noise)) is None
+    assert parse_head(memoryview(bytes(HEAD_BYTES))) is None
+    assert parse_head(memoryview(b"")) is None
+    assert parse_head(placed()[: HEAD_BYTES - 1]) is None
+
+
+@pytest.mark.parametrize(
+    ("offset", "code", "value"),
+    [
+        (12, "<H", 2),
+        (14, "<H", 9),
+        (14, "<H", 0),
+        (64, "<I", TABLE_OFFSET - 8),
+        (64, "<I", HEAD_BYTES + 8),
+        (64, "<I", TABLE_OFFSET + 8 * 3),
+        (68, "<H", 1),
+        (72, "<Q", 100 * CHUNK),
+        (80, "<Q", 0),
+        (88, "<I", 5),
+    ],
+)
+def test_a_head_that_contradicts_itself_is_refused_though_its_checksum_fits(
+    offset: int, code: str, value: int
+) -> None:
+    image = placed()
+    struct.pack_into(code, image, offset, value)
+    (used,) = struct.unpack_from("<I", image, 64)
+    if used <= HEAD_BYTES:
+        place(image, 77, 88)
+    assert parse_head(image) is None
+
+
+def test_a_record_cut_short_is_not_intact() -> None:
+    image = placed()
+    head = parse_head(image)
+    assert head is not None
+    assert not payload_intact(image[: len(image) - PAGE], head)
+
+
+def test_what_a_reader_expects_is_what_the_head_holds() -> None:
+    image = placed()
+    assert bytes(image[IDENTITY]) == identity(Kind.BLOCK, KEY, 77)
+    assert bytes(image[IDENTITY]) != identity(Kind.BLOCK, KEY, 78)
+    assert bytes(image[IDENTITY]) != identity(Kind.REMOVAL, KEY, 77)
+    assert bytes(image[IDENTITY]) != identity(Kind.BLOCK, make_key(2), 77)
+
+
+def test_own_records_tell_their_fields_without_checks() -> None:
+    assert parse_own(placed()) == (Kind.BLOCK, KEY, 88, 3 * CHUNK + 5)
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"), [(0, PAGE), (1, 2 * PAGE), (PAGE, 2 * PAGE), (PAGE + 1, 3 * PAGE)]
+)
+def test_a_record_is_a_head_and_whole_pages(payload: int, expected: int) -> None:
+    assert record_bytes(payload) == expected
+
+
+@pytest.mark.parametrize(("nbytes", "unit", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8)])
+def test_rounding_up(nbytes: int, unit: int, expected: int) -> None:
+    assert round_up(nbytes, unit) == expected
+
+
+def test_a_head_holds_so_many_checksums_and_no_more() -> None:
+    assert TABLE_OFFSET + 8 * CHUNKS_MAX <= HEAD_BYTES < TABLE_OFFSET + 8 * (CHUNKS_MAX + 1)
+    assert chunk_count(CHUNKS_MAX * 100, 100) == CHUNKS_MAX
+    for payload in (CHUNKS_MAX * 100 + 1, 0):
+        with pytest.raises(ConfigError, match="chunk"):
+            chunk_count(payload, 100)
