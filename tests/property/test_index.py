@@ -56,7 +56,7 @@ class TableMachine(RuleBasedStateMachine):
             self.taken(row)
             self.model[key] = row
 
-    @rule(count=st.sampled_from([0, 1, 7, 7, 600]), slot=EDGES)
+    @rule(count=st.sampled_from([0, 1, 7, 7, 7, 400]), slot=EDGES)
     def add_many(self, count: int, slot: int) -> None:
         keys = []
         for _ in range(count):

@@ -201,3 +201,19 @@ def test_a_removed_child_frees_its_parent(memory: Memory) -> None:
     memory.catalog.doom(memory.row["child"])
     memory.leave("child")
     assert memory.drain() == ["parent"]
+
+
+@pytest.mark.parametrize(("older", "place"), [(0, 0), (3, 3), (7, 7), (8, 12), (12, 12)])
+def test_a_head_finds_its_place_near_the_cold_end_or_goes_to_the_warm_one(
+    memory: Memory, older: int, place: int
+) -> None:
+    """Eight steps are taken at most, so that eviction costs the same for any number of blocks."""
+    others = [f"other {number}" for number in range(12)]
+    for name in others[:older]:
+        memory.enter(name)
+    memory.enter("head")
+    memory.enter("tail", "head")
+    for name in others[older:]:
+        memory.enter(name)
+    memory.leave("tail")
+    assert memory.drain().index("head") == place

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from tests.unit.test_store import (
     BLOCK,
+    DISK,
     IN_DRAM,
     LAYOUT,
     RECORD,
@@ -151,7 +152,7 @@ class TestRemoval:
             store.flush()
             store.remove(keys[20:])
             with store.lease(keys[:20]):
-                flood(store, space, 2 * (16 << 20) // RECORD)
+                flood(store, space, 2 * DISK // RECORD)
                 store.flush()
             assert len(store.match(keys)) == 20
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -166,7 +167,7 @@ def put_payload(key: kvdepot.BlockKey) -> bytes:
 
 class TestSizesAndPaths:
     def test_a_smaller_capacity_is_kept_to_and_keeps_the_newest(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
+        with kvdepot.open(**settings(tmp_path / "kv", capacity="16MiB")) as store:
             space = space_of(store)
             for number in range(60):
                 put(store, prompt(space, number, 10))
@@ -189,7 +190,7 @@ class TestSizesAndPaths:
             flood(store, space_of(store), 400)
             assert store.flush()
             before = store.stats()["tiers"]["ssd"]["blocks"]
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
+        with kvdepot.open(**settings(tmp_path / "kv", capacity="16MiB")) as store:
             flood(store, space_of(store), 700, first=5000)
             assert store.flush()
             assert store.stats()["tiers"]["ssd"]["blocks"] > 2 * before
@@ -294,7 +295,7 @@ class TestReadOnly:
             assert tiers(reader, new) == ["dram"] * 5
             reader.remove(keys[3])
             assert len(reader.match(keys)) == 3
-            flood(reader, space, 3 * IN_DRAM)
+            flood(reader, space, 2 * IN_DRAM)
             assert reader.flush()
             assert reader.check()
         assert fingerprints(tmp_path / "kv") == before
@@ -312,7 +313,7 @@ class TestDriveDown:
             keys = prompt(space, 1, 8)
             put(store, keys)
             store.flush()
-            flood(store, space, 3 * IN_DRAM)
+            flood(store, space, 2 * IN_DRAM)
             assert store.flush()
             files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
             assert tiers(store, keys) == [None] * 8

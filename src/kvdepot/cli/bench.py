@@ -6,6 +6,7 @@ the two suffer together. Missed bars are shown; only `--strict` makes them a fai
 
 import argparse
 import datetime
+import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -174,6 +175,7 @@ def describe_machine(facts: machine.PathFacts) -> dict[str, Any]:
         "cpu": found.cpu,
         "cores": found.cores,
         "memory_bytes": found.memory_bytes,
+        "load": os.getloadavg()[0],
         "kernel": found.kernel,
         "python": platform.python_version(),
         "numpy": numpy.__version__,

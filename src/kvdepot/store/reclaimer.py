@@ -46,6 +46,8 @@ class Reclaimer:
             part = slice(start, start + _STEP)
             self._clear(segment, rows[part].tolist(), stays[part].tolist())
         with stock.changed:
+            if len(self._live(segment)):
+                return False  # somebody uses a block that found no room elsewhere
             stock.segment_rows.pop((self._index, segment.slot), None)
         carried = self._ssd.release(self._index, segment.slot)
         with stock.changed:
@@ -139,7 +141,10 @@ class Reclaimer:
         return np.array([row in above for row in rows.tolist()], dtype=bool)
 
     def _clear(self, segment: Segment, rows: list[int], stays: list[bool]) -> None:
-        """Move or drop some of a segment's blocks; those that cannot be moved are dropped."""
+        """Move or drop some of a segment's blocks.
+
+        Those that cannot be moved are dropped too, unless somebody else uses them.
+        """
         stock, catalog = self._stock, self._stock.catalog
         with stock.changed:
             kept = [

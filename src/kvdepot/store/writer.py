@@ -1,5 +1,4 @@
-"""Write-back: one thread a drive takes dirty blocks from memory and appends them to the drive's
-log.
+"""Write-back: one thread a drive takes dirty blocks from memory and appends them to its log.
 
 A block that cannot be written is given up: it stays in memory as long as there is room, is counted,
 and `flush` tells. So a failed disk makes the store smaller, never slower or stuck.
@@ -139,7 +138,7 @@ class Writer:
     def _commit(self, batch: list[int], places: dict[int, int]) -> None:
         stock, catalog = self._stock, self._stock.catalog
         removed = []
-        passed: list[int] = []
+        passed: dict[int, None] = {}
         pass_on = not self._is_up(self._index) and self._another_is_up()
         with stock.changed:
             for row in batch:
@@ -147,7 +146,7 @@ class Writer:
                 if location is None:
                     catalog.disk.drop(row)
                     if pass_on:
-                        passed.append(row)
+                        passed[row] = None
                     else:
                         stock.counters.write_failed += 1
                 else:

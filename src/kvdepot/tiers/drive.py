@@ -1,5 +1,4 @@
-"""One drive of a log tier: an active segment that grows, sealed ones that do not change, free
-slots.
+"""One drive of a log tier: an active segment that grows, sealed ones that do not, free slots.
 
 Appends come from one thread at a time (`_lock`); reads need no lock, because every record names its
 segment and carries its checksums: a read that races with the reuse of an extent fails its check.
@@ -109,7 +108,8 @@ class Drive:
         self._books = threading.Lock()
         """Guards the counts of live records; held for an instant."""
         self._active: Segment | None = None
-        self._unsynced = False
+        self._unsynced: set[int] = set()
+        """Slots that were written to since they were last made durable."""
         self.lost = False
 
     def recover(self) -> list[Recovered]:
@@ -256,7 +256,7 @@ class Drive:
                 self.breaker.failed("writes do not finish", at_once=True)
         codes: list[int] = ops["result"].tolist()
         self._judge(codes)
-        self._unsynced = True
+        self._unsynced.add(segment.slot)
         if self.settings.fsync == "always" and not self.sync():
             return [False] * len(images)
         return [code == 0 for code in codes]
@@ -363,6 +363,7 @@ class Drive:
             if segment is self._active:
                 self._active = None
             self._wipe(slot)
+            self._unsynced.discard(slot)
             self.free.append(slot)
 
     def discard(self, slot: int, nbytes: int) -> None:
@@ -389,15 +390,18 @@ class Drive:
             if self.lost or not self.medium.intact():
                 self._lose()
                 return False
-            if self._active is None or not self._unsynced or self.settings.fsync == "never":
-                return True
             try:
-                self.files.sync(self.medium.extent(self._active.slot)[0])
+                for slot in list(self._unsynced):
+                    self._sync_slot(slot)
             except OSError as error:
                 self.breaker.failed(str(error.strerror), at_once=True)
                 return False
-            self._unsynced = False
             return True
+
+    def _sync_slot(self, slot: int) -> None:
+        if slot in self._unsynced and self.settings.fsync != "never":
+            self.files.sync(self.medium.extent(slot)[0])
+        self._unsynced.discard(slot)
 
     def held_bytes(self) -> int:
         return (len(self.segments) + len(self.free)) * self.settings.segment_bytes
@@ -441,10 +445,9 @@ class Drive:
         padded = footer.ljust(footer_bytes(segment.count) - PAGE, b"\0")
         fd, base = self.medium.extent(segment.slot)
         try:
-            if self.settings.fsync != "never" and self._unsynced:
-                self.files.sync(fd)
-                self._unsynced = False
-            self.files.write(fd, base + offset, padded)
+            self._sync_slot(segment.slot)
+            if padded:
+                self.files.write(fd, base + offset, padded)
             self.files.write(fd, base + self.settings.segment_bytes - PAGE, trailer.pack())
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
