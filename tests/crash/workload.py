@@ -133,6 +133,8 @@ class Promises:
             case "removed":
                 self.there -= keys
                 self.gone |= keys
+            case "unrecorded":
+                self.gone.clear()
             case "finished":
                 self.finished = True
                 self.boundaries = line["boundaries"]
@@ -213,7 +215,7 @@ class Workload:
         self.forget(keys)
         self.diary.write("removing", keys)
         store.remove(keys)
-        self.diary.write("removed", keys)
+        self.removed(store, keys)
 
     def remove_namespace(self, store: Store) -> None:
         tag = SPACES["brief"].tag
@@ -221,7 +223,12 @@ class Workload:
         self.forget(keys)
         self.diary.write("removing", keys)
         store.remove_namespace(store.register(SPACES["brief"]))
-        self.diary.write("removed", keys)
+        self.removed(store, keys)
+
+    def removed(self, store: Store, keys: list[BlockKey]) -> None:
+        """A store that found no room for its notes says so, and has promised nothing."""
+        unrecorded = store.stats()["counters"]["removal_unrecorded"]
+        self.diary.write("unrecorded" if unrecorded else "removed", keys)
 
     def forget(self, keys: list[BlockKey]) -> None:
         self.living = [key for key in self.living if key not in keys]

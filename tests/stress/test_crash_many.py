@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 from tests.crash.aftermath import children, kill_at_random_instants
 
-RUNS = 300
+BATCHES = 6
+RUNS = 50
 
 
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.stress
-def test_hundreds_of_kills(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_hundreds_of_kills(tmp_path: Path, seed: int, batch: int) -> None:
     with children() as forks:
-        kill_at_random_instants(forks, tmp_path, seed, RUNS)
+        kill_at_random_instants(forks, tmp_path, seed + batch, RUNS)

@@ -226,7 +226,6 @@ def test_eight_threads_for_a_minute(tmp_path: Path, seed: int) -> None:
     stress(tmp_path, seed, threads=8, seconds=60.0)
 
 
-@pytest.mark.xfail(strict=False, reason="SIGSEGV: close unmaps memory that calls are using")
 @pytest.mark.stress
 def test_closing_under_the_feet_of_readers_ends_them_with_an_error_not_a_crash(
     tmp_path: Path, seed: int

@@ -200,7 +200,6 @@ class TestRoom:
                 assert len(store.match(keys)) == len(keys)
             assert store.put(large.keys(range(16))[0], bytes(self.LARGE), timeout_s=0.0)
 
-    @pytest.mark.xfail(strict=True, reason="room.py walks the whole tail of every block")
     def test_a_long_prompt_of_one_class_is_judged_in_time_that_grows_with_its_length(self) -> None:
         """Looking for a stretch to empty must not walk every block's whole tail."""
         with kvdepot.open(dram=memory_only()) as store:
@@ -232,7 +231,6 @@ def memory_only() -> dict[str, object]:
     return {"capacity": CAPACITY, "prefault": False, "huge_pages": "never"}
 
 
-@pytest.mark.xfail(strict=True, reason="the memfd stays open when it cannot be mapped")
 def test_failed_allocations_leave_no_descriptor_behind() -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises((OSError, ValueError)):

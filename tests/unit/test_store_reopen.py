@@ -304,7 +304,6 @@ class TestReadOnly:
 class TestDriveDown:
     """A disk that fails makes the store smaller, not useless."""
 
-    @pytest.mark.xfail(strict=True, reason="a copy on a drive that is down counts as present")
     def test_a_block_that_cannot_be_read_can_be_put_into_memory_again(self, tmp_path: Path) -> None:
         files = FaultyFiles()
         options = settings(tmp_path / "kv", retry_initial="30s", retry_max="30s")
@@ -322,7 +321,6 @@ class TestDriveDown:
             assert tiers(store, keys) == ["dram"] * 8
             files.clear()
 
-    @pytest.mark.xfail(strict=True, reason="the drive's books are ahead of the catalog's")
     def test_a_check_beside_a_write_finds_nothing(self, tmp_path: Path) -> None:
         """A batch fills one segment and goes on in the next, where the disk stalls."""
         files = FaultyFiles()

@@ -13,8 +13,8 @@ import numpy as np
 from kvdepot import native
 from kvdepot.bench.bars import DEGRADATION, disk_bar
 from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
-from kvdepot.bench.raw import MIB, Bytes, filled, pieces, raw_file
-from kvdepot.bench.rounds import Result, Speed, compare
+from kvdepot.bench.raw import MIB, Bytes, RawFile, elsewhere, filled, pieces, raw_file
+from kvdepot.bench.rounds import Result, Row, Speed, best_placement, change, compare
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import StateError
 from kvdepot.store.opening import open_store
@@ -70,6 +70,12 @@ class DiskStore:
             raise StateError(f"blocks came from {sorted(strays)} instead of the disk")
         return taken
 
+    def forget_set(self) -> None:
+        """Remove the last set: having been read, it would outlive sets that come later."""
+        for keys in self.current:
+            self.store.remove(keys)
+        self.current = []
+
     def verify(self) -> None:
         """The last prompt got is what was put, byte for byte."""
         for source, target in zip(self.prompts.sources, self.targets, strict=True):
@@ -78,9 +84,7 @@ class DiskStore:
 
 
 @contextmanager
-def disk_store(
-    directory: Path, block_bytes: int, set_bytes: int, index_blocks: int = 0
-) -> Iterator[DiskStore]:
+def disk_store(directory: Path, block_bytes: int, set_bytes: int) -> Iterator[DiskStore]:
     """A new store for sets of `set_bytes`, a quarter of which fits in its memory."""
     set_bytes = max(set_bytes, BLOCKS_MIN * block_bytes)
     batch_bytes = min(BATCH_BYTES, set_bytes // 8)
@@ -92,7 +96,6 @@ def disk_store(
         with open_store(dram=dram_bytes, ssd=ssd) as store:
             store._stock.arena.memory.prefaulted()
             prompts = prompts_for(store, block_bytes, batch_bytes)
-            fill_index(store, prompts.space, index_blocks)
             count = max(1, set_bytes // (prompts.blocks * block_bytes))
             targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
             yield DiskStore(store, prompts, count, targets)
@@ -100,20 +103,30 @@ def disk_store(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
-    """First writes, writes over old segments, and reads, each beside the raw device."""
+@contextmanager
+def beside_raw(
+    directory: Path, block_bytes: int, set_bytes: int
+) -> Iterator[tuple[DiskStore, list[RawFile], native.Engine]]:
+    """A new store, and a raw file of as many bytes as one of its sets."""
     with ExitStack() as scope:
         engine = native.open_engine()
         scope.callback(engine.close)
         subject = scope.enter_context(disk_store(directory / "store", block_bytes, set_bytes))
         blocks = subject.set_bytes // block_bytes
         raw = scope.enter_context(raw_file(directory, block_bytes, blocks, engine))
-        speeds: dict[str, Speed] = {}
-        first = {f"{engine.kind} batch": raw.first_write(engine)}
-        speeds |= compare(first, {"first put": subject.put_set}, min(rounds, _CAPACITY - 1))
+        yield subject, scope.enter_context(elsewhere(raw, engine)), engine
+
+
+def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
+    """First writes, writes over old segments, and reads, each beside the raw device."""
+    with beside_raw(directory, block_bytes, set_bytes) as (subject, raws, engine):
+        first = best_placement([{f"{engine.kind} batch": r.first_write(engine)} for r in raws])
+        speeds = compare(first, {"first put": subject.put_set}, min(rounds, _CAPACITY - 1))
         subject.put_set()
-        speeds |= compare(raw.writes(engine), {"put": subject.put_set}, rounds)
-        speeds |= compare(raw.reads(engine), {"get": subject.get_set}, rounds)
+        writes = best_placement([raw.writes(engine) for raw in raws])
+        reads = best_placement([raw.reads(engine) for raw in raws])
+        speeds |= compare(writes, {"put": subject.put_set}, rounds)
+        speeds |= compare(reads, {"get": subject.get_set}, rounds)
         subject.verify()
     return [
         speed.row("ssd", op, block_bytes, subject.set_bytes, _bar(op, block_bytes))
@@ -128,20 +141,26 @@ def _bar(op: str, block_bytes: int) -> float | None:
 def degrade_disk(
     directory: Path, block_bytes: int, set_bytes: int, rounds: int, indexes: tuple[int, int]
 ) -> list[Result]:
-    """Put and get with a large index, beside the same with a small one."""
+    """Put and get before and after the index of one and the same store has grown."""
     small, large = indexes
-    with ExitStack() as scope:
-        few, many = (
-            scope.enter_context(disk_store(directory / str(blocks), block_bytes, set_bytes, blocks))
-            for blocks in (small, large)
-        )
+    with beside_raw(directory, block_bytes, set_bytes) as (subject, raws, engine):
+        writes = best_placement([raw.writes(engine) for raw in raws])
+        reads = best_placement([raw.reads(engine) for raw in raws])
         for _ in range(_CAPACITY):
-            few.put_set()
-            many.put_set()
-        name = f"{small} blocks in the index"
-        puts = compare({name: few.put_set}, {"put": many.put_set}, rounds)
-        gets = compare({name: few.get_set}, {"get": many.get_set}, rounds)
+            subject.put_set()
+        speeds: list[dict[str, Speed]] = []
+        for more in (small, large - small):
+            fill_index(subject.store, subject.prompts.space, more, seed=more)
+            puts = compare(writes, {"put": subject.put_set}, rounds)
+            speeds.append(puts | compare(reads, {"get": subject.get_set}, rounds))
+            subject.forget_set()
+    before, after = speeds
     return [
-        speed.row("ssd", f"{op}, {large} blocks", block_bytes, few.set_bytes, DEGRADATION)
-        for op, speed in (puts | gets).items()
+        changed_row("ssd", f"{op}, {large} blocks", block_bytes, before[op], after[op])
+        for op in before
     ]
+
+
+def changed_row(tier: str, op: str, block_bytes: int, before: Speed, after: Speed) -> Row:
+    """Shares of the limit with a large index over those with a small one; speeds are shares too."""
+    return change(before, after).row(tier, op, block_bytes, 1, DEGRADATION)

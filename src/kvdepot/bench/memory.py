@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvdepot.bench.bars import DEGRADATION, memory_bar
+from kvdepot.bench.bars import memory_bar
+from kvdepot.bench.disk import changed_row
 from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
-from kvdepot.bench.raw import MIB, Bytes, filled, memory_copies, pieces
-from kvdepot.bench.rounds import Result, compare
+from kvdepot.bench.raw import MIB, PLACEMENTS, Bytes, filled, memory_copies, pieces
+from kvdepot.bench.rounds import Result, Speed, Work, best_placement, compare
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import StateError
 from kvdepot.store.opening import open_store
@@ -81,7 +82,6 @@ def memory_store(block_bytes: int, set_bytes: int, index_blocks: int = 0) -> Ite
     with open_store(dram=int(_SLACK * set_bytes) + 2 * batch_bytes) as store:
         store._stock.arena.memory.prefaulted()
         prompts = prompts_for(store, block_bytes, batch_bytes)
-        fill_index(store, prompts.space, index_blocks)
         targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
         subject = MemoryStore(store, prompts, count, targets)
         subject.put_many()
@@ -89,15 +89,29 @@ def memory_store(block_bytes: int, set_bytes: int, index_blocks: int = 0) -> Ite
         yield subject
 
 
+def copy_limits(subject: MemoryStore) -> tuple[dict[str, Work], dict[str, Work]]:
+    """The best plain copies of as many bytes: batch to store, and store to batch."""
+    size = subject.prompts.space.block_bytes
+    places = [
+        (
+            pieces(filled(subject.set_bytes, seed=2), size),
+            pieces(filled(len(subject.targets) * size, seed=3), size),
+        )
+        for _ in range(PLACEMENTS)
+    ]
+    puts = best_placement([memory_copies(batch, stored) for stored, batch in places])
+    gets = best_placement([memory_copies(stored, batch) for stored, batch in places])
+    return puts, gets
+
+
 def measure_memory(block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
     """Batches and single calls, beside plain copies between equally large memories."""
     with memory_store(block_bytes, set_bytes) as subject:
-        stored = pieces(filled(subject.set_bytes, seed=2), block_bytes)
-        batch = pieces(filled(len(subject.targets) * block_bytes, seed=3), block_bytes)
+        put_limit, get_limit = copy_limits(subject)
         puts = {"put_many": subject.put_many, "put": subject.put_each}
         gets = {"get_many": subject.get_many, "get": subject.get_each}
-        speeds = compare(memory_copies(batch, stored), puts, rounds)
-        speeds |= compare(memory_copies(stored, batch), gets, rounds)
+        speeds = compare(put_limit, puts, rounds)
+        speeds |= compare(get_limit, gets, rounds)
     return [
         speed.row("dram", op, block_bytes, subject.set_bytes, memory_bar(block_bytes))
         for op, speed in speeds.items()
@@ -107,17 +121,17 @@ def measure_memory(block_bytes: int, set_bytes: int, rounds: int) -> list[Result
 def degrade_memory(
     block_bytes: int, set_bytes: int, rounds: int, indexes: tuple[int, int]
 ) -> list[Result]:
-    """Put and get with a large index, beside the same with a small one."""
+    """Put and get before and after the index of one and the same store has grown."""
     small, large = indexes
-    with ExitStack() as scope:
-        few, many = (
-            scope.enter_context(memory_store(block_bytes, set_bytes, blocks))
-            for blocks in (small, large)
-        )
-        name = f"{small} blocks in the index"
-        speeds = compare({name: few.put_many}, {"put_many": many.put_many}, rounds)
-        speeds |= compare({name: few.get_many}, {"get_many": many.get_many}, rounds)
+    with memory_store(block_bytes, set_bytes) as subject:
+        put_limit, get_limit = copy_limits(subject)
+        speeds: list[dict[str, Speed]] = []
+        for more in (small, large - small):
+            fill_index(subject.store, subject.prompts.space, more, seed=more)
+            puts = compare(put_limit, {"put_many": subject.put_many}, rounds)
+            speeds.append(puts | compare(get_limit, {"get_many": subject.get_many}, rounds))
+    before, after = speeds
     return [
-        speed.row("dram", f"{op}, {large} blocks", block_bytes, few.set_bytes, DEGRADATION)
-        for op, speed in speeds.items()
+        changed_row("dram", f"{op}, {large} blocks", block_bytes, before[op], after[op])
+        for op in before
     ]

@@ -55,7 +55,7 @@ def prompts_for(store: Store, block_bytes: int, batch_bytes: int) -> Prompts:
     return Prompts(space, blocks, pieces(filled(blocks * block_bytes), block_bytes))
 
 
-def fill_index(store: Store, space: Space, count: int) -> None:
+def fill_index(store: Store, space: Space, count: int, seed: int = 1) -> None:
     """Enter `count` made-up blocks, in prompts of 512, into the index of an open store.
 
     They are in no segment: lookups find them, nothing can read or reclaim them. This gives an index
@@ -63,7 +63,7 @@ def fill_index(store: Store, space: Space, count: int) -> None:
     """
     if count <= 0:
         return
-    words = np.random.default_rng(1).integers(1, 1 << 63, (count, 4), dtype=np.uint64)
+    words = np.random.default_rng(seed).integers(1, 1 << 63, (count, 4), dtype=np.uint64)
     words[:, 0] = np.frombuffer(space.tag, np.uint64)[0]
     words[1:, 1] = words[:-1, 2]
     words[::_CHAIN_BLOCKS, 1] = 0

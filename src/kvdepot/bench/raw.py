@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,8 @@ _DEPTHS: Final = (1, 4, 16)
 _BUFFERS_BYTES: Final = 256 * MIB
 _BATCH_BUFFER_BYTES: Final = 64 * MIB
 _TIMEOUT_S: Final = 120.0
+PLACEMENTS: Final = 4
+"""Buffers at different places that a limit is tried with; see rounds.best_placement."""
 
 
 def filled(nbytes: int, seed: int = 0) -> Bytes:
@@ -211,6 +213,19 @@ def nameless(directory: Path) -> Iterator[tuple[int, bool]]:
         yield fd, direct
     finally:
         os.close(fd)
+
+
+@contextmanager
+def elsewhere(raw: RawFile, engine: native.Engine) -> Iterator[list[RawFile]]:
+    """The same file with buffers at several places, those of `raw` first."""
+    with ExitStack() as scope:
+        found = [raw]
+        for seed in range(1, PLACEMENTS):
+            memory = filled(len(raw.memory), seed)
+            if engine.register(memory.ctypes.data, len(memory)):
+                scope.callback(engine.unregister, memory.ctypes.data, len(memory))
+            found.append(replace(raw, memory=memory))
+        yield found
 
 
 @contextmanager

@@ -13,6 +13,7 @@ trailer is scanned record by record.
 
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ ENTRY: Final = np.dtype(
 Entries = npt.NDArray[np.void]
 """An array of ENTRY."""
 
+_SLOTS_CHARS_MAX: Final = 3 << 10
 _ENTRY: Final = struct.Struct("<32sIIQQQ")
 _HEADER: Final = struct.Struct("<QIIQQQ16s")
 _TRAILER: Final = struct.Struct("<QIIQQQQQQQQ16s")
@@ -139,6 +141,8 @@ class Superblock:
     segment_bytes: int
     format: int = FORMAT
     made_by: str = ""
+    slots: str = ""
+    """Slots that have a file, as `0-5,7`: a file of these that is not there was taken away."""
 
     def pack(self) -> bytes:
         page = bytearray(PAGE)
@@ -160,7 +164,28 @@ class Superblock:
         if version != FORMAT:
             return int(version)
         fields: dict[str, Any] = json.loads(bytes(page[24 : 24 + length]))
-        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+        known = cls.__dataclass_fields__
+        return cls(**{name: value for name, value in fields.items() if name in known})
+
+
+def pack_slots(slots: Iterable[int]) -> str:
+    """`0-5,7` for 0, 1, 2, 3, 4, 5, 7; empty where that would not fit into a superblock."""
+    runs: list[list[int]] = []
+    for slot in sorted(slots):
+        if runs and slot == runs[-1][1] + 1:
+            runs[-1][1] = slot
+        else:
+            runs.append([slot, slot])
+    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return text if len(text) <= _SLOTS_CHARS_MAX else ""
+
+
+def parse_slots(text: str) -> set[int]:
+    found: set[int] = set()
+    for run in text.split(",") if text else []:
+        first, _, last = run.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def pack_entry(key: bytes, page: int, kind: int, payload_bytes: int, sequence: int) -> bytes:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 FREE: Final = -1
-HELD: Final = np.iinfo(np.int64).max
+HELD: Final = int(np.iinfo(np.int64).max)
 
 
 def coldest_stretch(stamps: npt.NDArray[np.int64], chunks: int) -> int | None:

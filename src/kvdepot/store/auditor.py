@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.codec.record import PAGE, Kind, parse_head, payload_intact, record_bytes
-from kvdepot.codec.segment import Entries
+from kvdepot.codec.segment import Entries, Superblock, parse_slots
 from kvdepot.core.clock import SystemClock
 from kvdepot.errors import FormatError
 from kvdepot.store.report import CheckReport, Finding
@@ -144,12 +144,13 @@ def _look_again(path: Path, progress: Progress | None) -> AuditReport:
 
 def _look(path: Path, progress: Progress | None) -> AuditReport:
     with opened(path) as drive:
+        listed = _listed(drive)
         _, contents = read_drive(drive)
         (segments,) = contents.recovered
         report = AuditReport(path=str(path), segments=len(segments))
         report.held_bytes = drive.held_bytes()
         report.findings = [_finding(drive, text) for text in drive.damage]
-        _check_sizes(drive, report)
+        _check_files(drive, listed, report)
         pace = Pace(progress, sum(segment.live_bytes for segment in drive.segments.values()))
         slots = contents.locations >> 32
         for segment in segments:
@@ -163,13 +164,23 @@ def _finding(drive: Drive, text: str) -> Finding:
     return Finding(where, what)
 
 
-def _check_sizes(drive: Drive, report: AuditReport) -> None:
-    """Files must have a segment's size. One that a crash left half made has no header yet."""
+def _listed(drive: Drive) -> set[int]:
+    """Slots that must have a file, as far as the superblock tells."""
+    page = drive.medium.read_superblock()
+    found = Superblock.parse(page) if page is not None else None
+    return parse_slots(found.slots) if isinstance(found, Superblock) else set()
+
+
+def _check_files(drive: Drive, listed: set[int], report: AuditReport) -> None:
+    """Files must be there, with a segment's size. One that a crash left half made is not listed."""
     expected = drive.settings.segment_bytes
+    there = sorted([*drive.segments, *drive.free])
+    for slot in sorted(listed.difference(there)):
+        report.add(f"slot {slot}", "file is missing")
     unusable = {finding.where for finding in report.findings}
-    for slot in sorted([*drive.segments, *drive.free]):
+    for slot in there:
         status = os.fstat(drive.medium.extent(slot)[0])
-        in_use = slot in drive.segments or f"slot {slot}" in unusable
+        in_use = slot in drive.segments or slot in listed or f"slot {slot}" in unusable
         wrong = status.st_size > expected or (in_use and status.st_size < expected)
         if wrong and stat.S_ISREG(status.st_mode):
             report.add(f"slot {slot}", f"file has {status.st_size} bytes, not {expected}")

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.config import Config, SsdConfig, load
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.store.stock import Stock
 from kvdepot.store.store import Store
@@ -56,30 +56,45 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
     clock = SystemClock()
     _raise_open_files_limit()
     ssd = _open_ssd(config.ssd, files, mode) if config.ssd is not None else None
+    held: list[Closable] = [ssd] if ssd is not None else []
     try:
-        arena = Arena(config.dram.capacity, config.dram.huge_pages)
-        staging = Arena(config.writeback.staging, "never")
-    except (KVDepotError, OSError, ValueError) as error:
-        if ssd is not None:
-            ssd.close()
-        if isinstance(error, KVDepotError):
-            raise
-        raise ConfigError("dram.capacity", f"cannot get the memory: {error}") from error
-    if config.dram.lock and not arena.memory.lock():
-        arena.close()
-        staging.close()
-        if ssd is not None:
-            ssd.close()
-        raise ConfigError(
-            "dram.lock", "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false"
-        )
+        arena = _arena("dram.capacity", config.dram.capacity, config.dram.huge_pages)
+        held.append(arena)
+        staging = _arena("writeback.staging", config.writeback.staging, "never")
+        held.append(staging)
+        _lock(config, arena)
+    except ConfigError:
+        for part in held:
+            part.close()
+        raise
     stock = Stock(config, clock, Catalog(), arena, staging, ssd)
     if ssd is not None:
-        stock.take_in(ssd.contents)
+        stock.take_in(ssd.take_contents())
     if config.dram.prefault:
         for memory in (arena.memory, staging.memory):
             memory.prefault(partial(ssd.register_memory, memory) if ssd is not None else bool)
     return Store(stock)
+
+
+class Closable(Protocol):
+    """Something that holds resources."""
+
+    def close(self) -> None:
+        """Give them up."""
+
+
+def _lock(config: Config, arena: Arena) -> None:
+    if config.dram.lock and not arena.memory.lock():
+        raise ConfigError(
+            "dram.lock", "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false"
+        )
+
+
+def _arena(path: str, nbytes: int, huge_pages: Literal["auto", "always", "never"]) -> Arena:
+    try:
+        return Arena(nbytes, huge_pages)
+    except OSError as error:
+        raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
 
 
 def _open_ssd(config: SsdConfig, files: Files | None, mode: Mode) -> SegmentTier:

@@ -53,9 +53,13 @@ class Putter:
             with stock.changed:
                 self._admit(offers, results, wave, deadline)
             if wave:
-                self._fill(wave)
-                with stock.changed:
-                    self._seal(wave)
+                filled = False
+                try:
+                    self._fill(wave)
+                    filled = True
+                finally:
+                    with stock.changed:
+                        self._seal(wave) if filled else self._abandon(wave)
         with stock.changed:
             self._count(offers, results)
         return results
@@ -88,6 +92,8 @@ class Putter:
         """Reserve a slot. THROTTLED may change with time, REFUSED will not."""
         stock, catalog = self._stock, self._stock.catalog
         row = catalog.row(offer.key)
+        if row != NONE and catalog.disk.ready(row) and catalog.memory.absent(row):
+            stock.drop_if_unreadable(row)
         if row != NONE and not (catalog.memory.absent(row) and catalog.disk.absent(row)):
             catalog.use([row])
             return Put.PRESENT
@@ -146,6 +152,13 @@ class Putter:
         stock.unlease(rows)
         if stock.dirty:
             stock.work.notify_all()
+
+    def _abandon(self, wave: list[Offer]) -> None:
+        """Give the slots back. Lock held."""
+        stock = self._stock
+        for offer in wave:
+            stock.arena.free(stock.catalog.memory.drop(offer.row))
+        stock.unlease([offer.row for offer in wave])
 
     def _count(self, offers: Sequence[Offer], results: Sequence[Put]) -> None:
         counters = self._stock.counters

@@ -56,7 +56,7 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
             report.done.append(Finding("superblock", "written anew"))
         segment_bytes = drive.settings.segment_bytes
         slots = drive.medium.open_slots(segment_bytes)
-        for slot in slots:
+        for slot in slots:  # opening them has also written down which ones there are
             if sizes.get(slot, segment_bytes) != segment_bytes:
                 report.did(slot, f"file given its size of {segment_bytes} bytes again")
         found = _recover(drive, slots, report)

@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.slab import FREE, HELD, coldest_stretch
 from kvdepot.store.stock import Stock
@@ -72,31 +73,36 @@ class Room:
 
     def _chunk_stamps(self, group: int) -> Rows:
         """For each chunk how recently its slab was used; slabs of `group` itself do not help."""
-        count = self._stock.arena.chunk_count
-        stamps = np.full(count, FREE, dtype=np.int64)
-        for slab in self._stock.arena.slabs():
+        arena = self._stock.arena
+        stamps = np.full(arena.chunk_count, FREE, dtype=np.int64)
+        newest = self._newest_below()
+        for slab in arena.slabs():
             stamps[slab.start : slab.start + slab.chunks] = (
-                HELD if slab.slot_bytes == group else self._slab_stamp(slab)
+                HELD if slab.slot_bytes == group else self._slab_stamp(slab, newest)
             )
         return stamps
 
-    def _slab_stamp(self, slab: Slab) -> int:
+    def _newest_below(self) -> dict[int, int]:
+        """For each block in memory the newest stamp of it and all below it; HELD if one is held.
+
+        Hottest first, each block tells its ancestors until it meets one that has been told.
+        """
         catalog = self._stock.catalog
-        newest = FREE
-        for row in slab.owners:
-            if row == NOBODY:
-                continue
-            if row < 0 or not self._evictable(row):
-                return int(HELD)
-            newest = max(newest, catalog.tree.stamp[row])
+        rows = np.flatnonzero(catalog.memory.state.array == CopyState.READY).tolist()
+        heat = {row: HELD if catalog.leaves.held(row) else catalog.tree.stamp[row] for row in rows}
+        newest: dict[int, int] = {}
+        parents = catalog.tree.parent.view
+        for row in sorted(rows, key=heat.__getitem__, reverse=True):
+            above = row
+            while above != NONE and above not in newest:
+                newest[above] = heat[row]
+                above = parents[above]
         return newest
 
-    def _evictable(self, row: int) -> bool:
-        catalog = self._stock.catalog
-        below = catalog.tree.descendants(row)
-        return catalog.memory.ready(row) and not any(
-            catalog.leaves.held(other) for other in (row, *below)
-        )
+    def _slab_stamp(self, slab: Slab, newest: dict[int, int]) -> int:
+        """How hot a slab is: as its hottest block; a slot that is being filled holds it."""
+        owners = [row for row in slab.owners if row != NOBODY]
+        return max((newest.get(row, HELD) for row in owners), default=FREE)
 
     def _evict_subtree(self, row: int) -> None:
         """Tails before heads."""

@@ -77,6 +77,11 @@ class Stock:
         if self.ssd is not None:
             self.ssd.discard([location], [self.catalog.nbytes[row]])
 
+    def drop_if_unreadable(self, row: int) -> None:
+        """Drop a copy on a drive that is down, so that the block can be kept in memory anew."""
+        if not self.disk_usable(self.catalog.disk.location[row]):
+            self.drop_disk(row)
+
     def drop_all(self, row: int) -> None:
         """Drop a block nobody uses from every tier."""
         if self.catalog.memory.ready(row):
@@ -123,7 +128,12 @@ class Stock:
             listed.frombytes(part.astype(np.int32).tobytes())
 
     def on_disk(self, row: int, location: int) -> None:
-        """A block's record is at `location` now, for reclaim to find."""
+        """A block's record is at `location` now: count it, and let reclaim find it."""
+        if self.ssd is not None:
+            self.ssd.count(location, self.catalog.nbytes[row])
+        self._list(row, location)
+
+    def _list(self, row: int, location: int) -> None:
         self.segment_rows.setdefault((drive_of(location), slot_of(location)), array("i")).append(
             row
         )
@@ -132,6 +142,6 @@ class Stock:
         if self.catalog.disk.absent(row):
             self.catalog.disk.reserve(row, location)
             self.catalog.disk.seal(row)
-            self.on_disk(row, location)
+            self._list(row, location)
         elif self.ssd is not None:
             self.ssd.discard([location], [self.catalog.nbytes[row]])

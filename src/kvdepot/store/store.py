@@ -1,10 +1,10 @@
 """The store: what a program talks to. Thread-safe; no call fails because of a disk."""
 
 import builtins
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError, StoreClosedError
 from kvdepot.index.table import NONE
 from kvdepot.native import address_of
+from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
 from kvdepot.store.lease import Lease
@@ -28,36 +29,12 @@ from kvdepot.store.reader import Reader, Want
 from kvdepot.store.report import CheckReport
 from kvdepot.store.room import Room
 from kvdepot.store.space import Space
+from kvdepot.store.statistics import describe
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
 from kvdepot.tiers.ssd import drive_of
 
 _CLOSE_TIMEOUT_S: Final = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest resident prefix of a chain of keys. `len(match)` is its length in blocks."""
-
-    tiers: tuple[str, ...]
-    """For each matched block the fastest tier that has it."""
-
-    def __len__(self) -> int:
-        return len(self.tiers)
-
-
-@dataclass(frozen=True, slots=True)
-class FlushReport:
-    """Answer to `Store.flush`. True when everything put before is on disk."""
-
-    ok: bool
-    waiting: int
-    """Blocks still waiting to be written when time ran out."""
-    given_up: int
-    """Blocks that could not be written since the last flush; they are in memory only, or gone."""
-
-    def __bool__(self) -> bool:
-        return self.ok
 
 
 class Store:
@@ -77,6 +54,8 @@ class Store:
         self._reader = Reader(stock, self._room, self._drainer)
         self._writers: list[Writer] = []
         self._given_up_seen = 0
+        self._leases = 0
+        self._calls = 0
         self._closed = False
         if stock.ssd is not None and stock.ssd.writable:
             self._writers = [
@@ -159,6 +138,7 @@ class Store:
         mistake, before anything is stored.
         """
         self._check_open()
+        keys, buffers = list(keys), list(buffers)  # a lazy sequence would free what we point to
         if len(keys) != len(buffers):
             raise BadBufferError(f"{len(keys)} keys but {len(buffers)} buffers")
         if timeout_s is None:
@@ -172,7 +152,8 @@ class Store:
                     f"a block here has {layout.block_bytes} bytes, the buffer has {nbytes}"
                 )
             offers.append(Offer(key, address, nbytes, layout.chunk_bytes))
-        return self._putter.store(offers, timeout_s)
+        with self._using():
+            return self._putter.store(offers, timeout_s)
 
     def get(
         self,
@@ -201,13 +182,15 @@ class Store:
         KeyFormatError for a caller's mistake, before anything is read.
         """
         self._check_open()
+        keys, intos = list(keys), list(intos)
         if len(keys) != len(intos):
             raise BadBufferError(f"{len(keys)} keys but {len(intos)} buffers")
         if timeout_s is None:
             ssd = self._stock.config.ssd
             timeout_s = ssd.read_timeout if ssd is not None else 0.0
         wants = [self._want(key, into, layers) for key, into in zip(keys, intos, strict=True)]
-        return self._reader.fetch(wants, timeout_s) if wants else []
+        with self._using():
+            return self._reader.fetch(wants, timeout_s) if wants else []
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """The longest resident prefix. Answered from memory; changes nothing."""
@@ -226,6 +209,7 @@ class Store:
             rows = self._usable(catalog.resident(_checked(keys)))
             catalog.use(rows)
             catalog.lease(rows)
+            self._leases += len(rows)
         return Lease(list(keys[: len(rows)]), rows, self._release, self._view)
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
@@ -239,7 +223,8 @@ class Store:
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         """Delete blocks everywhere, also after a restart. Returns how many were there.
 
-        A leased block vanishes from lookups at once and from its tiers when its last lease ends.
+        A leased block vanishes from lookups at once and from its tiers when its last lease ends. On
+        a store opened read-only the removal lasts as long as this process has it open.
         """
         self._check_open()
         wanted = _checked([keys] if isinstance(keys, bytes) else list(keys))
@@ -268,47 +253,33 @@ class Store:
 
     def check(self, *, deep: bool = True) -> CheckReport:
         """Verify the books against each other and, if `deep`, every byte in memory and on disk."""
-        self._check_open()
-        return check_stock(self._stock, deep=deep)
+        with self._using():
+            return check_stock(self._stock, deep=deep)
 
     def stats(self) -> dict[str, Any]:
         """Counters, and what each tier holds and how it is, as plain values."""
         self._check_open()
-        stock = self._stock
-        with stock.changed:
-            tiers: dict[str, Any] = {"dram": self._dram_stats()}
-            if stock.ssd is not None:
-                tiers["ssd"] = self._ssd_stats()
-            return {
-                "tiers": tiers,
-                "blocks": stock.catalog.table.live,
-                "leased": stock.catalog.leased,
-                "dirty_bytes": stock.dirty_bytes,
-                "staging_bytes": stock.staging.used_bytes,
-                "index_bytes": stock.catalog.table.memory_bytes(),
-                "counters": stock.counters.as_dict(),
-            }
+        with self._stock.changed:
+            return describe(self._stock, leased=self._leases)
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
         """Write down what waits, stop the threads, release everything. May be called twice."""
         if self._closed:
             return FlushReport(True, 0, 0)
         report = self._flush(timeout_s)
-        self._closed = True
         stock = self._stock
         with stock.changed:
-            stock.closing = True
+            self._closed = stock.closing = True
             stock.dirty.clear()
             stock.work.notify_all()
-        stuck = False
+            stuck = not stock.changed.wait_for(lambda: not self._calls, timeout_s)
         for writer in self._writers:
             writer.thread.join(timeout_s)
             stuck = stuck or writer.thread.is_alive()
         self._reader.close()
         late = not self._drainer.wait(timeout_s)
         if stuck or late:
-            # The kernel may still write into the arena: leave memory and descriptors to the
-            # process's end.
+            # The kernel or a caller may still use the memory: leave it to the process's end.
             return FlushReport(False, report.waiting, report.given_up)
         stock.arena.memory.stop()
         stock.staging.memory.stop()
@@ -323,6 +294,20 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """A call that works on the store's memory: close() waits for it."""
+        with self._stock.changed:
+            self._check_open()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._stock.changed:
+                self._calls -= 1
+                if self._closed:
+                    self._stock.changed.notify_all()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -350,21 +335,19 @@ class Store:
             )
 
     def _space_of(self, key: BlockKey) -> Space:
-        try:
-            return self._spaces[key[:TAG_BYTES]]
-        except (KeyError, TypeError):
-            pass
-        _checked([key])
+        space = self._spaces.get(check_key(key)[:TAG_BYTES])
+        if space is not None:
+            return space
         raise KeyFormatError(
             "the key's namespace is not registered with this store",
             hint="call store.namespace(…) first",
         )
 
-    def _want(self, key: BlockKey, into: Any, layers: range | None) -> Want:
+    def _want(self, key: BlockKey, into: Any, layers: Any) -> Want:
         layout = self._space_of(key).layout
         start, nbytes = 0, layout.block_bytes
         if layers is not None:
-            if layers.step != 1:
+            if not isinstance(layers, range) or layers.step != 1:
                 raise BadBufferError(f"layers must be consecutive, got {layers}")
             start, nbytes = layout.layer_range(layers.start, layers.stop)
         address, length = _buffer(into, writable=True)
@@ -386,12 +369,14 @@ class Store:
 
     def _release(self, rows: list[int]) -> None:
         with self._stock.changed:
+            self._leases -= len(rows)
             if not self._closed:
                 self._stock.unlease(rows)
 
     def _view(self, row: int) -> memoryview | None:
         catalog = self._stock.catalog
         with self._stock.changed:
+            self._check_open()
             if not catalog.memory.ready(row):
                 return None
             at = catalog.memory.location[row] + HEAD_BYTES
@@ -423,6 +408,7 @@ class Store:
 
     def _flush(self, timeout_s: float) -> FlushReport:
         stock = self._stock
+        deadline = stock.clock.now() + timeout_s
         with stock.changed:
             last = stock.tickets
 
@@ -433,31 +419,9 @@ class Store:
             waiting = sum(ticket <= last for ticket in stock.dirty_tickets.values())
             given_up = stock.counters.write_failed - self._given_up_seen
             self._given_up_seen = stock.counters.write_failed
-        durable = stock.ssd is None or not stock.ssd.writable or stock.ssd.flush()
-        return FlushReport(done and durable and not given_up, waiting, given_up)
-
-    def _dram_stats(self) -> dict[str, Any]:
-        stock = self._stock
-        return {
-            "blocks": stock.catalog.memory.count,
-            "capacity_bytes": stock.arena.capacity_bytes,
-            "used_bytes": stock.arena.used_bytes,
-            "huge_pages": stock.arena.memory.huge,
-        }
-
-    def _ssd_stats(self) -> dict[str, Any]:
-        ssd = self._stock.ssd
-        assert ssd is not None
-        usage, health = ssd.usage(), ssd.health()
-        return {
-            "blocks": self._stock.catalog.disk.count,
-            "capacity_bytes": usage.capacity_bytes,
-            "used_bytes": usage.used_bytes,
-            "held_bytes": usage.held_bytes,
-            "healthy": health.ok,
-            "errors": health.errors,
-            "drives": [drive.describe() for drive in ssd.drives],
-        }
+        if done and stock.ssd is not None and stock.ssd.writable:
+            done = stock.ssd.flush(max(0.0, deadline - stock.clock.now()))
+        return FlushReport(done and not given_up, waiting, given_up)
 
 
 def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,11 @@ class Contents:
             zip(self.locations.tolist(), self.payload_bytes.tolist(), strict=True)
         ):
             yield Found(BlockKey(keys[32 * row : 32 * row + 32]), location, nbytes)
+
+
+NOTHING: Final = Contents(
+    np.zeros((0, 4), np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64), []
+)
 
 
 def read_contents(notebooks: Sequence[Notebook], first_drive: int = 0) -> Contents:

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.codec.record import HEAD_BYTES, PAGE, Kind, parse_own, place, record_bytes
+from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
 from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, pack_entry
 from kvdepot.core.clock import Clock
 from kvdepot.native import WRITE, address_of, checksum
@@ -117,12 +117,13 @@ class Drive:
         found = []
         for slot in self.medium.open_slots(self.settings.segment_bytes):
             recovered = self._recover_slot(slot)
-            if recovered is None:
+            if recovered is not None:
+                last = int(recovered.entries["sequence"].max()) if len(recovered.entries) else 0
+                self._numbers.raise_to(recovered.segment_id, last)
+            if recovered is None or not recovered.usable:
                 self.free.append(slot)
                 continue
             found.append(recovered)
-            last = int(recovered.entries["sequence"].max()) if len(recovered.entries) else 0
-            self._numbers.raise_to(recovered.segment_id, last)
             segment = Segment(recovered.segment_id, slot, recovered.tail, recovered.sealed)
             segment.count = len(recovered.entries)
             self.segments[slot] = segment
@@ -171,8 +172,6 @@ class Drive:
             return None
         if found is not None:
             self.damage += [f"{self.medium.label}: slot {slot}: {text}" for text in found.damage]
-            if any("swapped" in text for text in found.damage):
-                return None
         return found
 
     def append(self, images: Sequence[memoryview], *, wait: bool = True) -> list[Appended | None]:
@@ -201,9 +200,10 @@ class Drive:
         return results
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool]:
+    def _turn(self, timeout_s: float | None = None) -> Iterator[bool]:
         """The right to append. False: somebody else has it and the medium does not answer."""
-        mine = self._lock.acquire(timeout=self.settings.write_timeout_s)
+        limit = self.settings.write_timeout_s
+        mine = self._lock.acquire(timeout=limit if timeout_s is None else min(timeout_s, limit))
         try:
             yield mine
         finally:
@@ -276,10 +276,6 @@ class Drive:
         """A record is on disk: remember it for the footer."""
         kind, key, sequence, payload_bytes = parse_own(image)
         segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
-        if kind == Kind.BLOCK:
-            with self._books:
-                segment.live_bytes += len(image)
-                segment.live_count += 1
         return Appended(segment.slot, offset // PAGE, segment.segment_id)
 
     def _room(self, segment: Segment, nbytes: int) -> bool:
@@ -366,13 +362,13 @@ class Drive:
             self._unsynced.discard(slot)
             self.free.append(slot)
 
-    def discard(self, slot: int, nbytes: int) -> None:
-        """A record is no longer wanted: its bytes are dead until the segment is reused."""
+    def count(self, slot: int, nbytes: int, records: int = 1) -> None:
+        """Records of a segment came into use, or with negative counts went out of it."""
         segment = self.segments.get(slot)
         if segment is not None:
             with self._books:
-                segment.live_bytes -= nbytes
-                segment.live_count -= 1
+                segment.live_bytes += nbytes
+                segment.live_count += records
 
     def _wipe(self, slot: int) -> None:
         """Make a segment unreadable, so that what was dropped does not come back."""
@@ -382,9 +378,9 @@ class Drive:
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
 
-    def sync(self) -> bool:
+    def sync(self, timeout_s: float | None = None) -> bool:
         """Make what was appended durable. False: it could not be."""
-        with self._turn() as mine:
+        with self._turn(timeout_s) as mine:
             if not mine:
                 return False
             if self.lost or not self.medium.intact():

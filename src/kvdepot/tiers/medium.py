@@ -9,11 +9,12 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from kvdepot.codec.record import PAGE
-from kvdepot.codec.segment import Superblock
+from kvdepot.codec.segment import Superblock, pack_slots
 from kvdepot.errors import ConfigError, FormatError, StoreBusyError
 from kvdepot.tiers.files import Files
 
@@ -135,11 +136,18 @@ class DirectoryMedium:
         for name in sorted(os.listdir(self._path)):
             if found := _SEGMENT.fullmatch(name):
                 slot = int(found[1])
-                self._fds[slot] = self._open(slot, 0)
+                try:
+                    self._fds[slot] = self._open(slot, 0)
+                except FileNotFoundError:
+                    if self._writable:
+                        raise
+                    continue  # the writer beside us has just removed it
                 if self._writable and os.fstat(self._fds[slot]).st_size != segment_bytes:
                     self._files.allocate(self._fds[slot], segment_bytes)
                     os.ftruncate(self._fds[slot], segment_bytes)
                 slots.append(slot)
+        if self._writable:
+            self._register()
         return slots
 
     def slots_max(self, segment_bytes: int) -> int:
@@ -147,17 +155,20 @@ class DirectoryMedium:
 
     def create(self, slot: int, segment_bytes: int) -> None:
         fd = self._open(slot, os.O_CREAT | os.O_EXCL)
+        self._fds[slot] = fd
         try:
             self._files.allocate(fd, segment_bytes)
+            self._register()
         except OSError:
+            del self._fds[slot]
             os.close(fd)
             os.unlink(self._name(slot))
             raise
-        self._fds[slot] = fd
 
     def remove(self, slot: int) -> None:
         fd = self._fds.pop(slot)
         os.close(fd)
+        self._register()
         self._name(slot).unlink(missing_ok=True)
 
     def extent(self, slot: int) -> tuple[int, int]:
@@ -200,6 +211,17 @@ class DirectoryMedium:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    def _register(self) -> None:
+        """Write down which slots there are, so that a check can tell when a file is gone.
+
+        After a file is made and before one is removed: a crash leaves a file too many at most.
+        """
+        page = self.read_superblock()
+        known = Superblock.parse(page) if page is not None else None
+        slots = pack_slots(self._fds)
+        if isinstance(known, Superblock) and known.slots != slots:
+            self.write_superblock(replace(known, slots=slots))
 
     def _prepare(self) -> None:
         try:

@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Literal
 
 from kvdepot.errors import ConfigError
@@ -27,6 +29,9 @@ class SharedMemory:
         self, nbytes: int, huge_pages: Literal["auto", "always", "never"] = "auto"
     ) -> None:
         self.nbytes = -(-nbytes // _HUGE) * _HUGE
+        limit = memory_limit()
+        if self.nbytes > limit:
+            raise OSError(errno.ENOMEM, f"{nbytes} bytes asked for, this machine has {limit}")
         self.huge = False
         self.fd = -1
         if huge_pages != "never":
@@ -38,9 +43,7 @@ class SharedMemory:
                 hint=f'sysctl vm.nr_hugepages={self.nbytes >> 21}, or huge_pages = "auto"',
             )
         if self.fd < 0:
-            self.fd = os.memfd_create("kvdepot-arena", os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, self.nbytes)
-            self._map = mmap.mmap(self.fd, self.nbytes)
+            self._open(os.MFD_CLOEXEC)
             if huge_pages == "auto":
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
@@ -87,17 +90,19 @@ class SharedMemory:
             self._map.close()
 
     def _try_huge(self) -> None:
-        try:
-            fd = os.memfd_create("kvdepot-arena", os.MFD_CLOEXEC | os.MFD_HUGETLB)
-        except OSError:
-            return
+        with contextlib.suppress(OSError):
+            self._open(os.MFD_CLOEXEC | os.MFD_HUGETLB)
+            self.huge = True
+
+    def _open(self, flags: int) -> None:
+        fd = os.memfd_create("kvdepot-arena", flags)
         try:
             os.ftruncate(fd, self.nbytes)
             self._map = mmap.mmap(fd, self.nbytes)
-        except OSError:
+        except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
-            return
-        self.fd, self.huge = fd, True
+            raise OSError(errno.ENOMEM, f"cannot map {self.nbytes} bytes") from error
+        self.fd = fd
 
     def _touch(self) -> bool:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -109,3 +114,15 @@ class SharedMemory:
             if libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
                 return False
         return True
+
+
+def memory_limit() -> int:
+    """Bytes of memory this process can have: the machine's, or its control group's if less."""
+    total = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) * 1024
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            total = min(total, int((Path("/sys/fs/cgroup") / name).read_text()))
+    return total

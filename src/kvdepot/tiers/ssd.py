@@ -19,6 +19,7 @@ from kvdepot.codec.record import (
     Kind,
     identity,
     parse_head,
+    parse_own,
     payload_intact,
     record_bytes,
     round_up,
@@ -26,9 +27,9 @@ from kvdepot.codec.record import (
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Usage
-from kvdepot.errors import KVDepotError
+from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.native import READ, address_of
-from kvdepot.tiers.contents import Contents, read_contents
+from kvdepot.tiers.contents import NOTHING, Contents, read_contents
 from kvdepot.tiers.drive import Drive, Numbers
 from kvdepot.tiers.files import Files, Ops, io_ops
 from kvdepot.tiers.memory import SharedMemory
@@ -88,14 +89,21 @@ class SegmentTier:
         try:
             for index in range(len(paths)):
                 self.drives.append(self._mount(index))
+            self.notebooks = [Notebook(drive) for drive in self.drives]
+            self._contents = self._recover()
         except KVDepotError:
             self.close()
             raise
-        self.notebooks = [Notebook(drive) for drive in self.drives]
-        self.contents: Contents = read_contents(self.notebooks)
+        except OSError as error:
+            self.close()
+            raise ConfigError("ssd.path", f"cannot read the store: {error}") from error
+
+    def _recover(self) -> Contents:
+        contents = read_contents(self.notebooks)
         if self.writable:
-            for drive, recovered in zip(self.drives, self.contents.recovered, strict=True):
+            for drive, recovered in zip(self.drives, contents.recovered, strict=True):
                 drive.resume(recovered)
+        return contents
 
     def store(self, images: Sequence[memoryview]) -> list[int | None]:
         """See Tier.store.
@@ -113,10 +121,13 @@ class SegmentTier:
             if not left:
                 break
         self._turn += 1
+        for image, location in zip(images, results, strict=True):
+            if location is not None:
+                self.count(location, parse_own(image)[3])
         return results
 
     def append(self, index: int, images: Sequence[memoryview]) -> list[int | None]:
-        """`store` on one drive."""
+        """`store` on one drive; the caller counts what it keeps (`count`)."""
         return [
             None if place is None else pack_location(index, place.slot, place.page)
             for place in self.drives[index].append(images)
@@ -204,10 +215,16 @@ class SegmentTier:
         """See Tier.discard. The bytes stay on disk, dead, until their segment is reused."""
         for index, location in enumerate(locations):
             nbytes = sizes[index] if sizes is not None else 0
-            self.drives[drive_of(location)].discard(slot_of(location), record_bytes(nbytes))
+            drive = self.drives[drive_of(location)]
+            drive.count(slot_of(location), -record_bytes(nbytes), -1)
 
     def scan(self) -> Iterator[Found]:
-        return self.contents.found()
+        return self._contents.found()
+
+    def take_contents(self) -> Contents:
+        """What `scan` tells, as arrays, once: afterwards it is forgotten, for it can be large."""
+        contents, self._contents = self._contents, NOTHING
+        return contents
 
     def erase(self, removals: list[Removal]) -> bool:
         """Record removals on every drive, so that the blocks do not come back after a restart."""
@@ -239,9 +256,14 @@ class SegmentTier:
         drive.release(slot)
         return carried or notebook.carry(segment_id)
 
-    def flush(self) -> bool:
-        done = [drive.sync() for drive in self.drives]
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        done = [drive.sync(timeout_s) for drive in self.drives]
         return all(done)
+
+    def count(self, location: int, payload_bytes: int) -> None:
+        """A block that was appended is in use from now on, until it is discarded."""
+        drive = self.drives[drive_of(location)]
+        drive.count(slot_of(location), record_bytes(payload_bytes))
 
     def usage(self) -> Usage:
         return Usage(

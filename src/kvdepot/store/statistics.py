@@ -1,0 +1,44 @@
+"""A store in plain values, for `stats` and whoever shows them."""
+
+from typing import Any
+
+from kvdepot.store.stock import Stock
+
+
+def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
+    """Counters, and what each tier holds and how it is. Lock held."""
+    tiers = {"dram": _dram(stock)}
+    if stock.ssd is not None:
+        tiers["ssd"] = _ssd(stock)
+    return {
+        "tiers": tiers,
+        "blocks": stock.catalog.table.live,
+        "leased": leased,
+        "dirty_bytes": stock.dirty_bytes,
+        "staging_bytes": stock.staging.used_bytes,
+        "index_bytes": stock.catalog.table.memory_bytes(),
+        "counters": stock.counters.as_dict(),
+    }
+
+
+def _dram(stock: Stock) -> dict[str, Any]:
+    return {
+        "blocks": stock.catalog.memory.count,
+        "capacity_bytes": stock.arena.capacity_bytes,
+        "used_bytes": stock.arena.used_bytes,
+        "huge_pages": stock.arena.memory.huge,
+    }
+
+
+def _ssd(stock: Stock) -> dict[str, Any]:
+    assert stock.ssd is not None
+    usage, health = stock.ssd.usage(), stock.ssd.health()
+    return {
+        "blocks": stock.catalog.disk.count,
+        "capacity_bytes": usage.capacity_bytes,
+        "used_bytes": usage.used_bytes,
+        "held_bytes": usage.held_bytes,
+        "healthy": health.ok,
+        "errors": health.errors,
+        "drives": [drive.describe() for drive in stock.ssd.drives],
+    }
