@@ -1,17 +1,16 @@
 """Every tier of ours, and every wrapper, obeys the contract."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvdepot.codec.record import parse_own
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.tier import Tier
 from kvdepot.native import uring_available
 from kvdepot.testing.contract import Reopen, TierContract
 from kvdepot.testing.faults import FaultyFiles
-from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier, WrappedTier
+from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier
 from kvdepot.tiers.arena import Arena
 from kvdepot.tiers.dram import DramTier
 from kvdepot.tiers.files import EngineKind, Files
@@ -65,29 +64,9 @@ class TestCountingTier(TierContract):
         tier.close()
 
 
-class SizedDiscards(WrappedTier):
-    """The `ssd` tier as the store uses it: told the payload bytes of what it discards."""
-
-    def __init__(self, inner: SegmentTier) -> None:
-        super().__init__(inner)
-        self._ssd = inner
-        self._sizes: dict[int, int] = {}
-
-    def store(self, images: Sequence[memoryview]) -> list[int | None]:
-        locations = super().store(images)
-        for image, location in zip(images, locations, strict=True):
-            if location is not None:
-                self._sizes[location] = parse_own(image)[3]
-        return locations
-
-    def discard(self, locations: Sequence[int]) -> None:
-        self._ssd.discard(locations, [self._sizes.pop(location) for location in locations])
-
-
 class SegmentTierContract(TierContract):
     """The `ssd` tier, whatever its drives and its engine."""
 
-    reuses_room = False
     drives = 1
     engine: EngineKind = "threads"
     direct: DirectIo = "never"
@@ -105,17 +84,9 @@ class SegmentTierContract(TierContract):
 
     @pytest.fixture
     def tier(self, paths: list[Path]) -> Iterator[Tier]:
-        tier = SizedDiscards(self.open(paths))
+        tier = self.open(paths)
         yield tier
         tier.close()
-
-    @pytest.mark.xfail(strict=True, reason="without sizes SegmentTier.discard counts a page each")
-    def test_usage_after_plain_discards(self, paths: list[Path]) -> None:
-        tier = self.open(paths)
-        try:
-            super().test_usage_counts_whole_records(tier)
-        finally:
-            tier.close()
 
     @pytest.fixture
     def reopen(self, tier: Tier, paths: list[Path]) -> Iterator[Reopen | None]:

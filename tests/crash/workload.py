@@ -133,8 +133,6 @@ class Promises:
             case "removed":
                 self.there -= keys
                 self.gone |= keys
-            case "unrecorded":
-                self.gone.clear()
             case "finished":
                 self.finished = True
                 self.boundaries = line["boundaries"]
@@ -226,9 +224,8 @@ class Workload:
         self.removed(store, keys)
 
     def removed(self, store: Store, keys: list[BlockKey]) -> None:
-        """A store that found no room for its notes says so, and has promised nothing."""
-        unrecorded = store.stats()["counters"]["removal_unrecorded"]
-        self.diary.write("unrecorded" if unrecorded else "removed", keys)
+        assert not store.stats()["counters"]["removal_unrecorded"], "there was no room for a note"
+        self.diary.write("removed", keys)
 
     def forget(self, keys: list[BlockKey]) -> None:
         self.living = [key for key in self.living if key not in keys]

@@ -176,7 +176,7 @@ def held_bytes(store: kvdepot.Store) -> int:
 def check_after(store: kvdepot.Store, crowd: Crowd, folder: Path) -> None:
     """Nothing is held, the books are right, memory and disk are within their limits."""
     assert store.flush()
-    assert eventually(lambda: not store.stats()["leased"]), "a lease is left"
+    assert eventually(lambda: not store.stats()["staging_bytes"]), "staging memory is left"
     stats = store.stats()
     counters = stats["counters"]
     assert (stats["leased"], stats["dirty_bytes"], stats["staging_bytes"]) == (0, 0, 0)

@@ -1,12 +1,13 @@
 """`kvdepot bench` with tiny sizes: the shape of its answer, and that it leaves nothing behind."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvdepot.bench import rounds
+from kvdepot.bench import raw, rounds
 from kvdepot.bench.disk import DiskStore
 from kvdepot.cli import bench
 from kvdepot.cli.main import main
@@ -144,3 +145,20 @@ def test_ratios_are_taken_round_by_round() -> None:
 def test_limit_is_the_way_with_the_best_median() -> None:
     lucky = iter([9.0, 0.1, 9.0])
     assert rounds.fastest({"lucky": lambda: next(lucky), "steady": lambda: 1.0}) == "steady"
+
+
+def test_a_copy_owns_the_memory_it_works_in() -> None:
+    works = raw.memory_copies(
+        raw.pieces(raw.filled(64 << 20), 1 << 20), raw.pieces(raw.filled(64 << 20), 1 << 20)
+    )
+    gc.collect()
+    for name in list(works):
+        assert works.pop(name)() > 0  # with freed memory this ends the process
+
+
+def test_growth_is_measured_against_the_same_memory() -> None:
+    before = rounds.Speed((2.0, 2.0), (1.0, 1.0), "raw")
+    slower_machine = rounds.Speed((8.0, 4.0), (4.0, 2.0), "raw")
+    assert rounds.change(before, slower_machine).ratios() == [1.0, 1.0]
+    half_as_fast = rounds.Speed((4.0, 4.0), (1.0, 1.0), "raw")
+    assert rounds.change(before, half_as_fast).ratios() == [0.5, 0.5]

@@ -124,7 +124,7 @@ def test_a_counting_tier_counts() -> None:
     wrong = make_load(make_key(2), location, NBYTES)
     part = make_load(KEY, location, NBYTES, span=(0, 4096))
     tier.load([wrong, part], 1.0)
-    tier.discard([location])
+    tier.discard([location], [NBYTES])
     tier.flush()
     tier.close()
     assert tier.calls == {"store": 2, "load": 1, "discard": 1, "flush": 1, "close": 1}

@@ -4,8 +4,9 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -156,11 +157,23 @@ def degrade_disk(
             subject.forget_set()
     before, after = speeds
     return [
-        changed_row("ssd", f"{op}, {large} blocks", block_bytes, before[op], after[op])
+        changed_row(
+            "ssd", f"{op}, {large} blocks", block_bytes, subject.set_bytes, before[op], after[op]
+        )
         for op in before
     ]
 
 
-def changed_row(tier: str, op: str, block_bytes: int, before: Speed, after: Speed) -> Row:
-    """Shares of the limit with a large index over those with a small one; speeds are shares too."""
-    return change(before, after).row(tier, op, block_bytes, 1, DEGRADATION)
+def changed_row(
+    tier: str, op: str, block_bytes: int, nbytes: int, before: Speed, after: Speed
+) -> Row:
+    """Shares of the limit with a large index over those with a small one.
+
+    The row's speeds are those of the store, large index and small index. They are from different
+    minutes; the ratio, for which each was taken beside the raw limit, is not their quotient.
+    """
+    return replace(
+        change(before, after).row(tier, op, block_bytes, nbytes, DEGRADATION),
+        bytes_per_s=nbytes / median(after.seconds),
+        limit_bytes_per_s=nbytes / median(before.seconds),
+    )

@@ -17,11 +17,13 @@ from kvdepot.bench.raw import (
     elsewhere,
     filled,
     memory_copies,
+    owning,
     pieces,
     raw_file,
     run_batch,
 )
 from kvdepot.bench.rounds import Part, Result, Work, best_placement, compare, stopwatch
+from kvdepot.errors import StateError
 
 _CHUNK_BYTES: Final = 64 << 10
 _CHUNKS_MAX: Final = 480
@@ -97,13 +99,7 @@ def verified_read(raw: RawFile, engine: native.Engine) -> Work:
         for ops in waves:
             run_batch(engine, ops)
 
-    work = stopwatch(read)
-
-    def keep_alive() -> float:
-        assert len(tables) and targets
-        return work()
-
-    return keep_alive
+    return owning(stopwatch(read), (raw, tables, targets))
 
 
 def _write_known(
@@ -168,11 +164,10 @@ def _transfers(sources: list[Bytes], targets: list[Bytes], mode: int) -> Work:
     ops["mode"] = native.FILL
     native.transfer(ops)
     ops["mode"] = mode
-    work = stopwatch(lambda: native.transfer(ops))
 
-    def checked() -> float:
-        seconds = work()
-        assert tables.size and not ops["result"].any()
-        return seconds
+    def run() -> None:
+        native.transfer(ops)
+        if ops["result"].any():
+            raise StateError("a copy in memory does not match its checksum")
 
-    return checked
+    return owning(stopwatch(run), (sources, targets, tables))

@@ -132,6 +132,8 @@ def degrade_memory(
             speeds.append(puts | compare(get_limit, {"get_many": subject.get_many}, rounds))
     before, after = speeds
     return [
-        changed_row("dram", f"{op}, {large} blocks", block_bytes, before[op], after[op])
+        changed_row(
+            "dram", f"{op}, {large} blocks", block_bytes, subject.set_bytes, before[op], after[op]
+        )
         for op in before
     ]

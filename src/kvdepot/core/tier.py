@@ -101,8 +101,11 @@ class Tier(Protocol):
         Pending is not None exactly when some outcome is LATE.
         """
 
-    def discard(self, locations: Sequence[int]) -> None:
-        """Forget blocks; their room is used again. Unknown locations are a caller's bug."""
+    def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
+        """Forget blocks of these sizes; their room is used again.
+
+        Unknown locations are a caller's bug.
+        """
 
     def scan(self) -> Iterator[Found]:
         """What was found when the tier was opened, each key once. Volatile tiers find nothing."""

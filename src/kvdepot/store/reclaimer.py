@@ -36,12 +36,17 @@ class Reclaimer:
     def reclaim(self) -> bool:
         """Free one segment. False: there is none that could be."""
         stock = self._stock
-        with stock.changed:
-            choice = self._choose()
-            if choice is None:
-                return False
-            segment, rows, facts = choice
-            stays = keep(facts, self._needed(rows))
+        tried: set[int] = set()
+        while True:
+            with stock.changed:
+                choice = self._choose(tried)
+                if choice is None:
+                    return False
+                segment, rows, facts = choice
+                stays = keep(facts, self._needed(rows))
+            if self._ssd.carry(self._index, segment.slot):
+                break
+            tried.add(segment.slot)
         for start in range(0, len(rows), _STEP):
             part = slice(start, start + _STEP)
             self._clear(segment, rows[part].tolist(), stays[part].tolist())
@@ -49,15 +54,14 @@ class Reclaimer:
             if len(self._live(segment)):
                 return False  # somebody uses a block that found no room elsewhere
             stock.segment_rows.pop((self._index, segment.slot), None)
-        carried = self._ssd.release(self._index, segment.slot)
+        self._ssd.release(self._index, segment.slot)
         with stock.changed:
             stock.counters.reclaimed_segments += 1
-            stock.counters.removal_unrecorded += not carried
         return True
 
-    def _choose(self) -> tuple[Segment, Rows, SegmentFacts] | None:
+    def _choose(self, tried: set[int]) -> tuple[Segment, Rows, SegmentFacts] | None:
         """The segment to go, its live rows and what is known of them."""
-        sealed = self._ssd.drives[self._index].sealed()
+        sealed = [s for s in self._ssd.drives[self._index].sealed() if s.slot not in tried]
         candidates = []
         for segment in sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]:
             rows = self._live(segment)

@@ -115,7 +115,7 @@ class TierContract:
     def test_a_discarded_place_never_serves_its_next_block_as_the_old_one(self, tier: Tier) -> None:
         old, new = make_key(1), make_key(2)
         (before,) = store(tier, [old])
-        tier.discard([before])
+        tier.discard([before], [PAYLOAD_BYTES])
         (after,) = store(tier, [new])
         wanted = make_load(old, before, PAYLOAD_BYTES)
         (outcome,), _ = tier.load([wanted], TIMEOUT_S)
@@ -134,13 +134,13 @@ class TierContract:
         key = make_key(1)
         first, second = store(tier, [key, key])
         assert first != second
-        tier.discard([first])
+        tier.discard([first], [PAYLOAD_BYTES])
         assert load(tier, key, second) == payload_for(key, PAYLOAD_BYTES)
 
     def test_empty_batches(self, tier: Tier) -> None:
         assert tier.store([]) == []
         assert tier.load([], TIMEOUT_S) == ([], None)
-        tier.discard([])
+        tier.discard([], [])
 
     def test_no_room_is_a_value_and_harms_nothing(self, tier: Tier) -> None:
         kept = fill(tier)
@@ -154,7 +154,7 @@ class TierContract:
             pytest.skip("this tier's room is reclaimed from above")
         for _ in range(3):
             kept = fill(tier)
-            tier.discard(list(kept.values()))
+            tier.discard(list(kept.values()), [PAYLOAD_BYTES] * len(kept))
             assert tier.usage().used_bytes == 0
         again = fill(tier, first=1 << 20)
         assert 2 * len(again) >= len(kept)
@@ -175,7 +175,7 @@ class TierContract:
         locations = store(tier, [make_key(number) for number in range(4)])
         one = record_bytes(PAYLOAD_BYTES)
         assert tier.usage().used_bytes == 4 * one
-        tier.discard(locations[:3])
+        tier.discard(locations[:3], [PAYLOAD_BYTES] * 3)
         assert tier.usage().used_bytes == one
         assert tier.usage().used_bytes <= tier.usage().held_bytes
 
@@ -255,7 +255,7 @@ class TierMachine(RuleBasedStateMachine):
         """Location to key and payload bytes."""
 
     def teardown(self) -> None:
-        self.tier.discard(list(self.model))
+        self.tier.discard(list(self.model), [nbytes for _, nbytes in self.model.values()])
         assert self.tier.usage().used_bytes == 0
 
     @rule(
@@ -274,7 +274,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(share=st.integers(0, 3), start=st.integers(0, 3))
     def discard(self, share: int, start: int) -> None:
         gone = list(self.model)[start::4][:share]
-        self.tier.discard(gone)
+        self.tier.discard(gone, [self.model[location][1] for location in gone])
         for location in gone:
             del self.model[location]
 
@@ -315,7 +315,8 @@ class _User(threading.Thread):
             self._look()
             if turn % 3 == 2:
                 gone = list(self.held)[:5]
-                self.tier.discard([self.held.pop(key) for key in gone])
+                places = [self.held.pop(key) for key in gone]
+                self.tier.discard(places, [PAYLOAD_BYTES] * len(places))
 
     def _look(self) -> None:
         asked = [make_load(key, at, PAYLOAD_BYTES) for key, at in self.held.items()]

@@ -40,7 +40,8 @@ class MemoryTier:
         del timeout_s  # memory answers at once
         return [self._serve(load) for load in loads], None
 
-    def discard(self, locations: Sequence[int]) -> None:
+    def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
+        del payload_bytes  # the records are here to be measured
         with self._lock:
             for location in locations:
                 self._used_bytes -= len(self.records.pop(location))
@@ -112,8 +113,8 @@ class WrappedTier:
     def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
         return self.inner.load(loads, timeout_s)
 
-    def discard(self, locations: Sequence[int]) -> None:
-        self.inner.discard(locations)
+    def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
+        self.inner.discard(locations, payload_bytes)
 
     def scan(self) -> Iterator[Found]:
         return self.inner.scan()
@@ -320,8 +321,8 @@ class CountingTier(WrappedTier):
             self.outcomes.update(outcomes)
         return outcomes, pending
 
-    def discard(self, locations: Sequence[int]) -> None:
-        self.inner.discard(locations)
+    def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
+        self.inner.discard(locations, payload_bytes)
         self._count("discard", len(locations))
 
     def flush(self) -> bool:

@@ -74,7 +74,8 @@ class DramTier:
             outcomes.append(Outcome.CORRUPT if bad else Outcome.OK)
         return outcomes, None
 
-    def discard(self, locations: Sequence[int]) -> None:
+    def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
+        del payload_bytes  # a slab knows the size of its slots
         with self._lock:
             for location in locations:
                 self.arena.free(location)

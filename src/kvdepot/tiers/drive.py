@@ -24,6 +24,7 @@ from kvdepot.tiers.medium import Medium
 from kvdepot.tiers.recovery import Recovered, SegmentReader
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_NOTE_RESERVE_MAX: Final = 64 << 10
 _GONE: Final = "the directory was removed"
 
 
@@ -110,6 +111,8 @@ class Drive:
         self._active: Segment | None = None
         self._unsynced: set[int] = set()
         """Slots that were written to since they were last made durable."""
+        self._unproven: set[int] = set()
+        """Slots that could not be made durable: until they are reused, flush says so."""
         self.lost = False
 
     def recover(self) -> list[Recovered]:
@@ -174,12 +177,12 @@ class Drive:
             self.damage += [f"{self.medium.label}: slot {slot}: {text}" for text in found.damage]
         return found
 
-    def append(self, images: Sequence[memoryview], *, wait: bool = True) -> list[Appended | None]:
+    def append(self, images: Sequence[memoryview], *, note: bool = False) -> list[Appended | None]:
         """Write record images to the log. None where there was no room or the write failed.
 
-        Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`; on a
-        stalled medium with `wait` until it lets go of the images, without it the images must be
-        left alone for good.
+        Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, on a
+        stalled medium until it lets go of the images. A note may use the room that segments keep
+        back for notes; on a stalled medium it is left behind, its memory never to be used again.
         """
         results: list[Appended | None] = [None] * len(images)
         with self._turn() as mine:
@@ -193,7 +196,7 @@ class Drive:
                 if len(images[start]) > self.record_bytes_max:
                     start += 1
                     continue
-                stop = self._append_run(images, start, results, wait=wait)
+                stop = self._append_run(images, start, results, note=note)
                 if stop == start:
                     break
                 start = stop
@@ -216,21 +219,21 @@ class Drive:
         start: int,
         results: list[Appended | None],
         *,
-        wait: bool,
+        note: bool,
     ) -> int:
         """Append as many images as fit in the active segment. Returns the first one not tried."""
-        segment = self._segment_for(len(images[start]))
+        segment = self._segment_for(len(images[start]), note=note)
         if segment is None:
             return start
         places = []
         stop = start
-        while stop < len(images) and self._room(segment, len(images[stop])):
+        while stop < len(images) and self._room(segment, len(images[stop]), note=note):
             place(images[stop], segment.segment_id, self._numbers.sequence())
             places.append(segment.tail)
             segment.tail += len(images[stop])
             segment.count += 1
             stop += 1
-        written = self._write(segment, images[start:stop], places, wait=wait)
+        written = self._write(segment, images[start:stop], places, wait=not note)
         for index, (offset, ok) in enumerate(zip(places, written, strict=True)):
             if ok:
                 results[start + index] = self._note(segment, images[start + index], offset)
@@ -278,13 +281,19 @@ class Drive:
         segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
         return Appended(segment.slot, offset // PAGE, segment.segment_id)
 
-    def _room(self, segment: Segment, nbytes: int) -> bool:
-        end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
+    def _room(self, segment: Segment, nbytes: int, *, note: bool = False) -> bool:
+        kept_back = 0 if note or segment.tail == PAGE else self._note_reserve
+        end = self.settings.segment_bytes - footer_bytes(segment.count + 1) - kept_back
         return segment.tail + nbytes <= end
 
-    def _segment_for(self, nbytes: int) -> Segment | None:
+    @property
+    def _note_reserve(self) -> int:
+        """Room in each segment for notes alone, so that removals can be kept on a full drive."""
+        return min(_NOTE_RESERVE_MAX, self.settings.segment_bytes // 8)
+
+    def _segment_for(self, nbytes: int, *, note: bool = False) -> Segment | None:
         """A segment with room for `nbytes` more, or None."""
-        if self._active is not None and self._room(self._active, nbytes):
+        if self._active is not None and self._room(self._active, nbytes, note=note):
             return self._active
         slot = self._take_slot()
         if slot is None:
@@ -360,6 +369,7 @@ class Drive:
                 self._active = None
             self._wipe(slot)
             self._unsynced.discard(slot)
+            self._unproven.discard(slot)
             self.free.append(slot)
 
     def count(self, slot: int, nbytes: int, records: int = 1) -> None:
@@ -392,11 +402,21 @@ class Drive:
             except OSError as error:
                 self.breaker.failed(str(error.strerror), at_once=True)
                 return False
-            return True
+            return not self._unproven
 
     def _sync_slot(self, slot: int) -> None:
+        """Make a slot durable. Behind a page cache a failure is final.
+
+        The kernel then forgets what it could not write, and a second sync would tell a lie.
+        """
         if slot in self._unsynced and self.settings.fsync != "never":
-            self.files.sync(self.medium.extent(slot)[0])
+            try:
+                self.files.sync(self.medium.extent(slot)[0])
+            except OSError:
+                if not self.medium.direct:
+                    self._unproven.add(slot)
+                    self._unsynced.discard(slot)
+                raise
         self._unsynced.discard(slot)
 
     def held_bytes(self) -> int:

@@ -143,7 +143,6 @@ class DirectoryMedium:
                         raise
                     continue  # the writer beside us has just removed it
                 if self._writable and os.fstat(self._fds[slot]).st_size != segment_bytes:
-                    self._files.allocate(self._fds[slot], segment_bytes)
                     os.ftruncate(self._fds[slot], segment_bytes)
                 slots.append(slot)
         if self._writable:

@@ -13,7 +13,7 @@ from kvdepot.tiers.drive import Drive
 from kvdepot.tiers.files import aligned
 
 _REMOVAL_KEY = space_key(b"")
-_REMOVALS_PER_NOTE = 1000
+_REMOVALS_PER_NOTE = 256
 
 
 @dataclass(slots=True)
@@ -65,5 +65,5 @@ class Notebook:
     def _append(self, kind: Kind, key: BlockKey, payload: bytes) -> int | None:
         image = aligned(record_bytes(len(payload)))
         write_note(image, kind, key, payload)
-        (place,) = self.drive.append([image], wait=False)
+        (place,) = self.drive.append([image], note=True)
         return place.segment_id if place is not None else None

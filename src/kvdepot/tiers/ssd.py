@@ -112,8 +112,10 @@ class SegmentTier:
         """
         results: list[int | None] = [None] * len(images)
         left = list(range(len(images)))
-        for step in range(len(self.drives)):
+        for step in range(2 * len(self.drives)):
             index = (self._turn + step) % len(self.drives)
+            if step >= len(self.drives) and not self._reuse_dead(index):
+                continue
             places = self.append(index, [images[i] for i in left])
             for i, location in zip(left, places, strict=True):
                 results[i] = location
@@ -125,6 +127,14 @@ class SegmentTier:
             if location is not None:
                 self.count(location, parse_own(image)[3])
         return results
+
+    def _reuse_dead(self, index: int) -> bool:
+        """Release the segments of a drive in which nothing is alive. False: there are none."""
+        dead = [segment for segment in self.drives[index].sealed() if not segment.live_count]
+        for segment in dead:
+            if self.carry(index, segment.slot):
+                self.release(index, segment.slot)
+        return bool(dead)
 
     def append(self, index: int, images: Sequence[memoryview]) -> list[int | None]:
         """`store` on one drive; the caller counts what it keeps (`count`)."""
@@ -211,10 +221,9 @@ class SegmentTier:
         self.drives[index], self.notebooks[index] = fresh, notebook
         return contents
 
-    def discard(self, locations: Sequence[int], sizes: Sequence[int] | None = None) -> None:
+    def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
         """See Tier.discard. The bytes stay on disk, dead, until their segment is reused."""
-        for index, location in enumerate(locations):
-            nbytes = sizes[index] if sizes is not None else 0
+        for location, nbytes in zip(locations, payload_bytes, strict=True):
             drive = self.drives[drive_of(location)]
             drive.count(slot_of(location), -record_bytes(nbytes), -1)
 
@@ -245,16 +254,14 @@ class SegmentTier:
         sequence, last_segment = self._numbers.sequence(), self._numbers.segment_id()
         return Removal(key, whole_namespace, sequence, last_segment)
 
-    def release(self, index: int, slot: int) -> bool:
-        """Reuse a segment. Its blocks must have been moved or dropped; its notes are carried along.
+    def carry(self, index: int, slot: int) -> bool:
+        """Write a segment's notes again elsewhere. False: no room for them; do not release it."""
+        segment = self.drives[index].segments[slot]
+        return self.notebooks[index].carry(segment.segment_id)
 
-        False: some of its removals could not be written again.
-        """
-        drive, notebook = self.drives[index], self.notebooks[index]
-        segment_id = drive.segments[slot].segment_id
-        carried = notebook.carry(segment_id)
-        drive.release(slot)
-        return carried or notebook.carry(segment_id)
+    def release(self, index: int, slot: int) -> None:
+        """Reuse a segment. Its blocks must have been moved or dropped, its notes carried."""
+        self.drives[index].release(slot)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         done = [drive.sync(timeout_s) for drive in self.drives]
