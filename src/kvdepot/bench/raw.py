@@ -36,7 +36,8 @@ PLACEMENTS: Final = 4
 
 def filled(nbytes: int, seed: int = 0) -> Bytes:
     """Fresh memory, on huge pages where the kernel gives them, touched and not compressible."""
-    memory = mmap.mmap(-1, nbytes)
+    # Shared mappings, mmap's default, are not given huge pages by MADV_HUGEPAGE.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)

@@ -5,10 +5,10 @@ A limit can be reached in several ways (threads, a batch, ...). Each is tried a 
 the one with the best median is the limit of all rounds: taking the best of every round anew would
 compare the luckiest of many runs with one run of the subject.
 
-How fast memory is can depend on where the host has put it: on a virtual machine the same read went
-steadily at 4.9 or 6.4 GB/s, into one buffer or another. Rounds do not average that out. So a limit
-is the best of several placements (`best_placement`), and what is compared with itself is compared
-in the same memory (`change`).
+Memory of scattered small pages reads from disk at its own steady rate, buffer by buffer (3.7 to
+6.5 GB/s seen, 8 GB/s on huge pages). Rounds do not average that out. So limits use huge pages and
+the best of several placements (`best_placement`), and what is compared with itself is compared in
+the same memory (`change`).
 """
 
 import time

@@ -35,28 +35,33 @@ class Reclaimer:
 
     def reclaim(self) -> bool:
         """Free one segment. False: there is none that could be."""
-        stock = self._stock
         tried: set[int] = set()
         while True:
-            with stock.changed:
+            with self._stock.changed:
                 choice = self._choose(tried)
                 if choice is None:
                     return False
                 segment, rows, facts = choice
                 stays = keep(facts, self._needed(rows))
-            if self._ssd.carry(self._index, segment.slot):
+            if self._empty(segment, rows, stays):
                 break
             tried.add(segment.slot)
+        self._ssd.release(self._index, segment.slot)
+        with self._stock.changed:
+            self._stock.counters.reclaimed_segments += 1
+        return True
+
+    def _empty(self, segment: Segment, rows: Rows, stays: Bools) -> bool:
+        """Take everything out of a segment. False: some of it is needed and found no room."""
+        if not self._ssd.carry(self._index, segment.slot):
+            return False
         for start in range(0, len(rows), _STEP):
             part = slice(start, start + _STEP)
             self._clear(segment, rows[part].tolist(), stays[part].tolist())
-        with stock.changed:
+        with self._stock.changed:
             if len(self._live(segment)):
-                return False  # somebody uses a block that found no room elsewhere
-            stock.segment_rows.pop((self._index, segment.slot), None)
-        self._ssd.release(self._index, segment.slot)
-        with stock.changed:
-            stock.counters.reclaimed_segments += 1
+                return False
+            self._stock.segment_rows.pop((self._index, segment.slot), None)
         return True
 
     def _choose(self, tried: set[int]) -> tuple[Segment, Rows, SegmentFacts] | None:

@@ -61,9 +61,10 @@ class Store:
             self._writers = [
                 Writer(stock, stock.ssd, index) for index in range(len(stock.ssd.drives))
             ]
-            stock.writers = len(self._writers)
-            for writer in self._writers:
-                writer.thread.start()
+            threads = [thread for writer in self._writers for thread in writer.threads]
+            stock.writers = len(threads)
+            for thread in threads:
+                thread.start()
 
     def namespace(
         self,
@@ -273,9 +274,9 @@ class Store:
             stock.dirty.clear()
             stock.work.notify_all()
             stuck = not stock.changed.wait_for(lambda: not self._calls, timeout_s)
-        for writer in self._writers:
-            writer.thread.join(timeout_s)
-            stuck = stuck or writer.thread.is_alive()
+        for thread in [thread for writer in self._writers for thread in writer.threads]:
+            thread.join(timeout_s)
+            stuck = stuck or thread.is_alive()
         self._reader.close()
         late = not self._drainer.wait(timeout_s)
         if stuck or late:

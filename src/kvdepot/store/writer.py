@@ -14,10 +14,13 @@ from kvdepot.store.stock import Stock
 from kvdepot.tiers.ssd import SegmentTier
 
 _BLOCKS_MAX: Final = 512
+_THREADS: Final = 2
+_TRIES_MAX: Final = 8
+"""The other thread may take the room that one has made."""
 
 
 class Writer:
-    """The background thread of one drive."""
+    """The background threads of one drive: while one waits for the disk, the other keeps books."""
 
     def __init__(self, stock: Stock, ssd: SegmentTier, index: int) -> None:
         self._stock = stock
@@ -25,9 +28,12 @@ class Writer:
         self._index = index
         self._reclaimer = Reclaimer(stock, ssd, index)
         self._restorer = Restorer(stock, ssd, index)
-        self.thread = threading.Thread(
-            target=self._run, name=f"kvdepot-writer-{index}", daemon=True
-        )
+        self._upkeep = threading.Lock()
+        """Held by the thread that reclaims or restores."""
+        self.threads = [
+            threading.Thread(target=self._run, name=f"kvdepot-writer-{index}", daemon=True)
+            for _ in range(_THREADS)
+        ]
 
     def _run(self) -> None:
         try:
@@ -99,11 +105,13 @@ class Writer:
         return batch
 
     def _write(self, batch: list[int]) -> None:
-        """Append blocks; make room and try once more for those that found none."""
+        """Append blocks, making room as long as that helps."""
         catalog = self._stock.catalog
         places = self._append(batch)
-        left = [row for row in batch if row not in places]
-        if left and self._make_room(max(record_bytes(catalog.nbytes[row]) for row in left)):
+        for _ in range(_TRIES_MAX):
+            left = [row for row in batch if row not in places]
+            if not left or not self._make_room(max(record_bytes(catalog.nbytes[r]) for r in left)):
+                break
             places.update(self._append(left))
         self._commit(batch, places)
         self._keep_spare()
@@ -120,20 +128,26 @@ class Writer:
         return {row: at for row, at in zip(rows, locations, strict=True) if at is not None}
 
     def _make_room(self, nbytes: int) -> bool:
-        """Do what lets a refused write succeed. False: it failed for another reason."""
-        drive = self._ssd.drives[self._index]
-        if drive.lost:
-            return self._restorer.restore()
-        if not drive.breaker.health().ok or drive.has_room(nbytes):
-            return False
-        return self._reclaimer.reclaim()
+        """Do what lets a refused write succeed. False: nothing helps."""
+        with self._upkeep:
+            drive = self._ssd.drives[self._index]
+            if drive.lost:
+                return self._restorer.restore()
+            if not drive.breaker.health().ok:
+                return False
+            return drive.has_room(nbytes) or self._reclaimer.reclaim()
 
     def _keep_spare(self) -> None:
         """Reclaim ahead of need, while the new segment still has room for what is kept."""
-        drive = self._ssd.drives[self._index]
-        while drive.breaker.health().ok and not drive.lost and drive.spare_slots() < 1:
-            if not self._reclaimer.reclaim():
-                return
+        if not self._upkeep.acquire(blocking=False):
+            return
+        try:
+            drive = self._ssd.drives[self._index]
+            while drive.breaker.health().ok and not drive.lost and drive.spare_slots() < 1:
+                if not self._reclaimer.reclaim():
+                    return
+        finally:
+            self._upkeep.release()
 
     def _commit(self, batch: list[int], places: dict[int, int]) -> None:
         stock, catalog = self._stock, self._stock.catalog

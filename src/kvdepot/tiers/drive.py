@@ -1,7 +1,8 @@
 """One drive of a log tier: an active segment that grows, sealed ones that do not, free slots.
 
-Appends come from one thread at a time (`_lock`); reads need no lock, because every record names its
-segment and carries its checksums: a read that races with the reuse of an extent fails its check.
+Places in the log are given out under `_lock`, writes overlap. Reads need no lock, because every
+record names its segment and carries its checksums: a read that races with the reuse of an extent
+fails its check.
 """
 
 import contextlib
@@ -11,8 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
-
-import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
 from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, pack_entry
@@ -41,6 +40,16 @@ class Segment:
     entries: list[bytes] = field(default_factory=list)
     """Footer entries, as packed bytes; emptied when the segment is sealed."""
     count: int = 0
+    runs: int = 0
+    """Writes under way; a segment is sealed when it is full and they have ended."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Records that go into one segment: the number of each image and its offset."""
+
+    segment: Segment
+    places: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,7 @@ class Drive:
         self.damage: list[str] = []
         self._numbers = numbers
         self._lock = threading.RLock()
-        """Held while appending, which a stalled medium can make long: never wait for it forever."""
+        """Held while places are given out and segments opened or sealed, not while writing."""
         self._books = threading.Lock()
         """Guards the counts of live records; held for an instant."""
         self._active: Segment | None = None
@@ -183,24 +192,87 @@ class Drive:
         Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, on a
         stalled medium until it lets go of the images. A note may use the room that segments keep
         back for notes; on a stalled medium it is left behind, its memory never to be used again.
+
+        Several threads may append: places are given out one after the other, writes overlap.
         """
-        results: list[Appended | None] = [None] * len(images)
         with self._turn() as mine:
-            if not mine or self.lost or not self.breaker.allows():
-                return results
-            if not self.medium.intact():
-                self._lose()
-                return results
-            start = 0
-            while start < len(images):
-                if len(images[start]) > self.record_bytes_max:
-                    start += 1
-                    continue
-                stop = self._append_run(images, start, results, note=note)
-                if stop == start:
-                    break
-                start = stop
+            runs = self._reserve(images, note=note) if mine else []
+        written = self._write(runs, images, wait=not note) if runs else {}
+        if self.settings.fsync == "always" and written and not self.sync():
+            written = {}
+        results: list[Appended | None] = [None] * len(images)
+        with self._lock:
+            for run in runs:
+                self._settle(run, images, written, results)
         return results
+
+    def _reserve(self, images: Sequence[memoryview], *, note: bool) -> "list[Run]":
+        """Give images their places, as far as there is room."""
+        if self.lost or not self.breaker.allows():
+            return []
+        if not self.medium.intact():
+            self._lose()
+            return []
+        runs: list[Run] = []
+        for index, image in enumerate(images):
+            if len(image) > self.record_bytes_max:
+                continue
+            segment = self._segment_for(len(image), note=note)
+            if segment is None:
+                break
+            if not runs or runs[-1].segment is not segment:
+                runs.append(Run(segment))
+                segment.runs += 1
+            place(image, segment.segment_id, self._numbers.sequence())
+            runs[-1].places.append((index, segment.tail))
+            segment.tail += len(image)
+            segment.count += 1
+        return runs
+
+    def _write(
+        self, runs: "list[Run]", images: Sequence[memoryview], *, wait: bool
+    ) -> dict[int, bool]:
+        """Write what was given a place; for each image whether it is on disk. No lock held."""
+        rows = []
+        for run in runs:
+            fd, base = self.medium.extent(run.segment.slot)
+            rows += [(index, fd, base + offset) for index, offset in run.places]
+        ops = io_ops(len(rows))
+        ops["opcode"] = WRITE
+        ops["fd"] = [fd for _, fd, _ in rows]
+        ops["offset"] = [offset for *_, offset in rows]
+        ops["address"] = [address_of(images[index])[0] for index, *_ in rows]
+        ops["nbytes"] = [len(images[index]) for index, *_ in rows]
+        pending = self.files.run(ops, self.settings.write_timeout_s)
+        if pending is not None:
+            self.breaker.failed("writes do not finish", at_once=True)
+            if not wait:
+                self.files.keep(pending, images)
+            while wait and not pending.wait(60.0):
+                self.breaker.failed("writes do not finish", at_once=True)
+        codes: list[int] = ops["result"].tolist()
+        self._judge(codes)
+        with self._lock:
+            self._unsynced.update(run.segment.slot for run in runs)
+        return {index: code == 0 for (index, *_), code in zip(rows, codes, strict=True)}
+
+    def _settle(
+        self,
+        run: "Run",
+        images: Sequence[memoryview],
+        written: dict[int, bool],
+        results: list[Appended | None],
+    ) -> None:
+        """Enter what was written into its segment; seal a full one with its last run."""
+        segment = run.segment
+        for index, offset in run.places:
+            if written.get(index):
+                results[index] = self._note(segment, images[index], offset)
+            else:
+                segment.count -= 1
+        segment.runs -= 1
+        if segment is not self._active and not segment.runs:
+            self._finish(segment, sealed=True)
 
     @contextlib.contextmanager
     def _turn(self, timeout_s: float | None = None) -> Iterator[bool]:
@@ -212,57 +284,6 @@ class Drive:
         finally:
             if mine:
                 self._lock.release()
-
-    def _append_run(
-        self,
-        images: Sequence[memoryview],
-        start: int,
-        results: list[Appended | None],
-        *,
-        note: bool,
-    ) -> int:
-        """Append as many images as fit in the active segment. Returns the first one not tried."""
-        segment = self._segment_for(len(images[start]), note=note)
-        if segment is None:
-            return start
-        places = []
-        stop = start
-        while stop < len(images) and self._room(segment, len(images[stop]), note=note):
-            place(images[stop], segment.segment_id, self._numbers.sequence())
-            places.append(segment.tail)
-            segment.tail += len(images[stop])
-            segment.count += 1
-            stop += 1
-        written = self._write(segment, images[start:stop], places, wait=not note)
-        for index, (offset, ok) in enumerate(zip(places, written, strict=True)):
-            if ok:
-                results[start + index] = self._note(segment, images[start + index], offset)
-            else:
-                segment.count -= 1
-        return stop
-
-    def _write(
-        self, segment: Segment, images: Sequence[memoryview], offsets: list[int], *, wait: bool
-    ) -> list[bool]:
-        fd, base = self.medium.extent(segment.slot)
-        ops = io_ops(len(images))
-        ops["fd"], ops["opcode"] = fd, WRITE
-        ops["offset"] = np.array(offsets, dtype=np.uint64) + np.uint64(base)
-        ops["address"] = [address_of(image)[0] for image in images]
-        ops["nbytes"] = [len(image) for image in images]
-        pending = self.files.run(ops, self.settings.write_timeout_s)
-        if pending is not None:
-            self.breaker.failed("writes do not finish", at_once=True)
-            if not wait:
-                self.files.keep(pending, images)
-            while wait and not pending.wait(60.0):
-                self.breaker.failed("writes do not finish", at_once=True)
-        codes: list[int] = ops["result"].tolist()
-        self._judge(codes)
-        self._unsynced.add(segment.slot)
-        if self.settings.fsync == "always" and not self.sync():
-            return [False] * len(images)
-        return [code == 0 for code in codes]
 
     def _judge(self, codes: Sequence[int]) -> None:
         """Tell the breaker how a batch went."""
@@ -298,9 +319,9 @@ class Drive:
         slot = self._take_slot()
         if slot is None:
             return None
-        if self._active is not None:
-            self._finish(self._active, sealed=True)
-            self._active = None
+        full, self._active = self._active, None
+        if full is not None and not full.runs:
+            self._finish(full, sealed=True)
         segment = Segment(self._numbers.segment_id(), slot)
         header = SegmentHeader(
             segment.segment_id, slot, self.settings.segment_bytes, self.settings.store
@@ -358,7 +379,7 @@ class Drive:
 
     def sealed(self) -> list[Segment]:
         """Sealed segments, oldest first."""
-        found = [s for s in list(self.segments.values()) if s is not self._active]
+        found = [segment for segment in list(self.segments.values()) if segment.sealed]
         return sorted(found, key=lambda segment: segment.segment_id)
 
     def release(self, slot: int) -> None:
