@@ -75,7 +75,9 @@ class ArenaMachine(RuleBasedStateMachine):
         owners = [owner for slab in slabs for owner in slab.owners if owner != NOBODY]
         assert sorted(owners) == sorted(owner for _, owner in self.taken.values())
         assert all(len(slab.free) < len(slab.owners) for slab in slabs), "an empty slab is kept"
-        assert self.arena.is_mixed() == (len({slab.slot_bytes for slab in slabs}) > 1)
+        for slab in slabs:
+            others = {other.slot_bytes for other in slabs} - {slab.slot_bytes}
+            assert self.arena.has_others(slab.slot_bytes) == bool(others)
         found = self.arena.slabs_in(0, self.arena.chunk_count)
         assert {slab.start for slab in found} == {slab.start for slab in slabs}
 

@@ -10,7 +10,7 @@ import pytest
 import kvdepot
 from kvdepot.codec.record import PAGE, record_bytes
 from kvdepot.tiers.arena import CHUNK, NOBODY, Arena, slab_chunks
-from kvdepot.tiers.memory import SharedMemory
+from kvdepot.tiers.memory import Memory
 
 CAPACITY = 8 << 20
 
@@ -72,9 +72,10 @@ class TestSlots:
     def test_more_than_one_class_is_noticed_and_forgotten(self, arena: Arena) -> None:
         small, large = arena.allocate(PAGE, 1), arena.allocate(CHUNK, 2)
         assert small is not None and large is not None
-        assert arena.is_mixed()
+        assert arena.has_others(CHUNK)
         arena.free(small)
-        assert not arena.is_mixed()
+        assert not arena.has_others(CHUNK)
+        assert arena.has_others(PAGE)
 
     def test_slabs_of_a_stretch_are_those_that_touch_it(self, arena: Arena) -> None:
         slots = [arena.allocate(1 << 20, owner) for owner in range(3)]
@@ -123,9 +124,9 @@ def test_a_slab_wastes_at_most_two_percent_when_memory_is_plenty(pages: int) -> 
     assert (chunks * CHUNK) % slot_bytes <= 0.02 * chunks * CHUNK
 
 
-class TestSharedMemory:
+class TestMemory:
     def test_another_mapping_of_its_descriptor_sees_the_same_bytes(self) -> None:
-        memory = SharedMemory(1 << 20, "never")
+        memory = Memory(1 << 20, "never", shared=True)
         with mmap(os.dup(memory.fd), memory.nbytes) as other:
             memory.view[12345:12350] = b"hello"
             assert other[12345:12350] == b"hello"
@@ -134,16 +135,23 @@ class TestSharedMemory:
         memory.close()
 
     def test_a_view_outlives_the_close(self) -> None:
-        memory = SharedMemory(1 << 20, "never")
+        memory = Memory(1 << 20, "never")
         memory.view[:3] = b"abc"
         view = memory.view[:3]
         memory.close()
         memory.close()
         assert bytes(view) == b"abc"
 
-    def test_no_descriptor_stays_behind(self) -> None:
+    def test_private_memory_is_aligned_for_huge_pages(self) -> None:
+        memory = Memory(3 << 20, "auto")
+        assert memory.address % (2 << 20) == 0
+        assert len(memory.view) == memory.nbytes == 4 << 20
+        memory.close()
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_no_descriptor_stays_behind(self, shared: bool) -> None:
         before = len(os.listdir("/proc/self/fd"))
-        SharedMemory(1 << 20, "never").close()
+        Memory(1 << 20, "never", shared=shared).close()
         assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -234,5 +242,5 @@ def memory_only() -> dict[str, object]:
 def test_failed_allocations_leave_no_descriptor_behind() -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises((OSError, ValueError)):
-        SharedMemory(1 << 62, "never")
+        Memory(1 << 62, "never")
     assert sorted(os.listdir("/proc/self/fd")) == before

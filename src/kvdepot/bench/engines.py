@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,6 +70,10 @@ def _disk(plan: IoPlan, block_bytes: int) -> Run:
                     scope.callback(engine.unregister, raw.memory.ctypes.data, len(raw.memory))
             writes = {f"write {k}": raw.writes(e)[f"{e.kind} batch"] for k, e in engines.items()}
             reads = {f"read {k}": raw.reads(e)[f"{e.kind} batch"] for k, e in engines.items()}
+            # What huge pages are worth: the store's own memory is on them where it can be.
+            huge = replace(raw, memory=filled(len(raw.memory), seed=9))
+            writes["write raw, huge pages"] = huge.writes(plain)[f"{plain.kind} batch"]
+            reads["read raw, huge pages"] = huge.reads(plain)[f"{plain.kind} batch"]
             checked = [kind for kind in engines if kind != "python"]
             raws = scope.enter_context(elsewhere(raw, plain))
             write_limit = best_placement([r.writes(plain) for r in raws])

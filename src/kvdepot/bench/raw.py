@@ -30,16 +30,16 @@ _DEPTHS: Final = (1, 4, 16)
 _BUFFERS_BYTES: Final = 256 * MIB
 _BATCH_BUFFER_BYTES: Final = 64 * MIB
 _TIMEOUT_S: Final = 120.0
-PLACEMENTS: Final = 4
+PLACEMENTS: Final = 2
 """Buffers at different places that a limit is tried with; see rounds.best_placement."""
 
 
-def filled(nbytes: int, seed: int = 0) -> Bytes:
-    """Fresh memory, on huge pages where the kernel gives them, touched and not compressible."""
+def filled(nbytes: int, seed: int = 0, *, huge: bool = True) -> Bytes:
+    """Fresh memory, touched and not compressible; on huge pages where the kernel gives them."""
     # Shared mappings, mmap's default, are not given huge pages by MADV_HUGEPAGE.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     rng = np.random.default_rng(seed)
     for start in range(0, nbytes, 16 * MIB):
@@ -60,7 +60,6 @@ def memory_copies(sources: list[Bytes], targets: list[Bytes]) -> dict[str, Work]
     nbytes = len(sources[0])
     pairs = [(sources[i % len(sources)], targets[i % len(targets)]) for i in range(count)]
     moves = [(target.ctypes.data, source.ctypes.data, nbytes) for source, target in pairs]
-    ops = transfer_ops([(source, target, nbytes) for target, source, nbytes in moves])
 
     def memmove() -> None:
         for move in moves:
@@ -70,11 +69,7 @@ def memory_copies(sources: list[Bytes], targets: list[Bytes]) -> dict[str, Work]
         for source, target in pairs:
             np.copyto(target, source)
 
-    ways: dict[str, Callable[[], None]] = {
-        "memmove": memmove,
-        "np.copyto": copyto,
-        "native copy": lambda: native.transfer(ops),
-    }
+    ways: dict[str, Callable[[], None]] = {"memmove": memmove, "np.copyto": copyto}
     return {name: owning(stopwatch(way), pairs) for name, way in ways.items()}
 
 
@@ -89,14 +84,6 @@ def owning(work: Work, memory: object) -> Work:
     return run
 
 
-def transfer_ops(copies: list[tuple[int, int, int]]) -> npt.NDArray[Any]:
-    """A native batch of (source, target, nbytes) copies."""
-    ops = np.zeros(len(copies), dtype=native.TRANSFER_DTYPE)
-    ops["source"], ops["target"], ops["nbytes"] = np.array(copies, dtype=np.uint64).T
-    ops["mode"] = native.COPY
-    return ops
-
-
 @dataclass(frozen=True, slots=True)
 class RawFile:
     """`blocks` blocks in one nameless file, opened for direct I/O where the filesystem has it."""
@@ -107,7 +94,7 @@ class RawFile:
     block_bytes: int
     blocks: int
     memory: Bytes
-    """Pre-touched buffers that the file's reads and writes use."""
+    """Pre-touched buffers that the file's reads and writes use: ordinary pages, as fio's are."""
 
     @property
     def nbytes(self) -> int:
@@ -234,7 +221,7 @@ def elsewhere(raw: RawFile, engine: native.Engine) -> Iterator[list[RawFile]]:
     with ExitStack() as scope:
         found = [raw]
         for seed in range(1, PLACEMENTS):
-            memory = filled(len(raw.memory), seed)
+            memory = filled(len(raw.memory), seed, huge=False)
             if engine.register(memory.ctypes.data, len(memory)):
                 scope.callback(engine.unregister, memory.ctypes.data, len(memory))
             found.append(replace(raw, memory=memory))
@@ -249,7 +236,7 @@ def raw_file(
     wanted = min(blocks, max(1, _BUFFERS_BYTES // block_bytes)) * block_bytes
     with ExitStack() as scope:
         fd, direct = scope.enter_context(nameless(directory))
-        memory = filled(wanted)
+        memory = filled(wanted, huge=False)
         if engine.register(memory.ctypes.data, len(memory)):
             scope.callback(engine.unregister, memory.ctypes.data, len(memory))
         raw = RawFile(directory, fd, direct, block_bytes, blocks, memory)

@@ -1,13 +1,12 @@
 """Speeds on a noisy machine: limit and subject take turns, and ratios are taken per round.
-round.
 
 A limit can be reached in several ways (threads, a batch, ...). Each is tried a few times first, and
 the one with the best median is the limit of all rounds: taking the best of every round anew would
 compare the luckiest of many runs with one run of the subject.
 
-Memory of scattered small pages reads from disk at its own steady rate, buffer by buffer (3.7 to
-6.5 GB/s seen, 8 GB/s on huge pages). Rounds do not average that out. So limits use huge pages and
-the best of several placements (`best_placement`), and what is compared with itself is compared in
+Direct I/O into ordinary 4 KiB pages has its own steady rate for each buffer, by how its pages lie
+(3 to 6.5 GB/s seen, 7 to 8 GB/s on huge pages). Rounds do not average that out, so a limit is tried
+with buffers at several places (`best_placement`), and what is compared with itself is compared in
 the same memory (`change`).
 """
 

@@ -56,7 +56,8 @@ class ScalePlan:
     def _config(self, path: Path) -> Config:
         capacity = max(64 * MIB, int(_ROOM * (self.blocks + 16 * _MORE_BLOCKS) * RECORD_BYTES))
         overrides = {
-            "dram": {"capacity": 256 * MIB, "prefault": False},
+            # Shared memory is not part of the heap that is measured here.
+            "dram": {"capacity": 256 * MIB, "prefault": False, "shared": True},
             "ssd": {"path": path, "capacity": capacity},
         }
         return load(overrides=overrides)

@@ -36,7 +36,7 @@ class CopyState(IntEnum):
     READY = 2
 
 
-_ALLOWED: Final = frozenset(
+ALLOWED: Final = frozenset(
     {
         (CopyState.ABSENT, CopyState.FILLING),
         (CopyState.FILLING, CopyState.READY),
@@ -48,7 +48,7 @@ _ALLOWED: Final = frozenset(
 
 def check_transition(old: int, new: CopyState) -> None:
     """Raise StateError unless a copy may go from `old` to `new`."""
-    if (old, new) not in _ALLOWED:
+    if (old, new) not in ALLOWED:
         raise StateError(f"a block's copy cannot go from {CopyState(old).name} to {new.name}")
 
 

@@ -49,6 +49,10 @@ class DramConfig:
     verify: bool = True
     """Check the checksum of every block read from memory."""
 
+    shared: bool = False
+    """Back the memory by a descriptor that other processes can map. Needs huge pages for shared
+    memory (hugetlb, or shmem_enabled = advise) to be as fast as private memory."""
+
     lock: bool = False
     """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""
 

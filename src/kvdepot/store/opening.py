@@ -17,10 +17,12 @@ from kvdepot.store.store import Store
 from kvdepot.tiers.arena import Arena
 from kvdepot.tiers.files import Files
 from kvdepot.tiers.health import RetryPauses
+from kvdepot.tiers.memory import trim_heap
 from kvdepot.tiers.mount import MountSettings
 from kvdepot.tiers.ssd import SegmentTier
 
 Mode = Literal["rw", "r"]
+HugePages = Literal["auto", "always", "never"]
 
 
 def open_store(
@@ -58,9 +60,11 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
     ssd = _open_ssd(config.ssd, files, mode) if config.ssd is not None else None
     held: list[Closable] = [ssd] if ssd is not None else []
     try:
-        arena = _arena("dram.capacity", config.dram.capacity, config.dram.huge_pages)
+        dram = config.dram
+        arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
         held.append(arena)
-        staging = _arena("writeback.staging", config.writeback.staging, "never")
+        huge_pages: HugePages = "never" if dram.huge_pages == "never" else "auto"
+        staging = _arena("writeback.staging", config.writeback.staging, huge_pages)
         held.append(staging)
         _lock(config, arena)
     except ConfigError:
@@ -70,6 +74,7 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
     stock = Stock(config, clock, Catalog(), arena, staging, ssd)
     if ssd is not None:
         stock.take_in(ssd.take_contents())
+        trim_heap()
     if config.dram.prefault:
         for memory in (arena.memory, staging.memory):
             memory.prefault(partial(ssd.register_memory, memory) if ssd is not None else bool)
@@ -90,9 +95,9 @@ def _lock(config: Config, arena: Arena) -> None:
         )
 
 
-def _arena(path: str, nbytes: int, huge_pages: Literal["auto", "always", "never"]) -> Arena:
+def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = False) -> Arena:
     try:
-        return Arena(nbytes, huge_pages)
+        return Arena(nbytes, huge_pages, shared=shared)
     except OSError as error:
         raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
 

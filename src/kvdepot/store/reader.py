@@ -22,8 +22,8 @@ from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
 
 _READY: Final = int(CopyState.READY)
-_WAVE_BYTES: Final = 16 << 20
-_WAVES_MAX: Final = 3
+_WAVE_BYTES: Final = 32 << 20
+_WAVES_MAX: Final = 2
 _THREADS: Final = 8
 _FROM_MEMORY: Final = Got("dram")
 _FROM_DISK: Final = Got("ssd")

@@ -13,8 +13,11 @@ from kvdepot.policy.slab import FREE, HELD, coldest_stretch
 from kvdepot.store.stock import Stock
 from kvdepot.tiers.arena import NOBODY, Slab
 
-_PATIENCE: Final = 64
-"""Evictions within a size class between two looks at whether another class is colder."""
+_PATIENCE_MIN: Final = 64
+"""Evictions within a size class between two looks at whether another class is colder. A look costs
+as much as there are blocks in memory, so there are more between two when there are many."""
+_STRETCHES: Final = 64
+"""At least this part of the memory changes its class at a time, for the same reason."""
 
 
 class Room:
@@ -30,7 +33,7 @@ class Room:
         location = arena.allocate(nbytes, owner)
         if location is None:
             location = self._reuse(arena.slot_bytes(nbytes), owner)
-        if location is None and self._empty_stretch(nbytes):
+        if location is None and arena.has_others(nbytes) and self._empty_stretch(nbytes):
             location = arena.allocate(nbytes, owner)
         return location
 
@@ -41,9 +44,10 @@ class Room:
         if row == NONE:
             return None
         self._since_look += 1
-        if self._since_look >= _PATIENCE and stock.arena.is_mixed():
+        if self._since_look >= max(_PATIENCE_MIN, stock.catalog.memory.count // 4):
             self._since_look = 0
-            if self._empty_stretch(group, colder_than=stock.catalog.tree.stamp[row]):
+            stamp = stock.catalog.tree.stamp[row]
+            if stock.arena.has_others(group) and self._empty_stretch(group, colder_than=stamp):
                 return stock.arena.allocate(group, owner)
         location = self._evict(row, keep_slot=True)
         stock.arena.set_owner(location, owner)
@@ -62,6 +66,7 @@ class Room:
         chunks = arena.chunks_for(nbytes)
         if not chunks:
             return False
+        chunks = max(chunks, arena.chunk_count // _STRETCHES)
         stamps = self._chunk_stamps(arena.slot_bytes(nbytes))
         start = coldest_stretch(stamps, chunks)
         if start is None or stamps[start : start + chunks].max() >= colder_than:

@@ -1,6 +1,6 @@
 """A namespace, as one store knows it: its layout, and the keys of its prompts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import TokenIds
@@ -13,15 +13,17 @@ class Space:
     """Handle to one namespace of a store. Made by `Store.namespace`."""
 
     namespace: Namespace
+    layout: KVLayout = field(init=False)
+    block_bytes: int = field(init=False)
+    """Size of the buffer that one block fills."""
+    chunk_bytes: int = field(init=False)
+    """The payload is checksummed in pieces of this size."""
 
-    @property
-    def layout(self) -> KVLayout:
-        return self.namespace.layout
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of the buffer that one block fills."""
-        return self.namespace.layout.block_bytes
+    def __post_init__(self) -> None:
+        layout = self.namespace.layout
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "block_bytes", layout.block_bytes)
+        object.__setattr__(self, "chunk_bytes", layout.chunk_bytes)
 
     @property
     def tag(self) -> bytes:

@@ -146,13 +146,13 @@ class Store:
             timeout_s = self._stock.config.writeback.put_timeout
         offers = []
         for key, buffer in zip(keys, buffers, strict=True):
-            layout = self._space_of(key).layout
+            space = self._space_of(key)
             address, nbytes = _buffer(buffer, writable=False)
-            if nbytes != layout.block_bytes:
+            if nbytes != space.block_bytes:
                 raise BadBufferError(
-                    f"a block here has {layout.block_bytes} bytes, the buffer has {nbytes}"
+                    f"a block here has {space.block_bytes} bytes, the buffer has {nbytes}"
                 )
-            offers.append(Offer(key, address, nbytes, layout.chunk_bytes))
+            offers.append(Offer(key, address, nbytes, space.chunk_bytes))
         with self._using():
             return self._putter.store(offers, timeout_s)
 
@@ -345,16 +345,16 @@ class Store:
         )
 
     def _want(self, key: BlockKey, into: Any, layers: Any) -> Want:
-        layout = self._space_of(key).layout
-        start, nbytes = 0, layout.block_bytes
+        space = self._space_of(key)
+        start, nbytes = 0, space.block_bytes
         if layers is not None:
             if not isinstance(layers, range) or layers.step != 1:
                 raise BadBufferError(f"layers must be consecutive, got {layers}")
-            start, nbytes = layout.layer_range(layers.start, layers.stop)
+            start, nbytes = space.layout.layer_range(layers.start, layers.stop)
         address, length = _buffer(into, writable=True)
         if length != nbytes:
             raise BadBufferError(f"the target must have {nbytes} bytes, it has {length}")
-        return Want(key, address, layout.block_bytes, layout.chunk_bytes, start, start + nbytes)
+        return Want(key, address, space.block_bytes, space.chunk_bytes, start, start + nbytes)
 
     def _usable(self, rows: list[int]) -> list[int]:
         """Cut a run of rows where it needs a drive that is known to be down."""

@@ -1,4 +1,4 @@
-"""Slots in shared memory: equal-sized places for blocks, by size class.
+"""Slots in memory: equal-sized places for blocks, by size class.
 
 The memory is cut into chunks of 64 KiB. A slab is a run of chunks cut into slots of one class;
 a class is an exact size in pages, since a model's blocks are all of one size. A slab whose slots
@@ -15,7 +15,7 @@ from typing import Final, Literal
 import numpy as np
 
 from kvdepot.codec.record import PAGE
-from kvdepot.tiers.memory import SharedMemory
+from kvdepot.tiers.memory import Memory
 
 CHUNK: Final = 64 << 10
 _SLAB_MIN: Final = 1 << 20
@@ -49,12 +49,16 @@ def slab_chunks(slot_bytes: int, chunks_max: int) -> int:
 
 
 class Arena:
-    """Slots for blocks in shared memory."""
+    """Slots for blocks."""
 
     def __init__(
-        self, capacity_bytes: int, huge_pages: Literal["auto", "always", "never"] = "auto"
+        self,
+        capacity_bytes: int,
+        huge_pages: Literal["auto", "always", "never"] = "auto",
+        *,
+        shared: bool = False,
     ) -> None:
-        self.memory = SharedMemory(capacity_bytes, huge_pages)
+        self.memory = Memory(capacity_bytes, huge_pages, shared=shared)
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.chunk_count = capacity_bytes // CHUNK
@@ -115,9 +119,9 @@ class Arena:
         slab = self._slab(location)
         slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes] = owner
 
-    def is_mixed(self) -> bool:
-        """Whether slabs of more than one size class exist."""
-        return len(self._slab_counts) > 1
+    def has_others(self, nbytes: int) -> bool:
+        """Whether there are slabs of another size class than this one's."""
+        return any(slot_bytes != self.slot_bytes(nbytes) for slot_bytes in self._slab_counts)
 
     def slabs(self) -> list[Slab]:
         return list(self._slab_at.values())
@@ -141,6 +145,8 @@ class Arena:
         return self._slab_at[int(self._slab_of_chunk[location // CHUNK])]
 
     def _new_slab(self, slot_bytes: int) -> Slab | None:
+        if slot_bytes > self._no_run_of * CHUNK:
+            return None
         chunks = self.chunks_for(slot_bytes)
         start = self._find(chunks) if chunks else None
         if start is None and chunks:

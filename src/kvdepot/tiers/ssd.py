@@ -32,7 +32,7 @@ from kvdepot.native import READ, address_of
 from kvdepot.tiers.contents import NOTHING, Contents, read_contents
 from kvdepot.tiers.drive import Drive, Numbers
 from kvdepot.tiers.files import Files, Ops, io_ops
-from kvdepot.tiers.memory import SharedMemory
+from kvdepot.tiers.memory import Memory
 from kvdepot.tiers.mount import MountSettings, mount
 from kvdepot.tiers.notebook import Notebook
 
@@ -170,7 +170,7 @@ class SegmentTier:
             self._judge(self.drives[drive_of(loads[index].location)], code)
         return outcomes, LateLoads(pending, ops, expected) if pending is not None else None
 
-    def register_memory(self, memory: SharedMemory) -> bool:
+    def register_memory(self, memory: Memory) -> bool:
         """Tell the I/O engine about memory that transfers will use, where the machine lets it.
 
         The memory must be faulted in: pinning it is then cheap. Every ring pins it anew, so very
