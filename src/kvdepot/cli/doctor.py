@@ -189,11 +189,13 @@ def huge_page_check(pages: machine.HugePages) -> Check:
     )
     if pages.free or pages.shmem in ("always", "advise", "within_size", "force"):
         return Check("huge pages", Status.OK, found)
-    advice = (
-        "for a large DRAM tier: sysctl vm.nr_hugepages=N, or as root "
+    shared = (
+        "sysctl vm.nr_hugepages=N, or as root "
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     )
-    return Check("huge pages", Status.INFO, found, advice)
+    if pages.transparent in ("always", "madvise"):
+        return Check("huge pages", Status.OK, found, f"only for dram.shared = true: {shared}")
+    return Check("huge pages", Status.WARN, found, f"disk reads take twice as long: {shared}")
 
 
 def limit_checks(limits: Limits) -> Iterator[Check]:
