@@ -14,7 +14,6 @@ from kvdepot.bench.raw import (
     MIB,
     Bytes,
     RawFile,
-    elsewhere,
     filled,
     memory_copies,
     owning,
@@ -22,7 +21,7 @@ from kvdepot.bench.raw import (
     raw_file,
     run_batch,
 )
-from kvdepot.bench.rounds import Part, Result, Work, best_placement, compare, stopwatch
+from kvdepot.bench.rounds import Part, Result, Work, compare, stopwatch
 from kvdepot.errors import StateError
 
 _CHUNK_BYTES: Final = 64 << 10
@@ -75,12 +74,9 @@ def _disk(plan: IoPlan, block_bytes: int) -> Run:
             writes["write raw, huge pages"] = huge.writes(plain)[f"{plain.kind} batch"]
             reads["read raw, huge pages"] = huge.reads(plain)[f"{plain.kind} batch"]
             checked = [kind for kind in engines if kind != "python"]
-            raws = scope.enter_context(elsewhere(raw, plain))
-            write_limit = best_placement([r.writes(plain) for r in raws])
-            read_limit = best_placement([r.reads(plain) for r in raws])
-            speeds = compare(write_limit, writes, plan.rounds)
+            speeds = compare(raw.writes(plain), writes, plan.rounds)
             reads |= {f"read+verify {k}": verified_read(raw, engines[k]) for k in checked}
-            speeds |= compare(read_limit, reads, plan.rounds)
+            speeds |= compare(raw.reads(plain), reads, plan.rounds)
         return [speed.row("ssd", op, block_bytes, raw.nbytes) for op, speed in speeds.items()]
 
     return run
