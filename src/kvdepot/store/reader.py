@@ -5,7 +5,7 @@ the native engine verifies each block and copies it to its target while the next
 A block that is corrupt, failed or late is a miss; the others are delivered.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ _READY: Final = int(CopyState.READY)
 _WAVE_BYTES: Final = 32 << 20
 _WAVES_MAX: Final = 2
 _THREADS: Final = 8
+_MOVES_MAX: Final = 16
+"""How often a block that a reclaim has moved meanwhile is looked for at its new place."""
 _FROM_MEMORY: Final = Got("dram")
 _FROM_DISK: Final = Got("ssd")
 _REASONS: Final = {
@@ -183,7 +185,7 @@ class Reader:
         stock = self._stock
         waiting = deque(left)
         flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
-        retried: set[int] = set()
+        moves: Counter[int] = Counter()
         while waiting or flying:
             if waiting and len(flying) < _WAVES_MAX:
                 with stock.changed:
@@ -201,8 +203,10 @@ class Reader:
                 return
             wave, loaded = flying.popleft()
             again = self._finish(wants, wave, loaded.result(), results)
-            waiting.extend(index for index in again if index not in retried)
-            retried.update(again)
+            moves.update(again)
+            for index in again:
+                results[index] = _BUSY
+            waiting.extend(index for index in again if moves[index] < _MOVES_MAX)
 
     def _start(self, wave: "list[Step]", deadline: float, *, inline: bool) -> "Future[Loaded]":
         """Begin to read a wave.

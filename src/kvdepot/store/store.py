@@ -32,9 +32,11 @@ from kvdepot.store.space import Space
 from kvdepot.store.statistics import describe
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
+from kvdepot.tiers.notebook import NOTE_BYTES_MAX
 from kvdepot.tiers.ssd import drive_of
 
 _CLOSE_TIMEOUT_S: Final = 30.0
+_TRIES: Final = 3
 
 
 class Store:
@@ -403,7 +405,14 @@ class Store:
         if ssd is None or not ssd.writable or not keys:
             return
         removals = [ssd.removal(key, whole_namespace=whole_namespace) for key in keys]
-        if not ssd.erase(removals):
+        failed = ssd.erase(removals)
+        for _ in range(_TRIES):
+            if not failed:
+                return
+            for index in failed:
+                self._writers[index].make_room(NOTE_BYTES_MAX)
+            failed = ssd.erase(removals, failed)
+        if failed:
             with self._stock.changed:
                 self._stock.counters.removal_unrecorded += 1
 

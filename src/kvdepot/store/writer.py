@@ -110,7 +110,7 @@ class Writer:
         places = self._append(batch)
         for _ in range(_TRIES_MAX):
             left = [row for row in batch if row not in places]
-            if not left or not self._make_room(max(record_bytes(catalog.nbytes[r]) for r in left)):
+            if not left or not self.make_room(max(record_bytes(catalog.nbytes[r]) for r in left)):
                 break
             places.update(self._append(left))
         self._commit(batch, places)
@@ -127,7 +127,7 @@ class Writer:
         locations = self._ssd.append(self._index, images)
         return {row: at for row, at in zip(rows, locations, strict=True) if at is not None}
 
-    def _make_room(self, nbytes: int) -> bool:
+    def make_room(self, nbytes: int) -> bool:
         """Do what lets a refused write succeed. False: nothing helps."""
         with self._upkeep:
             drive = self._ssd.drives[self._index]
@@ -171,9 +171,9 @@ class Writer:
                     stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
                     if catalog.is_doomed(row):
                         removed.append(self._ssd.removal(catalog.table.key(row)))
-        if removed:
-            self._ssd.erase(removed)
+        unrecorded = bool(removed) and bool(self._ssd.erase(removed))
         with stock.changed:
+            stock.counters.removal_unrecorded += unrecorded
             for row in batch:
                 if row not in passed:
                     self._clean(row)

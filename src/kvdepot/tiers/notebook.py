@@ -14,6 +14,8 @@ from kvdepot.tiers.files import aligned
 
 _REMOVAL_KEY = space_key(b"")
 _REMOVALS_PER_NOTE = 256
+NOTE_BYTES_MAX = record_bytes(_REMOVALS_PER_NOTE * 64)
+"""Room that a note of removals can take."""
 
 
 @dataclass(slots=True)

@@ -235,10 +235,13 @@ class SegmentTier:
         contents, self._contents = self._contents, NOTHING
         return contents
 
-    def erase(self, removals: list[Removal]) -> bool:
-        """Record removals on every drive, so that the blocks do not come back after a restart."""
-        done = [notebook.remove(removals) for notebook in self.notebooks]
-        return all(done)
+    def erase(self, removals: list[Removal], drives: Sequence[int] | None = None) -> list[int]:
+        """Record removals, so that the blocks do not come back after a restart.
+
+        On every drive, or those given. Returns the drives on which it could not be done.
+        """
+        asked = range(len(self.drives)) if drives is None else drives
+        return [index for index in asked if not self.notebooks[index].remove(removals)]
 
     def remember(self, tag: bytes, description: bytes) -> bool:
         """Record what a namespace tag stands for, on every drive that does not know it."""
