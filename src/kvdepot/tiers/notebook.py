@@ -4,6 +4,7 @@ Notes are records in the log like any other. When the segment that holds one is 
 written again, as long as it is needed.
 """
 
+import threading
 from dataclasses import dataclass, field
 
 from kvdepot.codec.notes import Removal, pack_removals, space_key, write_note
@@ -27,12 +28,15 @@ class Notebook:
     """Tag to (segment id, description as JSON)."""
     removals: dict[int, list[Removal]] = field(default_factory=dict)
     """Segment id to the removals recorded in it."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held from writing a note until it is entered here: `carry` must not miss one."""
 
     def remember(self, tag: bytes, description: bytes) -> bool:
         """Record what a namespace tag stands for. False: it could not be written."""
-        segment_id = self._append(Kind.SPACE, space_key(tag), description)
-        if segment_id is not None:
-            self.spaces[tag] = (segment_id, description)
+        with self.lock:
+            segment_id = self._append(Kind.SPACE, space_key(tag), description)
+            if segment_id is not None:
+                self.spaces[tag] = (segment_id, description)
         return segment_id is not None
 
     def remove(self, removals: list[Removal]) -> bool:
@@ -40,29 +44,31 @@ class Notebook:
         done = True
         for start in range(0, len(removals), _REMOVALS_PER_NOTE):
             part = removals[start : start + _REMOVALS_PER_NOTE]
-            segment_id = self._append(Kind.REMOVAL, _REMOVAL_KEY, pack_removals(part))
-            if segment_id is None:
-                done = False
-            else:
-                self.removals.setdefault(segment_id, []).extend(part)
+            with self.lock:
+                segment_id = self._append(Kind.REMOVAL, _REMOVAL_KEY, pack_removals(part))
+                if segment_id is None:
+                    done = False
+                else:
+                    self.removals.setdefault(segment_id, []).extend(part)
         return done
 
     def carry(self, segment_id: int) -> bool:
         """Write again what only this segment remembers. False: not all of it could be."""
-        ids = [segment.segment_id for segment in list(self.drive.segments.values())]
-        oldest = min((at for at in ids if at != segment_id), default=segment_id)
-        needed = [
-            removal
-            for removal in self.removals.get(segment_id, [])
-            if removal.until_segment >= oldest
-        ]
-        done = self.remove(needed) if needed else True
-        if done:
-            self.removals.pop(segment_id, None)
-        for tag, (at, description) in list(self.spaces.items()):
-            if at == segment_id:
-                done = self.remember(tag, description) and done
-        return done
+        with self.lock:
+            ids = [segment.segment_id for segment in list(self.drive.segments.values())]
+            oldest = min((at for at in ids if at != segment_id), default=segment_id)
+            needed = [
+                removal
+                for removal in self.removals.get(segment_id, [])
+                if removal.until_segment >= oldest
+            ]
+            done = self.remove(needed) if needed else True
+            if done:
+                self.removals.pop(segment_id, None)
+            for tag, (at, description) in list(self.spaces.items()):
+                if at == segment_id:
+                    done = self.remember(tag, description) and done
+            return done
 
     def _append(self, kind: Kind, key: BlockKey, payload: bytes) -> int | None:
         image = aligned(record_bytes(len(payload)))
