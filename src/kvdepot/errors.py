@@ -9,8 +9,6 @@ KVDepotError
   KeyFormatError         a key is not one of ours, or its namespace is not registered here
   LeaseError             programmer error: use after release, double release
   StateError             an illegal transition of a block; always a bug in kvdepot
-  TierError              a tier failed; the store turns this into a miss
-  ExtraMissingError      an optional dependency is not installed; the message names the extra
 
 Expected outcomes (miss, refused, throttled) are values, never exceptions.
 """
@@ -72,14 +70,3 @@ class LeaseError(KVDepotError, RuntimeError):
 
 class StateError(KVDepotError, RuntimeError):
     """A block made an illegal transition. Always a bug in kvdepot."""
-
-
-class TierError(KVDepotError):
-    """A tier failed. Raised inside the store only; callers see a miss."""
-
-
-class ExtraMissingError(KVDepotError, ImportError):
-    """An optional dependency is not installed."""
-
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed", hint=f"pip install 'kvdepot[{extra}]'")

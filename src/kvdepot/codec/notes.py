@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, record_bytes, write_head
+from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, write_head
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
 from kvdepot.native import chunk_checksums
 
@@ -44,11 +44,6 @@ def parse_removals(payload: bytes) -> list[Removal]:
         Removal(BlockKey(key), bool(whole), below, until)
         for key, whole, below, until in _REMOVAL.iter_unpack(payload)
     ]
-
-
-def note_bytes(payload: bytes) -> int:
-    """Size of a note's record."""
-    return record_bytes(len(payload))
 
 
 def write_note(image: memoryview, kind: Kind, key: BlockKey, payload: bytes) -> None:

@@ -121,9 +121,6 @@ class LeafOrder:
         """The row that should leave first from a size class, or NONE."""
         return self._cold.get(group, NONE)
 
-    def group(self, row: int) -> int:
-        return self._group.view[row]
-
     def _settle(self, row: int) -> None:
         """Put a row in line if nothing keeps it out any more."""
         if (

@@ -20,7 +20,6 @@ from kvdepot.tiers.files import Files
 
 DirectIo = Literal["auto", "always", "never"]
 _SEGMENT: Final = re.compile(r"segment-(\d{6})\.kvs")
-_OURS: Final = re.compile(r"segment-\d{6}\.kvs|superblock|lock|superblock\.new")
 
 
 class Medium(Protocol):
@@ -55,9 +54,6 @@ class Medium(Protocol):
 
     def restorable(self) -> bool:
         """Whether a medium that was taken away can be opened anew now."""
-
-    def foreign_files(self) -> list[str]:
-        """Names of things on the medium that are not ours."""
 
     def close(self) -> None:
         """Close descriptors and give up the lock. May be called twice."""
@@ -199,10 +195,6 @@ class DirectoryMedium:
             with path.open("rb") as file:
                 yield file.read(PAGE)
 
-    def foreign_files(self) -> list[str]:
-        """Names in the directory that are not ours."""
-        return [name for name in sorted(os.listdir(self._path)) if not _OURS.fullmatch(name)]
-
     def close(self) -> None:
         for fd in self._fds.values():
             os.close(fd)
@@ -320,9 +312,6 @@ class DeviceMedium:
 
     def restorable(self) -> bool:
         return False
-
-    def foreign_files(self) -> list[str]:
-        return []
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -67,7 +67,6 @@ class Recovered:
     sealed: bool
     entries: Entries
     damage: list[str] = field(default_factory=list)
-    scanned: bool = False
     usable: bool = True
     """False: it belongs elsewhere, or nothing in it can be told; its blocks do not count here."""
     origin: SegmentHeader | None = None
@@ -173,7 +172,6 @@ class SegmentReader:
         for offset, head in self.records(found.segment_id, found.tail):
             more.append((head.key, offset // PAGE, head.kind, head.payload_bytes, head.sequence, 0))
             found.tail = offset + record_bytes(head.payload_bytes)
-        found.scanned = True
         if more:
             found.entries = np.concatenate([found.entries, np.array(more, dtype=ENTRY)])
 
