@@ -13,7 +13,7 @@ from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.reclaim import SegmentFacts, coldest, keep
 from kvdepot.store.stock import TEMPORARY, Stock
-from kvdepot.tiers.drive import Segment
+from kvdepot.tiers.segments import Purpose, Segment
 from kvdepot.tiers.ssd import SegmentTier
 
 _OLDEST: Final = 8
@@ -205,7 +205,7 @@ class Reclaimer:
 
     def _rewrite(self, row: int, image: memoryview) -> None:
         stock, catalog = self._stock, self._stock.catalog
-        (location,) = self._ssd.append(self._index, [image])
+        (location,) = self._ssd.append(self._index, [image], Purpose.MOVE)
         if location is None:
             return
         with stock.changed:

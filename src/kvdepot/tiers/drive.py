@@ -21,44 +21,11 @@ from kvdepot.tiers.files import Files, io_ops
 from kvdepot.tiers.health import Breaker, RetryPauses
 from kvdepot.tiers.medium import Medium
 from kvdepot.tiers.recovery import Recovered, SegmentReader
+from kvdepot.tiers.segments import Appended, Purpose, Run, Segment
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _NOTE_RESERVE_MAX: Final = 64 << 10
 _GONE: Final = "the directory was removed"
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """One extent in use."""
-
-    segment_id: int
-    slot: int
-    tail: int = PAGE
-    sealed: bool = False
-    live_bytes: int = 0
-    live_count: int = 0
-    entries: list[bytes] = field(default_factory=list)
-    """Footer entries, as packed bytes; emptied when the segment is sealed."""
-    count: int = 0
-    runs: int = 0
-    """Writes under way; a segment is sealed when it is full and they have ended."""
-
-
-@dataclass(slots=True)
-class Run:
-    """Records that go into one segment: the number of each image and its offset."""
-
-    segment: Segment
-    places: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """Where a record went."""
-
-    slot: int
-    page: int
-    segment_id: int
 
 
 class Numbers:
@@ -167,7 +134,7 @@ class Drive:
             if recovered.sealed:
                 continue
             segment.entries = [recovered.entries.tobytes()]
-            if recovered is newest and self._room(segment, PAGE):
+            if recovered is newest and self._room(segment, PAGE, Purpose.NOTE):
                 self._active = segment
             else:
                 self._finish(segment, sealed=True)
@@ -186,27 +153,29 @@ class Drive:
             self.damage += [f"{self.medium.label}: slot {slot}: {text}" for text in found.damage]
         return found
 
-    def append(self, images: Sequence[memoryview], *, note: bool = False) -> list[Appended | None]:
+    def append(
+        self, images: Sequence[memoryview], purpose: Purpose = Purpose.BLOCK
+    ) -> list[Appended | None]:
         """Write record images to the log. None where there was no room or the write failed.
 
         Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, on a
-        stalled medium until it lets go of the images. A note may use the room that segments keep
-        back for notes; on a stalled medium it is left behind, its memory never to be used again.
+        stalled medium until it lets go of the images. A note on a stalled medium is left behind,
+        its memory never to be used again.
 
         Several threads may append: places are given out one after the other, writes overlap.
         """
         with self._turn() as mine:
-            runs = self._reserve(images, note=note) if mine else []
-        written = self._write(runs, images, wait=not note) if runs else {}
+            runs = self._reserve(images, purpose) if mine else []
+        written = self._write(runs, images, wait=purpose is not Purpose.NOTE) if runs else {}
         if self.settings.fsync == "always" and written and not self.sync():
             written = {}
         results: list[Appended | None] = [None] * len(images)
         with self._lock:
             for run in runs:
-                self._settle(run, images, written, results)
+                self._settle(run, images, purpose, written, results)
         return results
 
-    def _reserve(self, images: Sequence[memoryview], *, note: bool) -> "list[Run]":
+    def _reserve(self, images: Sequence[memoryview], purpose: Purpose) -> "list[Run]":
         """Give images their places, as far as there is room."""
         if self.lost or not self.breaker.allows():
             return []
@@ -217,7 +186,7 @@ class Drive:
         for index, image in enumerate(images):
             if len(image) > self.record_bytes_max:
                 continue
-            segment = self._segment_for(len(image), note=note)
+            segment = self._segment_for(len(image), purpose)
             if segment is None:
                 break
             if not runs or runs[-1].segment is not segment:
@@ -227,6 +196,8 @@ class Drive:
             runs[-1].places.append((index, segment.tail))
             segment.tail += len(image)
             segment.count += 1
+            with self._books:
+                segment.unentered += purpose is not Purpose.NOTE
         return runs
 
     def _write(
@@ -260,6 +231,7 @@ class Drive:
         self,
         run: "Run",
         images: Sequence[memoryview],
+        purpose: Purpose,
         written: dict[int, bool],
         results: list[Appended | None],
     ) -> None:
@@ -270,6 +242,8 @@ class Drive:
                 results[index] = self._note(segment, images[index], offset)
             else:
                 segment.count -= 1
+                with self._books:
+                    segment.unentered -= purpose is not Purpose.NOTE
         segment.runs -= 1
         if segment is not self._active and not segment.runs:
             self._finish(segment, sealed=True)
@@ -302,8 +276,9 @@ class Drive:
         segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
         return Appended(segment.slot, offset // PAGE, segment.segment_id)
 
-    def _room(self, segment: Segment, nbytes: int, *, note: bool = False) -> bool:
-        kept_back = 0 if note or segment.tail == PAGE else self._note_reserve
+    def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
+        freely = purpose is Purpose.NOTE or segment.tail == PAGE
+        kept_back = 0 if freely else self._note_reserve
         end = self.settings.segment_bytes - footer_bytes(segment.count + 1) - kept_back
         return segment.tail + nbytes <= end
 
@@ -312,11 +287,14 @@ class Drive:
         """Room in each segment for notes alone, so that removals can be kept on a full drive."""
         return min(_NOTE_RESERVE_MAX, self.settings.segment_bytes // 8)
 
-    def _segment_for(self, nbytes: int, *, note: bool = False) -> Segment | None:
+    def _segment_for(self, nbytes: int, purpose: Purpose) -> Segment | None:
         """A segment with room for `nbytes` more, or None."""
-        if self._active is not None and self._room(self._active, nbytes, note=note):
+        kept_back = self._kept_back if purpose is Purpose.BLOCK else 0
+        if self.spare_slots() < kept_back:
+            return None
+        if self._active is not None and self._room(self._active, nbytes, purpose):
             return self._active
-        slot = self._take_slot()
+        slot = self._take_slot(kept_back)
         if slot is None:
             return None
         full, self._active = self._active, None
@@ -337,12 +315,19 @@ class Drive:
         self._active = segment
         return segment
 
-    def _take_slot(self) -> int | None:
+    def _take_slot(self, kept_back: int) -> int | None:
         """A free slot, or a new one. A disk that was full is asked again now and then."""
         slot = None
-        if not self.free or not self._growth.health().ok:
+        if not self._growth.health().ok or (not self.free and self.spare_slots() > kept_back):
             slot = self._new_slot()
-        return self.free.pop() if slot is None and self.free else slot
+        if slot is None and self.free and self.spare_slots() > kept_back:
+            return self.free.pop()
+        return slot
+
+    @property
+    def _kept_back(self) -> int:
+        """Spare segments that blocks may not take. A drive of two has none to keep back."""
+        return 1 if len(self.segments) + self.spare_slots() > 2 else 0
 
     def _new_slot(self) -> int | None:
         taken = {*self.segments, *self.free}
@@ -365,9 +350,10 @@ class Drive:
         return self.settings.segment_bytes - PAGE - footer_bytes(1)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a record would find room without reclaiming a segment."""
-        active = self._active
-        return self.spare_slots() > 0 or (active is not None and self._room(active, nbytes))
+        """Whether a block would find room without reclaiming a segment."""
+        active, spare = self._active, self.spare_slots() - self._kept_back
+        fits = active is not None and self._room(active, nbytes, Purpose.BLOCK)
+        return spare > 0 or (spare == 0 and fits)
 
     def spare_slots(self) -> int:
         """Segments that can still be opened without reclaiming one.
@@ -378,8 +364,8 @@ class Drive:
         return len(self.free) + (max(0, creatable) if self._growth.health().ok else 0)
 
     def sealed(self) -> list[Segment]:
-        """Sealed segments, oldest first."""
-        found = [segment for segment in list(self.segments.values()) if segment.sealed]
+        """Sealed segments whose blocks have all been counted, oldest first."""
+        found = [s for s in list(self.segments.values()) if s.sealed and not s.unentered]
         return sorted(found, key=lambda segment: segment.segment_id)
 
     def release(self, slot: int) -> None:
@@ -400,6 +386,7 @@ class Drive:
             with self._books:
                 segment.live_bytes += nbytes
                 segment.live_count += records
+                segment.unentered -= max(0, records)
 
     def _wipe(self, slot: int) -> None:
         """Make a segment unreadable, so that what was dropped does not come back."""

@@ -12,6 +12,7 @@ from kvdepot.codec.record import Kind, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.tiers.drive import Drive
 from kvdepot.tiers.files import aligned
+from kvdepot.tiers.segments import Purpose
 
 _REMOVAL_KEY = space_key(b"")
 _REMOVALS_PER_NOTE = 256
@@ -73,5 +74,5 @@ class Notebook:
     def _append(self, kind: Kind, key: BlockKey, payload: bytes) -> int | None:
         image = aligned(record_bytes(len(payload)))
         write_note(image, kind, key, payload)
-        (place,) = self.drive.append([image], note=True)
+        (place,) = self.drive.append([image], Purpose.NOTE)
         return place.segment_id if place is not None else None

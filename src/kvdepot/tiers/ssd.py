@@ -35,6 +35,7 @@ from kvdepot.tiers.files import Files, Ops, io_ops
 from kvdepot.tiers.memory import Memory
 from kvdepot.tiers.mount import MountSettings, mount
 from kvdepot.tiers.notebook import Notebook
+from kvdepot.tiers.segments import Purpose
 
 _DRIVE_SHIFT: Final = 56
 _SLOT_SHIFT: Final = 32
@@ -136,11 +137,13 @@ class SegmentTier:
                 self.release(index, segment.slot)
         return bool(dead)
 
-    def append(self, index: int, images: Sequence[memoryview]) -> list[int | None]:
+    def append(
+        self, index: int, images: Sequence[memoryview], purpose: Purpose = Purpose.BLOCK
+    ) -> list[int | None]:
         """`store` on one drive; the caller counts what it keeps (`count`)."""
         return [
             None if place is None else pack_location(index, place.slot, place.page)
-            for place in self.drives[index].append(images)
+            for place in self.drives[index].append(images, purpose)
         ]
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:

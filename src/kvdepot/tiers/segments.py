@@ -1,0 +1,54 @@
+"""What a drive knows of the segments of its log, and why it appends to them."""
+
+import enum
+from dataclasses import dataclass, field
+
+from kvdepot.codec.record import PAGE
+
+
+class Purpose(enum.Enum):
+    """Why a record is appended. Blocks leave a drive its last spare segment: without it the others
+    could not be reclaimed, since what is needed of them must go somewhere first.
+    """
+
+    BLOCK = enum.auto()
+    MOVE = enum.auto()
+    """A block on its way out of a segment that is reclaimed."""
+    NOTE = enum.auto()
+    """May also use the room that segments keep back for notes."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One extent in use."""
+
+    segment_id: int
+    slot: int
+    tail: int = PAGE
+    sealed: bool = False
+    live_bytes: int = 0
+    live_count: int = 0
+    entries: list[bytes] = field(default_factory=list)
+    """Footer entries, as packed bytes; emptied when the segment is sealed."""
+    count: int = 0
+    runs: int = 0
+    """Writes under way; a segment is sealed when it is full and they have ended."""
+    unentered: int = 0
+    """Blocks that were given a place but are in no books yet, so that they look dead."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Records that go into one segment: the number of each image and its offset."""
+
+    segment: Segment
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Where a record went."""
+
+    slot: int
+    page: int
+    segment_id: int
