@@ -5,8 +5,10 @@ KVDepotError
   FormatError            a store on disk cannot be used: newer format, or not a store
   StoreBusyError         another process has the store open for writing
   StoreClosedError       the store was used after close()
-  BadBufferError            a buffer has the wrong size, is read-only or not contiguous
+  BadBufferError         a buffer has the wrong size, is read-only or not contiguous
   KeyFormatError         a key is not one of ours, or its namespace is not registered here
+  ExtraMissingError      an optional package is not installed; the hint names the extra
+  ModelError             a model, or a call of it, cannot be served; it was left as it was
   LeaseError             programmer error: use after release, double release
   StateError             an illegal transition of a block; always a bug in kvdepot
 
@@ -70,3 +72,15 @@ class LeaseError(KVDepotError, RuntimeError):
 
 class StateError(KVDepotError, RuntimeError):
     """A block made an illegal transition. Always a bug in kvdepot."""
+
+
+class ExtraMissingError(KVDepotError, ImportError):
+    """A feature needs packages that are not installed. `extra` is what brings them."""
+
+    def __init__(self, extra: str, missing: str) -> None:
+        super().__init__(f"{missing} is not installed", hint=f"pip install 'kvdepot[{extra}]'")
+        self.extra = extra
+
+
+class ModelError(KVDepotError, ValueError):
+    """A model, or one call of it, cannot be served from a depot. Nothing was changed."""

@@ -3,19 +3,27 @@
 Copy a block into a memory slot, checksummed in the same pass, and queue it for the disk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, record_bytes, write_head
+from kvdepot.codec.record import (
+    HEAD_BYTES,
+    TABLE_OFFSET,
+    Kind,
+    chunk_count,
+    record_bytes,
+    write_head,
+)
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.index.table import NONE
-from kvdepot.native import FILL
+from kvdepot.native import FILL, chunk_checksums
 from kvdepot.store.room import Room
 from kvdepot.store.stock import Stock
 from kvdepot.tiers.dram import transfers
 
 _WAVE_BYTES: Final = 64 << 20
+_NO_LIMIT: Final = 1 << 62
 _ZEROS: Final = bytes(4096)
 
 
@@ -51,21 +59,64 @@ class Putter:
         while len(results) < len(offers):
             wave: list[Offer] = []
             with stock.changed:
-                self._admit(offers, results, wave, deadline)
+                self._admit(offers, results, wave, deadline, _WAVE_BYTES)
             if wave:
                 filled = False
                 try:
-                    self._fill(wave)
+                    self._copy(wave)
+                    self._head(wave)
                     filled = True
                 finally:
                     with stock.changed:
                         self._seal(wave) if filled else self._abandon(wave)
         with stock.changed:
-            self._count(offers, results)
+            self._count(zip(offers, results, strict=True))
         return results
 
+    def reserve(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
+        """Find slots for offers, to be filled by the caller, then `finish`ed or `abandon`ed.
+
+        Takes what fits at once and waits for the first one only: what waits may need these slots.
+        """
+        stock = self._stock
+        results: list[Put] = []
+        with stock.changed:
+            self._admit(offers, results, [], stock.clock.now() + timeout_s, _NO_LIMIT)
+            results += [Put.THROTTLED] * (len(offers) - len(results))
+            answers = zip(offers, results, strict=True)
+            self._count((offer, put) for offer, put in answers if put is not Put.STORED)
+        return results
+
+    def payload(self, offer: Offer) -> memoryview:
+        """A reserved slot, to be filled."""
+        end = HEAD_BYTES + offer.payload_bytes
+        return self._stock.arena.image(offer.slot, end)[HEAD_BYTES:]
+
+    def finish(self, wave: list[Offer]) -> None:
+        """Make blocks of slots that were filled."""
+        sealed = False
+        try:
+            self._checksum(wave)
+            self._head(wave)
+            sealed = True
+        finally:
+            with self._stock.changed:
+                self._seal(wave) if sealed else self._abandon(wave)
+                self._count((offer, Put.STORED) for offer in wave if sealed)
+
+    def abandon(self, wave: list[Offer]) -> None:
+        """Give slots back that were reserved."""
+        with self._stock.changed:
+            self._abandon(wave)
+            self._stock.changed.notify_all()
+
     def _admit(
-        self, offers: Sequence[Offer], results: list[Put], wave: list[Offer], deadline: float
+        self,
+        offers: Sequence[Offer],
+        results: list[Put],
+        wave: list[Offer],
+        deadline: float,
+        limit_bytes: int,
     ) -> None:
         """Find slots for the next offers.
 
@@ -73,7 +124,7 @@ class Putter:
         """
         stock = self._stock
         total = 0
-        while len(results) < len(offers) and total < _WAVE_BYTES:
+        while len(results) < len(offers) and total < limit_bytes:
             offer = offers[len(results)]
             outcome = self._try(offer, pending_bytes=total)
             if outcome is Put.THROTTLED:
@@ -113,7 +164,16 @@ class Putter:
         offer.row, offer.slot = row, slot
         return Put.STORED
 
-    def _fill(self, wave: list[Offer]) -> None:
+    def _checksum(self, wave: list[Offer]) -> None:
+        """Checksum what the caller has put into slots."""
+        for offer in wave:
+            payload = self.payload(offer)
+            chunks = chunk_count(offer.payload_bytes, offer.chunk_bytes)
+            head = self._stock.arena.image(offer.slot, HEAD_BYTES)
+            table = head[TABLE_OFFSET : TABLE_OFFSET + 8 * chunks]
+            chunk_checksums(payload, offer.chunk_bytes, table)
+
+    def _copy(self, wave: list[Offer]) -> None:
         """Copy and checksum, without the lock: nobody else sees a slot that is being filled."""
         base = self._stock.arena.address
         rows: list[tuple[Any, ...]] = []
@@ -131,6 +191,9 @@ class Putter:
                 )
             )
         transfers(rows)
+
+    def _head(self, wave: list[Offer]) -> None:
+        """Write the head of each record, and zeros after its payload."""
         for offer in wave:
             nbytes = record_bytes(offer.payload_bytes)
             image = self._stock.arena.image(offer.slot, nbytes)
@@ -160,9 +223,9 @@ class Putter:
             stock.arena.free(stock.catalog.memory.drop(offer.row))
         stock.unlease([offer.row for offer in wave])
 
-    def _count(self, offers: Sequence[Offer], results: Sequence[Put]) -> None:
+    def _count(self, answers: Iterable[tuple[Offer, Put]]) -> None:
         counters = self._stock.counters
-        for offer, outcome in zip(offers, results, strict=True):
+        for offer, outcome in answers:
             if outcome is Put.STORED:
                 counters.put_stored += 1
                 counters.put_bytes += offer.payload_bytes

@@ -6,9 +6,9 @@ A block that is corrupt, failed or late is a miss; the others are delivered.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
@@ -43,6 +43,7 @@ class Want:
 
     key: BlockKey
     target: int
+    """Address; 0: the caller looks at the block where it is."""
     payload_bytes: int
     chunk_bytes: int
     start: int
@@ -72,7 +73,31 @@ class Want:
         return self.start == 0 and self.stop == self.payload_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A block that can be read in place."""
+
+    index: int
+    """Which of the blocks asked for."""
+    view: memoryview
+    """Its payload, read-only, at the start of a page."""
+    lasting: bool
+    """Whether the view is good until the lease ends; else until the sink returns."""
+
+
+Sink = Callable[[list[Arrival]], None]
 Loaded = tuple[list[Outcome], Pending | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """One call: what is wanted, and who gets what has no target of its own."""
+
+    wants: Sequence[Want]
+    results: list[Got]
+    deadline: float
+    verify: bool
+    sink: Sink | None = None
 
 
 class Reader:
@@ -88,11 +113,24 @@ class Reader:
         """Stop the threads; nothing may be under way."""
         self._threads.shutdown()
 
-    def fetch(self, wants: Sequence[Want], timeout_s: float) -> list[Got]:
-        """Fill each want's target or say why not. Never raises for a fault of a tier."""
+    def fetch(
+        self,
+        wants: Sequence[Want],
+        timeout_s: float,
+        *,
+        verify: bool | None = None,
+        sink: Sink | None = None,
+    ) -> list[Got]:
+        """Fill each want's target or say why not. Never raises for a fault of a tier.
+
+        Wants without a target go to `sink` as they arrive; what it raises is passed on. `verify` is
+        for what lies in memory (default: as configured); from disk everything is verified.
+        """
         stock, catalog = self._stock, self._stock.catalog
+        if verify is None:
+            verify = stock.config.dram.verify
         deadline = stock.clock.now() + timeout_s
-        results = [MISS] * len(wants)
+        errand = Errand(wants, [MISS] * len(wants), deadline, verify, sink)
         hot: list[int] = []
         cold: list[int] = []
         held: list[int] = []
@@ -108,64 +146,46 @@ class Reader:
             catalog.lease(held)
             slots = [catalog.memory.location.view[wants[index].row] for index in hot]
         try:
-            cold += self._from_memory(wants, hot, slots, results)
-            self._from_disk(wants, cold, results, deadline)
+            cold += self._from_memory(errand, hot, slots)
+            self._from_disk(errand, cold)
         finally:
             with stock.changed:
-                self._count(wants, results)
+                self._count(wants, errand.results)
                 stock.unlease(held)
-        return results
+        return errand.results
 
-    def _from_memory(
-        self, wants: Sequence[Want], hits: list[int], places: list[int], results: list[Got]
-    ) -> list[int]:
+    def _from_memory(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
         """Copy out of leased slots. Returns the hits that failed verification."""
-        stock = self._stock
-        base = stock.arena.address
-        verify = stock.config.dram.verify
+        base = self._stock.arena.address
         ops = []
         partial = []
+        asked = []
         for index, place in zip(hits, places, strict=True):
-            want = wants[index]
+            want = errand.wants[index]
             slot = base + place
             load = want.load(_NO_IMAGE, place)
-            if not verify:
-                ops.append(
-                    (
-                        0,
-                        slot + HEAD_BYTES + want.start,
-                        want.target,
-                        want.stop - want.start,
-                        0,
-                        0,
-                        COPY,
-                    )
-                )
-                continue
-            ops.append(read_op(slot, load, load.copy_to))
-            if not load.copy_to:
-                partial.append(
-                    (
-                        0,
-                        slot + HEAD_BYTES + want.start,
-                        want.target,
-                        want.stop - want.start,
-                        0,
-                        0,
-                        COPY,
-                    )
-                )
-        codes = transfers(ops).tolist() if ops else []
+            if errand.verify:
+                asked.append(index)
+                ops.append(read_op(slot, load, load.copy_to))
+            elif want.target:
+                asked.append(index)
+                ops.append(_copy_op(slot, want))
+            if errand.verify and want.target and not load.copy_to:
+                partial.append(_copy_op(slot, want))
+        codes = dict(zip(asked, transfers(ops).tolist() if ops else [], strict=True))
         if partial:
             transfers(partial)
-        bad = []
-        for index, code in zip(hits, codes, strict=True):
-            if code == 0:
-                results[index] = _FROM_MEMORY
-            else:
-                results[index] = _REASONS[Outcome.CORRUPT]
-                bad.append(index)
-        return [index for index in bad if self._quarantine_memory(wants[index].row)]
+        bad = [index for index in hits if codes.get(index, 0)]
+        arrivals = []
+        for index, place in zip(hits, places, strict=True):
+            errand.results[index] = _FROM_MEMORY
+            if index not in bad and not errand.wants[index].target:
+                nbytes = record_bytes(errand.wants[index].payload_bytes)
+                arrivals.append((index, self._stock.arena.image(place, nbytes), True))
+        for index in bad:
+            errand.results[index] = _REASONS[Outcome.CORRUPT]
+        _hand_over(errand, arrivals)
+        return [index for index in bad if self._quarantine_memory(errand.wants[index].row)]
 
     def _quarantine_memory(self, row: int) -> bool:
         """Drop a damaged copy in memory. True: the disk has another one."""
@@ -178,21 +198,33 @@ class Reader:
             catalog.doom(row)
             return False
 
-    def _from_disk(
-        self, wants: Sequence[Want], left: list[int], results: list[Got], deadline: float
-    ) -> None:
+    def _from_disk(self, errand: Errand, left: list[int]) -> None:
         """Read in waves, the next one planned and started while the last is under way."""
-        stock = self._stock
-        waiting = deque(left)
         flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
+        try:
+            self._fly(errand, deque(left), flying)
+        finally:
+            # Only when the sink has raised: what is under way has slots to give back.
+            lost = replace(errand, sink=None)
+            while flying:
+                wave, loaded = flying.popleft()
+                self._finish(lost, wave, loaded.result())
+
+    def _fly(
+        self,
+        errand: Errand,
+        waiting: deque[int],
+        flying: "deque[tuple[list[Step], Future[Loaded]]]",
+    ) -> None:
+        stock, results, deadline = self._stock, errand.results, errand.deadline
         moves: Counter[int] = Counter()
         while waiting or flying:
             if waiting and len(flying) < _WAVES_MAX:
                 with stock.changed:
-                    wave = self._plan(wants, waiting)
+                    wave = self._plan(errand.wants, waiting)
                     while not wave and not flying and stock.clock.now() < deadline:
                         stock.changed.wait(deadline - stock.clock.now())
-                        wave = self._plan(wants, waiting)
+                        wave = self._plan(errand.wants, waiting)
                 if wave:
                     inline = not waiting and not flying
                     flying.append((wave, self._start(wave, deadline, inline=inline)))
@@ -202,7 +234,7 @@ class Reader:
                     results[index] = _BUSY
                 return
             wave, loaded = flying.popleft()
-            again = self._finish(wants, wave, loaded.result(), results)
+            again = self._finish(errand, wave, loaded.result())
             moves.update(again)
             for index in again:
                 results[index] = _BUSY
@@ -260,36 +292,51 @@ class Reader:
         ssd = self._stock.config.ssd
         return ssd is not None and ssd.promote and self._stock.catalog.memory.absent(row)
 
-    def _finish(
-        self, wants: Sequence[Want], wave: "list[Step]", loaded: Loaded, results: list[Got]
-    ) -> list[int]:
+    def _finish(self, errand: Errand, wave: "list[Step]", loaded: Loaded) -> list[int]:
         """Take in a wave that was read.
 
         Returns the wants to try again: their block moved meanwhile.
         """
-        stock = self._stock
         outcomes, pending = loaded
+        arrivals = []
         for step, outcome in zip(wave, outcomes, strict=True):
-            want = wants[step.index]
-            if outcome is Outcome.OK and not step.load.copy_to:
-                offset = HEAD_BYTES + want.start
-                _copy(step.load.image, offset, want)
-        again = []
-        late = []
-        with stock.changed:
-            for step, outcome in zip(wave, outcomes, strict=True):
-                row = wants[step.index].row
-                results[step.index] = _FROM_DISK if outcome is Outcome.OK else _REASONS[outcome]
-                if outcome is Outcome.LATE:
-                    late.append(self._set_aside(step, row))
-                    continue
-                self._settle(step, row, outcome)
-                if outcome is not Outcome.OK and self._blame(step, row, outcome):
-                    again.append(step.index)
-            stock.changed.notify_all()
-        if pending is not None:
-            self._drainer.take(pending, late)
+            want = errand.wants[step.index]
+            if outcome is not Outcome.OK:
+                continue
+            if not want.target:
+                arrivals.append((step.index, step.load.image, step.promote))
+            elif not step.load.copy_to:
+                transfers([_copy_op(address_of(step.load.image)[0], want)])
+        again: list[int] = []
+        late: list[tuple[bool, int]] = []
+        try:
+            _hand_over(errand, arrivals)
+        finally:
+            with self._stock.changed:
+                self._enter(errand, wave, outcomes, again, late)
+                self._stock.changed.notify_all()
+            if pending is not None:
+                self._drainer.take(pending, late)
         return again
+
+    def _enter(
+        self,
+        errand: Errand,
+        wave: "list[Step]",
+        outcomes: list[Outcome],
+        again: list[int],
+        late: list[tuple[bool, int]],
+    ) -> None:
+        """Settle each block of a wave, collect what moved and what is late. Lock held."""
+        for step, outcome in zip(wave, outcomes, strict=True):
+            row = errand.wants[step.index].row
+            errand.results[step.index] = _FROM_DISK if outcome is Outcome.OK else _REASONS[outcome]
+            if outcome is Outcome.LATE:
+                late.append(self._set_aside(step, row))
+                continue
+            self._settle(step, row, outcome)
+            if outcome is not Outcome.OK and self._blame(step, row, outcome):
+                again.append(step.index)
 
     def _settle(self, step: "Step", row: int, outcome: Outcome) -> None:
         """Make the slot a block of the memory tier, or give it back."""
@@ -356,6 +403,18 @@ class Step:
 _NO_IMAGE: Final = memoryview(b"")
 
 
-def _copy(image: memoryview, offset: int, want: Want) -> None:
-    source = address_of(image)[0] + offset
-    transfers([(0, source, want.target, want.stop - want.start, 0, 0, COPY)])
+def _copy_op(slot: int, want: Want) -> tuple[int, ...]:
+    """A plain copy of the wanted range out of the record image at address `slot`."""
+    source = slot + HEAD_BYTES + want.start
+    return (0, source, want.target, want.stop - want.start, 0, 0, COPY)
+
+
+def _hand_over(errand: Errand, images: list[tuple[int, memoryview, bool]]) -> None:
+    """Give the sink what can be read in place."""
+    if errand.sink is None or not images:
+        return
+    arrivals = []
+    for index, image, lasting in images:
+        end = HEAD_BYTES + errand.wants[index].payload_bytes
+        arrivals.append(Arrival(index, image[HEAD_BYTES:end].toreadonly(), lasting))
+    errand.sink(arrivals)

@@ -25,8 +25,9 @@ from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
 from kvdepot.store.lease import Lease
 from kvdepot.store.putter import Offer, Putter
-from kvdepot.store.reader import Reader, Want
+from kvdepot.store.reader import Reader, Sink, Want
 from kvdepot.store.report import CheckReport
+from kvdepot.store.reservation import Reservation
 from kvdepot.store.room import Room
 from kvdepot.store.space import Space
 from kvdepot.store.statistics import describe
@@ -158,6 +159,31 @@ class Store:
         with self._using():
             return self._putter.store(offers, timeout_s)
 
+    def reserve(self, keys: Sequence[BlockKey], *, timeout_s: float | None = None) -> Reservation:
+        """Offload without a copy: slots in memory for new blocks, which the caller fills in place.
+
+        Keys of one prompt go head first. Waits up to `timeout_s` (default writeback.put_timeout)
+        for room for the first block; further ones that do not fit at once are THROTTLED.
+        """
+        self._check_open()
+        if timeout_s is None:
+            timeout_s = self._stock.config.writeback.put_timeout
+        spaces = [self._space_of(key) for key in keys]
+        offers = [
+            Offer(key, 0, space.block_bytes, space.chunk_bytes)
+            for key, space in zip(keys, spaces, strict=True)
+        ]
+        with contextlib.ExitStack() as scope:
+            scope.enter_context(self._using())
+            outcomes = self._putter.reserve(offers, timeout_s)
+            return Reservation(self._putter, offers, outcomes, scope.pop_all().close)
+
+    @property
+    def memory(self) -> tuple[memoryview, ...]:
+        """All memory that views of blocks lie in, for a device to be told of (page-locking)."""
+        self._check_open()
+        return self._stock.arena.memory.view, self._stock.staging.memory.view
+
     def get(
         self,
         key: BlockKey,
@@ -188,12 +214,9 @@ class Store:
         keys, intos = list(keys), list(intos)
         if len(keys) != len(intos):
             raise BadBufferError(f"{len(keys)} keys but {len(intos)} buffers")
-        if timeout_s is None:
-            ssd = self._stock.config.ssd
-            timeout_s = ssd.read_timeout if ssd is not None else 0.0
         wants = [self._want(key, into, layers) for key, into in zip(keys, intos, strict=True)]
         with self._using():
-            return self._reader.fetch(wants, timeout_s) if wants else []
+            return self._reader.fetch(wants, self._read_timeout(timeout_s)) if wants else []
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """The longest resident prefix. Answered from memory; changes nothing."""
@@ -213,7 +236,7 @@ class Store:
             catalog.use(rows)
             catalog.lease(rows)
             self._leases += len(rows)
-        return Lease(list(keys[: len(rows)]), rows, self._release, self._view)
+        return Lease(list(keys[: len(rows)]), rows, self._release, self._view, self._deliver)
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
         """Count the resident prefix as used now. Returns its length."""
@@ -384,6 +407,24 @@ class Store:
                 return None
             at = catalog.memory.location[row] + HEAD_BYTES
             return self._stock.arena.memory.view[at : at + catalog.nbytes[row]].toreadonly()
+
+    def _deliver(
+        self, keys: list[BlockKey], sink: Sink, verify: bool | None, timeout_s: float | None
+    ) -> list[Got]:
+        spaces = [self._space_of(key) for key in keys]
+        wants = [
+            Want(key, 0, space.block_bytes, space.chunk_bytes, 0, space.block_bytes)
+            for key, space in zip(keys, spaces, strict=True)
+        ]
+        with self._using():
+            limit_s = self._read_timeout(timeout_s)
+            return self._reader.fetch(wants, limit_s, verify=verify, sink=sink) if wants else []
+
+    def _read_timeout(self, timeout_s: float | None) -> float:
+        ssd = self._stock.config.ssd
+        if timeout_s is None:
+            timeout_s = ssd.read_timeout if ssd is not None else 0.0
+        return timeout_s
 
     def _doom(self, rows: list[int]) -> None:
         """Take blocks out of the books; wait for those that are being written. Lock held."""
