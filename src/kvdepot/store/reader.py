@@ -22,8 +22,8 @@ from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
 
 _READY: Final = int(CopyState.READY)
-_WAVE_BYTES: Final = 32 << 20
-_WAVES_MAX: Final = 2
+_WAVE_BYTES: Final = 8 << 20
+_WAVES_MAX: Final = 4
 _THREADS: Final = 8
 _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""

@@ -1,0 +1,34 @@
+"""KV tensors of any engine on one side, block payloads on the other.
+
+`KVTensors` says where a block's bytes lie in an engine's tensors; a mover carries them to and from
+the memory of a store. Importing this needs torch, but neither CUDA nor triton.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvdepot.adapters.tensors.host import HostMover
+from kvdepot.adapters.tensors.kvtensors import KVTensors
+from kvdepot.adapters.tensors.mover import Arrivals, BlockMover, Ticket, open_mover
+from kvdepot.adapters.tensors.pieces import Pieces
+
+if TYPE_CHECKING:
+    from kvdepot.adapters.tensors.cuda import Mover
+
+__all__ = [
+    "Arrivals",
+    "BlockMover",
+    "HostMover",
+    "KVTensors",
+    "Mover",
+    "Pieces",
+    "Ticket",
+    "open_mover",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name != "Mover":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvdepot.adapters.tensors.cuda import Mover
+
+    return Mover

@@ -1,0 +1,256 @@
+"""Tensors on a CUDA device: kernels gather and scatter there, the copy engine crosses the bus.
+
+A kernel that reads host memory itself occupies multiprocessors for the whole transfer, and a copy
+for each page spends its time on starting copies. So a slice of many pieces is packed in a staging
+buffer on the device, which takes microseconds, and crosses the bus in one copy for each block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from kvdepot.adapters.tensors import plan, tile
+from kvdepot.adapters.tensors.host import Done
+from kvdepot.adapters.tensors.lane import Lane
+from kvdepot.adapters.tensors.mover import Arrivals, Ticket
+from kvdepot.adapters.tensors.pagelock import LockedMemory, PageLockError
+from kvdepot.adapters.tensors.pieces import Addresses, Pieces, check_device, check_pairs, check_view
+from kvdepot.adapters.tensors.template import PIECE_BYTES_MAX
+
+SLICE_BYTES: Final = 32 << 20
+_GROUP_SLICES: Final = 8
+_LOOK_S: Final = 50e-6
+
+
+@dataclass(frozen=True, slots=True)
+class CudaTicket:
+    """An offload under way; see `Ticket`."""
+
+    done: torch.cuda.Event
+
+    def wait(self) -> None:
+        """Sleep until every payload is complete; other threads run meanwhile."""
+        _sleep_until(self.done)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaArrivals:
+    """An onboard under way; see `Arrivals`."""
+
+    device: torch.device
+    events: Sequence[torch.cuda.Event]
+    layers_per_step: int
+
+    def wait_layer(self, layer: int) -> None:
+        """The current stream waits for this layer of all blocks; the caller does not."""
+        step = self.events[layer // self.layers_per_step]
+        torch.cuda.current_stream(self.device).wait_event(step)
+
+    def synchronize(self) -> None:
+        """Sleep until all layers are in place."""
+        _sleep_until(self.events[-1])
+
+
+class Mover:
+    """Moves blocks between the tensors on one device and page-locked payloads; see `BlockMover`.
+
+    Holds two times three staging buffers of `slice_bytes` on the device. Raises PageLockError when
+    the driver refuses the memory, ExtraMissingError without triton, and torch's own errors for what
+    fails on the device.
+    """
+
+    def __init__(
+        self,
+        memory: Sequence[memoryview],
+        device: torch.device | str,
+        *,
+        slice_bytes: int = SLICE_BYTES,
+    ) -> None:
+        from kvdepot.adapters.tensors import kernels
+
+        self._kernels = kernels
+        self.device = _with_index(torch.device(device))
+        self._slice_bytes = max(slice_bytes, PIECE_BYTES_MAX)
+        # What a caller's inference mode creates could not be written outside of it.
+        with torch.inference_mode(mode=False):
+            self._down = Lane(self.device, self._slice_bytes)
+            self._up = Lane(self.device, self._slice_bytes)
+            self._compile()
+            self._memory = _locked(memory, self.device)
+
+    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> Ticket:
+        """See `BlockMover.offload`."""
+        if not pieces and not views:
+            return Done()
+        ready = torch.cuda.current_stream(self.device).record_event()
+        lane = self._down
+        with lane.use():
+            hosts = self._hosts(pieces, views, writable=True)
+            _keep_until_done(pieces, lane.fill)
+            lane.fill.wait_event(ready)
+            # Some blocks at a time: the bus starts on the first ones while the rest is prepared.
+            group = max(1, _GROUP_SLICES * self._slice_bytes // pieces[0].nbytes)
+            for start in range(0, len(pieces), group):
+                self._offload(pieces[start : start + group], hosts[start : start + group])
+            return CudaTicket(_recorded(lane.drain))
+
+    def _offload(self, pieces: Sequence[Pieces], hosts: Sequence[torch.Tensor]) -> None:
+        lane, shape = self._down, plan.Shape.of(pieces)
+        table, words = self._table(plan.address_table(pieces), shape, lane.fill)
+        (step,) = plan.steps(shape, shape.layers, self._slice_bytes)
+        for part in step.slices:
+            buffer = lane.next_buffer()
+            with lane.filling(buffer) as staging:
+                self._kernels.gather(table, staging, words, part)
+            with lane.draining(buffer) as staging:
+                for host, packed in _sides(part, hosts, staging):
+                    host.copy_(packed, non_blocking=True)
+
+    def onboard(
+        self, views: Sequence[Any], pieces: Sequence[Pieces], *, layers_per_step: int | None = None
+    ) -> Arrivals:
+        """See `BlockMover.onboard`."""
+        if not pieces and not views:
+            return Done()
+        ready = torch.cuda.current_stream(self.device).record_event()
+        lane = self._up
+        with lane.use():
+            hosts = self._hosts(pieces, views, writable=False)
+            shape = plan.Shape.of(pieces)
+            layers = plan.choose_layers_per_step(shape, layers_per_step)
+            _keep_until_done(pieces, lane.drain)
+            lane.drain.wait_event(ready)
+            events = []
+            for step in plan.steps(shape, layers, self._slice_bytes):
+                addresses = plan.address_table(pieces, step.layers)
+                # On the fill stream: it would wait behind that stream's copies otherwise.
+                table, words = self._table(addresses, shape, lane.fill)
+                table.record_stream(lane.drain)
+                for part in step.slices:
+                    buffer = lane.next_buffer()
+                    with lane.filling(buffer) as staging:
+                        for host, packed in _sides(part, hosts, staging):
+                            packed.copy_(host, non_blocking=True)
+                    with lane.draining(buffer) as staging:
+                        self._kernels.scatter(table, staging, words, part)
+                events.append(_recorded(lane.drain))
+            return CudaArrivals(self.device, events, layers)
+
+    def close(self) -> None:
+        """Wait for everything under way, unlock the memory, give the staging buffers back."""
+        with self._down.lock, self._up.lock:
+            self._down.close()
+            self._up.close()
+            self._memory.close()
+
+    def __enter__(self) -> Mover:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _hosts(
+        self, blocks: Sequence[Pieces], views: Sequence[Any], *, writable: bool
+    ) -> list[torch.Tensor]:
+        """The payloads as page-locked tensors; every mistake of the caller is found here."""
+        check_pairs(blocks, views)
+        hosts = []
+        for block, view in zip(blocks, views, strict=True):
+            check_device(block, self.device)
+            address = check_view(block, view, writable=writable)
+            hosts.append(self._memory.tensor(address, block.nbytes))
+        return hosts
+
+    def _table(
+        self, addresses: Addresses, shape: plan.Shape, stream: torch.cuda.Stream
+    ) -> tuple[torch.Tensor, tile.Tile]:
+        """The addresses on the device, and how their pieces are cut. They must come from
+        page-locked memory: a copy from elsewhere would block the caller until the stream comes
+        to it."""
+        pinned = torch.from_numpy(addresses).pin_memory()
+        with torch.cuda.stream(stream):
+            table = pinned.to(self.device, non_blocking=True)
+        return table, tile.choose(addresses, shape.piece_bytes)
+
+    def _compile(self) -> None:
+        """Run both kernels once, as they are for large pieces, rather than in the first request."""
+        lane = self._up
+        place = lane.next_buffer().memory[: tile.TILE_BYTES]
+        addresses = np.array([place.data_ptr()], np.int64)
+        table, words = self._table(addresses, plan.Shape(1, 1, 1, tile.TILE_BYTES), lane.drain)
+        part = plan.Slice(first=0, count=1, segments=())
+        with torch.cuda.stream(lane.drain):
+            staging = lane.next_buffer().memory
+            self._kernels.gather(table, staging, words, part)
+            self._kernels.scatter(table, staging, words, part)
+        lane.synchronize()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Tensors say which of the devices they are on; "cuda" alone does not."""
+    # torch types the index as a number, but it is None for "cuda" alone.
+    index: int | None = device.index
+    return torch.device(device.type, torch.cuda.current_device() if index is None else index)
+
+
+def _locked(memory: Sequence[memoryview], device: torch.device) -> LockedMemory:
+    try:
+        with torch.cuda.device(device):
+            return LockedMemory(memory, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+    except PageLockError:
+        _forget_error(device)
+        raise
+
+
+def _forget_error(device: torch.device) -> None:
+    """The runtime keeps the code of a refused call, and whoever launches the next kernel would be
+    told of it. Launch one here."""
+    try:
+        torch.empty(1, device=device).fill_(1)
+    except RuntimeError:
+        return
+
+
+def _keep_until_done(blocks: Sequence[Pieces], stream: torch.cuda.Stream) -> None:
+    """Memory of tensors that are dropped meanwhile is not given to others before the stream is
+    past this call."""
+    for tensors in {id(block.tensors): block.tensors for block in blocks}.values():
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
+def _sides(
+    part: plan.Slice, hosts: Sequence[torch.Tensor], staging: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each segment of a slice, in the payload and in the staging buffer."""
+    return [
+        (
+            hosts[segment.block].narrow(0, segment.payload_at, segment.nbytes),
+            staging.narrow(0, segment.staging_at, segment.nbytes),
+        )
+        for segment in part.segments
+    ]
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def _sleep_until(event: torch.cuda.Event) -> None:
+    """Look now and then: the driver's own waiting spins, or wakes up milliseconds late."""
+    while not event.query():  # type: ignore[no-untyped-call]
+        time.sleep(_LOOK_S)

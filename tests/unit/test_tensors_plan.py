@@ -1,0 +1,137 @@
+"""Slices, steps and tiles of the CUDA mover, carried out with plain bytes in place of a device."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdepot.adapters.tensors import KVTensors, Pieces, host, plan, tile
+from kvdepot.errors import ConfigError
+
+LAYERS, PAGES, PAGE, DIM = 5, 24, 3, 4
+BLOCK_PAGES = 2
+
+
+def blocks_of(layers: list[torch.Tensor], count: int) -> list[Pieces]:
+    tensors = KVTensors(layers, "kv page token dim")
+    return [tensors.pages([2 * number + 1, 2 * number]) for number in range(count)]
+
+
+def cache(start: int) -> list[torch.Tensor]:
+    size = 2 * PAGES * PAGE * DIM
+    values = torch.arange(start, start + LAYERS * size, dtype=torch.int16)
+    return [*values.reshape(LAYERS, 2, PAGES, PAGE, DIM)]
+
+
+def payloads(blocks: list[Pieces]) -> list[bytearray]:
+    found = [bytearray(block.nbytes) for block in blocks]
+    HOST.offload(blocks, found)
+    return found
+
+
+HOST = host.HostMover()
+counts = st.integers(1, 7)
+slice_pieces = st.integers(1, 100)
+
+
+@given(count=counts, room=slice_pieces)
+def test_offload_by_slices_fills_every_payload(count: int, room: int) -> None:
+    blocks = blocks_of(cache(0), count)
+    shape = plan.Shape.of(blocks)
+    table = plan.address_table(blocks)
+    found = [bytearray(block.nbytes) for block in blocks]
+    (only,) = plan.steps(shape, shape.layers, room * shape.piece_bytes)
+    for part in only.slices:
+        staging = b"".join(
+            ctypes.string_at(address, shape.piece_bytes)
+            for address in table[part.first : part.first + part.count].tolist()
+        )
+        assert len(staging) <= room * shape.piece_bytes
+        for segment in part.segments:
+            packed = staging[segment.staging_at : segment.staging_at + segment.nbytes]
+            found[segment.block][segment.payload_at : segment.payload_at + segment.nbytes] = packed
+    assert found == payloads(blocks)
+
+
+@given(count=counts, room=slice_pieces, layers_per_step=st.integers(1, LAYERS))
+def test_onboard_by_steps_brings_layers_in_order(
+    count: int, room: int, layers_per_step: int
+) -> None:
+    source, target = cache(0), [torch.zeros_like(layer) for layer in cache(0)]
+    sent, blocks = payloads(blocks_of(source, count)), blocks_of(target, count)
+    shape = plan.Shape.of(blocks)
+    for number, step in enumerate(plan.steps(shape, layers_per_step, room * shape.piece_bytes)):
+        table = plan.address_table(blocks, step.layers)
+        for part in step.slices:
+            staging = bytearray(part.count * shape.piece_bytes)
+            for segment in part.segments:
+                payload = memoryview(sent[segment.block])
+                ranges = payload[segment.payload_at : segment.payload_at + segment.nbytes]
+                staging[segment.staging_at : segment.staging_at + segment.nbytes] = ranges
+            for entry, address in enumerate(table[part.first : part.first + part.count].tolist()):
+                piece = bytes(staging[entry * shape.piece_bytes : (entry + 1) * shape.piece_bytes])
+                ctypes.memmove(address, piece, len(piece))
+        arrived = min((number + 1) * layers_per_step, LAYERS)
+        assert payloads(layers_of(blocks, 0, arrived)) == payloads(
+            layers_of(blocks_of(source, count), 0, arrived)
+        )
+        if arrived < LAYERS:
+            assert not any(map(any, payloads(layers_of(blocks, arrived, LAYERS)))), "too early"
+
+
+def layers_of(blocks: list[Pieces], start: int, stop: int) -> list[Pieces]:
+    return [block.layers(start, stop) for block in blocks]
+
+
+def test_small_blocks_share_a_slice_and_large_ones_are_cut_evenly() -> None:
+    small = plan.Shape(blocks=5, layers=1, layer_pieces=4, piece_bytes=16)
+    (step,) = plan.steps(small, 1, slice_bytes=8 * 16)
+    assert [len(part.segments) for part in step.slices] == [2, 2, 1]
+    large = plan.Shape(blocks=1, layers=1, layer_pieces=9, piece_bytes=16)
+    (step,) = plan.steps(large, 1, slice_bytes=8 * 16)
+    assert [part.count for part in step.slices] == [5, 4]
+
+
+@pytest.mark.parametrize(
+    ("layer_bytes", "layers", "expected"),
+    [(1 << 20, 32, 8), (9 << 20, 32, 1), (1000, 30, 30), ((8 << 20) - 16, 8, 2)],
+)
+def test_a_step_is_worth_a_copy(layer_bytes: int, layers: int, expected: int) -> None:
+    shape = plan.Shape(1, layers, layer_bytes // 8, 8)
+    assert plan.choose_layers_per_step(shape, None) == expected
+
+
+def test_layers_per_step_as_asked() -> None:
+    shape = plan.Shape(1, 3, 1, 8)
+    assert plan.choose_layers_per_step(shape, 2) == 2
+    assert plan.choose_layers_per_step(shape, 99) == 3
+    with pytest.raises(ConfigError, match="layers_per_step"):
+        plan.choose_layers_per_step(shape, 0)
+
+
+@given(
+    addresses=st.lists(st.integers(1, 1 << 46), min_size=1, max_size=5),
+    scale=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    pieces=st.integers(1, 5000),
+    count=st.integers(1, 3000),
+)
+def test_words_fit_all_addresses_and_programs_cover_all_pieces(
+    addresses: list[int], scale: int, pieces: int, count: int
+) -> None:
+    table = np.array(addresses, np.int64) * scale
+    chosen = tile.choose(table, pieces * scale)
+    assert chosen.align >= min(scale, 16)
+    assert not (table % chosen.align).any()
+    assert chosen.word_bytes == min(chosen.align, 8)
+    assert chosen.words * chosen.word_bytes == pieces * scale
+    assert chosen.rows * chosen.columns * chosen.word_bytes == tile.TILE_BYTES
+    for number in (chosen.rows, chosen.columns):
+        assert number & (number - 1) == 0, "triton needs powers of two"
+    down, across = chosen.grid(count)
+    assert (down - 1) * chosen.rows < count <= down * chosen.rows
+    assert (across - 1) * chosen.columns < chosen.words <= across * chosen.columns
