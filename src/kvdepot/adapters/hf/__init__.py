@@ -1,0 +1,40 @@
+"""Hugging Face transformers: a model whose long prompts come from a depot.
+
+depot = kvdepot.open(dram="2GiB", ssd={"path": "/data/kv", "capacity": "20GiB"})
+model = attach(model, depot)
+ids = model.generate(**inputs, max_new_tokens=64)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvdepot.errors import ExtraMissingError
+
+if TYPE_CHECKING:
+    from kvdepot.adapters.hf.model import DepotModel, attach
+    from kvdepot.adapters.hf.served import Counters, Served, ServedRow
+
+__all__ = ["Counters", "DepotModel", "Served", "ServedRow", "attach"]
+
+_HOMES = {
+    "Counters": "served",
+    "DepotModel": "model",
+    "Served": "served",
+    "ServedRow": "served",
+    "attach": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when first used, and say what to install where that fails."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    try:
+        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "transformers"):
+            raise
+        raise ExtraMissingError("hf", missing) from error
+    return getattr(module, name)

@@ -1,0 +1,263 @@
+"""Reading a call: whether the depot can serve it, and how, or why it is left to the model alone.
+
+Served calls are prompts of plain text, padded on the left if at all, with a cache that is empty.
+All else passes through untouched, and the reason is counted; a cache that is already filled is an
+error, since neither serving nor passing on could be what was meant.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvdepot.adapters.hf.binding import Binding
+from kvdepot.adapters.hf.caches import DepotCache, DepotLayer, DepotSlidingLayer
+from kvdepot.adapters.hf.prompts import Prompt, positions_of, read_prompts
+from kvdepot.errors import ModelError
+
+_FORWARD: Final = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "return_dict",
+    }
+)
+"""Arguments of a forward that are understood."""
+_INPUTS: Final = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values"})
+_SETTLED: Final = ("prefill_chunk_size", "cache_implementation")
+_MODES: Final = frozenset(
+    {
+        GenerationMode.GREEDY_SEARCH,
+        GenerationMode.SAMPLE,
+        GenerationMode.BEAM_SEARCH,
+        GenerationMode.BEAM_SAMPLE,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A call that the depot has no part in."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that can be served."""
+
+    arguments: dict[str, Any]
+    """As given, by name."""
+    ids: torch.Tensor
+    prompts: list[Prompt]
+    mask: torch.Tensor | None
+    """As given or, where the padding was left to generate to find out, as found out."""
+    cache: Cache | None
+    """As given: empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A call of generate that can be served."""
+
+    call: Call
+    beams: int
+    expand: int
+    """Rows of the cache for each prompt."""
+    chunk: int | None
+    """Tokens of a step of the prefill."""
+    static_columns: int | None
+    """Room of a static cache to be made; None: the cache is dynamic."""
+    ends: tuple[int, ...]
+    """Tokens after which a sequence is over."""
+    settled: tuple[str, ...]
+    """Settings that have been seen to already, which generate must not see."""
+
+
+def read_forward(
+    model: Any, binding: Binding, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Call | Passed:
+    """A plain forward. Raises ModelError for a filled cache."""
+    arguments = bound(model.forward, args, kwargs)
+    if arguments is None:
+        return Passed("arguments")
+    used = arguments.pop("use_cache", None)
+    if not (model.config.use_cache if used is None else used):
+        return Passed("no cache")
+    unknown = {
+        name
+        for name, value in arguments.items()
+        if value is not None and not (name.startswith("output_") and value is False)
+    } - _FORWARD
+    if unknown:
+        return Passed("labels" if "labels" in unknown else "arguments")
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters()):
+        return Passed("gradients")
+    if _is_own(arguments.get("past_key_values")):
+        return Passed("continued")
+    call = _read(model, binding, arguments, arguments.get("attention_mask"))
+    padded = isinstance(call, Call) and any(prompt.pad for prompt in call.prompts)
+    if padded and not binding.relative and arguments.get("position_ids") is None:
+        return Passed("padding")  # the model would count positions from the padding's start
+    return call
+
+
+def read_generate(
+    model: Any, binding: Binding, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Generation | Passed:
+    """A call of generate. Raises ModelError for a filled cache."""
+    arguments = bound(model.generate, args, kwargs)
+    if arguments is None:
+        return Passed("arguments")
+    named = set(inspect.signature(model.generate).parameters)
+    free = {name: value for name, value in arguments.items() if name not in named}
+    if arguments.get("custom_generate") is not None or free.get("cache_implementation") == "paged":
+        return Passed("custom generate")
+    config = arguments.get("generation_config")
+    settings, inputs = model._prepare_generation_config(config, **free)
+    reason = _unserved(settings, arguments)
+    if reason is None and {name for name, value in inputs.items() if value is not None} - _INPUTS:
+        reason = "arguments"
+    if reason is not None:
+        return Passed(reason)
+    if arguments.get("inputs") is not None:
+        if "input_ids" in arguments:
+            return Passed("arguments")  # generate says that it is one too many
+        arguments["input_ids"] = arguments.pop("inputs")
+    ids = arguments.get("input_ids")
+    mask = arguments.get("attention_mask")
+    if mask is None and isinstance(ids, torch.Tensor):
+        mask = _found_mask(ids, settings)
+    call = _read(model, binding, arguments, mask)
+    if isinstance(call, Passed):
+        return call
+    given = free.get("max_length"), getattr(config, "max_length", None)
+    is_default = all(value is None for value in (*given, model.generation_config.max_length))
+    columns = _static_columns(settings, call.ids.shape[1], is_default=is_default)
+    ends = settings.eos_token_id
+    return Generation(
+        call,
+        settings.num_beams or 1,
+        max(settings.num_beams or 1, settings.num_return_sequences or 1),
+        settings.prefill_chunk_size,
+        columns if settings.cache_implementation == "static" else None,
+        tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (int(ends),),
+        tuple(name for name in _SETTLED if getattr(settings, name, None) is not None),
+    )
+
+
+def bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments by name; None where they do not fit, which the model itself tells best."""
+    signature = inspect.signature(function)
+    try:
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        return None
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and arguments.pop(name, ()):
+            return None
+    return arguments
+
+
+def _unserved(settings: Any, arguments: Mapping[str, Any]) -> str | None:
+    if settings.use_cache is False:
+        return "no cache"
+    if settings.get_generation_mode(arguments.get("assistant_model")) not in _MODES:
+        return "assisted decoding"
+    if settings.token_healing or getattr(settings, "is_assistant", False):
+        return "assisted decoding"
+    if settings.cache_implementation not in (None, "dynamic", "static"):
+        return "kind of cache"
+    return None
+
+
+def _read(model: Any, binding: Binding, arguments: dict[str, Any], mask: Any) -> Call | Passed:
+    """What a forward and generate have in common."""
+    ids, cache = arguments.get("input_ids"), arguments.get("past_key_values")
+    if model.training:
+        return Passed("training")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return Passed("input_ids")
+    if not ids.numel() or bool((ids < 0).any()):
+        return Passed("input_ids")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
+        _check_empty(cache)
+        return Passed("mask")
+    prompts = read_prompts(ids, mask)
+    if prompts is None:
+        return Passed("padding")
+    if binding.tokens_max and max(len(prompt.tokens) for prompt in prompts) > binding.tokens_max:
+        return Passed("long rope")
+    positions = arguments.get("position_ids")
+    if positions is not None and not _are_plain(positions, prompts):
+        return Passed("positions")
+    _check_empty(cache)
+    if cache is not None and not _can_fill(cache):
+        return Passed("kind of cache")
+    return Call(arguments, ids, prompts, mask, cache)
+
+
+def _are_plain(positions: Any, prompts: list[Prompt]) -> bool:
+    """Whether the positions given are those that the tokens have anyway."""
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+        return False
+    plain = positions_of(prompts, positions.device)
+    if positions.shape[1] != plain.shape[1] or positions.shape[0] not in (1, len(prompts)):
+        return False
+    real = torch.arange(plain.shape[1], device=positions.device)[None] >= torch.tensor(
+        [[prompt.pad] for prompt in prompts], device=positions.device
+    )
+    return bool(((positions == plain) | ~real).all())
+
+
+def _check_empty(cache: Any) -> None:
+    columns = int(cache.get_seq_length()) if isinstance(cache, Cache) and cache.layers else 0
+    if columns:
+        raise ModelError(
+            f"the {type(cache).__name__} given holds {columns} tokens already",
+            hint="give the whole conversation as input_ids and no cache: what was computed before"
+            " comes from the depot",
+        )
+
+
+def _is_own(cache: Any) -> bool:
+    """Whether a call was served with this cache before, and goes on with it now."""
+    layers = cache.layers if isinstance(cache, Cache) else []
+    ours = bool(layers) and isinstance(layers[-1], DepotLayer | DepotSlidingLayer)
+    return ours and int(cache.get_seq_length()) > 0
+
+
+def _can_fill(cache: object) -> bool:
+    if type(cache) not in (DynamicCache, DepotCache, StaticCache):
+        return False
+    assert isinstance(cache, Cache)
+    return not cache.offloading
+
+
+def _found_mask(ids: torch.Tensor, settings: Any) -> torch.Tensor | None:
+    """The mask that generate would find: padding is where the pad token is, if that is certain."""
+    pad, ends = settings.pad_token_id, settings.eos_token_id
+    certain = ends if isinstance(ends, list | tuple) else [ends]
+    if pad is None or pad in certain or not bool((ids == pad).any()):
+        return None
+    mask: torch.Tensor = ids != pad
+    return mask.long()
+
+
+def _static_columns(settings: Any, columns: int, *, is_default: bool) -> int:
+    """The room that generate would give a static cache."""
+    if settings.max_new_tokens is not None:
+        total = columns + int(settings.max_new_tokens)
+    else:
+        total = int(settings.max_length) + (columns if is_default else 0)
+    return max(total - 1, columns, int(getattr(settings, "max_cache_len", None) or 0))

@@ -1,0 +1,135 @@
+"""Who a model is: what makes its KV its own, and cheap signs that it has become another.
+
+The identity covers the config and all weights, adapters included. It does not cover the attention
+implementation (eager, sdpa, flash), which changes rounding but not what the KV means: KV computed
+with one is used with another.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel
+
+from kvdepot.core.keys import encode
+from kvdepot.core.namespace import fingerprint
+from kvdepot.errors import ModelError
+
+_SAMPLES: Final = 64
+_SAMPLE_BYTES: Final = 64
+_WORD: Final = 8
+_NOT_KV: Final = frozenset(
+    {
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+    }
+)
+"""Of the config, what does not change K and V, or is told better by the weights."""
+_ADAPTER_FIELDS: Final = (
+    "active_adapter",
+    "active_adapters",
+    "disable_adapters",
+    "merged_adapters",
+    "scaling",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Where the weights are and how often they were written to; which adapters are on."""
+
+    weights: int
+    adapters: str
+
+
+def model_fingerprint(model: PreTrainedModel, revision: str | None) -> str:
+    """The model's identity: its config, and its weights' content or their `revision`."""
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    kept = {name: value for name, value in config.items() if name not in _NOT_KV}
+    weights = f"revision {revision}" if revision is not None else weights_digest(model)
+    adapters = adapter_state(tuner_layers(model))
+    return fingerprint(kept, encode((str(model.dtype), weights, adapters)).hex())
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """A digest of the names, shapes, types and content of all weights.
+
+    The content enters as a sum over all words of a tensor and as samples spread over it, both taken
+    on the tensor's device: every change of a weight shows, unless it was made to go unnoticed.
+    """
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in sorted(model.state_dict().items())
+        if isinstance(tensor, torch.Tensor)
+    }
+    digest = hashlib.blake2b(digest_size=32, person=b"kvdepot-weights")
+    for name, tensor in tensors.items():
+        digest.update(encode((name, tuple(tensor.shape), str(tensor.dtype))))
+    try:
+        pieces = [piece for tensor in tensors.values() for piece in _content(tensor)]
+    except (NotImplementedError, RuntimeError) as error:
+        raise ModelError(
+            f"the model's weights cannot be read as bytes: {error}",
+            hint="say who they are: attach(…, name=…, revision=…)",
+        ) from error
+    for device in sorted({str(piece.device) for piece in pieces}):
+        there = [piece for piece in pieces if str(piece.device) == device]
+        digest.update(torch.cat(there).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _content(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What stands for a tensor's content, as bytes on its device."""
+    raw = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
+    count = raw.numel()
+    if count <= _SAMPLES * _SAMPLE_BYTES:
+        yield raw
+        return
+    whole = count // _WORD * _WORD
+    words = raw[:whole] if raw.storage_offset() % _WORD == 0 else raw[:whole].clone()
+    yield words.view(torch.int64).sum().reshape(1).view(torch.uint8)
+    yield raw[whole:]
+    step = (count - _SAMPLE_BYTES) // (_SAMPLES - 1)
+    starts = torch.arange(_SAMPLES, device=raw.device) * step
+    at = starts[:, None] + torch.arange(_SAMPLE_BYTES, device=raw.device)
+    yield raw[at.reshape(-1)]
+
+
+def tuner_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers that an adapter was put into, PEFT's tuner layers."""
+    return [module for module in model.modules() if hasattr(type(module), "active_adapter")]
+
+
+def signs_of(model: PreTrainedModel, tuners: Sequence[torch.nn.Module]) -> Signs:
+    """Cheap: taken at every call. Equal signs, equal KV, unless written behind torch's back."""
+    weights = tuple(
+        (parameter.data_ptr(), parameter.dtype, _version(parameter))
+        for parameter in model.parameters()
+    )
+    return Signs(hash(weights), adapter_state(tuners))
+
+
+def adapter_state(tuners: Sequence[torch.nn.Module]) -> str:
+    """Which adapters are on, and how strong; empty for a model without any."""
+    return "; ".join(
+        ", ".join(f"{name}={getattr(tuner, name, None)}" for name in _ADAPTER_FIELDS)
+        for tuner in tuners
+    )
+
+
+def _version(parameter: torch.Tensor) -> int:
+    """How often torch wrote to it in place; weights made in inference mode do not say."""
+    return 0 if parameter.is_inference() else parameter._version

@@ -1,0 +1,224 @@
+"""One served call, from the lookup to the last block offloaded."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, StaticCache
+
+from kvdepot.adapters.hf.binding import Binding
+from kvdepot.adapters.hf.caches import DepotCache
+from kvdepot.adapters.hf.offloader import Job, JobRow, Offloader, take_down
+from kvdepot.adapters.hf.preparer import Prepared, Preparer
+from kvdepot.adapters.hf.prompts import Prompt, mask_of, positions_of
+from kvdepot.adapters.hf.served import Served
+from kvdepot.adapters.hf.static import pour
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A model in one state, and who moves its blocks."""
+
+    model: PreTrainedModel
+    binding: Binding
+    preparer: Preparer
+    offloader: Offloader
+
+
+class Session:
+    """A call's prompts, and the cache that the model works on."""
+
+    def __init__(self, engine: Engine, prompts: list[Prompt], expand: int = 1) -> None:
+        self._model = engine.model
+        self._binding = binding = engine.binding
+        self._preparer = engine.preparer
+        self._offloader = engine.offloader
+        self._prompts = prompts
+        self._expand = expand
+        self._columns = prompts[0].columns
+        self._prepared: Prepared | None = None
+        self._windows_from = [0] * len(prompts)
+        self._saved = 0
+        """The columns whose blocks have been offloaded, or are about to be."""
+        self.cache = DepotCache.of(binding.windows)
+        self.column = 0
+        """How far the cache is filled."""
+        self.served = Served()
+        self.beams = 1
+
+    def open(self) -> None:
+        """Fill a cache from the depot and begin to save what the model adds to the prompts."""
+        self._prepared = self._preparer.prepare(self._prompts, self.served, self._catch_up)
+        self._windows_from = self._prepared.windows_from
+        self.column = self._prepared.column
+        self.cache = self._prepared.cache
+        if self._binding.device.type == "cpu":
+            self._prepared.close()  # nothing is under way
+        if self._expand > 1 and self.column:
+            self.cache.batch_repeat_interleave(self._expand)
+        self.cache.after_each_step(self._after_step)
+
+    def close(self) -> None:
+        """Let go of everything. May be called again."""
+        self.cache.settle()
+        if self._prepared is not None:
+            self._prepared.close()
+
+    def hand_over(self, given: Cache | None, static_columns: int | None = None) -> Cache:
+        """The cache for the model: ours, or the caller's with all in it that ours has."""
+        if static_columns is not None:
+            given = StaticCache(config=self._model.config, max_cache_len=static_columns)
+        if given is None:
+            return self.cache
+        if isinstance(given, StaticCache):
+            return self._fill_static(given)
+        given.layers = list(self.cache.layers)
+        given.layer_class_to_replicate = None
+        return given
+
+    def advance(self, stop: int, step: int | None = None) -> None:
+        """Run prompts through the model up to column `stop`, `step` columns at a time."""
+        device = self._model.device
+        mask, positions = mask_of(self._prompts, device), positions_of(self._prompts, device)
+        ids = torch.zeros((len(self._prompts), self._columns), dtype=torch.long, device=device)
+        for row, prompt in enumerate(self._prompts):
+            ids[row, prompt.pad :] = torch.from_numpy(prompt.tokens).to(device)
+        if self._expand > 1:
+            ids, positions = (
+                tensor.repeat_interleave(self._expand, dim=0) for tensor in (ids, positions)
+            )
+            mask = None if mask is None else mask.repeat_interleave(self._expand, dim=0)
+        while self.column < stop:
+            end = stop if step is None else min(stop, self.column + step)
+            part = slice(self.column, end)
+            self._forward(
+                self.cache,
+                ids[:, part],
+                positions[:, part],
+                None if mask is None else mask[:, :end],
+            )
+            self.column = end
+
+    def save_generated(self, sequences: torch.Tensor, ends: tuple[int, ...]) -> None:
+        """Offload what was generated: the tokens that are in the cache, up to an end token."""
+        columns = self.cache.get_seq_length()
+        new = any(
+            self._block_start(prompt, columns) > self._block_start(prompt, self._saved)
+            for prompt in self._prompts
+        )
+        if new and self.beams == 1:
+            self._submit(self.cache, self._sequence_rows(sequences, ends, columns))
+
+    def save_static(self, static: Cache, sequences: torch.Tensor, ends: tuple[int, ...]) -> None:
+        """The same for a static cache, which its owner may write to again: waits."""
+        if self.cache.sliding_layers:
+            return  # its windows have moved on; the prompts were saved before it was filled
+        if self.beams == 1:
+            rows = self._sequence_rows(sequences, ends, int(static.get_seq_length()))
+        else:
+            rows = self._prompt_rows(self._columns)
+        job = Job(rows, take_down(self._binding.groups, static.layers), self._event())
+        future = self._offloader.submit(job)
+        if future is not None:
+            future.exception()
+
+    def _sequence_rows(
+        self, sequences: torch.Tensor, ends: tuple[int, ...], columns: int
+    ) -> list[JobRow]:
+        rows = []
+        columns = self._safe_columns(columns)
+        for batch, sequence in enumerate(sequences[:, :columns].cpu().numpy().astype(np.int64)):
+            prompt = self._prompts[batch // self._expand]
+            tokens = _until_end(sequence[prompt.pad :], len(prompt.tokens), ends)
+            solid = self._windows_from[batch // self._expand]
+            rows.append(JobRow(tokens, prompt.pad, batch, solid))
+        return rows
+
+    def _prompt_rows(self, columns: int) -> list[JobRow]:
+        columns = self._safe_columns(columns)
+        return [
+            JobRow(
+                prompt.tokens[: max(0, columns - prompt.pad)],
+                prompt.pad,
+                row * self._expand,
+                self._windows_from[row],
+            )
+            for row, prompt in enumerate(self._prompts)
+        ]
+
+    def _fill_static(self, static: StaticCache) -> StaticCache:
+        if self.cache.sliding_layers:
+            # A static window forgets at once: what is to be saved is computed beside it.
+            self.advance(self._columns - 1)
+        pour(self.cache, static, self.column)
+        return static
+
+    def _catch_up(self, cache: DepotCache, prompt: Prompt, start: int, stop: int) -> None:
+        device = self._model.device
+        ids = torch.from_numpy(prompt.tokens[start:stop]).to(device)[None]
+        self._forward(cache, ids, torch.arange(start, stop, device=device)[None], None)
+        if cache.sliding_layers:
+            self._submit(cache, [JobRow(prompt.tokens[:stop], 0, 0, start)])
+
+    def _forward(
+        self,
+        cache: DepotCache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> None:
+        accepted = inspect.signature(self._model.forward).parameters
+        arguments: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        if mask is not None:
+            arguments["attention_mask"] = mask
+        if "position_ids" in accepted:
+            arguments["position_ids"] = positions
+        if "logits_to_keep" in accepted:
+            arguments["logits_to_keep"] = 1
+        self._model(**arguments)
+
+    def _after_step(self) -> None:
+        """A forward has filled the cache. While it is the prompts': save them."""
+        filled = self.cache.get_seq_length()
+        if filled >= self._columns:
+            self.cache.after_each_step(None)
+        rows = self._prompt_rows(min(filled, self._columns))
+        if self._submit(self.cache, rows):
+            self._saved = filled
+            self.cache.forget(min(self._block_start(prompt, filled) for prompt in self._prompts))
+        if filled >= self._columns and self.beams > 1:
+            for layer in self.cache.sliding_layers:
+                layer.stop_recording()
+
+    def _block_start(self, prompt: Prompt, columns: int) -> int:
+        """The column where the block begins that is not complete yet."""
+        size = self._binding.block_tokens
+        return prompt.pad + (columns - prompt.pad) // size * size
+
+    def _safe_columns(self, columns: int) -> int:
+        """Those whose K does not depend on how long the sequence has become."""
+        if self._binding.tokens_max is None:
+            return columns
+        return min(columns, self._binding.tokens_max + min(prompt.pad for prompt in self._prompts))
+
+    def _submit(self, cache: DepotCache, rows: list[JobRow]) -> bool:
+        shelves = take_down(self._binding.groups, cache.layers)
+        first = None if self._prepared is None else self._prepared.close
+        job = Job(rows, shelves, self._event(), first)
+        return self._offloader.submit(job) is not None
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._binding.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._binding.device))
+        return event
+
+
+def _until_end(tokens: Any, prompt_tokens: int, ends: tuple[int, ...]) -> Any:
+    """Cut a sequence after its first end token: what follows is padding."""
+    found = np.flatnonzero(np.isin(tokens[prompt_tokens:], ends))
+    return tokens[: prompt_tokens + int(found[0]) + 1] if len(found) else tokens
