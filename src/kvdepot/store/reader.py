@@ -5,10 +5,11 @@ the native engine verifies each block and copies it to its target while the next
 A block that is corrupt, failed or late is a miss; the others are delivered.
 """
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
@@ -23,7 +24,9 @@ from kvdepot.tiers.dram import read_op, transfers
 
 _READY: Final = int(CopyState.READY)
 _WAVE_BYTES: Final = 8 << 20
-_WAVES_MAX: Final = 4
+_WAVES_A_DRIVE: Final = 2
+_WAVES_AHEAD: Final = 2
+"""Have their memory already, and start at once when one that is being read is through."""
 _THREADS: Final = 8
 _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""
@@ -98,6 +101,12 @@ class Errand:
     deadline: float
     verify: bool
     sink: Sink | None = None
+    waves_read: int = 1
+    """Waves that are read at the same time."""
+    turns: threading.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", threading.Semaphore(self.waves_read))
 
 
 class Reader:
@@ -130,7 +139,9 @@ class Reader:
         if verify is None:
             verify = stock.config.dram.verify
         deadline = stock.clock.now() + timeout_s
-        errand = Errand(wants, [MISS] * len(wants), deadline, verify, sink)
+        drives = 1 if stock.ssd is None else len(stock.ssd.drives)
+        waves = _WAVES_A_DRIVE * drives
+        errand = Errand(wants, [MISS] * len(wants), deadline, verify, sink, waves)
         hot: list[int] = []
         cold: list[int] = []
         held: list[int] = []
@@ -219,7 +230,7 @@ class Reader:
         stock, results, deadline = self._stock, errand.results, errand.deadline
         moves: Counter[int] = Counter()
         while waiting or flying:
-            if waiting and len(flying) < _WAVES_MAX:
+            if waiting and len(flying) < errand.waves_read + _WAVES_AHEAD:
                 with stock.changed:
                     wave = self._plan(errand.wants, waiting)
                     while not wave and not flying and stock.clock.now() < deadline:
@@ -227,7 +238,7 @@ class Reader:
                         wave = self._plan(errand.wants, waiting)
                 if wave:
                     inline = not waiting and not flying
-                    flying.append((wave, self._start(wave, deadline, inline=inline)))
+                    flying.append((wave, self._start(wave, errand, inline=inline)))
                     continue
             if not flying:
                 for index in waiting:
@@ -240,7 +251,7 @@ class Reader:
                 results[index] = _BUSY
             waiting.extend(index for index in again if moves[index] < _MOVES_MAX)
 
-    def _start(self, wave: "list[Step]", deadline: float, *, inline: bool) -> "Future[Loaded]":
+    def _start(self, wave: "list[Step]", errand: Errand, *, inline: bool) -> "Future[Loaded]":
         """Begin to read a wave.
 
         Here and now if there is nothing to do meanwhile, else in a thread.
@@ -250,7 +261,8 @@ class Reader:
         loads = [step.load for step in wave]
 
         def load() -> Loaded:
-            return ssd.load(loads, max(0.0, deadline - clock.now()))
+            with errand.turns:
+                return ssd.load(loads, max(0.0, errand.deadline - clock.now()))
 
         if not inline:
             return self._threads.submit(load)

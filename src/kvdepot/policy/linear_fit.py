@@ -1,0 +1,279 @@
+"""Durations as a sum of non-negative costs, learnt from measurements as they come. Pure.
+
+Least squares of the relative error over a few recent samples of every size, so that a stream of
+small ones does not wash out what large ones told. Where the samples cannot tell the costs apart
+(all of one size), they keep the proportions that were assumed or learnt before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, frexp, isfinite, log, sqrt
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+DEPTH: Final = 8
+"""Samples kept of each size class at most."""
+CLASSES: Final = 24
+CLASS_BITS: Final = 2
+"""Sizes within a factor of four share a class."""
+PRIOR_WEIGHT: Final = 0.3
+"""What the assumed proportions weigh, in samples."""
+ANCHOR_MIN: Final = 0.1
+"""No cost falls below this share of its first assumption as an assumption: it could not return."""
+CONSTANT_SHARE_MAX: Final = 0.5
+"""Nothing is assumed to be more constant than this."""
+DOUBTED: Final = 0.03
+"""What a surprising sample weighs until others confirm it."""
+ODD_SHARE_MAX: Final = 0.4
+"""When more than this disagrees with a fit, it is the fit that is wrong."""
+SPREAD_UNSEEN: Final = 0.5
+"""How far an assumption may be off before anything was measured."""
+SPREAD_FIRST: Final = 0.15
+SPREAD_GAIN: Final = 0.1
+SPREAD_CLIP: Final = 4.0
+"""No single sample is taken for more than this many times the variance: stalls are not noise."""
+MISFIT_MAX: Final = 2.0
+"""A fit to old and new that lies further off than this, in variances, is of two things."""
+LIMIT_MIN: Final = 0.25
+LIMIT_MAX: Final = 0.7
+"""Relative errors (natural log) below the one are never a surprise, above the other always."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How long samples count, and what it takes to end that.
+
+    `fade`, `fade_any`: how much less a sample counts (natural log) for each newer one of its size
+    class, and of any. `confirm`: how many surprises that agree are a change and not a hiccup.
+    `constant_stays`: what becomes slow or fast is rather the work than the start of it; otherwise
+    all of it alike.
+    """
+
+    fade: float
+    fade_any: float
+    confirm: int
+    constant_stays: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A duration and its standard deviation."""
+
+    seconds: float
+    spread_s: float
+
+
+class LinearFit:
+    """seconds = costs · features; the features are (1, size, …), the costs never negative.
+
+    `shape`: the costs as assumed; if not `to_scale`, only their proportions are meant, and the
+    first sample gives the scale. A surprise is doubted until it is confirmed; a confirmed one that
+    cannot be reconciled with what was seen before it ends the memory of that.
+    """
+
+    def __init__(self, shape: Sequence[float], memory: Memory, *, to_scale: bool = False) -> None:
+        rows = CLASSES * DEPTH
+        self.costs: tuple[float, ...] = tuple(shape)
+        self.samples = 0
+        self._memory = memory
+        self._to_scale = to_scale
+        self._first: Floats = np.array(shape, dtype=np.float64)
+        self._anchor = self._first
+        self._inverse: Floats = np.eye(len(shape)) / PRIOR_WEIGHT
+        self._mean: Floats = np.ones(len(shape))
+        self._variance = SPREAD_FIRST**2
+        self._features: Floats = np.zeros((rows, len(shape)))
+        self._seconds: Floats = np.zeros(rows)
+        self._trust: Floats = np.zeros(rows)
+        self._stamp = np.zeros(rows, dtype=np.int64)
+        self._turn = np.zeros(rows, dtype=np.int64)
+        self._turns = np.zeros(CLASSES, dtype=np.int64)
+        self._streak: list[tuple[int, float]] = []
+
+    @property
+    def doubting(self) -> bool:
+        """Whether there were surprises lately that nothing has confirmed or denied."""
+        return bool(self._streak)
+
+    @property
+    def spread_share(self) -> float:
+        """Standard deviation of a measurement, relative to its estimate."""
+        return sqrt(self._variance) if self.samples else SPREAD_UNSEEN
+
+    @property
+    def _limit(self) -> float:
+        """Relative errors beyond this (natural log) are surprises."""
+        return min(max(3.0 * self.spread_share, LIMIT_MIN), LIMIT_MAX)
+
+    def observe(self, features: Sequence[float], seconds: float) -> None:
+        """Learn from one measurement. One that took no time, or an unreal one, tells nothing."""
+        if not (seconds > 0.0 and isfinite(seconds)):
+            return
+        if not self._to_scale:
+            self._scale(seconds / self._value(features))
+        error = log(seconds / self._value(features)) if self.samples else 0.0
+        surprise = abs(error) > self._limit
+        row = self._enter(features, seconds, DOUBTED if surprise else 1.0)
+        if self.samples > 1:
+            seen = min(error**2, SPREAD_CLIP * self._variance)
+            self._variance += SPREAD_GAIN * (seen - self._variance)
+        if self._confirmed(row, error, surprise):
+            self._accept_change()
+        else:
+            self._refit()
+
+    def estimate(self, features: Sequence[float]) -> Estimate:
+        """The duration; its spread is wider where few or only distant samples speak for it."""
+        seconds = self._value(features)
+        if not self.samples or seconds <= 0.0:
+            return Estimate(seconds, seconds * self.spread_share)
+        share: Floats = np.asarray(features) / self._mean / seconds
+        leverage = float(share @ self._inverse @ share)
+        return Estimate(seconds, seconds * self.spread_share * sqrt(1.0 + leverage))
+
+    def _value(self, features: Sequence[float]) -> float:
+        return sum(cost * feature for cost, feature in zip(self.costs, features, strict=True))
+
+    def _scale(self, factor: float) -> None:
+        self._first = self._anchor = self._first * factor
+        self.costs = tuple(self._first.tolist())
+        self._to_scale = True
+
+    def _enter(self, features: Sequence[float], seconds: float, trust: float) -> int:
+        number = min(max(frexp(features[1])[1], 0) // CLASS_BITS, CLASSES - 1)
+        row = number * DEPTH + int(self._turns[number]) % DEPTH
+        self._streak = [entry for entry in self._streak if entry[0] != row]
+        self._turns[number] += 1
+        self.samples += 1
+        self._features[row] = features
+        self._seconds[row] = seconds
+        self._trust[row] = trust
+        self._stamp[row] = self.samples
+        self._turn[row] = self._turns[number]
+        return row
+
+    def _confirmed(self, row: int, error: float, surprise: bool) -> bool:
+        """Whether this was the last surprise that was needed to believe the others.
+
+        A sample that was none only speaks against those of its size; one on the other side,
+        against all. Surprises far apart have nothing to do with each other.
+        """
+        oldest = self.samples - 3 * self._memory.confirm
+        self._streak = [entry for entry in self._streak if self._stamp[entry[0]] > oldest]
+        if surprise:
+            self._streak = [entry for entry in self._streak if entry[1] * error > 0.0]
+            self._streak.append((row, error))
+        else:
+            number = row // DEPTH
+            self._streak = [entry for entry in self._streak if entry[0] // DEPTH != number]
+        enough = len(self._agreeing()) >= self._memory.confirm
+        return enough or len(self._streak) >= 2 * self._memory.confirm
+
+    def _agreeing(self) -> list[int]:
+        """Rows of the streak that tell about the same as its last; a stall tells much more."""
+        if not self._streak:
+            return []
+        last = abs(self._streak[-1][1])
+        near = ((row, sorted((abs(error), last))) for row, error in self._streak)
+        return [row for row, (less, more) in near if more <= 2.0 * less + LIMIT_MIN]
+
+    def _accept_change(self) -> None:
+        """Believe the streak; end the memory before it if both cannot be true."""
+        streak = self._agreeing()
+        self._streak = []
+        before = np.array(self.costs)
+        self._trust[streak] = 1.0
+        self._refit()
+        if self._misfit() > MISFIT_MAX:
+            self._trust[self._stamp < self._stamp[streak].min()] = 0.0
+            self._anchor = self._between(before)
+            self._refit()
+
+    def _between(self, costs: Floats) -> Floats:
+        """What to assume from now on: halfway from the first assumption to these costs.
+
+        What was learnt of a cost that mattered little is little to build on.
+        """
+        scale = np.full(len(costs), costs[1] / self._first[1] if costs[1] > 0.0 else 1.0)
+        if self._memory.constant_stays:
+            scale[0] = 1.0
+        first = self._first * scale
+        halfway: Floats = np.maximum(np.sqrt(costs * first), ANCHOR_MIN * first)
+        return halfway
+
+    def _misfit(self) -> float:
+        """How far the samples lie from the fit, in variances."""
+        rows = np.flatnonzero(self._trust)
+        weights = self._weights(rows)
+        errors = np.log(self._seconds[rows] / (self._features[rows] @ self.costs))
+        variance = min(self._variance, SPREAD_FIRST**2)
+        return float(weights @ errors**2 / weights.sum()) / variance
+
+    def _weights(self, rows: npt.NDArray[np.intp]) -> Floats:
+        age = self._turns[rows // DEPTH] - self._turn[rows]
+        age_any = self.samples - self._stamp[rows]
+        fading = -self._memory.fade * age - self._memory.fade_any * age_any
+        weights: Floats = self._trust[rows] * np.exp(fading)
+        return weights
+
+    def _refit(self) -> None:
+        """Solve, and once more without what the rest does not believe."""
+        rows = np.flatnonzero(self._trust)
+        features, seconds, trust = self._features[rows], self._seconds[rows], self._trust[rows]
+        weights = self._weights(rows)
+        self._solve(features, seconds, weights, trust)
+        odd = np.abs(np.log(seconds / (features @ self.costs))) > self._limit
+        if odd.any() and float(weights[odd].sum()) < ODD_SHARE_MAX * float(weights.sum()):
+            weights[odd] *= DOUBTED
+            self._solve(features, seconds, weights, trust)
+
+    def _solve(self, features: Floats, seconds: Floats, weights: Floats, trust: Floats) -> None:
+        """Each sample in units of its estimate so far, each cost as its share of a mean sample.
+
+        In these units the assumption is as strong for a cost that hardly matters as for the
+        largest, and no sample is more than another.
+        """
+        estimates: Floats = features @ self.costs
+        relative: Floats = features / estimates[:, None]
+        ratios: Floats = seconds / estimates
+        if trust.min() < 1.0:
+            bounded = np.minimum(np.maximum(ratios, exp(-self._limit)), exp(self._limit))
+            ratios = np.where(trust < 1.0, bounded, ratios)
+        total = float(weights.sum())
+        self._mean = weights @ relative / total
+        shares: Floats = relative / self._mean
+        weighted = shares.T * weights
+        matrix: Floats = weighted @ shares
+        matrix.flat[:: len(matrix) + 1] += PRIOR_WEIGHT
+        assumed = self._assumed(self._mean, float(weights @ ratios) / total)
+        target: Floats = weighted @ ratios + PRIOR_WEIGHT * assumed
+        self._inverse = np.linalg.inv(matrix).astype(np.float64, copy=False)
+        solved: Floats = self._inverse @ target
+        if solved.min() < 0.0:
+            solved = _non_negative(matrix, target)
+        self.costs = tuple((solved / self._mean).tolist())
+
+    def _assumed(self, mean: Floats, whole: float) -> Floats:
+        """The shares of a mean sample, were only this one known."""
+        assumed: Floats = self._anchor * mean
+        if self._memory.constant_stays:
+            assumed[0] = min(assumed[0], whole * CONSTANT_SHARE_MAX)
+            assumed[1:] *= (whole - assumed[0]) / float(assumed[1:].sum())
+        else:
+            assumed *= whole / float(assumed.sum())
+        return assumed
+
+
+def _non_negative(matrix: Floats, target: Floats) -> Floats:
+    """Least squares with the costs that would be negative left out."""
+    left = np.ones(len(target), dtype=bool)
+    while True:
+        units: Floats = np.zeros(len(target))
+        units[left] = np.linalg.solve(matrix[np.ix_(left, left)], target[left])
+        if units.min() >= 0.0:
+            return units
+        left &= units > 0.0

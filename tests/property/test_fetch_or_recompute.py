@@ -1,0 +1,278 @@
+"""What holds for every decision, whatever the facts."""
+
+from dataclasses import replace
+from math import inf, isfinite
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdepot.policy.fetch_or_recompute import Decision, Reason, decide
+from kvdepot.policy.prefill_model import PrefillModel, PrefillPace, attention_work
+from kvdepot.policy.tier_model import TierModel, TierPace, Transfer
+from kvdepot.policy.timetable import Engine, Prompt, Queue, Run
+
+TIERS = ("dram", "ssd", "hdd")
+CLOSE = 1.0 + 1e-9
+"""Sums in another order differ in their last digits."""
+
+paces = st.builds(
+    TierPace,
+    wait_s=st.floats(0.0, 5.0),
+    byte_s=st.floats(-12, -5).map(lambda power: 10.0**power),
+    spread_share=st.floats(0.0, 1.0),
+)
+prefills = st.builds(
+    PrefillPace,
+    step_s=st.floats(0.0, 0.1),
+    token_s=st.floats(1e-6, 1e-2),
+    pair_s=st.floats(0.0, 1e-6),
+)
+queues = st.builds(
+    Queue,
+    ahead_tokens=st.sampled_from([0, 0, 100, 5000]),
+    ahead_attention=st.sampled_from([0.0, 1e6]),
+    decodes=st.sampled_from([0, 3, 200]),
+    decode_context_tokens=st.sampled_from([0, 100_000]),
+)
+engines = st.builds(
+    Engine,
+    chunk_tokens=st.sampled_from([256, 2048, 100_000]),
+    loads_while_queued=st.booleans(),
+    layer_steps=st.sampled_from([1, 1, 4, 32]),
+    splits=st.just(False),
+)
+
+
+@st.composite
+def matches(draw: st.DrawFn, tiers: tuple[str, ...] = TIERS) -> tuple[Prompt, list[Run]]:
+    block_tokens = draw(st.sampled_from([16, 128, 256]))
+    block_bytes = draw(st.sampled_from([10_000, 5_898_240, 33_554_432]))
+    lengths = draw(st.lists(st.tuples(st.sampled_from(tiers), st.integers(0, 12)), max_size=5))
+    runs = [Run(tier, blocks, blocks * block_bytes) for tier, blocks in lengths]
+    local = draw(st.integers(0, 3 * block_tokens))
+    matched = sum(run.blocks for run in runs) + local // block_tokens
+    rest = draw(st.integers(0, 3 * block_tokens))
+    tokens = max(matched * block_tokens + rest, local + 1)
+    return Prompt(tokens, block_tokens, local), runs
+
+
+every_tier = st.fixed_dictionaries(dict.fromkeys(TIERS, paces))
+facts = st.tuples(matches(), prefills, every_tier, queues, engines)
+Facts = tuple[tuple[Prompt, list[Run]], PrefillPace, dict[str, TierPace], Queue, Engine]
+
+
+def choose(given_facts: Facts) -> Decision:
+    (prompt, runs), prefill, tiers, queue, engine = given_facts
+    return decide(prompt, runs, prefill, tiers, queue, engine)
+
+
+def first_token_s(given_facts: Facts, blocks: int) -> float:
+    """The time to the first token when so many blocks are fetched, block by block."""
+    (prompt, runs), pace, tiers, queue, engine = given_facts
+    ends: dict[str, float] = {}
+    left = blocks
+    for run in runs:
+        taken = min(run.blocks, left)
+        left -= taken
+        if taken:
+            begin = ends.get(run.tier, tiers[run.tier].wait_s)
+            block_bytes = run.size_bytes / run.blocks
+            ends[run.tier] = begin + taken * block_bytes * tiers[run.tier].byte_s
+    fetch_s = max(ends.values(), default=0.0)
+    step_s = pace.step_s + pace.token_s * queue.decodes + pace.pair_s * queue.decode_context_tokens
+    chunk = max(engine.chunk_tokens - queue.decodes, 1)
+    queue_s = queue.ahead_tokens * (step_s / chunk + pace.token_s)
+    queue_s += queue.ahead_attention * pace.pair_s
+    first = prompt.local_tokens // prompt.block_tokens
+    start = max((first + blocks) * prompt.block_tokens, prompt.local_tokens)
+    start = min(start, prompt.tokens - 1)
+    rest = prompt.tokens - start
+    rest_s = max(rest / chunk, 1.0) * step_s + rest * pace.token_s
+    rest_s += attention_work(rest, start) * pace.pair_s
+    lag = max(fetch_s - queue_s, 0.0) if engine.loads_while_queued else fetch_s
+    beside = min(lag, rest_s, step_s + chunk * pace.token_s) if engine.layer_steps > 1 else 0.0
+    return queue_s + lag + rest_s - beside * (1.0 - 1.0 / engine.layer_steps)
+
+
+@given(facts)
+def test_no_cut_is_better_than_the_chosen_one(given_facts: Facts) -> None:
+    decision = choose(given_facts)
+    blocks = sum(run.blocks for run in given_facts[0][1])
+    times = [first_token_s(given_facts, cut) for cut in range(blocks + 1)]
+    assert times[decision.cut_blocks] <= min(times) * CLOSE
+    assert abs(decision.predicted_s - times[decision.cut_blocks]) <= 1e-9 * decision.predicted_s
+    assert abs(decision.fetch_all_s - times[-1]) <= 1e-9 * times[-1]
+    assert abs(decision.recompute_s - times[0]) <= 1e-9 * times[0]
+
+
+@given(facts, st.booleans())
+def test_never_worse_than_the_better_of_all_and_nothing(given_facts: Facts, splits: bool) -> None:
+    match, prefill, tiers, queue, engine = given_facts
+    decision = choose((match, prefill, tiers, queue, replace(engine, splits=splits)))
+    assert decision.predicted_s <= decision.fetch_all_s
+    assert decision.predicted_s <= decision.recompute_s
+    assert decision.hole_start >= 0
+    assert decision.hole_blocks >= 0
+    assert decision.hole_start + decision.hole_blocks <= decision.cut_blocks
+
+
+@given(facts, st.booleans())
+def test_runs_are_fetched_as_the_cut_and_the_hole_say(given_facts: Facts, splits: bool) -> None:
+    match, prefill, tiers, queue, engine = given_facts
+    decision = choose((match, prefill, tiers, queue, replace(engine, splits=splits)))
+    hole = range(decision.hole_start, decision.hole_start + decision.hole_blocks)
+    where = [number for number, run in enumerate(match[1]) for _ in range(run.blocks)]
+    fetched = [where[block] for block in range(decision.cut_blocks) if block not in hole]
+    assert decision.by_run == tuple(fetched.count(number) for number in range(len(match[1])))
+
+
+@given(facts, st.booleans())
+def test_the_deadline_lies_between_the_fetch_and_a_recompute(
+    given_facts: Facts, splits: bool
+) -> None:
+    match, prefill, tiers, queue, engine = given_facts
+    decision = choose((match, prefill, tiers, queue, replace(engine, splits=splits)))
+    assert decision.fetch_s <= decision.deadline_s * CLOSE
+    assert decision.deadline_s <= decision.recompute_s
+    assert (decision.deadline_s > 0.0) == (decision.fetched_blocks > 0)
+
+
+@given(facts)
+def test_splitting_never_makes_it_slower(given_facts: Facts) -> None:
+    match, prefill, tiers, queue, engine = given_facts
+    engine = replace(engine, layer_steps=1, loads_while_queued=True)
+    whole = choose((match, prefill, tiers, queue, engine))
+    split = choose((match, prefill, tiers, queue, replace(engine, splits=True)))
+    assert split.predicted_s <= whole.predicted_s
+
+
+@given(facts)
+def test_the_same_facts_give_the_same_decision(given_facts: Facts) -> None:
+    assert choose(given_facts) == choose(given_facts)
+
+
+@given(facts, st.sampled_from([0.5, 4.0, 1024.0]))
+def test_only_proportions_matter(given_facts: Facts, scale: float) -> None:
+    """A clock that runs faster by a power of two changes the times and nothing else."""
+    match, prefill, tiers, queue, engine = given_facts
+    scaled = PrefillPace(prefill.step_s * scale, prefill.token_s * scale, prefill.pair_s * scale)
+    slower = {
+        tier: replace(pace, wait_s=pace.wait_s * scale, byte_s=pace.byte_s * scale)
+        for tier, pace in tiers.items()
+    }
+    before = choose(given_facts)
+    after = choose((match, scaled, slower, queue, engine))
+    assert after.by_run == before.by_run
+    assert after.predicted_s == before.predicted_s * scale
+
+
+def fetches_at_least(more: Decision, less: Decision, facts_of_more: Facts) -> bool:
+    """More blocks, or as good as: two cuts can take the same time to the last digit."""
+    if more.cut_blocks >= less.cut_blocks:
+        return True
+    other = first_token_s(facts_of_more, less.cut_blocks)
+    return other >= more.predicted_s / CLOSE and other <= more.predicted_s * CLOSE
+
+
+@given(facts, st.floats(0.01, 1.0))
+def test_when_all_tiers_are_faster_no_less_is_fetched(given_facts: Facts, share: float) -> None:
+    match, prefill, tiers, queue, engine = given_facts
+    faster = {
+        tier: replace(pace, wait_s=pace.wait_s * share, byte_s=pace.byte_s * share)
+        for tier, pace in tiers.items()
+    }
+    after = (match, prefill, faster, queue, engine)
+    assert fetches_at_least(choose(after), choose(given_facts), after)
+
+
+@given(
+    st.tuples(matches(("ssd",)), prefills, every_tier, queues, engines),
+    st.floats(0.01, 1.0),
+    st.booleans(),
+)
+def test_of_one_tier_less_latency_or_more_bandwidth_is_enough(
+    given_facts: Facts, share: float, latency: bool
+) -> None:
+    match, prefill, tiers, queue, engine = given_facts
+    pace = tiers["ssd"]
+    better = replace(
+        pace,
+        wait_s=pace.wait_s * (share if latency else 1.0),
+        byte_s=pace.byte_s * (1.0 if latency else share),
+    )
+    after = (match, prefill, {**tiers, "ssd": better}, queue, engine)
+    assert fetches_at_least(choose(after), choose(given_facts), after)
+
+
+@given(facts, st.floats(1.0, 100.0))
+def test_a_slower_prefill_fetches_no_less(given_facts: Facts, slower: float) -> None:
+    match, prefill, tiers, queue, engine = given_facts
+    pace = PrefillPace(prefill.step_s * slower, prefill.token_s * slower, prefill.pair_s * slower)
+    after = (match, pace, tiers, queue, engine)
+    assert fetches_at_least(choose(after), choose(given_facts), after)
+
+
+@given(facts, st.sampled_from(TIERS))
+def test_a_faster_tier_never_costs_time(given_facts: Facts, name: str) -> None:
+    match, prefill, tiers, queue, engine = given_facts
+    faster = {**tiers, name: replace(tiers[name], byte_s=tiers[name].byte_s / 3)}
+    after = choose((match, prefill, faster, queue, engine))
+    assert after.predicted_s <= choose(given_facts).predicted_s * CLOSE
+
+
+@given(prefills, queues, engines, every_tier, st.integers(1, 5000))
+def test_nothing_matched_is_nothing_fetched(
+    prefill: PrefillPace, queue: Queue, engine: Engine, tiers: dict[str, TierPace], tokens: int
+) -> None:
+    decision = decide(Prompt(tokens, 128), [], prefill, tiers, queue, engine)
+    assert decision.reason is Reason.NOTHING_MATCHED
+    assert decision.fetched_blocks == 0
+    assert decision.predicted_s == decision.recompute_s
+
+
+@given(facts, st.sets(st.sampled_from(TIERS)))
+def test_what_is_not_known_bounds_what_is_risked(given_facts: Facts, unknown: set[str]) -> None:
+    (prompt, runs), prefill, tiers, queue, engine = given_facts
+    known = {tier: None if tier in unknown else pace for tier, pace in tiers.items()}
+    decision = decide(prompt, runs, prefill, known, queue, engine)
+    asked = sum(
+        run.size_bytes * blocks / run.blocks
+        for run, blocks in zip(runs, decision.by_run, strict=True)
+        if blocks and run.tier in unknown
+    )
+    largest = max((run.size_bytes / run.blocks for run in runs if run.blocks), default=0.0)
+    assert asked <= max(64 << 20, largest)
+    assert decision.deadline_s <= decision.recompute_s
+    blind = decide(prompt, runs, None, known, queue, engine)
+    assert blind.deadline_s < inf
+    assert blind.predicted_s == inf
+
+
+durations = st.floats(-7, 5).map(lambda power: 10.0**power)
+sizes = st.floats(0, 12).map(lambda power: int(10.0**power))
+
+
+@given(st.lists(st.tuples(sizes, durations, st.integers(1, 40), st.integers(0, 40), sizes)))
+def test_whatever_a_tier_does_its_pace_stays_a_pace(
+    transfers: list[tuple[int, float, int, int, int]],
+) -> None:
+    model = TierModel()
+    for size, took, blocks, late, outstanding in transfers:
+        model.observe(Transfer(blocks, size, took, outstanding, min(late, blocks)))
+        pace, estimate = model.pace(outstanding), model.estimate(size)
+        assert pace is not None and estimate is not None
+        assert isfinite(pace.wait_s) and isfinite(pace.byte_s) and pace.spread_share > 0.0
+        assert isfinite(estimate.spread_s) and estimate.seconds > 0.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.integers(0, 1_000_000), durations)))
+def test_whatever_the_engine_does_its_pace_stays_a_pace(
+    steps: list[tuple[int, int, float]],
+) -> None:
+    model = PrefillModel()
+    for tokens, context, took in steps:
+        model.observe(tokens, attention_work(tokens, context), took)
+        pace, estimate = model.pace(), model.estimate(tokens, context)
+        assert pace is not None and estimate is not None
+        assert isfinite(pace.step_s + pace.token_s + pace.pair_s)
+        assert isfinite(estimate.spread_s) and estimate.seconds > 0.0
