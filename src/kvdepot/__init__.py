@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvdepot.core.hf_config import model_layout
     from kvdepot.core.layout import KVLayout, ModelLayout
     from kvdepot.core.namespace import Namespace, fingerprint
-    from kvdepot.store.opening import open_store as open
+    from kvdepot.opening import open_depot as open
     from kvdepot.store.store import Store
 
 __version__ = "0.1.0"
@@ -45,7 +45,7 @@ _HOMES = {
     "Store": "store.store",
     "fingerprint": "core.namespace",
     "model_layout": "core.hf_config",
-    "open": "store.opening",
+    "open": "opening",
 }
 
 
@@ -56,6 +56,6 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     module = importlib.import_module(f"kvdepot.{_HOMES[name]}")
-    value = getattr(module, "open_store" if name == "open" else name)
+    value = getattr(module, "open_depot" if name == "open" else name)
     globals()[name] = value
     return value

@@ -4,6 +4,8 @@ KVDepotError
   ConfigError            the caller's configuration is wrong; nothing was started
   FormatError            a store on disk cannot be used: newer format, or not a store
   StoreBusyError         another process has the store open for writing
+  DaemonError            no daemon can be used, or started, on a socket
+  WireError              what came over a daemon's socket makes no sense
   StoreClosedError       the store was used after close()
   BadBufferError         a buffer has the wrong size, is read-only or not contiguous
   KeyFormatError         a key is not one of ours, or its namespace is not registered here
@@ -52,6 +54,18 @@ class StoreBusyError(KVDepotError):
             hint="stop that process, choose another path, or open read-only with mode='r'",
         )
         self.path = path
+
+
+class DaemonError(KVDepotError):
+    """No daemon can be used, or started, on the socket at `path`."""
+
+    def __init__(self, path: str, reason: str, *, hint: str = "") -> None:
+        super().__init__(f"{path}: {reason}", hint=hint)
+        self.path = path
+
+
+class WireError(KVDepotError):
+    """What came over a daemon's socket makes no sense. The connection is given up."""
 
 
 class StoreClosedError(KVDepotError):

@@ -154,6 +154,31 @@ class TestMemory:
         Memory(1 << 20, "never", shared=shared).close()
         assert len(os.listdir("/proc/self/fd")) == before
 
+    def test_shared_memory_is_mapped_by_another(self) -> None:
+        memory = Memory(3 << 20, "auto", shared=True)
+        memory.prefault(bool)
+        assert memory.prefaulted()
+        memory.view[12345:12350] = b"hello"
+        before = len(os.listdir("/proc/self/fd"))
+        other = Memory.mapped(os.dup(memory.fd), memory.nbytes)
+        assert bytes(other.view[12345:12350]) == b"hello"
+        assert memory.address % (2 << 20) == other.address % (2 << 20) == 0
+        assert memory.address != other.address
+        view = other.view[12345:12350]
+        memory.close()
+        other.close()
+        assert bytes(view) == b"hello", "a view outlives both"
+        assert len(os.listdir("/proc/self/fd")) == before - 1
+
+    @pytest.mark.parametrize("nbytes", [4 << 20, 1 << 20])
+    def test_what_is_not_there_is_not_mapped(self, nbytes: int) -> None:
+        memory = Memory(2 << 20, "never", shared=True)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="to map"):
+            Memory.mapped(os.dup(memory.fd), nbytes)
+        assert len(os.listdir("/proc/self/fd")) == before
+        memory.close()
+
 
 class TestRoom:
     """Blocks of two sizes in one memory: neither is shut out, neither thrashes in a corner."""

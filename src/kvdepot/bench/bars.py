@@ -24,6 +24,20 @@ SCALE_BLOCKS: Final = 10**6
 EVICTION_GROWTH: Final = 1.25
 """Cost of an eviction among 10^6 blocks, of that among 10^4: the same, but for noise and caches."""
 
+TTFT_SSD: Final = 1 / 20
+"""Time to the first token of a long prompt that comes from disk, of that computed."""
+
+TTFT_MISS: Final = 1.03
+"""The same of a prompt that the depot has nothing of."""
+
+DAEMON_MATCH_P99_US: Final = 1000.0
+"""A match of 512 blocks through the daemon, while four clients are busy."""
+
+
+def daemon_bar(op: str, block_bytes: int) -> float | None:
+    """The least share of the speed of a store in the same process, for batches."""
+    return 0.90 if op == "get_many" and block_bytes >= MIB else None
+
 
 def disk_bar(op: str, block_bytes: int) -> float | None:
     """The least share of the raw device's speed."""

@@ -15,12 +15,16 @@ from typing import Any
 import numpy
 
 from kvdepot import native
+from kvdepot.bench.daemon import BLOCKS_BYTES as DAEMON_BLOCKS_BYTES
+from kvdepot.bench.daemon import DaemonPlan
 from kvdepot.bench.disk import BLOCKS_MIN
 from kvdepot.bench.engines import IoPlan
 from kvdepot.bench.rounds import Figure, Latency, Part, Result, Row
 from kvdepot.bench.scale import ScalePlan
 from kvdepot.bench.stores import INDEXES, StorePlan
+from kvdepot.bench.ttft import PREFIX_TOKENS, TtftPlan
 from kvdepot.cli import machine, output
+from kvdepot.cli.cache import models_folder
 from kvdepot.cli.scratch import choose_parent, scratch_directory
 from kvdepot.core.units import format_bytes, parse_bytes
 
@@ -31,6 +35,10 @@ QUICK_TOTAL_BYTES = 64 << 20
 ROUNDS, QUICK_ROUNDS = 9, 3
 QUICK_INDEXES = (10**3, 10**5)
 SCALE_BLOCKS, QUICK_SCALE_BLOCKS = 10**6, 10**4
+QUICK_PREFIX_TOKENS = 1000
+TTFT_ROUNDS, QUICK_TTFT_ROUNDS = 5, 2
+TTFT_NEEDED_BYTES = 4 << 30
+DAEMON_NEEDED_BYTES = 8 << 30
 SPACE = {"io": 3, "store": 8}
 """Free space asked for, in units of what one run moves."""
 SCALE_RECORD_BYTES = 8192
@@ -50,6 +58,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_kind(kinds, "store", "a whole store beside the raw device and memcpy; lookups")
     scale = add_kind(kinds, "scale", "many real blocks: index memory, reopening, eviction")
     scale.add_argument("--blocks", type=positive, metavar="N", help="blocks (default: 1000000)")
+    daemon = add_kind(kinds, "daemon", "a daemon's store beside one in the same process; lookups")
+    daemon.add_argument(
+        "--block", type=sizes, metavar="BYTES,…", help="block sizes (default: 1MiB,4MiB,32MiB)"
+    )
+    ttft = add_kind(kinds, "ttft", "a model's time to first token, computed and from each tier")
+    ttft.add_argument("--prefix", type=positive, metavar="TOKENS", help="prompt (default: 4000)")
+    ttft.add_argument(
+        "--model", type=Path, metavar="DIR", help="a model folder (default: SmolLM2-135M-Instruct)"
+    )
     for name in ("io", "store"):
         kind = kinds.choices[name]
         kind.add_argument(
@@ -132,7 +149,21 @@ def scale_blocks(args: argparse.Namespace) -> int:
     return chosen or (QUICK_SCALE_BLOCKS if args.quick else SCALE_BLOCKS)
 
 
+def ttft_plan(args: argparse.Namespace, directory: Path) -> TtftPlan:
+    return TtftPlan(
+        directory,
+        models_folder(args.env),
+        args.model.resolve() if args.model else None,
+        args.prefix or (QUICK_PREFIX_TOKENS if args.quick else PREFIX_TOKENS),
+        args.rounds or (QUICK_TTFT_ROUNDS if args.quick else TTFT_ROUNDS),
+    )
+
+
 def needed_bytes(args: argparse.Namespace) -> int:
+    if args.what == "ttft":
+        return TTFT_NEEDED_BYTES
+    if args.what == "daemon":
+        return DAEMON_NEEDED_BYTES
     if args.what == "scale":
         return 2 * SCALE_RECORD_BYTES * scale_blocks(args)
     largest = BLOCKS_MIN * max(block_sizes(args))
@@ -143,6 +174,11 @@ def make_parts(args: argparse.Namespace, directory: Path) -> Iterator[Part]:
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     if args.what == "scale":
         return ScalePlan(directory, scale_blocks(args), args.rounds or 3).parts()
+    if args.what == "ttft":
+        return ttft_plan(args, directory).parts()
+    if args.what == "daemon":
+        chosen = args.block or DAEMON_BLOCKS_BYTES
+        return DaemonPlan(directory, chosen, args.quick, rounds).parts()
     blocks = block_sizes(args)
     if args.what == "io":
         return IoPlan(directory, blocks, total_bytes(args), rounds).parts()

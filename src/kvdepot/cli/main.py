@@ -36,8 +36,11 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("kvdepot.cli.demo", "see it work: blocks through both tiers, a kill, a reopen"),
+    "demo": Command(
+        "kvdepot.cli.demo", "see it work: a real model with and without, kills between"
+    ),
     "doctor": Command("kvdepot.cli.doctor", "what this machine offers, and what to do about it"),
+    "serve": Command("kvdepot.cli.serve", "share one store with all processes of this machine"),
     "check": Command("kvdepot.cli.check", "verify a store on disk, and repair it"),
     "inspect": Command("kvdepot.cli.inspect", "what is inside a store on disk"),
     "bench": Command("kvdepot.cli.bench", "measure the store against the raw device"),

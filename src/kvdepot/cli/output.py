@@ -57,6 +57,11 @@ def flush() -> None:
     sys.stdout.flush()
 
 
+def is_terminal() -> bool:
+    """Whether a person watches stdout as it is written."""
+    return sys.stdout.isatty()
+
+
 def talk_stream() -> TextIO:
     return sys.stderr
 

@@ -80,3 +80,10 @@ class Got:
 
 
 MISS: Final = Got(None, "absent")
+ANSWERS: Final = (
+    Got("dram"),
+    Got("ssd"),
+    MISS,
+    *(Got(None, reason) for reason in ("corrupt", "failed", "late", "busy")),
+)
+"""Every answer to a get. Between processes an answer is its place in here."""

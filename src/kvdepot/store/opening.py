@@ -64,7 +64,9 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
         arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
         held.append(arena)
         huge_pages: HugePages = "never" if dram.huge_pages == "never" else "auto"
-        staging = _arena("writeback.staging", config.writeback.staging, huge_pages)
+        staging = _arena(
+            "writeback.staging", config.writeback.staging, huge_pages, shared=dram.shared
+        )
         held.append(staging)
         _lock(config, arena)
     except ConfigError:

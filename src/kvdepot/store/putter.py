@@ -3,7 +3,8 @@
 Copy a block into a memory slot, checksummed in the same pass, and queue it for the disk.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ from kvdepot.tiers.dram import transfers
 
 _WAVE_BYTES: Final = 64 << 20
 _NO_LIMIT: Final = 1 << 62
+_PART: Final = 32
+"""Blocks reserved or sealed at a time: a lookup may have to wait for as many, not for all."""
 _ZEROS: Final = bytes(4096)
 
 
@@ -37,6 +40,14 @@ class Offer:
     chunk_bytes: int
     row: int = NONE
     slot: int = NONE
+
+
+def _parts(offers: Sequence[Offer]) -> Iterator[range]:
+    """Indices of offers, some at a time; between them others get their turn."""
+    for start in range(0, len(offers), _PART):
+        if start:
+            time.sleep(0)
+        yield range(start, min(start + _PART, len(offers)))
 
 
 class Putter:
@@ -78,12 +89,27 @@ class Putter:
 
         Takes what fits at once and waits for the first one only: what waits may need these slots.
         """
+        results = self.admit(offers, timeout_s)
+        left = [(offer, Put.THROTTLED) for offer in offers[len(results) :]]
+        with self._stock.changed:
+            self._count(left)
+        return results + [put for _, put in left]
+
+    def admit(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
+        """`reserve` without an answer for offers after the first that does not fit beside those
+        before it: these were not tried.
+        """
         stock = self._stock
+        deadline = stock.clock.now() + timeout_s
         results: list[Put] = []
+        wave: list[Offer] = []
+        for part in _parts(offers):
+            with stock.changed:
+                self._admit(offers[: part.stop], results, wave, deadline, _NO_LIMIT)
+            if len(results) < part.stop:
+                break
         with stock.changed:
-            self._admit(offers, results, [], stock.clock.now() + timeout_s, _NO_LIMIT)
-            results += [Put.THROTTLED] * (len(offers) - len(results))
-            answers = zip(offers, results, strict=True)
+            answers = zip(offers, results, strict=False)
             self._count((offer, put) for offer, put in answers if put is not Put.STORED)
         return results
 
@@ -92,17 +118,20 @@ class Putter:
         end = HEAD_BYTES + offer.payload_bytes
         return self._stock.arena.image(offer.slot, end)[HEAD_BYTES:]
 
-    def finish(self, wave: list[Offer]) -> None:
-        """Make blocks of slots that were filled."""
+    def finish(self, wave: list[Offer], *, summed: bool = False) -> None:
+        """Make blocks of slots that were filled. `summed`: their checksums are in place too."""
         sealed = False
         try:
-            self._checksum(wave)
+            if not summed:
+                self._checksum(wave)
             self._head(wave)
             sealed = True
         finally:
-            with self._stock.changed:
-                self._seal(wave) if sealed else self._abandon(wave)
-                self._count((offer, Put.STORED) for offer in wave if sealed)
+            for part in _parts(wave):
+                some = wave[part.start : part.stop]
+                with self._stock.changed:
+                    self._seal(some) if sealed else self._abandon(some)
+                    self._count((offer, Put.STORED) for offer in some if sealed)
 
     def abandon(self, wave: list[Offer]) -> None:
         """Give slots back that were reserved."""
@@ -123,7 +152,7 @@ class Putter:
         Lock held; waits for room only while the wave is empty.
         """
         stock = self._stock
-        total = 0
+        total = sum(record_bytes(offer.payload_bytes) for offer in wave)
         while len(results) < len(offers) and total < limit_bytes:
             offer = offers[len(results)]
             outcome = self._try(offer, pending_bytes=total)

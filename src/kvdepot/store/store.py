@@ -1,35 +1,29 @@
 """The store: what a program talks to. Thread-safe; no call fails because of a disk."""
 
-import builtins
 import contextlib
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
-from kvdepot.core.block import TAG_BYTES, BlockKey, Got, Put
-from kvdepot.core.hf_config import model_layout
-from kvdepot.core.keys import check_key
-from kvdepot.core.layout import KVLayout
+from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.namespace import Namespace
-from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError, StoreClosedError
+from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE
-from kvdepot.native import address_of
 from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
 from kvdepot.store.lease import Lease
-from kvdepot.store.putter import Offer, Putter
-from kvdepot.store.reader import Reader, Sink, Want
+from kvdepot.store.putter import Putter
+from kvdepot.store.reader import Reader, Sink
 from kvdepot.store.report import CheckReport
 from kvdepot.store.reservation import Reservation
 from kvdepot.store.room import Room
 from kvdepot.store.space import Space
+from kvdepot.store.spaces import Layout, Spaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.statistics import describe
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
@@ -50,7 +44,7 @@ class Store:
 
     def __init__(self, stock: Stock) -> None:
         self._stock = stock
-        self._spaces: dict[bytes, Space] = {}
+        self._spaces = Spaces()
         self._room = Room(stock)
         self._drainer = Drainer(stock)
         self._putter = Putter(stock, self._room)
@@ -73,7 +67,7 @@ class Store:
         self,
         *,
         model: str,
-        layout: KVLayout | Mapping[str, Any] | str | os.PathLike[str],
+        layout: Layout,
         tenant: str = "",
         secret: bytes | None = None,
         **fields: Any,
@@ -86,46 +80,25 @@ class Store:
         core.namespace.Namespace: fingerprint, shard_rank, shard_size, adapter, extra.
         """
         self._check_open()
-        if not isinstance(layout, KVLayout):
-            layout = self._layout_of(layout)
-        if secret is None:
-            known = self._stock.config.tenants.get(tenant)
-            secret = known.secret() if known is not None else b""
-        try:
-            namespace = Namespace(
-                model=model, layout=layout, tenant=tenant, secret=secret, **fields
-            )
-        except TypeError as error:
-            raise ConfigError("namespace", str(error).split(") ", 1)[-1]) from error
-        return self.register(namespace)
-
-    def _layout_of(self, config: Mapping[str, Any] | str | os.PathLike[str]) -> KVLayout:
-        content = config if isinstance(config, Mapping) else Path(config)
-        model = model_layout(content, block_tokens=self._stock.config.block_tokens)
-        if len(model.groups) != 1:
-            raise ConfigError(
-                "layout",
-                f"the model has {len(model.groups)} KV groups",
-                hint="register a namespace for each group of kvdepot.model_layout(…)",
-            )
-        return model.groups[0]
+        config, fields = self._stock.config, {**fields, "tenant": tenant, "secret": secret}
+        return self.register(
+            make_namespace(model, layout, config.block_tokens, config.tenants, fields)
+        )
 
     def register(self, namespace: Namespace) -> Space:
         """`namespace` for a Namespace that exists already."""
         self._check_open()
-        if namespace.layout.block_bytes >= 1 << 32:
-            raise ConfigError(
-                "layout", f"a block of {namespace.layout.block_bytes} bytes is over 4 GiB"
-            )
-        self._check_fits(record_bytes(namespace.layout.block_bytes))
-        space = Space(namespace)
-        self._spaces[namespace.tag] = space
+        description = json.dumps(namespace.description(), sort_keys=True).encode()
+        self.admit(namespace.tag, namespace.layout.block_bytes, description)
+        return self._spaces.add(namespace)
+
+    def admit(self, tag: bytes, block_bytes: int, description: bytes) -> None:
+        """Check that blocks of a namespace fit, and write down what its tag stands for."""
+        check_block_bytes(block_bytes)
+        self._check_fits(record_bytes(block_bytes))
         ssd = self._stock.ssd
         if ssd is not None and ssd.writable:
-            ssd.remember(
-                namespace.tag, json.dumps(namespace.description(), sort_keys=True).encode()
-            )
-        return space
+            ssd.remember(tag, description)
 
     def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
         """Offload one block. See put_many."""
@@ -143,19 +116,9 @@ class Store:
         """
         self._check_open()
         keys, buffers = list(keys), list(buffers)  # a lazy sequence would free what we point to
-        if len(keys) != len(buffers):
-            raise BadBufferError(f"{len(keys)} keys but {len(buffers)} buffers")
         if timeout_s is None:
             timeout_s = self._stock.config.writeback.put_timeout
-        offers = []
-        for key, buffer in zip(keys, buffers, strict=True):
-            space = self._space_of(key)
-            address, nbytes = _buffer(buffer, writable=False)
-            if nbytes != space.block_bytes:
-                raise BadBufferError(
-                    f"a block here has {space.block_bytes} bytes, the buffer has {nbytes}"
-                )
-            offers.append(Offer(key, address, nbytes, space.chunk_bytes))
+        offers = self._spaces.offers(keys, buffers)
         with self._using():
             return self._putter.store(offers, timeout_s)
 
@@ -168,11 +131,7 @@ class Store:
         self._check_open()
         if timeout_s is None:
             timeout_s = self._stock.config.writeback.put_timeout
-        spaces = [self._space_of(key) for key in keys]
-        offers = [
-            Offer(key, 0, space.block_bytes, space.chunk_bytes)
-            for key, space in zip(keys, spaces, strict=True)
-        ]
+        offers = self._spaces.blanks(keys)
         with contextlib.ExitStack() as scope:
             scope.enter_context(self._using())
             outcomes = self._putter.reserve(offers, timeout_s)
@@ -212,9 +171,7 @@ class Store:
         """
         self._check_open()
         keys, intos = list(keys), list(intos)
-        if len(keys) != len(intos):
-            raise BadBufferError(f"{len(keys)} keys but {len(intos)} buffers")
-        wants = [self._want(key, into, layers) for key, into in zip(keys, intos, strict=True)]
+        wants = self._spaces.wants(keys, intos, layers)
         with self._using():
             return self._reader.fetch(wants, self._read_timeout(timeout_s)) if wants else []
 
@@ -223,7 +180,7 @@ class Store:
         self._check_open()
         catalog = self._stock.catalog
         with self._stock.changed:
-            rows = self._usable(catalog.resident(_checked(keys)))
+            rows = self._usable(catalog.resident(checked(keys)))
             memory = catalog.memory.state.view
             return Match(tuple(["dram" if memory[row] == 2 else "ssd" for row in rows]))
 
@@ -232,7 +189,7 @@ class Store:
         self._check_open()
         catalog = self._stock.catalog
         with self._stock.changed:
-            rows = self._usable(catalog.resident(_checked(keys)))
+            rows = self._usable(catalog.resident(checked(keys)))
             catalog.use(rows)
             catalog.lease(rows)
             self._leases += len(rows)
@@ -242,7 +199,7 @@ class Store:
         """Count the resident prefix as used now. Returns its length."""
         self._check_open()
         with self._stock.changed:
-            rows = self._stock.catalog.resident(_checked(keys))
+            rows = self._stock.catalog.resident(checked(keys))
             self._stock.catalog.use(rows)
         return len(rows)
 
@@ -253,7 +210,7 @@ class Store:
         a store opened read-only the removal lasts as long as this process has it open.
         """
         self._check_open()
-        wanted = _checked([keys] if isinstance(keys, bytes) else list(keys))
+        wanted = checked([keys] if isinstance(keys, bytes) else list(keys))
         with self._stock.changed:
             rows = [row for row in self._stock.catalog.rows(wanted) if row != NONE]
             self._doom(rows)
@@ -262,14 +219,18 @@ class Store:
 
     def remove_namespace(self, space: Space) -> int:
         """Delete every block of a namespace, also after a restart. Returns how many were there."""
+        return self.remove_tag(space.tag)
+
+    def remove_tag(self, tag: bytes) -> int:
+        """`remove_namespace` by the first bytes of its keys."""
         self._check_open()
         catalog = self._stock.catalog
-        tag = np.frombuffer(space.tag, np.uint64)[0]
+        word = np.frombuffer(tag, np.uint64)[0]
         with self._stock.changed:
-            known = np.flatnonzero(catalog.table.tags() == tag)
+            known = np.flatnonzero(catalog.table.tags() == word)
             rows = [row for row in known.tolist() if catalog.is_live(row)]
             self._doom(rows)
-        self._record([space_key(space.tag)], whole_namespace=True)
+        self._record([space_key(tag)], whole_namespace=True)
         return len(rows)
 
     def flush(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
@@ -360,27 +321,6 @@ class Store:
                 hint="make a new store with a larger ssd.segment or ssd.capacity",
             )
 
-    def _space_of(self, key: BlockKey) -> Space:
-        space = self._spaces.get(check_key(key)[:TAG_BYTES])
-        if space is not None:
-            return space
-        raise KeyFormatError(
-            "the key's namespace is not registered with this store",
-            hint="call store.namespace(…) first",
-        )
-
-    def _want(self, key: BlockKey, into: Any, layers: Any) -> Want:
-        space = self._space_of(key)
-        start, nbytes = 0, space.block_bytes
-        if layers is not None:
-            if not isinstance(layers, range) or layers.step != 1:
-                raise BadBufferError(f"layers must be consecutive, got {layers}")
-            start, nbytes = space.layout.layer_range(layers.start, layers.stop)
-        address, length = _buffer(into, writable=True)
-        if length != nbytes:
-            raise BadBufferError(f"the target must have {nbytes} bytes, it has {length}")
-        return Want(key, address, space.block_bytes, space.chunk_bytes, start, start + nbytes)
-
     def _usable(self, rows: list[int]) -> list[int]:
         """Cut a run of rows where it needs a drive that is known to be down."""
         ssd = self._stock.ssd
@@ -411,11 +351,7 @@ class Store:
     def _deliver(
         self, keys: list[BlockKey], sink: Sink, verify: bool | None, timeout_s: float | None
     ) -> list[Got]:
-        spaces = [self._space_of(key) for key in keys]
-        wants = [
-            Want(key, 0, space.block_bytes, space.chunk_bytes, 0, space.block_bytes)
-            for key, space in zip(keys, spaces, strict=True)
-        ]
+        wants = self._spaces.looks(keys)
         with self._using():
             limit_s = self._read_timeout(timeout_s)
             return self._reader.fetch(wants, limit_s, verify=verify, sink=sink) if wants else []
@@ -473,21 +409,3 @@ class Store:
         if done and stock.ssd is not None and stock.ssd.writable:
             done = stock.ssd.flush(max(0.0, deadline - stock.clock.now()))
         return FlushReport(done and not given_up, waiting, given_up)
-
-
-def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-    for key in keys:
-        check_key(key)
-    return keys
-
-
-def _buffer(buffer: Any, *, writable: bool) -> tuple[int, int]:
-    """Address and length of a caller's buffer, or one clear error."""
-    try:
-        return address_of(buffer, writable)
-    except builtins.BufferError as error:
-        raise BadBufferError("the target buffer is read-only") from error
-    except ValueError as error:
-        raise BadBufferError("the buffer is not contiguous") from error
-    except TypeError as error:
-        raise BadBufferError(f"{type(buffer).__name__} is not a buffer") from error

@@ -14,15 +14,20 @@ from kvdepot.errors import ConfigError
 from kvdepot.native import address_of
 
 _HUGE: Final = 2 << 20
+_PAGE: Final = 4096
 _STEP: Final = 64 << 20
 _MADV_POPULATE_WRITE: Final = 23
+_MADV_COLLAPSE: Final = 25
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class Memory:
     """`nbytes` of zeroed, page-aligned memory, registrable for DMA; valid until `close`.
 
-    Shared memory has a descriptor (`fd`) that another process can map. Private memory gets
-    transparent huge pages on most machines, shared memory only where the administrator allowed it;
+    Shared memory has a descriptor (`fd`) that another process can map with `mapped`. Private memory
+    gets transparent huge pages on most machines by itself, shared memory while it is prefaulted;
     direct I/O into 4 KiB pages reaches about half the rate.
     """
 
@@ -34,6 +39,7 @@ class Memory:
         shared: bool = False,
     ) -> None:
         self.nbytes = -(-nbytes // _HUGE) * _HUGE
+        self._collapse = shared and huge_pages != "never"
         limit = memory_limit()
         if self.nbytes > limit:
             raise OSError(errno.ENOMEM, f"{nbytes} bytes asked for, this machine has {limit}")
@@ -51,8 +57,23 @@ class Memory:
             self._map_plain(shared=shared)
             if huge_pages == "auto":
                 self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._start()
+
+    @classmethod
+    def mapped(cls, fd: int, nbytes: int) -> "Memory":
+        """The shared memory of another process, or OSError. Takes over `fd`."""
+        memory = cls.__new__(cls)
+        memory.nbytes, memory.huge, memory.fd, memory._collapse = nbytes, False, -1, False
+        if os.fstat(fd).st_size < nbytes or nbytes % _HUGE:
+            os.close(fd)
+            raise OSError(errno.EINVAL, f"there are no {nbytes} bytes to map")
+        memory._map_fd(fd)
+        memory._start()
+        return memory
+
+    def _start(self) -> None:
         whole = memoryview(self._map)
-        skip = -address_of(whole, writable=True)[0] % _HUGE if self.fd < 0 else 0
+        skip = -address_of(whole, writable=True)[0] % _HUGE
         self.view = whole[skip : skip + self.nbytes]
         self.address, _ = address_of(self.view, writable=True)
         self._stop = threading.Event()
@@ -100,40 +121,89 @@ class Memory:
             self._map.close()
 
     def _try_hugetlb(self) -> None:
+        """Reserved huge pages, where there are enough; the kernel aligns them by itself."""
         with contextlib.suppress(OSError):
-            self._map_fd(os.MFD_CLOEXEC | os.MFD_HUGETLB)
-            self.huge = True
+            fd = self._new_fd(os.MFD_HUGETLB)
+            try:
+                self._map = mmap.mmap(fd, self.nbytes)
+            except OSError:
+                os.close(fd)
+                raise
+            self.fd, self.huge = fd, True
 
     def _map_plain(self, *, shared: bool) -> None:
-        if shared:
-            self._map_fd(os.MFD_CLOEXEC)
-            return
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
-            self._map = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags)
+            if shared:
+                self._map_fd(self._new_fd())
+            else:
+                self._reserve()
         except (OSError, OverflowError, ValueError) as error:
             raise OSError(errno.ENOMEM, f"cannot map {self.nbytes} bytes") from error
 
-    def _map_fd(self, flags: int) -> None:
-        fd = os.memfd_create("kvdepot-arena", flags)
+    def _new_fd(self, more_flags: int = 0) -> int:
+        fd = os.memfd_create("kvdepot-arena", os.MFD_CLOEXEC | more_flags)
         try:
             os.ftruncate(fd, self.nbytes)
-            self._map = mmap.mmap(fd, self.nbytes)
-        except (OSError, OverflowError, ValueError) as error:
+        except OSError:
             os.close(fd)
-            raise OSError(errno.ENOMEM, f"cannot map {self.nbytes} bytes") from error
+            raise
+        return fd
+
+    def _reserve(self, more_flags: int = 0) -> None:
+        """Private memory, and addresses to spare, so that ours can start on a huge page."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | more_flags
+        self._map = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags)
+
+    def _map_fd(self, fd: int) -> None:
+        """Put a descriptor's memory over addresses that `_map` owns: it unmaps them at its end.
+
+        Takes over `fd`, also when it fails.
+        """
         self.fd = fd
+        try:
+            self._reserve(_MAP_NORESERVE)
+        except (OSError, OverflowError, ValueError):
+            os.close(fd)
+            raise
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        start = address_of(memoryview(self._map), writable=True)[0]
+        at = libc.mmap(
+            ctypes.c_void_p(start + -start % _HUGE),
+            ctypes.c_size_t(self.nbytes),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_SHARED | _MAP_FIXED,
+            fd,
+            ctypes.c_long(0),
+        )
+        if at == _FAILED:
+            os.close(fd)
+            raise OSError(ctypes.get_errno(), "mmap")
 
     def _touch(self) -> bool:
-        libc = ctypes.CDLL(None, use_errno=True)
         for offset in range(0, self.nbytes, _STEP):
             if self._stop.is_set():
                 return False
             length = min(_STEP, self.nbytes - offset)
-            address = ctypes.c_void_p(self.address + offset)
-            if libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+            if self._collapse:
+                self._make_huge(offset, length)
+            if not self._advise(offset, length, _MADV_POPULATE_WRITE):
                 return False
         return True
+
+    def _make_huge(self, offset: int, length: int) -> None:
+        """Huge pages for shared memory, where the kernel gives none at the first touch.
+
+        A page of each is touched, then they are collapsed; where that fails they stay small.
+        """
+        for at in range(offset, offset + length, _HUGE):
+            self._advise(at, _PAGE, _MADV_POPULATE_WRITE)
+        self._advise(offset, length, _MADV_COLLAPSE)
+
+    def _advise(self, offset: int, length: int, advice: int) -> bool:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(self.address + offset)
+        return bool(libc.madvise(address, ctypes.c_size_t(length), advice) == 0)
 
 
 def memory_limit() -> int:

@@ -1,0 +1,185 @@
+"""`bench daemon`: a daemon's store beside one in this process, and lookups while others work."""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+from kvdepot.bench.bars import DAEMON_MATCH_P99_US, daemon_bar
+from kvdepot.bench.busy import BUSY, busy_clients, resident, round_trips
+from kvdepot.bench.disk import DiskStore
+from kvdepot.bench.memory import MemoryStore
+from kvdepot.bench.prompts import prompts_for
+from kvdepot.bench.raw import MIB, filled, pieces
+from kvdepot.bench.rounds import Figure, Latency, Part, Result, compare, percentile
+from kvdepot.client.opening import open_remote
+from kvdepot.errors import StateError
+from kvdepot.store.opening import open_store
+from kvdepot.store.store import Store
+
+BLOCKS_BYTES: Final = (MIB, 4 * MIB, 32 * MIB)
+CLIENTS: Final = 4
+_SET_BYTES: Final = 512 * MIB
+_DISK_SET_BYTES: Final = 1024 * MIB
+_MATCH_ROUNDS: Final = 5
+_MATCH_CALLS: Final = 400
+_PAUSE_S: Final = 0.05
+_EMBEDDED: Final = "the same store in this process"
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonPlan:
+    """What `bench daemon` shall measure."""
+
+    directory: Path
+    blocks_bytes: Sequence[int]
+    quick: bool
+    rounds: int
+
+    def parts(self) -> Iterator[Part]:
+        share = 8 if self.quick else 1
+        for size in self.blocks_bytes:
+            set_bytes = max(_SET_BYTES // share, 4 * size)
+            run = partial(measure_memory, self.directory, size, set_bytes, self.rounds)
+            yield Part(f"dram, {size >> 20} MiB blocks", run)
+        for size in self.blocks_bytes:
+            set_bytes = max(_DISK_SET_BYTES // share, 32 * size)
+            run = partial(measure_disk, self.directory, size, set_bytes, self.rounds)
+            yield Part(f"ssd, {size >> 20} MiB blocks", run)
+        calls = _MATCH_CALLS // share
+        yield Part("lookups", partial(measure_lookups, self.directory, calls))
+
+
+@contextmanager
+def daemon_store(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[Store, str]]:
+    """The store of a daemon in a process of its own, and its address."""
+    directory.mkdir(exist_ok=True)
+    address = directory / "s"
+    command = [sys.executable, "-m", "kvdepot", "serve", "--json", "--socket", str(address)]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise StateError("the daemon does not start; try kvdepot serve by hand")
+        with open_remote(f"unix:{address}", call_timeout=60.0) as store:
+            while not store.stats()["daemon"]["is_prefaulted"]:
+                time.sleep(_PAUSE_S)
+            yield cast(Store, store), f"unix:{address}"
+    finally:
+        process.terminate()
+        process.communicate()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def both(directory: Path, settings: Mapping[str, Any], scope: ExitStack) -> tuple[Store, Store]:
+    """A store here and one of a daemon with the same settings, their memory touched."""
+    there = dict(settings)
+    here = dict(settings)
+    if "ssd.capacity" in settings:
+        scope.callback(shutil.rmtree, directory / "here", ignore_errors=True)
+        here["ssd.path"], there["ssd.path"] = directory / "here", directory / "there"
+        scope.callback(shutil.rmtree, directory / "there", ignore_errors=True)
+    embedded = scope.enter_context(open_store(**here))
+    embedded._stock.arena.memory.prefaulted()
+    remote, _ = scope.enter_context(daemon_store(directory / "daemon", there))
+    return embedded, remote
+
+
+def measure_memory(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
+    """Batches and single calls out of memory."""
+    batch_bytes = max(block_bytes, set_bytes // 4)
+    with ExitStack() as scope:
+        settings = {"dram.capacity": int(1.25 * set_bytes) + 2 * batch_bytes}
+        stores = both(directory, settings, scope)
+        subjects = [_memory_subject(store, block_bytes, batch_bytes, set_bytes) for store in stores]
+        for subject in subjects:
+            subject.put_many()
+            subject.put_many()
+        rows: list[Result] = []
+        for op in ("put_many", "get_many", "get_each"):
+            works = [cast(Callable[[], float], getattr(subject, op)) for subject in subjects]
+            speed = compare({_EMBEDDED: works[0]}, {op: works[1]}, rounds)[op]
+            name = op.replace("_each", "")
+            bar = daemon_bar(name, block_bytes)
+            rows.append(speed.row("dram", name, block_bytes, subjects[0].set_bytes, bar))
+    return rows
+
+
+def _memory_subject(
+    store: Store, block_bytes: int, batch_bytes: int, set_bytes: int
+) -> MemoryStore:
+    prompts = prompts_for(store, block_bytes, batch_bytes)
+    targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
+    return MemoryStore(store, prompts, max(1, set_bytes // batch_bytes), targets)
+
+
+def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
+    """Batches from disk, through a memory that has room for a quarter of them."""
+    batch_bytes = min(128 * MIB, set_bytes // 8)
+    with ExitStack() as scope:
+        segment_bytes = max(MIB, min(256 * MIB, 3 * set_bytes // 8)) // MIB * MIB
+        settings = {
+            "dram.capacity": max(set_bytes // 4, MIB),
+            "ssd.capacity": 3 * set_bytes,
+            "ssd.segment": segment_bytes,
+        }
+        stores = both(directory, settings, scope)
+        subjects = []
+        for store in stores:
+            prompts = prompts_for(store, block_bytes, batch_bytes)
+            count = max(1, set_bytes // (prompts.blocks * block_bytes))
+            targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
+            subjects.append(DiskStore(store, prompts, count, targets))
+        for subject in subjects:
+            subject.put_set()
+        rows: list[Result] = []
+        for op in ("put", "get"):
+            works = [subject.put_set if op == "put" else subject.get_set for subject in subjects]
+            speed = compare({_EMBEDDED: works[0]}, {op: works[1]}, rounds)[op]
+            name = f"{op}_many"
+            bar = daemon_bar(name, block_bytes)
+            rows.append(speed.row("ssd", name, block_bytes, subjects[0].set_bytes, bar))
+        for subject in subjects:
+            subject.verify()
+    return rows
+
+
+def measure_lookups(directory: Path, calls: int) -> list[Result]:
+    """Round trips of a match of 512 blocks, alone and while four clients do something."""
+    results: list[Result] = []
+    with ExitStack() as scope:
+        settings = {"dram.capacity": 1024 * MIB}
+        store, address = scope.enter_context(daemon_store(directory / "daemon", settings))
+        keys = resident(store)
+        scope.enter_context(store.lease(keys))
+        results += _latencies("alone", round_trips(store, keys, calls * _MATCH_ROUNDS), None)
+        for what in BUSY:
+            rounds = []
+            for _ in range(_MATCH_ROUNDS):
+                with busy_clients(address, CLIENTS, what):
+                    rounds.append(round_trips(store, keys, calls))
+            label = f"beside {CLIENTS} clients that {what}"
+            results += _latencies(label, [taken for batch in rounds for taken in batch], rounds)
+    return results
+
+
+def _latencies(
+    label: str, taken: Sequence[float], rounds: Sequence[Sequence[float]] | None
+) -> list[Result]:
+    p50, p99 = (percentile(taken, share) * 1e6 for share in (0.5, 0.99))
+    results: list[Result] = [Latency(f"match 512 blocks, {label}", 512, p50, p99, len(taken))]
+    if rounds is not None:
+        worst = [percentile(batch, 0.99) * 1e6 for batch in rounds]
+        what = f"match 512 blocks, p99, {label}"
+        results.append(Figure(what, p99, "us", min(worst), max(worst), DAEMON_MATCH_P99_US))
+    return results

@@ -1,0 +1,191 @@
+"""`bench ttft`: how soon a model answers a long prompt, from each tier and computed.
+
+Four ways to the first token of the same prompt take turns: computed by the model alone; computed
+with a depot that has nothing of it, which adds the lookup and the offload; from memory; and from
+disk by a store that was just opened. The first token must be the same in all of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvdepot.bench.bars import TTFT_MISS, TTFT_SSD
+from kvdepot.bench.raw import MIB
+from kvdepot.bench.rounds import Part, Result, Speed, compare, spread
+from kvdepot.errors import ConfigError, StateError
+from kvdepot.store.opening import open_store
+from kvdepot.store.store import Store
+
+if TYPE_CHECKING:
+    from kvdepot.adapters.chat import ChatModel, Reply
+
+PREFIX_TOKENS: Final = 4000
+QUESTION_TOKENS: Final = 16
+BLOCK_TOKENS: Final = 32
+"""A prefix is fetched in whole blocks and the rest computed; small blocks leave a small rest."""
+
+_WAIT_S: Final = 120.0
+_ROOM: Final = 1.25
+
+
+@dataclass(slots=True)
+class TtftPlan:
+    """What `bench ttft` shall measure."""
+
+    directory: Path
+    cache: Path
+    """Where SmolLM2 is kept."""
+
+    model: Path | None
+    """A model folder to use instead."""
+
+    prefix_tokens: int
+    rounds: int
+    arms: "Arms | None" = None
+
+    def parts(self) -> Iterator[Part]:
+        yield Part("loading the model (a minute the first time)", self._load)
+        yield Part(f"time to first token, {self.prefix_tokens} tokens", self._measure)
+
+    def _load(self) -> list[Result]:
+        from kvdepot.adapters import smollm2
+        from kvdepot.adapters.chat import ChatModel
+
+        folder = self.model or smollm2.prepare(self.cache)
+        chat = ChatModel.load(folder)
+        if chat.context_tokens < self.prefix_tokens + QUESTION_TOKENS + 1:
+            reason = f"{self.prefix_tokens} is more than the model's {chat.context_tokens}"
+            raise ConfigError("prefix", reason, hint="give a smaller --prefix")
+        self.arms = Arms(chat, self.directory, self.prefix_tokens)
+        return []
+
+    def _measure(self) -> list[Result]:
+        assert self.arms is not None
+        with_depot = {"miss": self.arms.miss, "dram": self.arms.dram, "ssd": self.arms.ssd}
+        try:
+            speeds = compare({"computed": self.arms.computed}, with_depot, self.rounds)
+        finally:
+            self.arms.close()
+        return figures(speeds, self.prefix_tokens, self.arms.whole_call_s)
+
+
+@dataclass(slots=True)
+class Arms:
+    """The four ways. Each returns the seconds to the first token, preparations left out."""
+
+    chat: "ChatModel"
+    directory: Path
+    prefix_tokens: int
+    prompt: list[int] = field(default_factory=list)
+    whole_call_s: dict[str, list[float]] = field(default_factory=dict)
+    """By way: until the call returned, with all that is offloaded before it does."""
+
+    _stores: dict[str, Store] = field(default_factory=dict)
+    _first: list[int] = field(default_factory=list)
+    _misses: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(20261115)
+        count = self.prefix_tokens + QUESTION_TOKENS
+        self.prompt = rng.integers(0, self.chat.vocabulary, count).tolist()
+
+    def computed(self) -> float:
+        self.chat.detach()
+        return self._timed("computed")
+
+    def miss(self) -> float:
+        """A tenant of its own each time, so that nothing is found."""
+        self._misses += 1
+        store = self._store("miss")
+        self._attach(store, tenant=f"bench-{self._misses}")
+        seconds = self._timed("miss")
+        self._settle(store)
+        return seconds
+
+    def dram(self) -> float:
+        store = self._filled("dram")
+        self._attach(store)
+        seconds = self._timed("dram", "dram")
+        self._settle(store)
+        return seconds
+
+    def ssd(self) -> float:
+        """A store that was closed and opened again has nothing in memory."""
+        self._filled("ssd").close()
+        del self._stores["ssd"]
+        self._attach(self._store("ssd"))
+        return self._timed("ssd", "ssd")
+
+    def close(self) -> None:
+        self.chat.detach()
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+
+    def _timed(self, name: str, tier: str = "") -> float:
+        reply = self.chat.answer(self.prompt, 1)
+        self._check(reply, tier)
+        self.whole_call_s.setdefault(name, []).append(reply.seconds)
+        return reply.ttft_s
+
+    def _check(self, reply: "Reply", tier: str) -> None:
+        """That the way taken is the way meant, and the answer right."""
+        expected = self.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS if tier else 0
+        if reply.fetched.get(tier, 0) < expected or sum(reply.fetched.values()) > len(self.prompt):
+            raise StateError(f"{expected} tokens should come from {tier}, got {reply.fetched}")
+        if not tier and reply.fetched:
+            raise StateError(f"nothing should be fetched, got {reply.fetched}")
+        self._first = self._first or reply.ids
+        if reply.ids != self._first:
+            raise StateError(f"the first token is {reply.ids} instead of {self._first}")
+
+    def _attach(self, store: Store, **settings: Any) -> None:
+        self.chat.attach(store, block_tokens=BLOCK_TOKENS, **settings)
+
+    def _filled(self, name: str) -> Store:
+        """A store that holds the prompt, on disk too."""
+        known = name in self._stores
+        store = self._store(name)
+        if not known:
+            self._attach(store)
+            self.chat.answer(self.prompt, 1)
+            self._settle(store)
+        return store
+
+    def _settle(self, store: Store) -> None:
+        """Let what goes on in the background end before anything else is timed."""
+        self.chat.flush()
+        if not store.flush(_WAIT_S):
+            raise StateError("flush did not write everything down")
+
+    def _store(self, name: str) -> Store:
+        if name not in self._stores:
+            need = int(_ROOM * (len(self.prompt) + BLOCK_TOKENS) * self.chat.token_bytes)
+            memory = max(32 * MIB, 2 * need)
+            disk = {"path": self.directory / name, "capacity": max(256 * MIB, 4 * need)}
+            self._stores[name] = open_store(dram=memory, ssd=disk)
+        return self._stores[name]
+
+
+def figures(
+    speeds: dict[str, Speed], prefix_tokens: int, whole_call_s: dict[str, list[float]]
+) -> list[Result]:
+    """Seconds of each way, then what share of the computation each is."""
+    computed = next(iter(speeds.values())).limit_seconds
+    results: list[Result] = [spread(f"TTFT of {prefix_tokens} tokens, computed", computed, "s")]
+    names = {"miss": "computed, nothing in the depot", "dram": "from dram", "ssd": "from ssd"}
+    judged = prefix_tokens >= PREFIX_TOKENS  # a short prompt has little to save
+    bars = {"miss": TTFT_MISS, "ssd": TTFT_SSD} if judged else {}
+    for key, name in names.items():
+        results.append(spread(f"TTFT, {name}", speeds[key].seconds, "s"))
+    for key, name in names.items():
+        shares = [1 / ratio for ratio in speeds[key].ratios()]
+        results.append(spread(f"TTFT {name} / computed", shares, "×", bars.get(key)))
+    # The first call of each was to warm up.
+    pairs = zip(whole_call_s["miss"][1:], whole_call_s["computed"][1:], strict=True)
+    shares = [miss_s / computed_s for miss_s, computed_s in pairs]
+    results.append(spread("whole call, nothing in the depot / computed", shares, "×"))
+    return results

@@ -1,0 +1,116 @@
+"""`kvdepot serve`: own a store, and share it with all processes of this machine."""
+
+import argparse
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from kvdepot.cli import output
+from kvdepot.cli.config import parse_settings
+from kvdepot.core import config
+from kvdepot.core.units import format_bytes
+from kvdepot.server.daemon import Daemon
+from kvdepot.server.limits import Limits
+from kvdepot.server.listener import Listener
+from kvdepot.wire.frames import PROTOCOL
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+NOTIFY = "NOTIFY_SOCKET"
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        description="Own a store and share it with other processes of this machine, which open it "
+        "as unix:PATH. Runs in the foreground until SIGTERM or Ctrl-C, then writes everything down "
+        "and exits: 0 if all of it is on disk, else 1. A second signal ends it at once.",
+    )
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", required=True, help="where clients connect"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="A.B=VALUE",
+        help="one setting, for example ssd.capacity=20GiB; may be repeated",
+    )
+    parser.add_argument(
+        "--group", default="", metavar="NAME", help="let this group connect too, not only the owner"
+    )
+    parser.add_argument(
+        "--clients", type=clients, default=Limits().clients, metavar="N", help="processes at once"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one line of JSON when ready, one at the end"
+    )
+
+
+def clients(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = config.load(args.config, env=args.env, overrides=parse_settings(args.settings))
+    listener = Listener(args.socket, args.group)
+    try:
+        daemon = Daemon(settings, listener, Limits(clients=args.clients))
+    except BaseException:
+        listener.close()
+        raise
+    for number in STOPPING:
+        signal.signal(number, lambda *_: stop(daemon))
+    listener.listen()
+    announce(daemon, args)
+    daemon.run()
+    output.say("stopping: writing down what waits")
+    report = daemon.close()
+    if args.json:
+        line({"stopped": True, "ok": report.ok, "waiting": report.waiting})
+    else:
+        output.say("stopped" if report else f"stopped; {report.waiting} blocks were not written")
+    return 0 if report else 1
+
+
+def stop(daemon: Daemon) -> None:
+    """The first signal ends the daemon in order, the second one at once."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    daemon.stop()
+
+
+def announce(daemon: Daemon, args: argparse.Namespace) -> None:
+    """Tell whoever waits that clients can connect: people, scripts, systemd."""
+    stats = daemon.store.stats()
+    if args.json:
+        facts = {"ready": True, "socket": str(args.socket), "pid": os.getpid()}
+        line({**facts, "protocol": PROTOCOL, "blocks": stats["blocks"]})
+    else:
+        memory = format_bytes(stats["tiers"]["dram"]["capacity_bytes"])
+        output.data(
+            f"ready: unix:{args.socket}, {stats['blocks']:,} blocks, {memory} of memory, "
+            f"process {os.getpid()}"
+        )
+    output.flush()
+    if args.env.get(NOTIFY):
+        notify(args.env[NOTIFY])
+
+
+def line(value: dict[str, Any]) -> None:
+    output.data(json.dumps(value))
+    output.flush()
+
+
+def notify(address: str) -> None:
+    """Tell systemd, for units of Type=notify."""
+    name = "\0" + address[1:] if address.startswith("@") else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
+        sending.connect(name)
+        sending.send(b"READY=1")

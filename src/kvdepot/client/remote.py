@@ -1,0 +1,350 @@
+"""The store of a daemon, as a program talks to it. Thread-safe.
+
+Every method is that of kvdepot.store.store.Store, with the same answers and the same errors for a
+caller's mistake. While the daemon is gone, nothing is found and nothing is stored, at once or
+within `call_timeout`, and `stats` counts it; when it is back, the next call attaches anew.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from kvdepot.client.attachment import Attachment
+from kvdepot.client.getter import AWAY, Getter, batches, keys_of
+from kvdepot.client.lease import Part, RemoteLease, Terms, places_of
+from kvdepot.client.link import DaemonAwayError, Link, expect
+from kvdepot.client.putter import Putter, reserved_of
+from kvdepot.client.reservation import Batch, RemoteReservation
+from kvdepot.client.session import Session
+from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.core.config import TenantConfig
+from kvdepot.core.namespace import Namespace
+from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
+from kvdepot.store.answers import FlushReport, Match
+from kvdepot.store.putter import Offer
+from kvdepot.store.report import CheckReport
+from kvdepot.store.space import Space
+from kvdepot.store.spaces import Layout, Spaces, check_block_bytes, checked, make_namespace
+from kvdepot.wire import messages
+from kvdepot.wire.frames import Flag, Kind
+
+_FLUSH_TIMEOUT_S: Final = 30.0
+_LONG_S: Final = 3600.0
+"""For what may take long, and cannot be given up: removals and checks."""
+Answer = TypeVar("Answer")
+
+
+class RemoteStore:
+    """Made by `kvdepot.open("unix:…")`; use as a context manager or call `close`."""
+
+    def __init__(self, attachment: Attachment, tenants: Mapping[str, TenantConfig]) -> None:
+        self._attachment = attachment
+        self._tenants = tenants
+        self._welcome = attachment.begin()
+        self._spaces = Spaces()
+        self._closed = False
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        layout: Layout,
+        tenant: str = "",
+        secret: bytes | None = None,
+        **fields: Any,
+    ) -> Space:
+        """As Store.namespace. The daemon keeps its tenants' secrets to itself: for a tenant that
+        has one there, pass `secret`, or name it in this store's own `tenants`.
+        """
+        self._check_open()
+        if secret is None and tenant and tenant not in self._tenants:
+            self._check_no_secret(tenant)
+        fields = {**fields, "tenant": tenant, "secret": secret}
+        block_tokens = self._welcome.block_tokens
+        return self.register(make_namespace(model, layout, block_tokens, self._tenants, fields))
+
+    def register(self, namespace: Namespace) -> Space:
+        """`namespace` for a Namespace that exists already."""
+        self._check_open()
+        check_block_bytes(namespace.layout.block_bytes)
+        self._attachment.register(Space(namespace))
+        return self._spaces.add(namespace)
+
+    def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
+        """Offload one block. See put_many."""
+        return self.put_many([key], [buffer], timeout_s=timeout_s)[0]
+
+    def put_many(
+        self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> list[Put]:
+        """As Store.put_many; THROTTLED without a daemon."""
+        self._check_open()
+        keys, buffers = list(keys), list(buffers)
+        offers = self._spaces.offers(keys, buffers)
+        if timeout_s is None:
+            timeout_s = self._welcome.put_timeout_s
+        outcomes: list[Put] = []
+        try:
+            with self._attachment.link() as (session, link):
+                Putter(session, link, timeout_s, self._call_s).store(offers, outcomes)
+        except DaemonAwayError:
+            self._attachment.count_away()
+        return outcomes + [Put.THROTTLED] * (len(offers) - len(outcomes))
+
+    def reserve(
+        self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
+    ) -> RemoteReservation:
+        """As Store.reserve; all THROTTLED without a daemon."""
+        self._check_open()
+        if timeout_s is None:
+            timeout_s = self._welcome.put_timeout_s
+        offers = self._spaces.blanks(keys)
+        away = (self._call_s, self._attachment.count_away)
+        try:
+            with self._attachment.link() as (session, link):
+                outcomes, parts = self._reserve(link, offers, timeout_s)
+                if parts:
+                    session.enter()
+        except DaemonAwayError:
+            self._attachment.count_away()
+            return RemoteReservation(None, offers, [Put.THROTTLED] * len(offers), [], away)
+        return RemoteReservation(session if parts else None, offers, outcomes, parts, away)
+
+    @property
+    def memory(self) -> tuple[memoryview, ...]:
+        """As Store.memory. After the daemon was restarted it is other memory; without one there
+        is none.
+        """
+        self._check_open()
+        try:
+            session = self._attachment.session()
+        except DaemonAwayError:
+            return ()
+        return session.arena.view, session.staging.view
+
+    def get(
+        self,
+        key: BlockKey,
+        into: Any,
+        *,
+        layers: range | None = None,
+        timeout_s: float | None = None,
+    ) -> Got:
+        """Onboard one block. See get_many."""
+        return self.get_many([key], [into], layers=layers, timeout_s=timeout_s)[0]
+
+    def get_many(
+        self,
+        keys: Sequence[BlockKey],
+        intos: Sequence[Any],
+        *,
+        layers: range | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Got]:
+        """As Store.get_many; misses without a daemon."""
+        self._check_open()
+        keys, intos = list(keys), list(intos)
+        wants = self._spaces.wants(keys, intos, layers)
+        if timeout_s is None:
+            timeout_s = self._welcome.read_timeout_s
+
+        def fetch(session: Session, link: Link) -> list[Got]:
+            return Getter(session, link, timeout_s, self._call_s).fetch(wants)
+
+        return self._ask(fetch, [AWAY] * len(wants)) if wants else []
+
+    def match(self, keys: Sequence[BlockKey]) -> Match:
+        """As Store.match; empty without a daemon."""
+        self._check_open()
+        checked(keys)
+
+        def ask(_: Session, link: Link) -> Match:
+            tiers: list[str] = []
+            for part in batches(keys):
+                frame = link.call(Kind.MATCH, keys_of(keys, part), self._call_s)
+                codes = bytes(expect(frame, Kind.TIERS).body)
+                tiers += _tiers_of(codes)
+                if len(codes) < len(part):
+                    break
+            return Match(tuple(tiers))
+
+        return self._ask(ask, Match(()))
+
+    def lease(self, keys: Sequence[BlockKey]) -> RemoteLease:
+        """As Store.lease; of nothing without a daemon."""
+        self._check_open()
+        checked(keys)
+        terms = Terms(
+            self._spaces,
+            self._call_s,
+            self._welcome.read_timeout_s,
+            self._check_open,
+            self._attachment.count_away,
+        )
+        try:
+            with self._attachment.link() as (session, link):
+                parts = self._lease(link, keys)
+                if parts:
+                    session.enter()
+        except DaemonAwayError:
+            self._attachment.count_away()
+            return RemoteLease([], [], None, terms)
+        count = parts[-1].stop if parts else 0
+        return RemoteLease(list(keys[:count]), parts, session if parts else None, terms)
+
+    def touch(self, keys: Sequence[BlockKey]) -> int:
+        """As Store.touch; 0 without a daemon."""
+        self._check_open()
+        checked(keys)
+
+        def ask(_: Session, link: Link) -> int:
+            total = 0
+            for part in batches(keys):
+                total += link.number(Kind.TOUCH, keys_of(keys, part), self._call_s)
+                if total < part.stop:
+                    break
+            return total
+
+        return self._ask(ask, 0)
+
+    def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
+        """As Store.remove; 0 without a daemon, and then nothing is removed."""
+        self._check_open()
+        wanted = checked([keys] if isinstance(keys, bytes) else list(keys))
+
+        def ask(_: Session, link: Link) -> int:
+            parts = (keys_of(wanted, part) for part in batches(wanted))
+            return sum(link.number(Kind.REMOVE, part, _LONG_S) for part in parts)
+
+        return self._ask(ask, 0)
+
+    def remove_namespace(self, space: Space) -> int:
+        """As Store.remove_namespace; 0 without a daemon, and then nothing is removed."""
+        self._check_open()
+        return self._ask(lambda _, link: link.number(Kind.REMOVE_NAMESPACE, space.tag, _LONG_S), 0)
+
+    def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> FlushReport:
+        """As Store.flush, for what all clients have put; false without a daemon."""
+        self._check_open()
+        return self._flush(timeout_s)
+
+    def check(self, *, deep: bool = True) -> CheckReport:
+        """As Store.check; one finding without a daemon."""
+        self._check_open()
+        nowhere = CheckReport()
+        nowhere.add(self._attachment.path, "the daemon does not answer")
+
+        def ask(_: Session, link: Link) -> CheckReport:
+            said = link.text(Kind.CHECK, messages.Number(int(deep)).body(), _LONG_S)
+            report = CheckReport(said["blocks"], said["bytes"])
+            for finding in said["findings"]:
+                report.add(finding["where"], finding["what"])
+            return report
+
+        return self._ask(ask, nowhere)
+
+    def stats(self) -> dict[str, Any]:
+        """As Store.stats, for the daemon's store; `daemon` tells of the daemon and its clients,
+        `client` of this one. Without a daemon there is only that.
+        """
+        self._check_open()
+        nothing: dict[str, Any] = {}
+        found = self._ask(lambda _, link: link.text(Kind.STATS, b"", self._call_s), nothing)
+        return {**found, "client": self._attachment.describe()}
+
+    def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> FlushReport:
+        """Wait until what waits is on disk, and detach. May be called twice."""
+        if self._closed:
+            return FlushReport(True, 0, 0)
+        report = self._flush(timeout_s)
+        self._closed = True
+        self._attachment.end()
+        return report
+
+    def __enter__(self) -> "RemoteStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _call_s(self) -> float:
+        return self._attachment.call_s
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("the store is closed")
+
+    def _ask(self, call: Callable[[Session, Link], Answer], away: Answer) -> Answer:
+        """The daemon's answer, or that for when it is away."""
+        try:
+            with self._attachment.link() as (session, link):
+                return call(session, link)
+        except DaemonAwayError:
+            self._attachment.count_away()
+            return away
+
+    def _flush(self, timeout_s: float) -> FlushReport:
+        def ask(_: Session, link: Link) -> FlushReport:
+            body = messages.Seconds(timeout_s).body()
+            frame = link.call(Kind.FLUSH, body, timeout_s + _FLUSH_TIMEOUT_S)
+            said = messages.Flushed.parse(expect(frame, Kind.FLUSHED).body)
+            return FlushReport(bool(said.ok), said.waiting, said.given_up)
+
+        return self._ask(ask, FlushReport(False, 0, 0))
+
+    def _reserve(
+        self, link: Link, offers: Sequence[Offer], timeout_s: float
+    ) -> tuple[list[Put], list[Batch]]:
+        """Outcomes of all offers. Where one frame found no room the next is not asked for."""
+        outcomes: list[Put] = []
+        parts = []
+        for part in batches(offers):
+            body = messages.Seconds(timeout_s if not outcomes else 0.0).body()
+            body += b"".join([offers[index].key for index in part])
+            frame = link.call(Kind.RESERVE, body, timeout_s + self._call_s, Flag.PAD)
+            number, found, slots = reserved_of(expect(frame, Kind.RESERVED), len(part))
+            outcomes += found
+            if slots:
+                parts.append(Batch(number, part.start, slots))
+            if Put.THROTTLED in found:
+                break
+        return outcomes + [Put.THROTTLED] * (len(offers) - len(outcomes)), parts
+
+    def _lease(self, link: Link, keys: Sequence[BlockKey]) -> list[Part]:
+        parts = []
+        for part in batches(keys):
+            frame = link.call(Kind.LEASE, keys_of(keys, part), self._call_s)
+            number, rows = messages.table(expect(frame, Kind.LEASED).body, messages.PLACE_DTYPE)
+            if len(rows) > len(part):
+                raise DaemonAwayError("more blocks than were asked for")
+            if len(rows):
+                parts.append(Part(number, part.start, places_of(frame, len(rows))))
+            if len(rows) < len(part):
+                break
+        return parts
+
+    def _check_no_secret(self, tenant: str) -> None:
+        """Never make keys without a secret for a tenant that has one."""
+        try:
+            with self._attachment.link() as (_, link):
+                has_one = link.number(Kind.HAS_SECRET, str(tenant).encode(), self._call_s)
+        except DaemonAwayError as error:
+            raise DaemonError(
+                self._attachment.path,
+                f"cannot tell whether tenant {tenant!r} has a secret: {error}",
+                hint='pass secret=…, or secret=b"" for a tenant without one',
+            ) from error
+        if has_one:
+            raise ConfigError(
+                f"tenants.{tenant}",
+                "has a secret, which the daemon keeps to itself",
+                hint="pass secret=…, or tenants={…} to kvdepot.open",
+            )
+
+
+def _tiers_of(codes: bytes) -> list[str]:
+    """Tiers by name; most often they are all the same."""
+    for code, name in enumerate(messages.TIERS):
+        if codes.count(code) == len(codes):
+            return [name] * len(codes)
+    return [messages.TIERS[code & 1] for code in codes]

@@ -1,0 +1,120 @@
+"""Daemons in processes of their own, to be stopped, killed and started again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from kvdepot.client.attachment import Attachment
+from kvdepot.client.remote import RemoteStore
+from kvdepot.core.clock import SystemClock
+from kvdepot.core.config import load
+from kvdepot.core.config_loader import to_toml
+from kvdepot.store.answers import FlushReport
+from kvdepot.store.store import Store
+
+_STOP_S: Final = 60.0
+_CALL_S: Final = 30.0
+"""Test machines are slow, and a late answer would look like a lost daemon."""
+
+
+class DaemonProcess:
+    """`kvdepot serve` with these settings on a socket in `folder`. A scope: killed at its end."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *options: str) -> None:
+        self.socket = folder / "depot.sock"
+        self._config = folder / "daemon.toml"
+        self._config.write_text(to_toml(load(overrides=settings)))
+        self._options = options
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        """For `kvdepot.open`."""
+        return f"unix:{self.socket}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it; it is ready when this returns."""
+        command = [sys.executable, "-m", "kvdepot", "serve", "--json", "--config"]
+        command += [str(self._config), "--socket", str(self.socket), *self._options]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline()
+        if not said:
+            self._process.wait()
+            raise AssertionError(f"the daemon did not start: {self._errors()}")
+        assert json.loads(said)["ready"]
+
+    def stop(self) -> int:
+        """Ask it to end, and wait. Returns its exit status; fails if it complained."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        status = self._process.wait(_STOP_S)
+        errors = self._errors()
+        assert "Traceback" not in errors, errors
+        return status
+
+    def kill(self) -> None:
+        """kill -9. Fails if it had complained before."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        errors = self._errors()
+        assert "Traceback" not in errors, errors
+
+    def pause(self) -> None:
+        """Let it hang until `resume`. All its threads have stopped when this returns."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def __enter__(self) -> "DaemonProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.resume()
+            self.kill()
+
+    def _errors(self) -> str:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        assert self._process.stdout is not None
+        with self._process.stderr as stream, self._process.stdout:
+            return stream.read()
+
+
+class DaemonStore(RemoteStore):
+    """The store of a daemon that nobody else uses: closing it stops the daemon."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+        super().__init__(Attachment(str(daemon.socket), SystemClock(), _CALL_S), {})
+        self._stopped = False
+
+    def close(self, timeout_s: float = _STOP_S) -> FlushReport:
+        report = super().close(timeout_s)
+        if not self._stopped:
+            self._stopped = True
+            ok = self.daemon.stop() == 0 and report.ok
+            report = FlushReport(ok, report.waiting, report.given_up)
+        return report
+
+
+def open_daemon(folder: Path, settings: Mapping[str, Any]) -> Store:
+    """A new daemon with these settings, and its store, which is used as any other."""
+    return cast(Store, DaemonStore(DaemonProcess(folder, settings)))

@@ -1,0 +1,437 @@
+"""The laws of a store as tests, whoever keeps it: subclass StoreContract, give a `depot`, done.
+
+    class TestMyStore(StoreContract):
+        @pytest.fixture
+        def depot(self, tmp_path: Path) -> Depot:
+            def opened(**settings: Any) -> Store: ...
+            return opened
+
+`depot(**settings)` opens the store: a new one the first time, after a close the same again. Only
+the public interface is used. The laws of filling and reading in place are in in_place_contract.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.layout import KVLayout
+from kvdepot.errors import (
+    BadBufferError,
+    ConfigError,
+    KeyFormatError,
+    LeaseError,
+    StoreClosedError,
+)
+from kvdepot.store.space import Space
+from kvdepot.store.store import Store
+from kvdepot.testing.images import payload_for
+
+TOKENS: Final = 8
+LAYERS: Final = 4
+BLOCK_BYTES: Final = LAYERS * 8200
+"""Layers that end in the middle of a page, and share checksums."""
+LAYOUT: Final = KVLayout.opaque(BLOCK_BYTES, TOKENS, LAYERS)
+WAIT_S: Final = 20.0
+MANY: Final = 2000
+"""Keys, more than go over a wire at once."""
+
+Depot = Callable[..., Store]
+
+
+def small(path: Path) -> dict[str, Any]:
+    """Settings of a store in `path` whose memory is full after some dozens of blocks."""
+    return {
+        "dram": {"capacity": 2 << 20, "prefault": False, "huge_pages": "never"},
+        "ssd": {"path": str(path), "capacity": 16 << 20, "segment": 1 << 20},
+        "writeback": {"staging": 2 << 20},
+    }
+
+
+def space_of(store: Store, model: str = "contract") -> Space:
+    return store.namespace(model=model, layout=LAYOUT)
+
+
+def prompt(space: Space, number: int, blocks: int) -> list[BlockKey]:
+    """Keys of a prompt that shares nothing with those of other numbers."""
+    return space.keys([number, *range(1, TOKENS * blocks)])
+
+
+def put(store: Store, keys: Sequence[BlockKey]) -> list[Put]:
+    """Each key with the one payload that belongs to it."""
+    return store.put_many(keys, [payload_for(k, BLOCK_BYTES) for k in keys], timeout_s=WAIT_S)
+
+
+def tiers(store: Store, keys: Sequence[BlockKey]) -> list[str | None]:
+    """Where each block came from, None for a miss; no hit has a wrong byte."""
+    targets = [bytearray(BLOCK_BYTES) for _ in keys]
+    answers = store.get_many(keys, targets, timeout_s=WAIT_S)
+    for key, target, answer in zip(keys, targets, answers, strict=True):
+        assert not answer or target == payload_for(key, BLOCK_BYTES)
+    return [answer.tier for answer in answers]
+
+
+def flood(store: Store, space: Space, blocks: int) -> None:
+    """Put blocks that nobody asks for again."""
+    for number in range(blocks // 10):
+        assert all(put(store, prompt(space, 1000 + number, 10)))
+
+
+class StoreContract:
+    """Laws every store obeys."""
+
+    @pytest.fixture
+    def store(self, depot: Depot) -> Iterator[Store]:
+        with depot() as opened:
+            yield opened
+
+    def test_what_was_put_comes_back(self, store: Store) -> None:
+        keys = prompt(space_of(store), 1, 8)
+        assert put(store, keys) == [Put.STORED] * 8
+        assert put(store, keys) == [Put.PRESENT] * 8
+        assert tiers(store, keys) == ["dram"] * 8
+        assert store.match(keys).tiers == ("dram",) * 8
+
+    def test_and_after_a_restart_too(self, depot: Depot) -> None:
+        with depot() as store:
+            keys = prompt(space_of(store), 1, 8)
+            assert all(put(store, keys))
+            assert store.flush()
+        with depot() as store:
+            space_of(store)
+            assert store.match(keys).tiers == ("ssd",) * 8
+            assert tiers(store, keys) == ["ssd"] * 8
+            assert tiers(store, keys) == ["dram"] * 8
+            assert store.check()
+
+    def test_a_batch_answers_for_each_block(self, store: Store) -> None:
+        keys = prompt(space_of(store), 1, 20)
+        put(store, keys[::2])
+        assert tiers(store, keys) == ["dram", None] * 10
+        assert store.get(keys[1], bytearray(BLOCK_BYTES)).reason == "absent"
+        assert len(store.match(keys)) == 1
+        assert store.get_many([], []) == []
+        assert store.put_many([], []) == []
+        assert len(store.match([])) == len(store.lease([])) == store.touch([]) == 0
+        assert store.remove([]) == 0
+
+    def test_the_same_block_twice_in_a_batch(self, store: Store) -> None:
+        key = prompt(space_of(store), 1, 1)[0]
+        assert put(store, [key, key]) == [Put.STORED, Put.PRESENT]
+        assert tiers(store, [key] * 5) == ["dram"] * 5
+        assert store.flush()
+        flood(store, space_of(store), 120)
+        assert tiers(store, [key] * 5) == ["ssd"] * 5
+        assert store.stats()["leased"] == 0
+
+    def test_every_range_of_layers_from_both_tiers(self, depot: Depot) -> None:
+        with depot() as store:
+            keys = prompt(space_of(store), 1, 2)
+            assert all(put(store, keys))
+            self.check_ranges(store, keys)
+        with depot() as store:
+            space_of(store)
+            self.check_ranges(store, keys)
+
+    def check_ranges(self, store: Store, keys: list[BlockKey]) -> None:
+        layer_bytes = BLOCK_BYTES // LAYERS
+        for start in range(LAYERS):
+            for stop in range(start + 1, LAYERS + 1):
+                targets = [bytearray((stop - start) * layer_bytes) for _ in keys]
+                assert all(store.get_many(keys, targets, layers=range(start, stop)))
+                for key, target in zip(keys, targets, strict=True):
+                    whole = payload_for(key, BLOCK_BYTES)
+                    assert target == whole[start * layer_bytes : stop * layer_bytes]
+
+    def test_blocks_of_several_namespaces_in_a_batch(self, store: Store) -> None:
+        spaces = [
+            store.namespace(model=f"m{size}", layout=KVLayout.opaque(size, TOKENS, 2))
+            for size in (8192, 50000)
+        ]
+        keys = [key for space in spaces for key in prompt(space, 1, 3)]
+        sizes = [space.block_bytes for space in spaces for _ in range(3)]
+        payloads = [payload_for(k, n) for k, n in zip(keys, sizes, strict=True)]
+        assert all(store.put_many(keys, payloads))
+        targets = [bytearray(size) for size in sizes]
+        assert all(store.get_many(keys, targets))
+        assert targets == payloads
+        halves = [bytearray(size // 2) for size in sizes]
+        assert all(store.get_many(keys, halves, layers=range(1, 2)))
+        assert halves == [payload[len(payload) // 2 :] for payload in payloads]
+
+    def test_buffers_of_any_kind_and_alignment(self, store: Store) -> None:
+        keys = prompt(space_of(store), 1, 3)
+        payloads = [payload_for(key, BLOCK_BYTES) for key in keys]
+        array = np.frombuffer(payloads[1], np.float16).reshape(2, -1)
+        shifted = memoryview(b"x" + payloads[2])[1:]
+        assert all(store.put_many(keys, [bytearray(payloads[0]), array, shifted]))
+        room = bytearray(BLOCK_BYTES + 9)
+        for key, payload in zip(keys, payloads, strict=True):
+            assert store.get(key, memoryview(room)[7 : 7 + BLOCK_BYTES])
+            assert room == bytes(7) + payload + bytes(2)
+
+    def test_a_batch_of_more_than_goes_over_a_wire(self, store: Store) -> None:
+        space = store.namespace(model="tiny", layout=KVLayout.opaque(64, 1))
+        keys = space.keys(range(MANY))
+        some = keys[:100]
+        assert all(store.put_many(some, [payload_for(key, 64) for key in some]))
+        answers = store.get_many(keys, [bytearray(64) for _ in keys])
+        assert [bool(answer) for answer in answers] == [True] * 100 + [False] * (MANY - 100)
+        assert len(store.match(keys)) == store.touch(keys) == 100
+        with store.lease(keys) as lease:
+            assert list(lease) == some
+        assert store.remove(keys) == 100
+        assert len(store.match(keys)) == 0
+
+    def test_memory_overflows_to_disk_and_nothing_is_lost(self, store: Store) -> None:
+        space = space_of(store)
+        prompts = [prompt(space, number, 10) for number in range(15)]
+        for keys in prompts:
+            assert all(put(store, keys))
+            assert store.flush()
+        for keys in prompts:
+            assert None not in tiers(store, keys)
+        assert store.stats()["counters"]["evicted_dram"] > 0
+        assert store.check()
+
+    def test_leased_blocks_stay_while_others_need_room(self, store: Store) -> None:
+        space = space_of(store)
+        keys = prompt(space, 1, 10)
+        put(store, keys)
+        assert store.flush()
+        with store.lease([*keys, *prompt(space, 2, 1)]) as lease:
+            assert list(lease) == keys
+            assert store.stats()["leased"] == 10
+            flood(store, space, 150)
+            assert store.match(keys).tiers == ("dram",) * 10
+            for index, key in enumerate(keys):
+                view = lease.view(index)
+                assert view is not None
+                with view:
+                    assert view.readonly
+                    assert view == payload_for(key, BLOCK_BYTES)
+        assert store.stats()["leased"] == 0
+
+    def test_a_lease_ends_once(self, store: Store) -> None:
+        keys = prompt(space_of(store), 1, 2)
+        put(store, keys)
+        lease = store.lease(keys)
+        assert len(lease) == 2
+        lease.release()
+        with pytest.raises(LeaseError, match="released"):
+            lease.release()
+        with pytest.raises(LeaseError, match="released"):
+            lease.view(0)
+        with pytest.raises(LeaseError, match="released"):
+            lease.deliver(print)
+
+    def test_what_is_removed_is_gone_also_after_a_restart(self, depot: Depot) -> None:
+        with depot() as store:
+            space, other = space_of(store), space_of(store, "other")
+            keys, others = prompt(space, 1, 6), prompt(other, 1, 3)
+            put(store, keys)
+            put(store, others)
+            assert store.flush()
+            assert store.remove(keys[4]) == 1
+            assert store.remove(keys[3:]) == 2
+            assert store.remove_namespace(other) == 3
+            assert tiers(store, keys + others) == ["dram"] * 3 + [None] * 6
+        with depot() as store:
+            space_of(store), space_of(store, "other")
+            assert tiers(store, keys + others) == ["ssd"] * 3 + [None] * 6
+            assert store.check()
+
+    def test_touching_keeps_a_prompt_longer(self, store: Store) -> None:
+        space = space_of(store)
+        first, second = prompt(space, 1, 10), prompt(space, 2, 10)
+        put(store, first)
+        put(store, second)
+        assert store.flush()
+        assert store.touch(first) == 10
+        flood(store, space, 40)
+        assert store.match(first).tiers.count("dram") > store.match(second).tiers.count("dram")
+
+    def test_damage_in_memory_is_never_served(self, store: Store) -> None:
+        keys = prompt(space_of(store), 1, 3)
+        put(store, keys)
+        assert store.flush()
+        spoil(store, payload_for(keys[1], BLOCK_BYTES))
+        assert tiers(store, keys) == ["dram", "ssd", "dram"]
+        assert store.stats()["counters"]["quarantined"] == 1
+        assert tiers(store, keys) == ["dram"] * 3
+        assert store.check()
+
+    def test_a_callers_mistakes_raise_and_change_nothing(self, store: Store) -> None:
+        space = space_of(store)
+        (key,) = prompt(space, 1, 1)
+        stranger = space_of(store, "other").keys(range(TOKENS))[0][:8] + key[8:]
+        unknown = BlockKey(bytes(8) + key[8:])
+        mistakes: list[tuple[type[Exception], Callable[[], object]]] = [
+            (BadBufferError, lambda: store.put(key, bytes(BLOCK_BYTES - 1))),
+            (BadBufferError, lambda: store.get(key, bytes(BLOCK_BYTES))),
+            (BadBufferError, lambda: store.put_many([key], [])),
+            (BadBufferError, lambda: store.get(key, bytearray(1), layers=range(0, 4, 2))),
+            (KeyFormatError, lambda: store.put(unknown, bytes(BLOCK_BYTES))),
+            (KeyFormatError, lambda: store.get(unknown, bytearray(BLOCK_BYTES))),
+            (KeyFormatError, lambda: store.match([BlockKey(b"short")])),
+            (KeyFormatError, lambda: store.lease([BlockKey(key + b"x")])),
+            (KeyFormatError, lambda: store.reserve([unknown])),
+            (ConfigError, lambda: store.namespace(model="", layout=LAYOUT)),
+            (ConfigError, lambda: store.namespace(model="m", layout=LAYOUT, modle="x")),
+            (ConfigError, lambda: space_too_large(store)),
+        ]
+        for error, mistake in mistakes:
+            with pytest.raises(error):
+                mistake()
+        assert len(store.match([BlockKey(stranger)])) == 0
+        assert store.stats()["blocks"] == 0
+        assert put(store, [key]) == [Put.STORED]
+
+    def test_a_closed_store_says_so(self, depot: Depot) -> None:
+        store = depot()
+        space = space_of(store)
+        (key,) = prompt(space, 1, 1)
+        put(store, [key])
+        lease = store.lease([key])
+        view = lease.view(0)
+        assert view is not None
+        assert store.close()
+        assert view == payload_for(key, BLOCK_BYTES), "a view keeps its memory"
+        lease.release()
+        assert store.close()
+        for call in (
+            lambda: put(store, [key]),
+            lambda: tiers(store, [key]),
+            lambda: store.match([key]),
+            lambda: store.lease([key]),
+            lambda: store.reserve([key]),
+            lambda: store.touch([key]),
+            lambda: store.remove(key),
+            lambda: store.remove_namespace(space),
+            lambda: space_of(store),
+            lambda: store.memory,
+            store.flush,
+            store.check,
+            store.stats,
+        ):
+            with pytest.raises(StoreClosedError, match="closed"):
+                call()
+
+    def test_threads_may_share_it(self, store: Store) -> None:
+        space = space_of(store)
+        wrong: list[object] = []
+
+        def work(number: int) -> None:
+            try:
+                for turn in range(6):
+                    keys = prompt(space, 10 * number + turn, 6)
+                    put(store, keys)
+                    with store.lease(keys) as lease:
+                        held = list(lease)
+                        answers = store.get_many(held, [bytearray(BLOCK_BYTES) for _ in held])
+                        wrong.extend(answer for answer in answers if not answer)
+                    store.remove(keys[3:])
+            except BaseException as error:
+                wrong.append(error)
+                raise
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert store.flush()
+        assert store.stats()["leased"] == 0
+        assert store.check()
+
+    def test_it_behaves_like_a_dictionary(self, depot: Depot) -> None:
+        with depot() as store:
+            space = space_of(store)
+
+            class Machine(LikeADictionary):
+                def __init__(self) -> None:
+                    super().__init__(store, space)
+
+            chosen = settings(
+                max_examples=10,
+                stateful_step_count=20,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            )
+            run_state_machine_as_test(Machine, settings=chosen)
+            assert store.flush()
+            assert store.check()
+
+
+class LikeADictionary(RuleBasedStateMachine):
+    """Puts, gets and removals of few blocks, which memory and disk have room for."""
+
+    chains = st.tuples(st.integers(0, 2), st.integers(1, 5))
+
+    def __init__(self, store: Store, space: Space) -> None:
+        super().__init__()
+        self.store, self.space = store, space
+        self.there: set[BlockKey] = set()
+        store.remove_namespace(space)
+
+    @rule(chain=chains)
+    def put(self, chain: tuple[int, int]) -> None:
+        keys = prompt(self.space, *chain)
+        expected = [Put.PRESENT if key in self.there else Put.STORED for key in keys]
+        assert put(self.store, keys) == expected
+        self.there.update(keys)
+
+    @rule(chain=chains)
+    def get(self, chain: tuple[int, int]) -> None:
+        keys = prompt(self.space, *chain)
+        found = [tier is not None for tier in tiers(self.store, keys)]
+        assert found == [key in self.there for key in keys]
+
+    @rule(chain=chains, start=st.integers(0, 4))
+    def remove(self, chain: tuple[int, int], start: int) -> None:
+        keys = prompt(self.space, *chain)[start:]
+        assert self.store.remove(keys) == len(self.there & set(keys))
+        self.there.difference_update(keys)
+
+    @rule(chain=chains)
+    def lease(self, chain: tuple[int, int]) -> None:
+        keys = prompt(self.space, *chain)
+        with self.store.lease(keys) as lease:
+            assert len(lease) == len(self.store.match(keys)) == self.prefix(keys)
+
+    @invariant()
+    def nothing_is_held(self) -> None:
+        stats = self.store.stats()
+        assert stats["leased"] == 0
+        assert stats["blocks"] == len(self.there)
+
+    def prefix(self, keys: list[BlockKey]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in self.there), len(keys))
+
+
+def space_too_large(store: Store) -> Space:
+    """A namespace whose blocks fit nowhere."""
+    return store.namespace(model="m", layout=KVLayout.opaque(1 << 30, TOKENS))
+
+
+def spoil(store: Store, payload: bytes) -> None:
+    """Change one byte of a block where it lies in memory."""
+    for part in store.memory:
+        at = bytes(part).find(payload)
+        if at >= 0:
+            part[at + len(payload) // 2] ^= 1
+            return
+    raise AssertionError("the block is not in memory")

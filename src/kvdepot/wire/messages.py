@@ -1,0 +1,220 @@
+"""Bodies of frames, as values. Fixed binary forms; nothing here is ever evaluated.
+
+`body` gives the bytes, `parse` takes them and raises WireError unless they are exactly of its form.
+Keys travel as they are, 32 bytes each, one after the other.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Put
+from kvdepot.errors import WireError
+from kvdepot.wire.frames import KEYS_MAX
+
+MAGIC: Final = b"KVDEPOTD"
+TOKEN_BYTES: Final = 16
+NO_TOKEN: Final = bytes(TOKEN_BYTES)
+TIMEOUT_S_MAX: Final = 86400.0
+
+PLACE_DTYPE: Final = np.dtype([("location", "<i8"), ("nbytes", "<u8")])
+"""Where a leased block is: offset of its slot in the arena, NOWHERE if it is on disk only."""
+
+ARRIVAL_DTYPE: Final = np.dtype([("location", "<i8"), ("index", "<u4"), ("staged", "<u4")])
+"""A block in memory: which of those asked for, and its slot's offset in the arena or in staging."""
+
+SLOT_DTYPE: Final = np.dtype([("location", "<i8"), ("outcome", "<u8")])
+"""Answer to one key of a reservation."""
+
+NOWHERE: Final = -1
+TIERS: Final = ("dram", "ssd")
+PUTS: Final = (Put.STORED, Put.PRESENT, Put.THROTTLED, Put.REFUSED)
+PUT_CODES: Final = {put: code for code, put in enumerate(PUTS)}
+
+Array = npt.NDArray[Any]
+
+
+class Keys:
+    """Keys as they travel, checked for their number and length."""
+
+    def __init__(self, raw: bytes) -> None:
+        if len(raw) % KEY_BYTES or len(raw) > KEYS_MAX * KEY_BYTES:
+            raise WireError(f"{len(raw)} bytes are not a batch of keys")
+        self.raw = raw
+
+    @classmethod
+    def of(cls, keys: Sequence[BlockKey]) -> Self:
+        return cls(b"".join(keys))
+
+    def __len__(self) -> int:
+        return len(self.raw) // KEY_BYTES
+
+    def list(self) -> list[BlockKey]:
+        raw = self.raw
+        return [BlockKey(raw[at : at + KEY_BYTES]) for at in range(0, len(raw), KEY_BYTES)]
+
+    def words(self) -> npt.NDArray[np.uint64]:
+        """Four words each, as the index wants them."""
+        return np.frombuffer(self.raw, np.uint64).reshape(-1, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A body of one fixed form."""
+
+    FORM: ClassVar[struct.Struct]
+
+    def body(self) -> bytes:
+        names: tuple[str, ...] = self.__match_args__
+        return self.FORM.pack(*[getattr(self, name) for name in names])
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Self:
+        if len(body) != cls.FORM.size:
+            raise WireError(f"{cls.__name__}: {len(body)} bytes, not {cls.FORM.size}")
+        return cls(*cls.FORM.unpack(body))
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Fixed):
+    """The first frame of every connection. This form never changes."""
+
+    FORM = struct.Struct("<8sHHHHI16s")
+
+    magic: bytes
+    protocol: int
+    format: int
+    """How keys and payloads are made: core.namespace.FORMAT_VERSION."""
+    record: int
+    """What a slot looks like: codec.record.VERSION."""
+    zero: int
+    pid: int
+    token: bytes
+    """Of the session to join; NO_TOKEN for a new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Fixed):
+    """The daemon's answer: what a client must know. Descriptors come with it in a new session."""
+
+    FORM = struct.Struct("<16sIIddQQBB6x")
+
+    token: bytes
+    pid: int
+    block_tokens: int
+    read_timeout_s: float
+    put_timeout_s: float
+    arena_bytes: int
+    staging_bytes: int
+    verify: bool
+    prefault: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver(Fixed):
+    """Bring leased blocks start <= i < stop to memory. `verify` 2: as configured."""
+
+    FORM = struct.Struct("<QIIBd")
+
+    lease: int
+    start: int
+    stop: int
+    verify: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Fixed):
+    """Head of FETCH; keys follow. `start` and `stop` in bytes of the payload, both 0: all of it."""
+
+    FORM = struct.Struct("<QQBd")
+
+    start: int
+    stop: int
+    verify: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Register(Fixed):
+    """Head of REGISTER; the description follows, as JSON."""
+
+    FORM = struct.Struct("<8sQQ")
+
+    tag: bytes
+    block_bytes: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds(Fixed):
+    """A timeout: FLUSH; head of RESERVE, where keys follow."""
+
+    FORM = struct.Struct("<d")
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Fixed):
+    """A count, an id or a yes."""
+
+    FORM = struct.Struct("<Q")
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed(Fixed):
+    """Answer to FLUSH."""
+
+    FORM = struct.Struct("<BQQ")
+
+    ok: bool
+    waiting: int
+    given_up: int
+
+
+def split(form: type[Fixed], body: memoryview) -> tuple[Any, bytes]:
+    """A fixed head, and the bytes that follow it."""
+    size = form.FORM.size
+    if len(body) < size:
+        raise WireError(f"{form.__name__}: {len(body)} bytes, at least {size}")
+    return form.parse(body[:size]), bytes(body[size:])
+
+
+def table(body: memoryview, dtype: np.dtype[Any]) -> tuple[int, Array]:
+    """An id, and the rows that follow it: LEASED, ARRIVED, RESERVED, SEAL."""
+    head, rest = split(Number, body)
+    if len(rest) % dtype.itemsize:
+        raise WireError(f"{len(rest)} bytes are not rows of {dtype.itemsize}")
+    return head.value, np.frombuffer(rest, dtype)
+
+
+def with_table(identity: int, rows: Array) -> bytes:
+    """The body that `table` parses."""
+    return Number(identity).body() + rows.tobytes()
+
+
+def checked_timeout(timeout_s: float) -> float:
+    """A timeout from the other side, or WireError."""
+    if not math.isfinite(timeout_s) or timeout_s < 0:
+        raise WireError(f"a timeout of {timeout_s} seconds")
+    return min(timeout_s, TIMEOUT_S_MAX)
+
+
+def checked_tag(tag: bytes) -> bytes:
+    """A namespace's tag, or WireError."""
+    if len(tag) != TAG_BYTES:
+        raise WireError(f"a tag of {len(tag)} bytes")
+    return tag
+
+
+def versions(protocol: int, store_format: int, record: int) -> str:
+    """What must agree between client and daemon, for people."""
+    return f"protocol {protocol}, format {store_format}, record {record}"

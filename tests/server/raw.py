@@ -1,0 +1,78 @@
+"""Clients that do not keep to the protocol: a bare socket and what to say on it."""
+
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+
+from kvdepot.codec.record import VERSION as RECORD_VERSION
+from kvdepot.core.namespace import FORMAT_VERSION
+from kvdepot.wire.frames import FRAME_BYTES_MAX, PROTOCOL, Frame, Kind, pack, parse
+from kvdepot.wire.messages import MAGIC, NO_TOKEN, Hello
+
+TIMEOUT_S = 20.0
+
+
+def hello(
+    magic: bytes = MAGIC,
+    protocol: int = PROTOCOL,
+    store_format: int = FORMAT_VERSION,
+    record: int = RECORD_VERSION,
+    token: bytes = NO_TOKEN,
+) -> bytes:
+    return Hello(magic, protocol, store_format, record, 0, os.getpid(), token).body()
+
+
+class RawClient:
+    """A connection that says what it is told to."""
+
+    def __init__(self, path: Path, *, greeted: bool = True) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(TIMEOUT_S)
+        self.socket.connect(str(path))
+        if greeted:
+            answer = self.ask(Kind.HELLO, hello())
+            assert answer is not None and answer.kind is Kind.WELCOME
+
+    def say(self, data: bytes) -> None:
+        """Send bytes; that nobody listens any more is no news."""
+        try:
+            self.socket.send(data)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def send(self, kind: Kind, body: bytes = b"", flags: int = 0, serial: int = 7) -> None:
+        self.say(pack(kind, serial, body, flags))
+
+    def hear(self) -> Frame | None:
+        """The next frame, None when the daemon has hung up."""
+        try:
+            data = self.socket.recv(FRAME_BYTES_MAX + 1)
+        except ConnectionResetError:
+            return None
+        return parse(memoryview(data)) if data else None
+
+    def ask(self, kind: Kind, body: bytes = b"", flags: int = 0) -> Frame | None:
+        self.send(kind, body, flags)
+        return self.hear()
+
+    def heard_out(self) -> list[Kind]:
+        """Kinds of all frames until the daemon hangs up, which it must."""
+        kinds = []
+        while (frame := self.hear()) is not None:
+            kinds.append(frame.kind)
+        return kinds
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> "RawClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
