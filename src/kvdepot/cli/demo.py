@@ -18,7 +18,7 @@ from kvdepot.cli.cache import models_folder
 from kvdepot.cli.demo_play import Plan, Play
 from kvdepot.cli.demo_process import PROGRAM
 from kvdepot.cli.demo_result import Result, ratio_by_tier
-from kvdepot.cli.demo_table import LEGEND, audience
+from kvdepot.cli.demo_table import audience
 from kvdepot.cli.report.page import render
 from kvdepot.cli.scratch import choose_parent, scratch_directory
 from kvdepot.core.units import format_bytes
@@ -138,7 +138,7 @@ def describe_machine(facts: machine.PathFacts) -> dict[str, Any]:
 
 
 def summarise(result: Result) -> None:
-    output.data(f"\n{LEGEND}\n* after a kill   ! after a kill and a flipped bit\n")
+    output.data("")
     different = [turn for turn in result.turns if not turn.identical]
     for turn in different:
         output.data(f"wrong: turn {turn.number} of {turn.user} has another answer with the depot")

@@ -22,7 +22,8 @@ HEADS: Final = (
 )
 WIDTHS: Final = (4, 9, 7, 7, 7, 9, 9, 9, 9, 10)
 LEGEND: Final = (
-    "prompt: tokens; dram, ssd: tokens fetched from each tier; without, with: time to first token"
+    "prompt: tokens; dram, ssd: tokens fetched from each tier; without, with: time to first token\n"
+    "* after a kill   ! after a kill and a flipped bit"
 )
 
 
@@ -75,7 +76,7 @@ class Lines:
         self._progress.advance(0)
 
     def begin(self, number: Pass, text: str) -> None:
-        self._write(("" if number == "without" else "\n") + f"-- {text}")
+        self._write(f"{LEGEND}\n\n-- {text}" if number == "without" else f"\n-- {text}")
         if number in ("without", "with"):
             self._write(aligned(HEADS))
 
