@@ -117,7 +117,8 @@ def test_a_slow_disk_keeps_its_promises_and_its_deadlines(device: Device) -> Non
         answers = store.get_many(keys, targets, timeout_s=DELAY_S / 4)
         assert time.monotonic() - started < 20.0
         assert {answer.reason for answer in answers} == {"late"}
-        assert verified_hits(store, keys) == 12
+        # What was late has taken the drive out for a moment.
+        until(lambda: verified_hits(store, keys) == 12)
         works_again(store, space, 5)
         assert_quiet(store)
 
