@@ -76,6 +76,7 @@ def test_four_processes_for_a_minute(daemon: DaemonProcess, seed: int) -> None:
 
 
 @pytest.mark.crash
+@pytest.mark.slow
 def test_clients_killed_under_load(daemon: DaemonProcess, seed: int) -> None:
     rng, pause = random.Random(seed), threading.Event()
     with kvdepot.open(daemon.address) as store:
@@ -90,6 +91,7 @@ def test_clients_killed_under_load(daemon: DaemonProcess, seed: int) -> None:
 
 
 @pytest.mark.crash
+@pytest.mark.slow
 def test_the_daemon_killed_under_load(start_daemon: StartDaemon, tmp_path: Path, seed: int) -> None:
     rng, pause = random.Random(seed), threading.Event()
     ssd = {"path": str(tmp_path / "roomy"), "capacity": ROOMY, "segment": 4 << 20}

@@ -1,0 +1,106 @@
+"""What can be set in vLLM's `kv_connector_extra_config`, read by kvdepot's own strict loader."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from kvdepot.core.config import (
+    Config,
+    DramConfig,
+    Seconds,
+    SsdConfig,
+    TenantConfig,
+    WritebackConfig,
+)
+from kvdepot.core.config_loader import load_tree
+from kvdepot.errors import ConfigError
+
+SETTING: Final = "kv_connector_extra_config"
+_NO_ENV: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """The depot that vLLM uses, and how."""
+
+    dram: DramConfig = field(default_factory=DramConfig)
+    """The memory tier of a depot that this vLLM opens or starts."""
+
+    ssd: SsdConfig | None = None
+    """Its disk tier; without it nothing survives a restart."""
+
+    writeback: WritebackConfig = field(default_factory=WritebackConfig)
+    """How blocks get from memory to disk."""
+
+    tenants: dict[str, TenantConfig] = field(default_factory=dict)
+    """Tenants that have a secret, by name."""
+
+    socket: Path | None = None
+    """Use the daemon on this socket, or start one there. Left out, vLLM in one process keeps the
+    depot in that process, and otherwise the socket's place follows from the depot's."""
+
+    daemon: Literal["auto", "never"] = "auto"
+    """Whether a daemon is started when none answers."""
+
+    tenant: str = ""
+    """Whose blocks these are."""
+
+    model: str = ""
+    """The model's name in the depot; left out, the one that vLLM was given."""
+
+    revision: str = ""
+    """What names the weights, where vLLM cannot tell them apart by itself."""
+
+    block_tokens: int = 0
+    """Tokens in one block, a multiple of vLLM's block size; 0 takes that."""
+
+    save: Literal["all", "prompt", "none"] = "all"
+    """What is offloaded: prompts and answers, prompts only, or nothing."""
+
+    decide: bool = False
+    """Fetch only what is expected to be faster than computing it, by what was measured; else all
+    that is found."""
+
+    load_threads: int = 4
+    """Requests that are loaded at the same time."""
+
+    load_timeout: Seconds = 5.0
+    """What has not come by then is recomputed."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_tokens", 0), ("load_threads", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, f"must be at least {least}, got {getattr(self, name)}")
+        if not self.load_timeout > 0:
+            raise ConfigError("load_timeout", f"must be more than zero, got {self.load_timeout}")
+        if self.tenant not in ("", *self.tenants) and self.tenants:
+            raise ConfigError("tenant", f"{self.tenant!r} is not one of tenants")
+
+    @property
+    def depot(self) -> Config:
+        """The settings of the store itself."""
+        return Config(dram=self.dram, ssd=self.ssd, writeback=self.writeback, tenants=self.tenants)
+
+
+def read(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """The settings in `extra`. A ConfigError names the setting and what is wrong with it."""
+    try:
+        return load_tree(ConnectorConfig, prefix="", env=_NO_ENV, overrides=extra)
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{error.path}: ")
+        raise ConfigError(f"{SETTING}.{error.path}", reason, hint=error.hint) from error
+
+
+def pages_per_block(block_tokens: int, page_tokens: int) -> int:
+    """How many of vLLM's blocks make one of ours. ConfigError unless they fit."""
+    if not block_tokens:
+        return 1
+    if block_tokens % page_tokens:
+        raise ConfigError(
+            f"{SETTING}.block_tokens",
+            f"{block_tokens} is not a multiple of vLLM's block size, {page_tokens}",
+            hint=f"leave it out, or take {-(-block_tokens // page_tokens) * page_tokens}",
+        )
+    return block_tokens // page_tokens

@@ -1,0 +1,153 @@
+"""The depot of this process: opened here and shared, or that of a daemon.
+
+vLLM in one process has its scheduler and its worker open the same depot: they share it. Otherwise
+a daemon owns it; one that answers is used, else one is started, and it stays when vLLM ends, so
+that the next start finds the memory tier warm.
+"""
+
+import fcntl
+import hashlib
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import kvdepot
+from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
+from kvdepot.core.config_loader import to_toml
+from kvdepot.errors import ConfigError, DaemonError
+from kvdepot.store.store import Store
+
+START_S: Final = 120.0
+"""A large memory tier takes this long to be touched, a large disk tier to be read."""
+_SHOWN_BYTES: Final = 2000
+
+
+@dataclass(slots=True)
+class _Shared:
+    store: Store
+    users: int = 0
+
+
+_lock = threading.Lock()
+_shared: dict[str, _Shared] = {}
+_daemons: "list[subprocess.Popen[bytes]]" = []
+"""Started here; held so that Python does not complain that they outlive us."""
+
+
+class Depot:
+    """One user's hold on a depot. Closing gives it up; the last one closes the store."""
+
+    def __init__(self, name: str, store: Store) -> None:
+        self._name = name
+        self.store = store
+        self._closed = False
+
+    def close(self) -> None:
+        """May be called twice."""
+        with _lock:
+            if self._closed:
+                return
+            self._closed = True
+            held = _shared[self._name]
+            held.users -= 1
+            if held.users:
+                return
+            del _shared[self._name]
+        held.store.close()
+
+
+def open_depot(config: ConnectorConfig, *, one_process: bool) -> Depot:
+    """The depot that `config` names. Errors are those of kvdepot.open, or a DaemonError."""
+    if config.socket is None and one_process:
+        return hold(embedded_name(config), lambda: kvdepot.open(config.depot))
+    path = config.socket or default_socket(config)
+    return hold(f"unix:{path}", lambda: _attach(path, config))
+
+
+def embedded_name(config: ConnectorConfig) -> str:
+    """What a depot of this process is held by: equal settings, one depot."""
+    return f"embedded {to_toml(config.depot)}"
+
+
+def default_socket(config: ConnectorConfig) -> Path:
+    """Where the daemon of a depot is found when nobody says: one place for each set of disks."""
+    if config.ssd is None:
+        raise ConfigError(
+            f"{SETTING}.socket",
+            "missing: several processes need a daemon, and a depot without disks has no place",
+            hint='"socket": "/run/kvdepot.sock", or set ssd',
+        )
+    paths = "\n".join(str(path.resolve()) for path in config.ssd.path)
+    digest = hashlib.blake2b(paths.encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"kvdepot-{os.getuid()}" / f"{digest}.sock"
+
+
+def hold(name: str, opener: Callable[[], Store]) -> Depot:
+    """The depot of that name in this process; opened if nobody has it."""
+    with _lock:
+        if name not in _shared:
+            _shared[name] = _Shared(opener())
+        _shared[name].users += 1
+        return Depot(name, _shared[name].store)
+
+
+def _attach(path: Path, config: ConnectorConfig) -> Store:
+    """Attach to the daemon on a socket; start one if none answers and that is allowed."""
+    address = f"unix:{path}"
+    if config.daemon == "never":
+        return kvdepot.open(address, tenants=config.tenants)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(path.with_suffix(".lock")):
+        try:
+            return kvdepot.open(address, tenants=config.tenants)
+        except DaemonError:
+            start_daemon(path, config)
+        return kvdepot.open(address, tenants=config.tenants)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Of the processes that want to start a daemon, one at a time."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def start_daemon(path: Path, config: ConnectorConfig, timeout_s: float = START_S) -> int:
+    """Start `kvdepot serve` on a socket; its process id when it is ready, else a DaemonError."""
+    settings = path.with_suffix(".toml")
+    settings.write_text(to_toml(config.depot))
+    log = path.with_suffix(".log")
+    command = [sys.executable, "-m", "kvdepot", "serve"]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [*command, "--config", str(settings), "--socket", str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+    said = _first_line(process, timeout_s)
+    if not said:
+        process.kill()
+        process.wait()
+        reason = log.read_text(errors="replace").strip()[-_SHOWN_BYTES:] or "it said nothing"
+        raise DaemonError(str(path), f"the daemon did not start: {reason}", hint=f"see {log}")
+    _daemons.append(process)
+    return process.pid
+
+
+def _first_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
+    """What the daemon says when it is ready; empty if it ended or time ran out."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector, process.stdout as stdout:
+        selector.register(stdout, selectors.EVENT_READ)
+        return stdout.readline() if selector.select(timeout_s) else b""

@@ -1,0 +1,205 @@
+"""Who a worker's KV belongs to: everything that makes a page useless to another vLLM.
+
+Taken from vLLM's configuration and from the layers themselves, which know the backend and the
+instruction set that were chosen. What cannot be served is refused here, at start.
+"""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from kvdepot.adapters.tensors import KVTensors
+from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig, pages_per_block
+from kvdepot.adapters.vllm.messages import ShardFacts
+from kvdepot.adapters.vllm.weights import folder_digest
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace, fingerprint
+from kvdepot.errors import ConfigError, ModelError
+
+DTYPES: Final[dict[Any, Any]] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A worker's place in its engine."""
+
+    rank: int
+    """Among those that divide each layer's heads."""
+    ranks: int
+    engine: str
+    """vLLM and its version: the inside of a page may change with it."""
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse what would be served wrong, or not at all, with the reason."""
+    transfer, parallel = engine.kv_transfer_config, engine.parallel_config
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            "kv_transfer_config.kv_load_failure_policy",
+            f"is {transfer.kv_load_failure_policy!r}: a block that cannot be read would fail its "
+            "request",
+            hint='"kv_load_failure_policy": "recompute"',
+        )
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(name, "must be 1 with kvdepot: layers or tokens would be divided")
+    if getattr(engine.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales", "makes KV depend on the first request: it cannot be kept"
+        )
+
+
+def check_groups(cache: Any) -> Any:
+    """The one KV group; ModelError for a model that has several."""
+    groups = cache.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ModelError(
+            f"the model has {len(groups)} KV groups ({kinds}); kvdepot serves one",
+            hint="--disable-hybrid-kv-cache-manager",
+        )
+    spec = groups[0].kv_cache_spec
+    if not getattr(spec, "prefix_cacheable", True) or not hasattr(spec, "num_kv_heads"):
+        raise ModelError(f"{type(spec).__name__}: not a KV cache that can be kept by prefix")
+    return groups[0]
+
+
+def shard_facts(
+    engine: Any, cache: Any, tensors: KVTensors, config: ConnectorConfig, seat: Seat
+) -> ShardFacts:
+    """What the namespace of this worker's blocks is made of."""
+    group = check_groups(cache)
+    page_tokens = group.kv_cache_spec.block_size
+    ratio = pages_per_block(config.block_tokens, page_tokens)
+    page_bytes = tensors.pages([0]).nbytes
+    layout = KVLayout.opaque(
+        page_bytes * ratio,
+        page_tokens * ratio,
+        tensors.layer_count,
+        dtype=DTYPES.get(tensors.tensors[0].dtype, "uint8"),
+    )
+    replicas = max(1, getattr(cache, "kv_tp_replicas", 1) or 1)
+    return ShardFacts(
+        model=config.model or _model_name(engine.model_config),
+        fingerprint=_fingerprint(engine, config),
+        layout=layout.description(),
+        shard_rank=seat.rank // replicas,
+        shard_size=max(1, seat.ranks // replicas),
+        extra=(*_extra(engine, cache, group, tensors), ("engine", seat.engine)),
+        pages_per_block=ratio,
+        saves_settle_at_once=tensors.device.type == "cpu",
+    )
+
+
+def namespace_of(facts: ShardFacts, config: ConnectorConfig, adapter: str) -> Namespace:
+    """The namespace of a shard's blocks under one adapter."""
+    tenant = config.tenants.get(config.tenant)
+    return Namespace(
+        model=facts.model,
+        layout=KVLayout.from_description(facts.layout),
+        fingerprint=facts.fingerprint,
+        shard_rank=facts.shard_rank,
+        shard_size=facts.shard_size,
+        adapter=adapter,
+        tenant=config.tenant,
+        secret=tenant.secret() if tenant is not None else b"",
+        extra=facts.extra,
+    )
+
+
+def adapter_of(lora: Any) -> str:
+    """A LoRA adapter's name and content; empty for none."""
+    if lora is None:
+        return ""
+    folder = Path(lora.lora_path)
+    content = folder_digest(folder) if folder.is_dir() else ""
+    return f"{lora.lora_name} {content or lora.lora_path}"
+
+
+def _model_name(model: Any) -> str:
+    path = Path(model.model)
+    return path.name if path.is_dir() else str(model.model)
+
+
+def _fingerprint(engine: Any, config: ConnectorConfig) -> str:
+    model = engine.model_config
+    described = _plain(model.hf_config.to_dict())
+    return fingerprint({"config": described}, config.revision or _weights(engine))
+
+
+def _weights(engine: Any) -> str:
+    """What names the weights."""
+    model = engine.model_config
+    load_format = str(getattr(engine.load_config, "load_format", "auto"))
+    if load_format.endswith("dummy"):
+        return f"dummy {model.seed}"
+    folder = Path(model.model)
+    digest = folder_digest(folder) if folder.is_dir() else ""
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if not (digest or commit):
+        raise ConfigError(
+            f"{SETTING}.revision",
+            f"missing: vLLM does not tell which weights of {model.model} it has loaded",
+            hint='set it to whatever names them, such as "2026-11-01"',
+        )
+    return digest or f"commit {commit}"
+
+
+def _extra(engine: Any, cache: Any, group: Any, tensors: KVTensors) -> tuple[tuple[str, str], ...]:
+    """What the inside of a page depends on."""
+    layers = getattr(engine.compilation_config, "static_forward_context", {})
+    first = layers.get(group.layer_names[0])
+    pairs = {
+        "model_dtype": str(engine.model_config.dtype),
+        "quantization": str(engine.model_config.quantization),
+        "cache_dtype": str(engine.cache_config.cache_dtype),
+        "page_tokens": str(group.kv_cache_spec.block_size),
+        "page_shape": str(tuple(tensors.tensors[0].shape[1:])),
+        "spec": type(group.kv_cache_spec).__name__,
+        "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
+        "backend": _backend(first),
+        "instructions": _instructions(first, tensors.device),
+    }
+    return tuple(sorted(pairs.items()))
+
+
+def _backend(layer: Any) -> str:
+    backend = getattr(layer, "attn_backend", None)
+    return str(backend.get_name()) if backend is not None else "unknown"
+
+
+def _instructions(layer: Any, device: torch.device) -> str:
+    """On the processor the page's inside follows the instruction set."""
+    if device.type != "cpu":
+        return ""
+    chosen = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {chosen}"
+
+
+def _plain(value: Any) -> Any:
+    """A config's content as JSON would have it."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)
+
+
+def differences(one: ShardFacts, other: ShardFacts) -> list[str]:
+    """In which fields two shards differ, besides their rank."""
+    left, right = asdict(one), asdict(other)
+    return [name for name in left if name != "shard_rank" and left[name] != right[name]]

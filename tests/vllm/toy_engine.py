@@ -1,0 +1,436 @@
+"""A toy of vLLM's scheduler and workers, as the connector sees them, with a model to check against.
+
+The "model" is a hash: what a token leaves in its page and the token that follows depend on all
+tokens before it. Every step looks at the pages of everything a request has computed, as attention
+would, so a page with wrong bytes fails at once. Pages are shared by prefix, freed, preempted and
+taken again as vLLM does it: contents stay until a page is given to somebody else.
+"""
+
+import hashlib
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvdepot.adapters.vllm.config import ConnectorConfig
+from kvdepot.adapters.vllm.depot import hold
+from kvdepot.adapters.vllm.identity import Seat
+from kvdepot.adapters.vllm.scheduler import EngineFacts, Scheduler
+from kvdepot.adapters.vllm.worker import Worker
+from kvdepot.store.store import Store
+
+PAGE_TOKENS = 4
+LAYERS = 3
+HEADS = 2
+WIDTH = 256
+VOCABULARY = 50
+
+
+def state_of(tokens: list[int], salt: str = "") -> int:
+    packed = salt.encode() + b"|" + bytes(tokens)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=2).digest(), "little")
+
+
+@dataclass
+class ToyRequest:
+    """As vLLM's Request."""
+
+    request_id: str
+    all_token_ids: list[int]
+    max_tokens: int
+    cache_salt: str | None = None
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    pages: list[int] = field(default_factory=list)
+    status: str = "waiting"
+    loaded_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.answer) >= self.max_tokens
+
+
+def answer_of(prompt: list[int], count: int, salt: str = "") -> list[int]:
+    """What the model says, computed without any cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(state_of(tokens, salt) % VOCABULARY)
+    return tokens[len(prompt) :]
+
+
+class PagePool:
+    """vLLM's block pool: pages with users, and what complete pages hold."""
+
+    def __init__(self, count: int) -> None:
+        self.users = [0] * count
+        self.free = deque(range(1, count))  # page 0 stands for pages that are not kept
+        self.known: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.names: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    def take(self) -> int:
+        page = self.free.popleft()
+        self.known.pop(self.names.pop(page, ("", ())), None)
+        self.users[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        if not self.users[page]:
+            self.free.remove(page)
+        self.users[page] += 1
+
+    def give_back(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.free.append(page)
+
+    def name(self, page: int, prefix: tuple[str, tuple[int, ...]]) -> None:
+        if prefix not in self.known:
+            self.known[prefix] = page
+            self.names[page] = prefix
+
+
+def engine_config() -> Any:
+    """As vLLM's VllmConfig, as far as the worker looks at it."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="toy",
+            dtype="torch.float32",
+            quantization=None,
+            seed=0,
+            hf_config=SimpleNamespace(to_dict=lambda: {"layers": LAYERS}, _commit_hash="toy"),
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+
+
+def cache_config(pages: int) -> Any:
+    spec = SimpleNamespace(block_size=PAGE_TOKENS, num_kv_heads=HEADS)
+    names = [f"layer{number}" for number in range(LAYERS)]
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=names)
+    return SimpleNamespace(
+        num_blocks=pages, kv_cache_groups=[group], kv_cache_layout="LBHNC", kv_tp_replicas=1
+    )
+
+
+class ToyEngine:
+    """One engine over a store. `step` until nothing is left to do."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: ConnectorConfig,
+        *,
+        pages: int = 64,
+        budget: int = 24,
+        roles: str = "both",
+        shards: int = 1,
+    ) -> None:
+        name = f"toy {id(store)}"
+        self.pool = PagePool(pages)
+        self.budget = budget
+        self.side = Scheduler(
+            settings,
+            hold(name, lambda: store),
+            EngineFacts(budget, shares_pages=True),
+            loads=roles in ("both", "consumer"),
+            saves=roles in ("both", "producer"),
+        )
+        self.workers = []
+        self.caches = []
+        for rank in range(shards):
+            shape = (pages, HEADS, PAGE_TOKENS, WIDTH)
+            caches = {f"layer{number}": torch.zeros(shape) for number in range(LAYERS)}
+            worker = Worker(
+                engine_config(), cache_config(pages), settings, hold(name, lambda: store)
+            )
+            worker.register(caches, Seat(rank, shards, "toy 1"))
+            self.workers.append(worker)
+            self.caches.append(caches)
+        self.side.meet([worker.facts for worker in self.workers])
+        self.requests: dict[str, ToyRequest] = {}
+        self.waiting: list[ToyRequest] = []
+        self.running: list[ToyRequest] = []
+        self.held: dict[str, list[int]] = {}
+        self.recv_left: dict[str, int] = {}
+        self.sent_left: dict[str, int] = {}
+        self.done: dict[str, ToyRequest] = {}
+        self.computed_tokens = 0
+        self.preemptions = 0
+        self.waits = 0
+
+    def add(self, request: ToyRequest) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        self.side.add(request)
+
+    def run(self, limit: int = 20_000) -> None:
+        """Step until all is over."""
+        for _ in range(limit):
+            if not (self.waiting or self.running or self.held or self.recv_left):
+                self.settle()
+                return
+            self.step()
+        raise AssertionError(f"not over after {limit} steps: {list(self.requests)}")
+
+    def settle(self) -> None:
+        """Return when everything that was saved can be found."""
+        for worker in self.workers:
+            assert worker._saver is not None
+            worker._saver.wait()
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:
+            for queue in (self.waiting, self.running):
+                if request in queue:
+                    queue.remove(request)
+            self._finish(request, loading=request.status == "loading")
+
+    def step(self) -> None:
+        scheduled = self._schedule()
+        table = SimpleNamespace(get_block_ids=lambda name: (list(self.requests[name].pages),))
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=table)
+        plan = self.side.plan(output)
+        for worker in self.workers:
+            worker.preempt()
+            worker.begin(plan)
+        for name, count in scheduled.items():
+            self._compute(self.requests[name], count)
+        ends = []
+        for worker in self.workers:
+            worker.start_loads(plan)
+            worker.save(plan)
+            over = worker.finished(plan)
+            assert not over.failed
+            ends.append((over.sent, over.received, worker.take_invalid(), worker.take_report()))
+        invalid = set().union(*(end[2] for end in ends))
+        self._truncate(invalid)
+        for name, count in scheduled.items():
+            self._sample(self.requests.get(name), count)
+        for report in (end[3] for end in ends):
+            self.side.learn(report)
+        for sent, received, _, _ in ends:
+            self._moved(sent, received)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.side.close()
+
+    def _schedule(self) -> dict[str, int]:
+        budget, scheduled = self.budget, {}
+        for request in list(self.running):
+            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            if request not in self.running or not count:
+                continue
+            if not self._room(request, request.num_computed_tokens + count, preempt=True):
+                continue
+            scheduled[request.request_id] = count
+            budget -= count
+        for request in [one for one in self.waiting if one.status == "waiting"]:
+            if not budget:
+                break
+            if not self.running:
+                self._make_way(request)
+            if not self._admit(request):
+                continue
+            if request.status == "loading":
+                continue
+            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            if not self._room(request, request.num_computed_tokens + count, preempt=False):
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.status = "running"
+            scheduled[request.request_id] = count
+            budget -= count
+        return {name: count for name, count in scheduled.items() if name in self._running_names()}
+
+    def _make_way(self, request: ToyRequest) -> None:
+        """Nothing runs: no other request may hold pages that this one needs. vLLM reserves."""
+        need = -(-(request.num_tokens + 1) // PAGE_TOKENS) - len(request.pages)
+        holders = [one for one in self.waiting if one.pages and one.status == "waiting"]
+        for other in reversed(holders):
+            if other is not request and need > len(self.pool.free):
+                self.pool.give_back(other.pages)
+                other.pages, other.num_computed_tokens = [], 0
+
+    def _running_names(self) -> set[str]:
+        return {request.request_id for request in self.running}
+
+    def _admit(self, request: ToyRequest) -> bool:
+        """Prefix hits of a request that has nothing computed; False if there is no room."""
+        if request.num_computed_tokens:
+            return True
+        local = self._local_hit(request)
+        local_tokens = len(local) * PAGE_TOKENS
+        external = self.side.match(request, local_tokens)
+        if external is None:
+            self.waits += 1
+            return False
+        assert 0 <= external <= request.num_tokens - local_tokens
+        need = -(-(local_tokens + external) // PAGE_TOKENS) - len(local)
+        fresh = len(self.pool.free) - sum(1 for page in local if not self.pool.users[page])
+        if need + 1 > fresh:
+            return False
+        for page in local:
+            self.pool.share(page)
+        request.pages = local + [self.pool.take() for _ in range(need)]
+        request.num_computed_tokens = local_tokens + external
+        self.side.allocated(request.request_id, request.pages, external)
+        if external:
+            assert sum(self.side.sources(request.request_id, external).values()) == external
+            request.status = "loading"
+            request.loaded_tokens = local_tokens
+            self.recv_left[request.request_id] = len(self.workers)
+        return True
+
+    def _local_hit(self, request: ToyRequest) -> list[int]:
+        pages: list[int] = []
+        most = (request.num_tokens - 1) // PAGE_TOKENS
+        for count in range(1, most + 1):
+            prefix = tuple(request.all_token_ids[: count * PAGE_TOKENS])
+            page = self.pool.known.get((request.cache_salt or "", prefix))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _room(self, request: ToyRequest, tokens: int, *, preempt: bool) -> bool:
+        need = -(-tokens // PAGE_TOKENS) - len(request.pages)
+        if not preempt and need > len(self.pool.free):
+            return False
+        while len(request.pages) * PAGE_TOKENS < tokens:
+            if self.pool.free:
+                request.pages.append(self.pool.take())
+            else:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    return False
+        return True
+
+    def _preempt(self, request: ToyRequest) -> None:
+        self.running.remove(request)
+        self.pool.give_back(request.pages)
+        request.pages, request.num_computed_tokens, request.status = [], 0, "waiting"
+        self.waiting.insert(0, request)
+        self.preemptions += 1
+
+    def _values(self, request: ToyRequest, position: int) -> float:
+        return float(state_of(request.all_token_ids[: position + 1], request.cache_salt or ""))
+
+    def _compute(self, request: ToyRequest, count: int) -> None:
+        """Look at all pages that attention would read, then write the new tokens'."""
+        computed = request.num_computed_tokens
+        for position in range(computed):
+            page, slot = request.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
+            want = self._values(request, position)
+            for rank, caches in enumerate(self.caches):
+                for layer in range(LAYERS):
+                    row = caches[f"layer{layer}"][page, :, slot]
+                    found = {float(row[0, 0]), float(row[-1, -1])}
+                    assert found == {want + layer + 7 * rank}, (request.request_id, position, found)
+        for position in range(computed, computed + count):
+            page, slot = request.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
+            for rank, caches in enumerate(self.caches):
+                for layer in range(LAYERS):
+                    value = self._values(request, position) + layer + 7 * rank
+                    caches[f"layer{layer}"][page, :, slot] = value
+        self.computed_tokens += count
+
+    def _sample(self, request: ToyRequest | None, count: int) -> None:
+        if request is None:
+            return
+        request.num_computed_tokens += count
+        self._remember(request, request.num_computed_tokens)
+        if request.num_computed_tokens < request.num_tokens:
+            return
+        salt = request.cache_salt or ""
+        request.all_token_ids.append(state_of(request.all_token_ids, salt) % VOCABULARY)
+        if request.is_over:
+            self.running.remove(request)
+            self._finish(request)
+
+    def _remember(self, request: ToyRequest, tokens: int) -> None:
+        """Complete pages can be found by others from now on."""
+        for count in range(1, tokens // PAGE_TOKENS + 1):
+            prefix = tuple(request.all_token_ids[: count * PAGE_TOKENS])
+            self.pool.name(request.pages[count - 1], (request.cache_salt or "", prefix))
+
+    def _finish(self, request: ToyRequest, *, loading: bool = False) -> None:
+        keep = self.side.finish(request, request.pages)
+        del self.requests[request.request_id]
+        self.done[request.request_id] = request
+        request.status = "over"
+        if keep or loading:
+            self.held[request.request_id] = request.pages
+            self.sent_left[request.request_id] = len(self.workers)
+        else:
+            self.pool.give_back(request.pages)
+
+    def _truncate(self, invalid: set[int]) -> None:
+        """vLLM takes a request back to its first page that could not be loaded."""
+        for request in self.waiting:
+            if request.status == "loading":
+                last = -(-request.num_computed_tokens // PAGE_TOKENS)
+                bad = [at for at in range(last) if request.pages[at] in invalid]
+                if bad:
+                    request.num_computed_tokens = bad[0] * PAGE_TOKENS
+
+    def _moved(self, sent: set[str], received: set[str]) -> None:
+        for name in received:
+            self.recv_left[name] -= 1
+            if self.recv_left[name]:
+                continue
+            del self.recv_left[name]
+            self.side.received([name])
+            if name in self.held:
+                self.pool.give_back(self.held.pop(name))
+                continue
+            self._loaded(self.requests[name])
+        for name in sent:
+            self.sent_left[name] -= 1
+            if not self.sent_left[name]:
+                self.pool.give_back(self.held.pop(name))
+
+    def _loaded(self, request: ToyRequest) -> None:
+        request.status = "waiting"
+        if not request.num_computed_tokens:
+            self.pool.give_back(request.pages)
+            request.pages = []
+            return
+        self._remember(request, request.num_computed_tokens)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1
+
+
+def prompts(chance: random.Random, count: int) -> list[list[int]]:
+    """Prompts that share beginnings."""
+    trunk = [chance.randrange(VOCABULARY) for _ in range(60)]
+    found = []
+    for _ in range(count):
+        shared = chance.randrange(0, len(trunk))
+        own = chance.randrange(1, 20)
+        found.append(trunk[:shared] + [chance.randrange(VOCABULARY) for _ in range(own)])
+    return found
