@@ -50,8 +50,8 @@ class DramConfig:
     """Check the checksum of every block read from memory."""
 
     shared: bool = False
-    """Back the memory by a descriptor that other processes can map. Needs huge pages for shared
-    memory (hugetlb, or shmem_enabled = advise) to be as fast as private memory."""
+    """Back the memory by a descriptor that other processes can map. As fast as private memory where
+    the kernel makes huge pages of it: 6.1 or newer while it is prefaulted, or reserved ones."""
 
     lock: bool = False
     """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvdepot.core.block import BlockKey, Put
-from kvdepot.errors import LeaseError
+from kvdepot.errors import KeyFormatError, LeaseError
 from kvdepot.native import address_of
 from kvdepot.store.reader import Arrival
 from kvdepot.store.store import Store
@@ -39,8 +39,10 @@ class Collector:
     def __init__(self) -> None:
         self.got: dict[int, bytes] = {}
         self.lasting: dict[int, memoryview] = {}
+        self.calls = 0
 
     def __call__(self, arrivals: list[Arrival]) -> None:
+        self.calls += 1
         for arrival in arrivals:
             assert arrival.view.readonly
             assert address_of(arrival.view)[0] % 4096 == 0
@@ -102,6 +104,7 @@ class InPlaceContract:
             slots.seal([0, 1])
             assert slots.view(0) is None
         assert len(store.match(keys)) == 2
+        assert store.stats()["counters"]["put_stored"] == 2
         assert fill(store, keys) == [Put.PRESENT] * 2 + [Put.STORED] * 2
         assert store.remove(keys) == 4
         assert store.flush()
@@ -114,6 +117,7 @@ class InPlaceContract:
             raise ZeroDivisionError
         assert not len(store.match(keys))
         assert store.stats()["tiers"]["dram"]["used_bytes"] == 0
+        assert store.check()
 
     def test_a_reservation_takes_what_fits_and_throttles_the_rest(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 100)
@@ -135,6 +139,8 @@ class InPlaceContract:
             for wrong in (0, 7):
                 with pytest.raises(LeaseError):
                     slots.seal([wrong])
+        with pytest.raises(KeyFormatError):
+            store.reserve([BlockKey(bytes(32))])
 
     def test_part_of_a_lease(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 6)
@@ -145,6 +151,8 @@ class InPlaceContract:
             assert sorted(sink.got) == [2, 3, 4]
             assert sink.got[2] == payload_for(keys[2], BLOCK_BYTES)
             assert lease.deliver(sink, start=4, stop=4) == []
+        with pytest.raises(LeaseError):
+            lease.deliver(sink)
 
     def test_a_view_appears_when_the_block_comes_to_memory(self, depot: Depot) -> None:
         with depot() as store:

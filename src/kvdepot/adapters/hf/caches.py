@@ -14,15 +14,31 @@ KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a layer, [batch, head, token, dim] each."""
 
 
-class DepotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+class Expected:
+    """What all our layers do: wait for copies under way, and tell when a forward has come by."""
+
+    wait: Callable[[], None] | None = None
+    """Called before the filled part is used for the first time."""
+    on_update: Callable[[], None] | None = None
+    """Called when a forward has come here."""
+
+    def arrived(self) -> None:
+        """Make what follows on this thread's stream wait for the copies under way."""
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
+
+    def updated(self) -> None:
+        """A forward has come here."""
+        if self.on_update is not None:
+            self.on_update()
+
+
+class DepotLayer(Expected, DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer of full attention."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.wait: Callable[[], None] | None = None
-        """Called before the filled part is used for the first time."""
-        self.on_update: Callable[[], None] | None = None
-        """Called when a forward has come here."""
         self._room: KV | None = None
 
     def fill(self, tensors: KV, length: int) -> None:
@@ -37,12 +53,6 @@ class DepotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Whether all tokens are in the tensors that `fill` was given."""
         return self._room is not None
 
-    def arrived(self) -> None:
-        """Make what follows on this thread's stream wait for the copies under way."""
-        if self.wait is not None:
-            self.wait()
-            self.wait = None
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> KV:
@@ -50,8 +60,7 @@ class DepotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.arrived()
         if not self._append(key_states, value_states):
             super().update(key_states, value_states)
-        if self.on_update is not None:
-            self.on_update()
+        self.updated()
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
@@ -97,13 +106,11 @@ class DepotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._room = None
 
 
-class DepotSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+class DepotSlidingLayer(Expected, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """A layer that sees a window. Remembers all K and V since `kept_from`, for the offloader."""
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
-        self.wait: Callable[[], None] | None = None
-        self.on_update: Callable[[], None] | None = None
         self.recording = True
         self.kept_from = 0
         """The column of the first token that is remembered."""
@@ -117,12 +124,6 @@ class DepotSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-c
         self.keys, self.values = keys[:, :, start:], values[:, :, start:]
         self.cumulative_length = self.kept_from = length
 
-    def arrived(self) -> None:
-        """Make what follows on this thread's stream wait for the copies under way."""
-        if self.wait is not None:
-            self.wait()
-            self.wait = None
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> KV:
@@ -131,8 +132,7 @@ class DepotSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-c
         if self.recording:
             self.kept.append((key_states, value_states))
         result = super().update(key_states, value_states)
-        if self.on_update is not None:
-            self.on_update()
+        self.updated()
         return result
 
     def remember(self, tensors: KV) -> None:
