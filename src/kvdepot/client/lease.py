@@ -1,8 +1,7 @@
 """A lease on blocks of a daemon's store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final
 
 from kvdepot.client.getter import AWAY, answers_of, arrivals_of, payload_in
@@ -11,6 +10,7 @@ from kvdepot.client.session import Session
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.errors import LeaseError
 from kvdepot.store.reader import Arrival, Sink
+from kvdepot.store.scopes import LeaseScope
 from kvdepot.store.spaces import Spaces
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Flag, Frame, Kind
@@ -44,7 +44,7 @@ class Terms:
     count_away: Callable[[], None]
 
 
-class RemoteLease:
+class RemoteLease(LeaseScope):
     """As kvdepot.store.lease.Lease. When the daemon is gone it is over, without an error: nothing
     is in view, what is to be delivered is a miss, and views that are held stay readable.
     """
@@ -56,25 +56,6 @@ class RemoteLease:
         self._parts = parts
         self._session = session
         self._terms = terms
-        self._over = False
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self.keys)
-
-    def __enter__(self) -> "RemoteLease":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._over:
-            self.release()
 
     def view(self, index: int) -> memoryview | None:
         """The payload in place, or None if it is on disk only."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from kvdepot.core.block import Put
 from kvdepot.errors import LeaseError
 from kvdepot.native import chunk_checksums
 from kvdepot.store.putter import Offer
+from kvdepot.store.scopes import ReservationScope
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Kind
 
@@ -29,7 +29,7 @@ class Batch:
     """Index, counted from `start`, to the slot's place."""
 
 
-class RemoteReservation:
+class RemoteReservation(ReservationScope):
     """As kvdepot.store.reservation.Reservation. When the daemon is gone before `seal`, what was
     filled is lost: its outcomes become THROTTLED.
     """
@@ -53,20 +53,6 @@ class RemoteReservation:
             for index, location in batch.slots.items()
         }
         self._over = False
-
-    def __len__(self) -> int:
-        return len(self.outcomes)
-
-    def __enter__(self) -> "RemoteReservation":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def view(self, index: int) -> memoryview | None:
         """The payload of a slot, to be filled; None where there is none. Not to be used after

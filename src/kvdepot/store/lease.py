@@ -1,17 +1,17 @@
 """Protection of blocks while they are in use, as a scope."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.errors import LeaseError
 from kvdepot.store.reader import Arrival, Sink
+from kvdepot.store.scopes import LeaseScope
 
 Deliver = Callable[[list[BlockKey], Sink, bool | None, float | None], list[Got]]
 
 
-class Lease:
+class Lease(LeaseScope):
     """The leading blocks of a prompt, protected from eviction until `release` or the end of `with`.
 
     `len(lease)` is how many blocks were resident; `keys` are theirs; `view(i)` is the payload of
@@ -32,25 +32,6 @@ class Lease:
         self._release = release
         self._view = view
         self._deliver = deliver
-        self._over = False
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self.keys)
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._over:
-            self.release()
 
     def view(self, index: int) -> memoryview | None:
         """Payload of one leased block where it lies in memory; None if it is on disk only."""

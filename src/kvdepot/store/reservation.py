@@ -1,14 +1,14 @@
 """Offloading in place: slots in memory that the caller fills itself."""
 
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 
 from kvdepot.core.block import Put
 from kvdepot.errors import LeaseError
 from kvdepot.store.putter import Offer, Putter
+from kvdepot.store.scopes import ReservationScope
 
 
-class Reservation:
+class Reservation(ReservationScope):
     """Slots for new blocks, until `close` or the end of `with`: what is not sealed is given back.
 
     `outcomes` has one answer for each key: STORED blocks have a slot to fill (`view`) and become
@@ -32,20 +32,6 @@ class Reservation:
         }
         self._done = done
         self._over = False
-
-    def __len__(self) -> int:
-        return len(self.outcomes)
-
-    def __enter__(self) -> "Reservation":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def view(self, index: int) -> memoryview | None:
         """The payload of a slot, to be filled; None where there is none. Not to be used after
