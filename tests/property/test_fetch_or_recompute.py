@@ -6,7 +6,7 @@ from math import inf, isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.policy.fetch_or_recompute import Decision, Reason, decide
+from kvdepot.policy.fetch_or_recompute import EXPLORE_BYTES, Decision, Reason, decide
 from kvdepot.policy.prefill_model import PrefillModel, PrefillPace, attention_work
 from kvdepot.policy.tier_model import TierModel, TierPace, Transfer
 from kvdepot.policy.timetable import Engine, Prompt, Queue, Run
@@ -241,7 +241,7 @@ def test_what_is_not_known_bounds_what_is_risked(given_facts: Facts, unknown: se
         if blocks and run.tier in unknown
     )
     largest = max((run.size_bytes / run.blocks for run in runs if run.blocks), default=0.0)
-    assert asked <= max(64 << 20, largest)
+    assert asked <= max(EXPLORE_BYTES, largest)
     assert decision.deadline_s <= decision.recompute_s
     blind = decide(prompt, runs, None, known, queue, engine)
     assert blind.deadline_s < inf

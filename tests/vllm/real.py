@@ -11,9 +11,11 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ os.environ.update(
     DO_NOT_TRACK="1",
     VLLM_LOGGING_LEVEL="ERROR",
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.vllm.throttled import throttled
 
 PAGE = 32
 TOPICS = ("the sea", "old maps", "a clock tower", "bread", "two foxes", "winter trains")
@@ -112,6 +118,17 @@ class Bench:
     def forget(self) -> None:
         """Empty vLLM's own prefix cache."""
         assert self.llm.reset_prefix_cache()
+
+    def evict(self, ids: list[int], kept: int = 0) -> None:
+        """Leave the blocks of a prompt, but for the first ones, on disk only."""
+        assert self.store.flush(60.0)
+        stock = self.store._stock
+        (space,) = self.connector._side._spaces_of("")
+        with stock.changed:
+            rows = stock.catalog.rows(space.keys(ids)[kept:])
+            for row in reversed(rows):
+                if stock.catalog.memory.ready(row):
+                    stock.drop_memory(row)
 
     def figures(self) -> dict[str, float]:
         """What the connector has counted since the last call, and was not taken by vLLM."""
@@ -218,15 +235,24 @@ def disk(args: argparse.Namespace) -> dict[str, Any]:
     seen["from disk, together"] = compare(bench.ask(prompts), wanted)
     seen["figures"] = bench.figures()
     bench.forget()
+    with garbled():
+        seen["control: garbage instead of blocks"] = compare(bench.ask(prompts), wanted)
+    bench.core.scheduler.reset_prefix_cache(False, True)
+    seen["after a reset"] = compare(bench.ask(prompts[:1]), wanted[:1])
+    return seen
+
+
+@contextmanager
+def garbled() -> Iterator[None]:
+    """Loads bring something else than what was saved."""
     from kvdepot.adapters.tensors import HostMover
 
     good = HostMover.onboard
     HostMover.onboard = garbage  # type: ignore[method-assign,assignment]
-    seen["control: garbage instead of blocks"] = compare(bench.ask(prompts), wanted)
-    HostMover.onboard = good  # type: ignore[method-assign]
-    bench.core.scheduler.reset_prefix_cache(False, True)
-    seen["after a reset"] = compare(bench.ask(prompts[:1]), wanted[:1])
-    return seen
+    try:
+        yield
+    finally:
+        HostMover.onboard = good  # type: ignore[method-assign]
 
 
 def garbage(mover: Any, views: Any, pieces: Any, **more: Any) -> Any:
@@ -406,6 +432,9 @@ def roundtrip(args: argparse.Namespace) -> dict[str, Any]:
     bench.forget()
     seen = compare(bench.ask([ids]), cold)
     seen["figures"] = bench.figures()
+    bench.forget()
+    with garbled():
+        seen["control"] = compare(bench.ask([ids]), cold)["worst"]
     seen["identity"] = dict(worker_of(bench).facts.extra)
     return seen
 
@@ -420,16 +449,20 @@ def ttft(args: argparse.Namespace) -> dict[str, Any]:
     bench.ask(bench.prompts(1, 300), 2)
     told = [SAID.format(TOPICS[at % 6], at) for at in range(120)]
     ids = bench.tokenizer.encode(" ".join(told))[:4000]
-    seen: dict[str, Any] = {"first": timed(bench, ids)}
-    for turn in range(args.rounds):
-        seen[f"vllm {turn}"] = timed(bench, ids)
+    seen: dict[str, Any] = {"first": timed(bench, ids), "rounds": []}
+    seen["flushed"] = bool(bench.store.flush(60.0))
+    for _ in range(args.rounds):
+        found = {"vllm": timed(bench, ids)}
         bench.forget()
-        seen[f"memory {turn}"] = timed(bench, ids)
+        found["memory"] = timed(bench, ids)
+        bench.forget()
+        bench.evict(ids)
+        found["disk"] = timed(bench, ids)
+        seen["rounds"].append(found)
     bench.forget()
     bench.connector._side._loads = False
     seen["recompute"] = timed(bench, ids)
     seen["figures"] = bench.figures()
-    seen["flushed"] = bool(bench.store.flush(60.0))
     return seen
 
 
@@ -460,6 +493,7 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         aborts,
         roundtrip,
         ttft,
+        throttled,
         refused,
     )
 }
@@ -478,7 +512,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--extra", default="{}")
     args = parser.parse_args()
     write(args, SCENARIOS[args.scenario](args))

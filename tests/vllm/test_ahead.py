@@ -34,7 +34,9 @@ def scheduler(store: Store, *, at_once: bool = True) -> Scheduler:
 def step(side: Scheduler, request: ToyRequest, tokens: int) -> StepPlan:
     table = SimpleNamespace(get_block_ids=lambda name: (PAGES,))
     output: Any = SimpleNamespace(
-        num_scheduled_tokens={request.request_id: tokens}, kv_connector_block_state=table
+        num_scheduled_tokens={request.request_id: tokens},
+        kv_connector_block_state=table,
+        preempted_req_ids=None,
     )
     plan = side.plan(output)
     request.num_computed_tokens += tokens
@@ -63,7 +65,11 @@ def test_what_was_sampled_last_is_saved_when_the_request_is_over(open_store: Ope
     step(side, request, 1)
     request.all_token_ids += [40, 41]
     assert side.finish(request, PAGES)
-    plan = side.plan(SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=None))
+    plan = side.plan(
+        SimpleNamespace(
+            num_scheduled_tokens={}, kv_connector_block_state=None, preempted_req_ids=None
+        )
+    )
     assert saved(plan) == [(1, (101,))]
     assert plan.awaited == ["r"]
 

@@ -240,7 +240,7 @@ def test_what_fails_is_a_page_or_the_whole_load(
     keys = engine.side._spaces[""][0].keys(PROMPT)[:2]
     lacking = engine.side._spaces[""][0].keys([9] * PAGE_TOKENS)
     load = Load("r", "", ((*keys, *lacking),), (5, 6, 7), 0, timeout_s=20.0, whole=whole)
-    worker.start_loads(StepPlan(loads=[load]))
+    worker.begin(StepPlan(loads=[load]))
     received: set[str] = set()
     failed: set[str] = set()
     while not received:

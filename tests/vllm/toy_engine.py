@@ -176,6 +176,7 @@ class ToyEngine:
         self.done: dict[str, ToyRequest] = {}
         self.computed_tokens = 0
         self.preemptions = 0
+        self.preempted: list[str] = []
         self.waits = 0
 
     def add(self, request: ToyRequest) -> None:
@@ -209,16 +210,20 @@ class ToyEngine:
     def step(self) -> None:
         scheduled = self._schedule()
         table = SimpleNamespace(get_block_ids=lambda name: (list(self.requests[name].pages),))
-        output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=table)
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            kv_connector_block_state=table,
+            preempted_req_ids=set(self.preempted),
+        )
+        self.preempted.clear()
         plan = self.side.plan(output)
         for worker in self.workers:
-            worker.preempt()
+            worker.preempt(plan)
             worker.begin(plan)
         for name, count in scheduled.items():
             self._compute(self.requests[name], count)
         ends = []
         for worker in self.workers:
-            worker.start_loads(plan)
             worker.save(plan)
             over = worker.finished(plan)
             assert not over.failed
@@ -336,6 +341,7 @@ class ToyEngine:
         request.pages, request.num_computed_tokens, request.status = [], 0, "waiting"
         self.waiting.insert(0, request)
         self.preemptions += 1
+        self.preempted.append(request.request_id)
 
     def _values(self, request: ToyRequest, position: int) -> float:
         return float(state_of(request.all_token_ids[: position + 1], request.cache_salt or ""))

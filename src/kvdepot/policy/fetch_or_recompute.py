@@ -18,7 +18,7 @@ from kvdepot.policy.timetable import Engine, Prompt, Queue, Run, Timetable, fetc
 
 EXPLORE_SHARE: Final = 0.1
 """A tier of which nothing is known is given this share of the time that its blocks can save."""
-EXPLORE_BYTES: Final = 64 << 20
+EXPLORE_BYTES: Final = 1 << 30
 """And is asked for no more than this, or for one block."""
 EXPLORE_S: Final = 0.25
 """How long we wait for such a tier while the speed of prefill is not known either."""

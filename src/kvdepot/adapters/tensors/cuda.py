@@ -27,17 +27,25 @@ from kvdepot.adapters.tensors.template import PIECE_BYTES_MAX
 SLICE_BYTES: Final = 32 << 20
 _GROUP_SLICES: Final = 8
 _LOOK_S: Final = 50e-6
+_LOOK_LAZILY_S: Final = 500e-6
+"""Nobody waits for an offload, and each look takes the interpreter lock from the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaTicket:
     """An offload under way; see `Ticket`."""
 
+    device: torch.device
+    read: torch.cuda.Event
     done: torch.cuda.Event
 
     def wait(self) -> None:
         """Sleep until every payload is complete; other threads run meanwhile."""
-        _sleep_until(self.done)
+        _sleep_until(self.done, _LOOK_LAZILY_S)
+
+    def wait_read(self) -> None:
+        """The current stream waits until every block was read; the caller does not."""
+        torch.cuda.current_stream(self.device).wait_event(self.read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class Mover:
             group = max(1, _GROUP_SLICES * self._slice_bytes // pieces[0].nbytes)
             for start in range(0, len(pieces), group):
                 self._offload(pieces[start : start + group], hosts[start : start + group])
-            return CudaTicket(_recorded(lane.drain))
+            return CudaTicket(self.device, _recorded(lane.fill), _recorded(lane.drain))
 
     def _offload(self, pieces: Sequence[Pieces], hosts: Sequence[torch.Tensor]) -> None:
         lane, shape = self._down, plan.Shape.of(pieces)
@@ -250,7 +258,7 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _sleep_until(event: torch.cuda.Event) -> None:
+def _sleep_until(event: torch.cuda.Event, look_s: float = _LOOK_S) -> None:
     """Look now and then: the driver's own waiting spins, or wakes up milliseconds late."""
     while not event.query():  # type: ignore[no-untyped-call]
-        time.sleep(_LOOK_S)
+        time.sleep(look_s)

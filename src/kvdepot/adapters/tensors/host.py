@@ -45,6 +45,9 @@ class Done:
     def wait(self) -> None:
         """Nothing is left to wait for."""
 
+    def wait_read(self) -> None:
+        """Every block was read."""
+
     def wait_layer(self, layer: int) -> None:
         """Every layer has arrived."""
 

@@ -20,6 +20,13 @@ class Ticket(Protocol):
         """Block until every payload is complete. May be called again, and from any thread."""
         ...
 
+    def wait_read(self) -> None:
+        """Whatever the caller's current stream does next comes after the blocks were read.
+
+        Does not block the caller.
+        """
+        ...
+
 
 class Arrivals(Protocol):
     """An onboard under way."""

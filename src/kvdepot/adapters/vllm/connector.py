@@ -116,10 +116,10 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._hands.begin(self._plan)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        self._hands.preempt()
+        self._hands.preempt(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._hands.start_loads(self._plan)
+        """Loads were started with the step; vLLM calls this after its computation."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are over before their request is computed."""

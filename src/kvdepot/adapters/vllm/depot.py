@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import kvdepot
+from kvdepot.adapters.tensors.cores import use_all_cores
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
 from kvdepot.core.config_loader import to_toml
 from kvdepot.errors import ConfigError, DaemonError
@@ -135,6 +136,7 @@ def start_daemon(path: Path, config: ConnectorConfig, timeout_s: float = START_S
             stderr=errors,
             start_new_session=True,
         )
+    use_all_cores(process.pid)
     said = _first_line(process, timeout_s)
     if not said:
         process.kill()

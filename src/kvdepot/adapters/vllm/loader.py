@@ -6,19 +6,25 @@ which vLLM recomputes.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 
 from kvdepot.adapters.tensors import BlockMover, KVTensors, Pieces
+from kvdepot.adapters.tensors.cores import use_all_cores
 from kvdepot.adapters.vllm.complaints import Complaints
 from kvdepot.adapters.vllm.messages import Load, LoadEnd, TierTime
 from kvdepot.adapters.vllm.stats import Tally
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.store.reader import Arrival, Sink
 from kvdepot.store.store import Store
+
+_GROUP_BYTES: Final = 128 << 20
+"""Handed to the mover at a time: the bus starts on the first ones while the rest is prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +66,28 @@ class Loader:
         self._target = target
         self._tally = tally
         self._complaints = Complaints()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvdepot-load")
+        self._threads = ThreadPoolExecutor(threads, "kvdepot-load", initializer=use_all_cores)
         self._block_bytes = target.tensors.pages([0]).nbytes * target.pages_per_block
         self._under_way: dict[str, tuple[Load, Future[LoadEnd]]] = {}
         self._landed = threading.Event()
+        self._lines = threading.local()
+        self._before: Any = None
 
     def __len__(self) -> int:
         return len(self._under_way)
 
+    def mark(self) -> None:
+        """Loads from now on come after what the current stream has been given so far.
+
+        Steps that were scheduled before their pages were handed out may still write to these.
+        """
+        device = self._target.mover.device
+        if device.type == "cuda":
+            self._before = torch.cuda.current_stream(device).record_event()
+
     def submit(self, load: Load, keys: Sequence[BlockKey]) -> None:
         """Start a load; `keys` are this shard's."""
-        future = self._threads.submit(self._run, load, keys)
+        future = self._threads.submit(self._run, load, keys, self._before)
         self._under_way[load.request_id] = load, future
         future.add_done_callback(lambda _: self._landed.set())
 
@@ -103,11 +120,13 @@ class Loader:
         return Landed(load, end, frozenset(load.pages[max(start, load.present_pages) :]))
 
     @torch.no_grad()
-    def _run(self, load: Load, keys: Sequence[BlockKey]) -> LoadEnd:
-        _enter_device(self._target.mover.device)
+    def _run(self, load: Load, keys: Sequence[BlockKey], before: Any) -> LoadEnd:
         delivery = _Delivery()
-        with self._store.lease(keys) as lease:
-            got = lease.deliver(self._sink(load, delivery), timeout_s=load.timeout_s)
+        # To check what lies in memory takes the processor longer than the bus takes to move it.
+        verify = False if self._target.mover.device.type == "cuda" else None
+        with self._behind(before), self._store.lease(keys) as lease:
+            sink = self._sink(load, delivery)
+            got = lease.deliver(sink, verify=verify, timeout_s=load.timeout_s)
         answers = [*got, *[Got(None, "absent")] * (len(keys) - len(got))]
         times = _times(answers, delivery, self._block_bytes)
         self._tally.loaded(times)
@@ -130,18 +149,44 @@ class Loader:
             if not load.pages:
                 delivery.arrived(arrivals)
                 return
+            moves = []
             whole = [one for one in arrivals if one.index or not load.present_pages]
-            views = [one.view for one in whole]
-            pieces = [tensors.pages(load.pages[one.index * ratio :][:ratio]) for one in whole]
-            if whole:
-                mover.onboard(views, pieces).synchronize()
+            for part in self._groups(whole):
+                views = [one.view for one in part]
+                starts = [one.index * ratio for one in part]
+                pieces = [tensors.pages(load.pages[start : start + ratio]) for start in starts]
+                layers = tensors.layer_count
+                moves.append(mover.onboard(views, pieces, layers_per_step=layers))
             for one in arrivals:
-                if one not in whole:
+                if load.present_pages and not one.index:
                     rest = tensors.pages(load.pages[load.present_pages : ratio])
-                    mover.onboard(*_tail_of_layers(one.view, rest)).synchronize()
+                    moves.append(mover.onboard(*_tail_of_layers(one.view, rest)))
+            for move in moves:
+                move.synchronize()
             delivery.arrived(arrivals)
 
         return scatter
+
+    def _groups(self, arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
+        size = max(1, _GROUP_BYTES // self._block_bytes)
+        for start in range(0, len(arrivals), size):
+            yield arrivals[start : start + size]
+
+    @contextmanager
+    def _behind(self, before: Any) -> Iterator[None]:
+        """On CUDA a stream of this thread's own is current, and goes on after `before`.
+
+        The engine's stream would put a load behind steps that have nothing to do with it.
+        """
+        if before is None:
+            yield
+            return
+        device = self._target.mover.device
+        if not hasattr(self._lines, "stream"):
+            self._lines.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(self._lines.stream):
+            self._lines.stream.wait_event(before)
+            yield
 
 
 def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], list[Pieces]]:
@@ -159,8 +204,3 @@ def _times(answers: Sequence[Got], delivery: _Delivery, block_bytes: int) -> tup
         came = [delivery.came[at] for at, answer in enumerate(answers) if answer.tier == tier]
         times.append(TierTime(tier, len(came), block_bytes * len(came), max(came)))
     return tuple(times)
-
-
-def _enter_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

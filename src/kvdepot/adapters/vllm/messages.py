@@ -55,6 +55,8 @@ class StepPlan:
     """Blocks to be brought into memory for the sake of knowing how long it takes."""
     idle: bool = False
     """The step computes nothing."""
+    preempted: bool = False
+    """Pages were taken from requests that go on later; the step may write to them."""
     new_tokens: int = 0
     """Of a step to be timed; 0: it need not be."""
     attention: float = 0.0

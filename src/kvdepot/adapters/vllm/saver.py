@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from kvdepot.adapters.tensors import Ticket
+from kvdepot.adapters.tensors.cores import use_all_cores
 from kvdepot.adapters.vllm.complaints import Complaints
 from kvdepot.adapters.vllm.loader import Target
 from kvdepot.adapters.vllm.messages import Save
@@ -30,8 +31,8 @@ class Saver:
         self._target = target
         self._tally = tally
         self._complaints = Complaints()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvdepot-save")
-        self._reading: dict[Future[None], str] = {}
+        self._thread = ThreadPoolExecutor(1, "kvdepot-save", initializer=use_all_cores)
+        self._reading: dict[Future[None], tuple[str, Ticket]] = {}
         """Saves that may still read pages, and whose they are."""
 
     def save(self, save: Save, keys: Sequence[BlockKey]) -> int | None:
@@ -58,7 +59,12 @@ class Saver:
         """For each request how many saves may still read its pages."""
         for future in [future for future in self._reading if future.done()]:
             self._note(future)
-        return Counter(self._reading.values())
+        return Counter(request_id for request_id, _ in self._reading.values())
+
+    def yield_pages(self) -> None:
+        """What the current stream does next comes after all saves so far have read their pages."""
+        for _, ticket in self._reading.values():
+            ticket.wait_read()
 
     def wait(self) -> None:
         """Return when no page is read any more."""
@@ -76,7 +82,7 @@ class Saver:
         views = [slots.view(at) for at in mine]
         ticket = self._target.mover.offload(pieces, views)
         future = self._thread.submit(self._finish, ticket, slots, mine)
-        self._reading[future] = save.request_id
+        self._reading[future] = save.request_id, ticket
 
     def _finish(self, ticket: Ticket, slots: Reservation, mine: list[int]) -> None:
         with slots:

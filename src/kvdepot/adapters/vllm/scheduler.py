@@ -37,6 +37,9 @@ class StepOutput(Protocol):
     @property
     def kv_connector_block_state(self) -> Any: ...
 
+    @property
+    def preempted_req_ids(self) -> set[str] | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -168,6 +171,7 @@ class Scheduler:
         """The plan of the step that vLLM has just scheduled."""
         plan, self._plan = self._plan, StepPlan()
         plan.idle = not output.num_scheduled_tokens
+        plan.preempted = bool(output.preempted_req_ids)
         step = [
             (self._tracked[name], tokens)
             for name, tokens in output.num_scheduled_tokens.items()
@@ -216,7 +220,9 @@ class Scheduler:
     def finish(self, request: EngineRequest, pages: Sequence[int]) -> bool:
         """A request is over. True: its pages are kept until the workers report it sent."""
         tracked = self._tracked.pop(request.request_id, None)
-        if self._desk is not None:
+        if self._desk is not None and request.num_tokens > request.num_prompt_tokens:
+            self._desk.answered(request.request_id)
+        elif self._desk is not None:
             self._desk.forget(request.request_id)
         if tracked is None or not self._saves or tracked.phase is not Phase.COMPUTING:
             return False

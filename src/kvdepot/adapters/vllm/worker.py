@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvdepot.adapters.tensors import open_mover
+from kvdepot.adapters.tensors import BlockMover, open_mover
 from kvdepot.adapters.vllm.complaints import Complaints
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.depot import Depot
@@ -52,6 +52,8 @@ class Worker:
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._timer: StepTimer | None = None
+        self._mover: BlockMover | None = None
+        self._drops_pages = False
         self._invalid: set[int] = set()
         self._awaited: set[str] = set()
         self._report = StepReport()
@@ -77,28 +79,35 @@ class Worker:
             space.tag.hex(),
             store.stats().get("blocks", 0),
         )
-        mover = open_mover(store.memory, tensors.device)
-        target = Target(tensors, mover, self._facts.pages_per_block)
+        self._mover = open_mover(store.memory, tensors.device)
+        self._drops_pages = bool(getattr(group.kv_cache_spec, "sliding_window", None))
+        target = Target(tensors, self._mover, self._facts.pages_per_block)
         self._loader = Loader(store, target, self.tally, self._config.load_threads)
         self._saver = Saver(store, target, self.tally)
         if not self._facts.shard_rank:
             self._timer = StepTimer(tensors.device)
 
-    def preempt(self) -> None:
-        """Pages of preempted requests are about to be written to."""
-        if self._saver is not None and not self.facts.saves_settle_at_once:
-            self._saver.wait()
+    def preempt(self, plan: StepPlan) -> None:
+        """Before anything of the step: pages that vLLM has taken back may be written to in it.
+
+        It waits for `awaited` ones itself, but not for those of preempted requests, nor for those
+        that fell out of a window.
+        """
+        if self._saver is not None and (plan.preempted or self._drops_pages):
+            self._saver.yield_pages()
 
     def begin(self, plan: StepPlan) -> None:
-        """The step's computation comes next."""
-        if self._timer is not None and plan.new_tokens:
-            self._timer.start()
+        """The step's computation comes next; loads go on beside it.
 
-    def start_loads(self, plan: StepPlan) -> None:
-        """Loads of requests that wait, and probes, which nobody waits for."""
+        They are of requests that wait, and probes, which nobody waits for.
+        """
         assert self._loader is not None
+        if plan.loads:
+            self._loader.mark()
         for load in (*plan.loads, *plan.probes):
             self._loader.submit(load, self._keys(load))
+        if self._timer is not None and plan.new_tokens:
+            self._timer.start()
 
     def save(self, plan: StepPlan) -> None:
         """After the step's computation: its complete blocks go to the depot."""
@@ -142,7 +151,7 @@ class Worker:
 
     def close(self) -> None:
         """Finish what is under way and let go of the depot."""
-        for part in (self._loader, self._saver):
+        for part in (self._loader, self._saver, self._mover):
             if part is not None:
                 part.close()
         self._depot.close()

@@ -1,0 +1,506 @@
+"""kvdepot under a real vLLM on a GPU: the same answers, and how fast.
+
+Needs CUDA and vLLM 0.32 in the Python that runs it, room for 30 GiB at `--place`, 60 GiB of memory:
+
+    PYTHONPATH=src python -m kvdepot.native.build
+    PYTHONPATH=src python benchmarks/vllm_gpu.py --place /tmp/kv --json out.json --markdown out.md
+
+Models have random weights, seeded. Every vLLM runs in a process of its own (`vllm_gpu_engine.py`),
+its log in `--place`; those that are compared run side by side and are asked in turns. Parts:
+
+    same     tokens and log-probabilities beside vLLM's own prefix hit: attention backends, eager
+             and CUDA graphs, bf16 and fp8 KV; from memory, from disk in a new process, with garbage
+    memory   the first token of 21,000, 8B shape: from our memory, vLLM's OffloadingConnector,
+             vLLM's own prefix hit, computed
+    decode   how long sequences decode while their KV is offloaded, and while it is not
+    disk     the first token from disk, beside raw reads of the same bytes
+    decide   the same with `decide` on, beside the recompute
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+HERE = Path(__file__).resolve().parent
+PROMPT = 21_000
+BLOCK_TOKENS = 256
+HIT = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
+TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
+SHORT = 6 * BLOCK_TOKENS + 5
+PARTS = ["same", "memory", "decode", "disk", "decide"]
+KINDS = [
+    (backend, eager, kv)
+    for backend in ("FLASH_ATTN", "TRITON_ATTN")
+    for eager in (True, False)
+    for kv in ("auto", "fp8")
+]
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stderr.flush()
+
+
+class Engine:
+    """A vLLM process. `begin` and `end` are the halves of `do`, for several at a time."""
+
+    living: ClassVar[list["Engine"]] = []
+
+    def __init__(self, name: str, place: Path) -> None:
+        self.name = name
+        self._place = place
+        self._log = (place / f"{name}.log").open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "vllm_gpu_engine.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        Engine.living.append(self)
+
+    def begin(self, what: str, **arguments: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([what, arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the process ended"}
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return dict(answer)
+
+    def do(self, what: str, **arguments: Any) -> dict[str, Any]:
+        self.begin(what, **arguments)
+        return self.end()
+
+    def open(self, shape: str, **settings: Any) -> None:
+        self.begin("open", shape=shape, place=str(self._place), **settings)
+
+    def ask(self, seed: int, tokens: int = PROMPT, answer: int = 1) -> dict[str, Any]:
+        return self.do("ask", seed=seed, tokens=tokens, answer=answer)
+
+    def again(self, seed: int, tokens: int = PROMPT, answer: int = 1) -> dict[str, Any]:
+        """Ask without vLLM's own prefix cache."""
+        assert self.do("forget")["forgot"]
+        return self.ask(seed, tokens, answer)
+
+    def kill(self) -> None:
+        """As `kill -9` does: nothing is said good-bye to."""
+        self._process.kill()
+        self._process.wait()
+        Engine.living.remove(self)
+
+    @classmethod
+    def kill_all(cls) -> None:
+        for engine in list(cls.living):
+            engine.kill()
+
+
+class Rows:
+    """What was measured against which bar."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, what: str, values: Sequence[float], bar: str, ok: bool, **more: Any) -> None:
+        row = {"what": what, "median": statistics.median(values), "min": min(values)}
+        row |= {"max": max(values), "bar": bar, "ok": ok, **more}
+        self.rows.append(row)
+        say(line(row))
+
+
+def line(row: dict[str, Any]) -> str:
+    spread = f"{row['min']:.3f}–{row['max']:.3f}"
+    met = "met" if row["ok"] else "MISSED"
+    return " | ".join([row["what"], f"{row['median']:.3f}", spread, row["bar"], met])
+
+
+def middle(answers: Sequence[dict[str, Any]]) -> float:
+    return float(statistics.median(answer["seconds"] for answer in answers))
+
+
+def ratios(own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> list[float]:
+    return [a["seconds"] / b["seconds"] for a, b in zip(own, other, strict=True)]
+
+
+def worst(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> tuple[bool, float]:
+    """Whether all tokens are the same, and the largest difference of log-probabilities."""
+    same = all(a["tokens"] == b["tokens"] for a, b in zip(found, wanted, strict=True))
+    pairs = [
+        abs(x - y)
+        for a, b in zip(found, wanted, strict=True)
+        for x, y in zip(a["logprobs"], b["logprobs"], strict=True)
+    ]
+    return same, max(pairs)
+
+
+def depot(path: Path, **more: Any) -> dict[str, Any]:
+    ssd = {"path": str(path), "capacity": "40GiB"}
+    ssd |= {"read_timeout": "60s", "write_timeout": "60s"}
+    return {"ssd": ssd, "load_timeout": "60s", **more}
+
+
+# ---- the same answers
+
+
+def same(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
+    kinds = [(*kind, tokens) for kind in KINDS for tokens in (0, BLOCK_TOKENS)]
+    kinds = [kind for kind in kinds if not kind[3] or kind[:3] == KINDS[0]]
+    kinds = kinds[:2] if args.quick else kinds
+    say(f"same: {len(kinds)} engines, then {len(kinds)} more on their depots")
+    first = _tiny(args.place, "write", kinds)
+    wanted, found = {}, {}
+    for kind, engine in first.items():
+        cold = [engine.ask(seed, SHORT, 16) for seed in (1, 2, 3)]
+        wanted[kind] = [engine.ask(seed, SHORT, 16) for seed in (1, 2, 3)]
+        found[kind] = [engine.again(seed, SHORT, 16) for seed in (1, 2, 3)]
+        _judge(rows, kind, "from memory", found[kind], wanted[kind], engine, "dram")
+        notes[f"same {_name(kind)} cold"] = worst(cold, wanted[kind])
+        assert engine.do("flush")["flushed"]
+        engine.kill()
+    for kind, engine in _tiny(args.place, "read", kinds).items():
+        found[kind] = [engine.ask(seed, SHORT, 16) for seed in (1, 2, 3)]
+        _judge(rows, kind, "from disk, new process", found[kind], wanted[kind], engine, "ssd")
+        engine.do("garbage", on=True)
+        found[kind] = [engine.again(seed, SHORT, 16) for seed in (1, 2, 3)]
+        same, difference = worst(found[kind], wanted[kind])
+        what = f"{_name(kind)}: control with garbage, log-probability"
+        rows.add(what, [difference], "other tokens", not same)
+        engine.kill()
+
+
+def _tiny(place: Path, name: str, kinds: Sequence[Any]) -> dict[Any, Engine]:
+    engines = {kind: Engine(f"{name} {_name(kind)}".replace(" ", "-"), place) for kind in kinds}
+    for (backend, eager, kv, tokens), engine in engines.items():
+        path = place / f"depot-{_name((backend, eager, kv, tokens))}".replace(" ", "-")
+        engine.open(
+            "tiny",
+            connector="kvdepot",
+            extra=depot(path, dram="256MiB", block_tokens=tokens),
+            attention_backend=backend,
+            enforce_eager=eager,
+            kv_cache_dtype=kv,
+            max_model_len=4096,
+            kv_cache_memory_bytes=1 << 30,
+            gpu_memory_utilization=0.03,
+        )
+    for engine in engines.values():
+        say(f"{engine.name}: open in {engine.end()['seconds']:.0f} s")
+    return engines
+
+
+def _name(kind: Sequence[Any]) -> str:
+    backend, eager, kv, tokens = kind
+    words = [backend, "eager" if eager else "graphs", "bf16" if kv == "auto" else kv]
+    return " ".join([*words, *([str(tokens)] if tokens else [])])
+
+
+def _judge(
+    rows: Rows, kind: Any, where: str, found: Any, wanted: Any, engine: Engine, tier: str
+) -> None:
+    """Equal to vLLM's own hit, and really fetched."""
+    same, difference = worst(found, wanted)
+    cached = [answer["cached"] for answer in found]
+    blocks = engine.do("figures").get(f"loaded_blocks:{tier}", 0)
+    ok = same and difference == 0 and cached == [SHORT - 5] * 3 and blocks > 0
+    what = f"{_name(kind)}: {where}, log-probability"
+    rows.add(what, [difference], "same tokens, 0", ok, cached=cached, blocks=blocks)
+
+
+# ---- speed
+
+
+class Bench:
+    """The engines of the speed parts, opened when they are needed, imported before."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        names = ("plain", "kvdepot", "offloading", "decide", "disk")
+        self.args = args
+        self.engines = {name: Engine(name, args.place) for name in names}
+
+    def begin(self, name: str, **settings: Any) -> Engine:
+        engine = self.engines[name]
+        engine.open(
+            "8b",
+            enforce_eager=self.args.eager,
+            max_model_len=32768,
+            max_num_batched_tokens=16384,
+            kv_cache_memory_bytes=12 << 30,
+            gpu_memory_utilization=0.2,
+            **settings,
+        )
+        return engine
+
+    def ours(self, name: str, **more: Any) -> Engine:
+        args = self.args
+        more |= {"dram": args.dram, "block_tokens": args.block_tokens}
+        extra = depot(args.place / "depot-8b", **more)
+        return self.begin(name, connector="kvdepot", extra=extra)
+
+
+def ready(*engines: Engine) -> None:
+    for engine in engines:
+        say(f"{engine.name}: open in {engine.end()['seconds']:.0f} s")
+
+
+def speed(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
+    bench = Bench(args)
+    plain, depots = bench.begin("plain"), bench.ours("kvdepot")
+    space = {"cpu_bytes_to_use": 16 << 30}
+    vllm = bench.begin("offloading", connector="vllm", extra=space)
+    ready(plain, depots, vllm)
+    depots.do("saves", on=False)
+    for engine in (plain, depots, vllm):
+        engine.ask(900)
+        engine.again(901)
+    depots.do("saves", on=True)
+    if "memory" in args.parts:
+        memory(args, rows, notes, plain, depots, vllm)
+    vllm.kill()
+    for seed in range(1, args.prompts + 1):
+        depots.again(seed)
+        notes[f"flush {seed}"] = depots.do("flush")
+        say(f"flush {notes[f'flush {seed}']}")
+    notes["writer"] = depots.do("figures")
+    depots.kill()
+    if "decide" in args.parts:
+        decide(args, rows, notes, plain, bench.ours("decide", decide=True))
+    if "disk" in args.parts or "decode" in args.parts:
+        engine = bench.ours("disk")
+        ready(engine)
+        if "disk" in args.parts:
+            disk(args, rows, notes, engine)
+        if "decode" in args.parts:
+            decode(args, rows, notes, plain, engine)
+
+
+def memory(
+    args: argparse.Namespace,
+    rows: Rows,
+    notes: dict[str, Any],
+    plain: Engine,
+    depots: Engine,
+    vllm: Engine,
+) -> None:
+    cold = [engine.again(1) for engine in (depots, vllm)]
+    notes["memory cold"] = [answer["seconds"] for answer in cold]
+    depots.do("flush")
+    seen: dict[str, list[dict[str, Any]]] = {"kvdepot": [], "vllm": [], "local": [], "computed": []}
+    loads = []
+    for turn in range(args.rounds):
+        seen["computed"].append(plain.again(1))
+        seen["local"].append(plain.ask(1))
+        depots.do("figures")
+        pair = [("kvdepot", depots), ("vllm", vllm)]
+        for name, engine in pair if turn % 2 else pair[::-1]:
+            engine.ask(1)  # both find the device awake
+            seen[name].append(engine.again(1))
+        loads.append(depots.do("figures").get("load_seconds:dram"))
+    notes["memory"] = {**{name: [a["seconds"] for a in all_] for name, all_ in seen.items()}}
+    notes["memory load seconds"] = loads
+    hits = {name: sorted({a["cached"] for a in all_}) for name, all_ in seen.items()}
+    own, other = middle(seen["kvdepot"]), middle(seen["vllm"])
+    rows.add(
+        "first token from our memory / from vLLM's OffloadingConnector",
+        ratios(seen["kvdepot"], seen["vllm"]),
+        "≤ 1.0",
+        own <= other,
+        seconds={name: middle(all_) for name, all_ in seen.items()},
+        hits=hits,
+    )
+    rows.add(
+        "first token from our memory / computed",
+        ratios(seen["kvdepot"], seen["computed"]),
+        "–",
+        own < middle(seen["computed"]),
+    )
+
+
+def decode(
+    args: argparse.Namespace, rows: Rows, notes: dict[str, Any], plain: Engine, depots: Engine
+) -> None:
+    """8 sequences of 3,000 tokens, 256 more each; their prompts are offloaded meanwhile."""
+    work = {"sequences": 8, "tokens": 3000, "answer": 256}
+    seen: dict[str, list[dict[str, Any]]] = {"offload": [], "none": [], "plain": []}
+    depots.do("figures")
+    for turn in range(-1, args.rounds):
+        names = list(seen) if turn % 2 else list(seen)[::-1]
+        for name in names:
+            engine = plain if name == "plain" else depots
+            if engine is depots:
+                depots.do("saves", on=name == "offload")
+            engine.do("forget")
+            answer = engine.do("decode", seed=100 + 3 * turn + names.index(name), **work)
+            if engine is depots:
+                answer["figures"] = depots.do("figures")
+                answer["flush"] = depots.do("flush")
+            if turn >= 0:
+                seen[name].append({**answer, "seconds": answer["decode_s"]})
+    depots.do("saves", on=True)
+    notes["decode"] = seen
+    for other, text in (("none", "not offloaded"), ("plain", "plain vLLM")):
+        found = ratios(seen["offload"], seen[other])
+        middling = statistics.median(found)
+        what = f"decode while offloading / {text}"
+        rows.add(what, found, "≤ 1.03", middling <= 1.03, seconds=middle(seen["offload"]))
+
+
+def disk(args: argparse.Namespace, rows: Rows, notes: dict[str, Any], engine: Engine) -> None:
+    """Each prompt once: what was read lies in memory afterwards."""
+    nbytes = HIT * TOKEN_BYTES
+    raw = raw_reads(args.place / "depot-8b", nbytes)
+    engine.ask(903, 3000)
+    engine.do("figures")
+    answers, loads, raws = [], [], []
+    for seed in range(1, args.prompts + 1):
+        # Whoever comes second may find the bytes in the host's memory: by turns.
+        if seed % 2:
+            raws.append({"seconds": raw(seed - 1)})
+        answers.append(engine.again(seed))
+        if not seed % 2:
+            raws.append({"seconds": raw(seed - 1)})
+        figures = engine.do("figures")
+        notes[f"disk {seed}"] = figures
+        loads.append({"seconds": figures["load_seconds:ssd"]})
+    notes["disk"] = {"first token": answers, "loads": loads, "raw": raws}
+    whole = all(answer["cached"] == HIT for answer in answers)
+    shares = [1 / ratio for ratio in ratios(loads, raws)]
+    rows.add(
+        "rate of a load from disk / raw reads of the same bytes",
+        shares,
+        "≥ 0.9",
+        statistics.median(shares) >= 0.9 and whole,
+        rate=nbytes / middle(loads) / 1e9,
+        raw=nbytes / middle(raws) / 1e9,
+    )
+    rows.add("first token from disk / raw reads", ratios(answers, raws), "–", whole)
+
+
+def raw_reads(path: Path, nbytes: int) -> Callable[[int], float]:
+    """Direct reads of the depot's own files by the native engine, a part of `nbytes` at a time."""
+    from kvdepot.bench.raw import filled
+    from kvdepot.native import READ, address_of
+    from kvdepot.tiers.files import Files, io_ops
+
+    files = Files("auto", depth=32)
+    piece = 16 << 20
+    memory = filled(nbytes + (64 << 20), huge=True)
+    at, _ = address_of(memory)
+    places = []
+    for name in sorted(path.glob("segment-*.kvs")):
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECT)
+        places += [(fd, offset) for offset in range(0, name.stat().st_size - piece + 1, piece)]
+    count = nbytes // piece
+
+    def read(part: int, owner: object = memory) -> float:
+        start = part * count % (len(places) - count)
+        ops = io_ops(count)
+        ops["opcode"], ops["nbytes"] = READ, piece
+        for index, (fd, offset) in enumerate(places[start : start + count]):
+            ops["fd"][index], ops["offset"][index] = fd, offset
+            ops["address"][index] = at + index * piece
+        started = time.perf_counter()
+        assert files.run(ops, 120.0) is None
+        assert not ops["result"].any(), ops["result"]
+        return time.perf_counter() - started
+
+    return read
+
+
+def decide(
+    args: argparse.Namespace, rows: Rows, notes: dict[str, Any], plain: Engine, engine: Engine
+) -> None:
+    """A new process that has measured nothing yet; prompts on disk, then again."""
+    ready(engine)
+    own, other, figures = [], [], []
+    for turn in range(3 * args.prompts):
+        seed = turn % args.prompts + 1
+        other.append(plain.again(seed))
+        own.append(engine.again(seed))
+        figures.append(engine.do("figures"))
+    notes["decide"] = {"own": own, "computed": other, "figures": figures}
+    limit = middle(other)
+    found = [answer["seconds"] / limit for answer in own]
+    cached = [answer["cached"] for answer in own]
+    for what, part in (("the very first request", found[:1]), ("all later requests", found[1:])):
+        what = f"first token with `decide` / computed, {what}, the worst counts"
+        rows.add(what, part, "≤ 1.05", max(part) <= 1.05, cached=cached, each=found)
+    engine.kill()
+
+
+def machine() -> dict[str, str]:
+    import torch
+
+    from kvdepot.native import NAME
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cores": str(os.cpu_count()),
+        "torch": torch.__version__,
+        "vllm": "0.32.0",
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "native": NAME,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "PYTHONPATH=src python " + " ".join(sys.argv),
+    }
+
+
+def markdown(rows: Rows, facts: dict[str, str]) -> str:
+    lines = [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "| what | median | min–max | bar | |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {line(row)} |" for row in rows.rows)]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--place", type=Path, default=Path("/tmp/kvdepot-vllm-gpu"))
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=4, help="of the parts disk and decide")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs in the speed parts")
+    parser.add_argument("--dram", default="16GiB")
+    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a look: few kinds, few rounds")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.prompts, args.eager = 2, 2, True
+    shutil.rmtree(args.place, ignore_errors=True)
+    args.place.mkdir(parents=True)
+    rows, notes = Rows(), dict[str, Any]()
+    failed = ""
+    for part, wanted in ((same, "same" in args.parts), (speed, args.parts != ["same"])):
+        try:
+            if wanted:
+                part(args, rows, notes)
+        except (RuntimeError, AssertionError, KeyError, BrokenPipeError) as error:
+            failed += f"{part.__name__}: {type(error).__name__}: {error}\n"
+            say(f"error: {failed}hint: see the logs in {args.place}")
+        finally:
+            Engine.kill_all()
+    facts = machine()
+    sys.stdout.write(markdown(rows, facts))
+    if args.markdown:
+        args.markdown.write_text(markdown(rows, facts))
+    if args.json:
+        told = {"machine": facts, "rows": rows.rows, "notes": notes, "error": failed}
+        args.json.write_text(json.dumps(told, indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

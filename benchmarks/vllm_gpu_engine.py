@@ -1,0 +1,260 @@
+"""One vLLM in a process of its own, told what to do line by line. Started by `vllm_gpu.py`.
+
+Reads one JSON list a line, [what, {arguments}], and answers each with one JSON object. What vLLM
+prints goes to standard error.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+)
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+TINY = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32000,
+}
+LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
+SHAPES: dict[str, tuple[dict[str, Any], float]] = {"tiny": (TINY, 0.1), "8b": (LARGE, 0.03)}
+"""Shape, and the spread of the random weights: enough for the KV to decide on the tokens."""
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "kvdepot": {
+        "kv_connector": "KVDepotConnector",
+        "kv_connector_module_path": "kvdepot.adapters.vllm",
+        "kv_load_failure_policy": "recompute",
+    },
+    "vllm": {"kv_connector": "OffloadingConnector"},
+}
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(10, 30000), k=tokens)
+
+
+class Engine:
+    """The commands. All times are of this process, with nothing else running in it."""
+
+    def __init__(self) -> None:
+        import torch
+        import vllm  # type: ignore[import-not-found]
+
+        self._torch, self._vllm = torch, vllm
+        self._asked = 0
+
+    def open(self, shape: str, place: str, connector: str = "", **settings: Any) -> dict[str, Any]:
+        """Start vLLM: `connector` is "", "kvdepot" or "vllm", `extra` its settings."""
+        started = time.monotonic()
+        size, spread = SHAPES[shape]
+        folder = Path(place) / f"model-{shape}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({**LLAMA, **size}))
+        extra = settings.pop("extra", {})
+        self._ours = connector == "kvdepot"
+        if connector:
+            transfer = {"kv_role": "kv_both", "kv_connector_extra_config": extra}
+            settings["kv_transfer_config"] = {**CONNECTORS[connector], **transfer}
+        if not settings.get("enforce_eager"):
+            settings["cudagraph_capture_sizes"] = [1, 2, 4, 8]
+        self._llm = self._vllm.LLM(
+            str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+            dtype="bfloat16",
+            seed=0,
+            **settings,
+        )
+        self._randomise(spread)
+        if self._ours:
+            self._keep_counts()
+        return {"seconds": time.monotonic() - started}
+
+    def ask(self, seed: int, tokens: int, answer: int = 1) -> dict[str, Any]:
+        """A greedy answer to a prompt of random tokens, and how long it took."""
+        ids = prompt(seed, tokens)
+        greedy = self._vllm.SamplingParams(
+            temperature=0, max_tokens=answer, logprobs=1, detokenize=False, ignore_eos=True
+        )
+        self._torch.cuda.synchronize()
+        started = time.perf_counter()
+        (output,) = self._llm.generate([{"prompt_token_ids": ids}], greedy, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        first = output.outputs[0]
+        return {
+            "seconds": seconds,
+            "cached": output.num_cached_tokens,
+            "tokens": list(first.token_ids),
+            "logprobs": [
+                chosen[token].logprob
+                for chosen, token in zip(first.logprobs, first.token_ids, strict=True)
+            ],
+        }
+
+    def decode(self, seed: int, sequences: int, tokens: int, answer: int) -> dict[str, Any]:
+        """Several prompts at once; times the steps from the last first token to the end."""
+        engine = self._llm.llm_engine
+        greedy = self._vllm.SamplingParams(
+            temperature=0, max_tokens=answer, detokenize=False, ignore_eos=True
+        )
+        for number in range(sequences):
+            self._asked += 1
+            ids = prompt(seed * 1000 + number, tokens)
+            engine.add_request(f"decode-{self._asked}", {"prompt_token_ids": ids}, greedy)
+        made: dict[str, int] = {}
+        started = first = last = time.perf_counter()
+        steps: list[float] = []
+        begun = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                made[output.request_id] = len(output.outputs[0].token_ids)
+            if len(made) == sequences and not begun:
+                first, begun = time.perf_counter(), sum(made.values())
+            steps.append(-last + (last := time.perf_counter()))
+        over = time.perf_counter()
+        decoded = sum(made.values()) - begun
+        return {
+            "prefill_s": first - started,
+            "decode_s": over - first,
+            "decoded": decoded,
+            "steps": steps[-answer:],
+        }
+
+    def forget(self) -> dict[str, Any]:
+        """Empty vLLM's own prefix cache, when nothing reads its pages any more."""
+        for _ in range(200):
+            if self._llm.reset_prefix_cache():
+                return {"forgot": True}
+            self.ask(0, 5)
+            time.sleep(0.02)
+        return {"forgot": False}
+
+    def flush(self) -> dict[str, Any]:
+        """Have everything on disk."""
+        self._worker._saver.wait()
+        started = time.monotonic()
+        report = self._store.flush(60.0)
+        seconds = time.monotonic() - started
+        left = {"waiting": report.waiting, "given_up": report.given_up}
+        return {"flushed": bool(report), "seconds": seconds, **left}
+
+    def saves(self, on: bool) -> dict[str, Any]:
+        self._side._saves = on
+        return {}
+
+    def garbage(self, on: bool) -> dict[str, Any]:
+        """The control: all pages get the first block's bytes.
+
+        To mix blocks up would hardly show: attention does not mind their order.
+        """
+        from kvdepot.adapters.tensors import Mover
+
+        right = getattr(Mover, "right", None) or Mover.onboard
+        Mover.right = right  # type: ignore[attr-defined]
+
+        def wrong(mover: Any, views: Any, pieces: Any, **more: Any) -> Any:
+            return right(mover, views[:1] * len(views), pieces, **more)
+
+        Mover.onboard = wrong if on else right  # type: ignore[method-assign,assignment]
+        return {}
+
+    def figures(self) -> dict[str, Any]:
+        """What the connector has counted since the last call, and what it believes."""
+        counts: dict[str, Any] = {}
+        for part in (self._worker, self._side):
+            for name, count in (part.tally.take() or {}).items():
+                counts[name] = counts.get(name, 0) + count
+        if self._side._desk is not None:
+            counts |= self._side._desk.figures()
+        return counts
+
+    @property
+    def _side(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector._side
+
+    @property
+    def _worker(self) -> Any:
+        from vllm.distributed.kv_transfer import (  # type: ignore[import-not-found]
+            get_kv_transfer_group,
+        )
+
+        return get_kv_transfer_group()._hands
+
+    @property
+    def _store(self) -> Any:
+        return self._side._depot.store
+
+    def _keep_counts(self) -> None:
+        """For `figures`: vLLM would take them at every step."""
+        from kvdepot.adapters.vllm.connector import KVDepotConnector
+
+        KVDepotConnector.get_kv_connector_stats = lambda self: None  # type: ignore[method-assign]
+
+    def _randomise(self, spread: float) -> None:
+        """vLLM's dummy weights are so small that KV hardly matters."""
+        torch = self._torch
+
+        def fill(model: Any) -> None:
+            chance = torch.Generator(device="cuda")
+            chance.manual_seed(1)
+            for _, weights in model.named_parameters():
+                if weights.dim() > 1:
+                    weights.data.normal_(0, spread, generator=chance)
+                else:
+                    weights.data.fill_(1)
+
+        self._llm.apply_model(fill)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = Engine()
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        try:
+            answer = getattr(engine, what)(**arguments)
+        except Exception as error:  # the parent decides what to make of it
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
