@@ -109,16 +109,18 @@ class Engine:
 
 
 class Rows:
-    """What was measured against which bar."""
+    """What was measured against which bar; `save` is called with every row."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.save: Callable[[], None] = lambda: None
 
     def add(self, what: str, values: Sequence[float], bar: str, ok: bool, **more: Any) -> None:
         row = {"what": what, "median": statistics.median(values), "min": min(values)}
         row |= {"max": max(values), "bar": bar, "ok": ok, **more}
         self.rows.append(row)
         say(line(row))
+        self.save()
 
 
 def line(row: dict[str, Any]) -> str:
@@ -268,7 +270,6 @@ def speed(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
     depots.do("saves", on=True)
     if "memory" in args.parts:
         memory(args, rows, notes, plain, depots, vllm)
-    vllm.kill()
     for seed in range(1, args.prompts + 1):
         depots.again(seed)
         notes[f"flush {seed}"] = depots.do("flush")
@@ -283,7 +284,7 @@ def speed(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
         if "disk" in args.parts:
             disk(args, rows, notes, engine)
         if "decode" in args.parts:
-            decode(args, rows, notes, plain, engine)
+            decode(args, rows, notes, {"plain": plain, "vllm": vllm, "none": engine})
 
 
 def memory(
@@ -329,32 +330,47 @@ def memory(
 
 
 def decode(
-    args: argparse.Namespace, rows: Rows, notes: dict[str, Any], plain: Engine, depots: Engine
+    args: argparse.Namespace, rows: Rows, notes: dict[str, Any], engines: dict[str, Engine]
 ) -> None:
     """8 sequences of 3,000 tokens, 256 more each; their prompts are offloaded meanwhile."""
     work = {"sequences": 8, "tokens": 3000, "answer": 256}
-    seen: dict[str, list[dict[str, Any]]] = {"offload": [], "none": [], "plain": []}
-    depots.do("figures")
+    engines = {**engines, "offload": engines["none"]}
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for turn in range(-1, args.rounds):
-        names = list(seen) if turn % 2 else list(seen)[::-1]
-        for name in names:
-            engine = plain if name == "plain" else depots
-            if engine is depots:
-                depots.do("saves", on=name == "offload")
+        # Each comes after another process: what was done before may leave the device slower.
+        order = ["plain", "offload", "vllm", "none"]
+        names = order[turn % 4 :] + order[: turn % 4]
+        for number, name in enumerate(names):
+            engine, ours = engines[name], name in ("none", "offload")
+            if ours:
+                engine.do("saves", on=name == "offload")
             engine.do("forget")
-            answer = engine.do("decode", seed=100 + 3 * turn + names.index(name), **work)
-            if engine is depots:
-                answer["figures"] = depots.do("figures")
-                answer["flush"] = depots.do("flush")
+            answer = engine.do("decode", seed=100 + 4 * turn + number, **work)
+            steps = sorted(answer.pop("steps"))
+            answer |= {"step_s": statistics.median(steps), "longest_s": steps[-4:]}
+            answer["clocks"] = clocks()
+            if ours:
+                answer["flush"] = engine.do("flush")
             if turn >= 0:
                 seen[name].append({**answer, "seconds": answer["decode_s"]})
-    depots.do("saves", on=True)
     notes["decode"] = seen
-    for other, text in (("none", "not offloaded"), ("plain", "plain vLLM")):
+    texts = {"plain": "plain vLLM", "none": "kvdepot that saves nothing"}
+    for other, text in texts.items():
         found = ratios(seen["offload"], seen[other])
-        middling = statistics.median(found)
         what = f"decode while offloading / {text}"
-        rows.add(what, found, "≤ 1.03", middling <= 1.03, seconds=middle(seen["offload"]))
+        rows.add(what, found, "≤ 1.03", statistics.median(found) <= 1.03)
+    found = ratios(seen["vllm"], seen["plain"])
+    rows.add("decode with vLLM's OffloadingConnector / plain vLLM", found, "–", True)
+
+
+def clocks() -> str:
+    """The device's clocks and why they are what they are; empty where nobody tells."""
+    asked = "clocks.sm,clocks.mem,power.draw,clocks_event_reasons.active"
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except OSError:
+        return ""
 
 
 def disk(args: argparse.Namespace, rows: Rows, notes: dict[str, Any], engine: Engine) -> None:
@@ -471,7 +487,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=4, help="of the parts disk and decide")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs in the speed parts")
-    parser.add_argument("--dram", default="16GiB")
+    parser.add_argument("--dram", default="8GiB")
     parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -481,8 +497,17 @@ def main() -> int:
         args.rounds, args.prompts, args.eager = 2, 2, True
     shutil.rmtree(args.place, ignore_errors=True)
     args.place.mkdir(parents=True)
-    rows, notes = Rows(), dict[str, Any]()
+    rows, notes, facts = Rows(), dict[str, Any](), machine()
     failed = ""
+
+    def save() -> None:
+        if args.markdown:
+            args.markdown.write_text(markdown(rows, facts))
+        if args.json:
+            told = {"machine": facts, "rows": rows.rows, "notes": notes, "error": failed}
+            args.json.write_text(json.dumps(told, indent=1))
+
+    rows.save = save
     for part, wanted in ((same, "same" in args.parts), (speed, args.parts != ["same"])):
         try:
             if wanted:
@@ -492,13 +517,8 @@ def main() -> int:
             say(f"error: {failed}hint: see the logs in {args.place}")
         finally:
             Engine.kill_all()
-    facts = machine()
+    save()
     sys.stdout.write(markdown(rows, facts))
-    if args.markdown:
-        args.markdown.write_text(markdown(rows, facts))
-    if args.json:
-        told = {"machine": facts, "rows": rows.rows, "notes": notes, "error": failed}
-        args.json.write_text(json.dumps(told, indent=1))
     return 1 if failed else 0
 
 

@@ -268,6 +268,24 @@ def test_offload_sees_what_the_callers_stream_computed(
     assert [bytes(view) for view in views] == [bytes(each) for each in expected]
 
 
+def test_blocks_may_be_written_to_after_wait_read(
+    mover: Mover, area: Area, generator: torch.Generator
+) -> None:
+    layout = LAYOUTS["larger-than-a-slice"]
+    tensors = layout.tensors(DEVICE, generator)
+    kept = on_host(tensors, layout)
+    blocks = layout.blocks(tensors)
+    views = [area.payload(block.nbytes) for block in blocks]
+    ticket = mover.offload(blocks, views)
+    ticket.wait_read()
+    for tensor in tensors.tensors:
+        tensor.fill_(1)
+    ticket.wait()
+    expected = [bytearray(view.nbytes) for view in views]
+    HostMover().offload(layout.blocks(kept), expected)
+    assert [bytes(view) for view in views] == [bytes(each) for each in expected]
+
+
 def test_tensors_may_be_dropped_while_they_are_offloaded(
     mover: Mover, area: Area, generator: torch.Generator
 ) -> None:

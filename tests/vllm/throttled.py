@@ -106,6 +106,7 @@ class Trial:
         self.ids = bench.prompts(6, 1100)[5]
         self.nbytes = len(self.ids) // 32 * self.side._desk._block_bytes
         self.kept = 0
+        self.asked = 0
         for ids in (*bench.prompts(4, 1000), self.ids):
             bench.ask([ids], 1)
 
@@ -125,6 +126,11 @@ class Trial:
             yield
         finally:
             self.side._desk, self.side._loads = desk, True
+
+    def cold(self) -> None:
+        """A prompt that nobody has asked before, as there always are some."""
+        self.asked += 1
+        self.bench.ask([[1000 + self.asked, *self.ids]], 1)
 
     def settle(self) -> None:
         """Wait for probes, and tell what they found: without the decision nobody would listen."""
@@ -148,6 +154,7 @@ class Trial:
     def step(self, speed: float, rounds: int = 3) -> dict[str, Any]:
         """All three at one speed, by turns, after some requests to get used to it."""
         self.files.speed = speed * MB
+        self.cold()
         learning = [self.arm("decided") for _ in range(LEARN)]
         arms = ("fetched", "recomputed", "decided")
         times: dict[str, list[float]] = {arm: [] for arm in arms}

@@ -42,6 +42,8 @@ _SLOT_SHIFT: Final = 32
 _SLOT_MASK: Final = (1 << 24) - 1
 _PAGE_MASK: Final = (1 << 32) - 1
 _REGISTERED_MAX: Final = 8 << 30
+_STALL_S: Final = 1.0
+"""Who gave a drive less time than this cannot tell whether it stalls or is slow."""
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
 
 
@@ -170,7 +172,8 @@ class SegmentTier:
         pending = self._files.run(ops, timeout_s)
         for index, code in zip(asked, ops["result"].tolist(), strict=True):
             outcomes[index] = _outcome(code)
-            self._judge(self.drives[drive_of(loads[index].location)], code)
+            if code != -errno.ETIMEDOUT or timeout_s >= _STALL_S:
+                self._judge(self.drives[drive_of(loads[index].location)], code)
         return outcomes, LateLoads(pending, ops, expected) if pending is not None else None
 
     def register_memory(self, memory: Memory) -> bool:

@@ -20,7 +20,7 @@ from kvdepot.core.units import format_bytes
 from kvdepot.errors import KVDepotError, ModelError
 
 _logger = logging.getLogger("vllm.kvdepot")
-_IDLE_WAIT_S: Final = 0.002
+_IDLE_WAIT_S: Final = 0.005
 """How long a step without work waits for a load: vLLM would only ask again at once."""
 
 
