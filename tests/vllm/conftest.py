@@ -20,6 +20,12 @@ OpenStore = Callable[..., Store]
 OpenEngine = Callable[..., ToyEngine]
 
 
+@pytest.fixture(autouse=True)
+def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has learnt is none of another's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def open_store(tmp_path: Path) -> Iterator[OpenStore]:
     """Opens a depot in the test's folder; it is closed by the engine that uses it, or here."""
@@ -45,7 +51,7 @@ def open_engine() -> Iterator[OpenEngine]:
     opened: list[ToyEngine] = []
 
     def open_it(store: Store, *, settings: Any = None, **facts: Any) -> ToyEngine:
-        config = ConnectorConfig(**{"load_timeout": 20.0, **(settings or {})})
+        config = ConnectorConfig(**{"load_timeout": 20.0, "decide": False, **(settings or {})})
         opened.append(ToyEngine(store, config, **facts))
         return opened[-1]
 

@@ -57,6 +57,7 @@ class Run:
         command += ["--reference", str(self.folder / "reference-0.json"), *more]
         log = out.with_suffix(".log")
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
         environment["OMP_NUM_THREADS"] = str(self.threads)
         with log.open("wb") as errors:
             done = subprocess.run(
@@ -262,7 +263,8 @@ def parallel(run: Run) -> None:
 def depot_of(run: Run, name: str) -> Seen:
     """Settings of a depot with a daemon of its own."""
     disk = {"path": str(run.folder / name), "capacity": "2GiB"}
-    return {"dram": "512MiB", "ssd": disk, "socket": str(run.folder / f"{name}.sock")}
+    socket = str(run.folder / f"{name}.sock")
+    return {"dram": "512MiB", "ssd": disk, "socket": socket, "decide": False}
 
 
 def flush(sock: Path) -> None:
@@ -318,7 +320,7 @@ def decisions(run: Run) -> None:
 
 def no_reuse(run: Run) -> None:
     """3: prompts that never return cost nothing; memory stays within what was given."""
-    extra = depot_of(run, "unused") | {"dram": "256MiB"}
+    extra = depot_of(run, "unused") | {"dram": "256MiB", "decide": True}
     sock = Path(extra["socket"])
     try:
         with run.server("plain", None) as plain, run.server("kvdepot", extra) as ours:

@@ -67,7 +67,9 @@ def engine_arguments(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
 
 
 def extra_config(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
-    return {"dram": "512MiB", "ssd": {"path": args.depot, "capacity": "2GiB"}, **extra}
+    """Everything is fetched, unless a scenario is about the decision."""
+    disk = {"path": args.depot, "capacity": "2GiB"}
+    return {"dram": "512MiB", "ssd": disk, "decide": False, **extra}
 
 
 class Bench:
@@ -444,7 +446,8 @@ def ttft(args: argparse.Namespace) -> dict[str, Any]:
 
     Run a second time on the same depot, the prompt comes from disk.
     """
-    bench = Bench(args, block_size=128, max_num_batched_tokens=4096, max_model_len=4224)
+    options = {"block_size": 128, "max_num_batched_tokens": 4096, "max_model_len": 4224}
+    bench = Bench(args, **options, extra={"decide": True})
     bench.count()
     bench.ask(bench.prompts(1, 300), 2)
     told = [SAID.format(TOPICS[at % 6], at) for at in range(120)]

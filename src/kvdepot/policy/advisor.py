@@ -5,11 +5,12 @@ No clock, no thread: times come in as facts. The simulator runs the same code.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Final
 
 from kvdepot.policy.decision_log import DecisionLog
 from kvdepot.policy.fetch_or_recompute import Decision, decide
-from kvdepot.policy.prefill_model import CROSSOVER_TOKENS, PrefillModel
+from kvdepot.policy.prefill_model import CROSSOVER_TOKENS, PrefillModel, PrefillPace
 from kvdepot.policy.tier_model import TierModel, TierProfile
 from kvdepot.policy.timetable import Engine, Prompt, Queue, Run
 
@@ -40,16 +41,20 @@ class Advice:
 
 
 class Advisor:
-    """The models of one engine and its tiers. `profiles`: None for a tier nobody has measured."""
+    """The models of one engine and its tiers.
+
+    `profiles`: None for a tier nobody has measured; `prefill`: what was learnt before, if anything.
+    """
 
     def __init__(
         self,
         engine: Engine,
         profiles: Mapping[str, TierProfile | None],
         crossover_tokens: float = CROSSOVER_TOKENS,
+        prefill: PrefillPace | None = None,
     ) -> None:
         self.engine = engine
-        self.prefill = PrefillModel(crossover_tokens)
+        self.prefill = PrefillModel(crossover_tokens, prefill)
         self.tiers = {tier: TierModel(profile) for tier, profile in profiles.items()}
         self.log = DecisionLog()
         self._passed_over = dict.fromkeys(self.tiers, 0)
@@ -72,6 +77,14 @@ class Advisor:
         }
         decision = decide(prompt, runs, self.prefill.pace(), paces, queue, self.engine)
         return Advice(decision, self._probe(decision, runs, outstanding_bytes))
+
+    def profiles(self) -> dict[str, TierProfile]:
+        """What has been learnt of the tiers."""
+        return {
+            tier: TierProfile(model.latency_s, model.bandwidth_bytes_s)
+            for tier, model in self.tiers.items()
+            if model.known and isfinite(model.bandwidth_bytes_s)
+        }
 
     def _probe(
         self, decision: Decision, runs: Sequence[Run], outstanding_bytes: Mapping[str, int]

@@ -36,10 +36,17 @@ class PrefillModel:
 
     `crossover_tokens`: the context at which attention costs as much as the rest of the model, where
     the model's shape is known; it only matters until steps with different contexts were seen.
+    `known`: what was learnt before, by an engine like this.
     """
 
-    def __init__(self, crossover_tokens: float = CROSSOVER_TOKENS) -> None:
-        self._fit = LinearFit((STEP_TOKENS, 1.0, 1.0 / crossover_tokens), MEMORY)
+    def __init__(
+        self, crossover_tokens: float = CROSSOVER_TOKENS, known: PrefillPace | None = None
+    ) -> None:
+        shape = (STEP_TOKENS, 1.0, 1.0 / crossover_tokens)
+        if known is not None:
+            shape = (known.step_s, known.token_s, known.pair_s)
+        self._fit = LinearFit(shape, MEMORY, to_scale=known is not None)
+        self._known = known is not None
 
     @property
     def steps(self) -> int:
@@ -58,8 +65,8 @@ class PrefillModel:
             self._fit.observe((1.0, float(new_tokens), work), seconds)
 
     def pace(self) -> PrefillPace | None:
-        """None before the first step."""
-        return PrefillPace(*self._fit.costs) if self._fit.samples else None
+        """None before the first step, unless something was known."""
+        return PrefillPace(*self._fit.costs) if self._known or self._fit.samples else None
 
     def estimate(self, new_tokens: int, context_tokens: int) -> Estimate | None:
         """One step of one request; None before the first step."""

@@ -59,8 +59,8 @@ class ConnectorConfig:
     save: Literal["all", "prompt", "none"] = "all"
     """What is offloaded: prompts and answers, prompts only, or nothing."""
 
-    decide: bool = False
-    """Fetch only what is expected to be faster than computing it, by what was measured; else all
+    decide: bool = True
+    """Fetch only what is expected to be faster than computing it, by what was measured; false: all
     that is found."""
 
     load_threads: int = 4

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Final
 
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
+from kvdepot.adapters.vllm.paces import Paces, read_paces, write_paces
 from kvdepot.adapters.vllm.requests import Hit, Phase, Tracked
 from kvdepot.policy.advisor import Advisor
 from kvdepot.policy.fetch_or_recompute import Decision
@@ -20,6 +22,7 @@ from kvdepot.policy.tier_model import Transfer
 from kvdepot.policy.timetable import Engine, Prompt, Queue, Run
 
 TIERS: Final = ("dram", "ssd")
+KEEP_EVERY_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,19 @@ class FetchDesk:
         block_bytes: int,
         chunk_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        kept: Path | None = None,
     ) -> None:
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._clock = clock
-        self.advisor = Advisor(Engine(chunk_tokens=chunk_tokens), dict.fromkeys(TIERS))
+        self._kept = kept
+        self._keep_at = 0.0
+        paces = read_paces(kept) if kept is not None else Paces()
+        self.advisor = Advisor(
+            Engine(chunk_tokens=chunk_tokens),
+            {tier: paces.tiers.get(tier) for tier in TIERS},
+            prefill=paces.prefill,
+        )
         self._rulings: dict[str, Ruling] = {}
         self._asked: dict[str, Asked] = {}
         self._outstanding = dict.fromkeys(TIERS, 0)
@@ -116,7 +127,17 @@ class FetchDesk:
         """A request has its first token, or never will."""
         ruling = self._rulings.pop(name, None)
         if ruling is not None:
-            self.advisor.log.record(ruling.decision, self._clock() - ruling.at)
+            now = self._clock()
+            self.advisor.log.record(ruling.decision, now - ruling.at)
+            if now >= self._keep_at:
+                self.keep()
+                self._keep_at = now + KEEP_EVERY_S
+
+    def keep(self) -> None:
+        """Write down what was learnt, for the next start."""
+        if self._kept is not None:
+            paces = Paces(self.advisor.prefill.pace(), self.advisor.profiles())
+            write_paces(self._kept, paces)
 
     def forget(self, name: str) -> None:
         self._rulings.pop(name, None)

@@ -16,6 +16,7 @@ from kvdepot.adapters.vllm.depot import Depot
 from kvdepot.adapters.vllm.fetching import FetchDesk, step_work
 from kvdepot.adapters.vllm.identity import adapter_of, differences, namespace_of
 from kvdepot.adapters.vllm.messages import Load, ShardFacts, StepPlan, StepReport, shards
+from kvdepot.adapters.vllm.paces import paces_file
 from kvdepot.adapters.vllm.requests import EngineRequest, Hit, Phase, Tracked
 from kvdepot.adapters.vllm.stats import Figures, Tally
 from kvdepot.core.block import BlockKey
@@ -96,7 +97,8 @@ class Scheduler:
         spaces = self._spaces_of("")
         if self._config.decide:
             size = sum(space.block_bytes for space in spaces)
-            self._desk = FetchDesk(self._block_tokens, size, self._engine.chunk_tokens)
+            kept = paces_file(spaces[0].tag)
+            self._desk = FetchDesk(self._block_tokens, size, self._engine.chunk_tokens, kept=kept)
 
     def add(self, request: EngineRequest) -> None:
         """A new request; one that cannot be served is left to vLLM, and counted."""
@@ -249,6 +251,8 @@ class Scheduler:
         return True
 
     def close(self) -> None:
+        if self._desk is not None:
+            self._desk.keep()
         self._depot.close()
 
     def _is_loaded_by_another(self, tracked: Tracked, first: int, blocks: int) -> bool:
