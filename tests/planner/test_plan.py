@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,7 +18,7 @@ from kvdepot.planner.outcome import Cost, Evaluate, Mix, Outcome, TierUse
 from kvdepot.planner.parts import Parts, load_parts, shipped_parts
 from kvdepot.planner.plan import Plan, make_plan
 from kvdepot.planner.purchase import empty_mix
-from kvdepot.planner.scenario import Goal, Scenario, load_scenario
+from kvdepot.planner.scenario import Goal, Scenario, load_scenario, scenario_names
 from kvdepot.planner.search import best, enough_nodes, frontier
 
 Seen = pytest.CaptureFixture[str]
@@ -312,3 +313,12 @@ def test_dearer_drives_cost_more(plan: Plan, parts: Parts) -> None:
     )
     before, after = plan.chosen.cost.store_price, evaluate(plan.chosen.mix, 1).cost.store_price
     assert after - slots == pytest.approx(2 * (before - slots))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", scenario_names())
+def test_the_worked_examples_take_less_than_a_minute(name: str, capsys: Seen) -> None:
+    started = time.monotonic()
+    assert main(["plan", name, "--json"]) == 0
+    assert time.monotonic() - started < 60
+    assert json.loads(capsys.readouterr().out)["reached"]

@@ -32,6 +32,8 @@ def time_words(seconds: float | None) -> str:
 
 
 def age_words(seconds: float) -> str:
+    if seconds <= 0:
+        return "-"
     return "for ever" if seconds >= NEVER_S else format_duration(seconds)
 
 

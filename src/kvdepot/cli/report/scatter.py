@@ -50,7 +50,7 @@ class Scatter:
     """A height that is marked."""
 
     def draw(self) -> str:
-        every = [*self.points, *self.joined]
+        every = [*self.joined, *self.points]
         marks = ticks(max(max(point.y for point in every), self.limit or 0.0))
         left, span = self._across(every)
         parts = y_axis(marks, WIDTH_MIN, self.y_unit)
