@@ -2,7 +2,7 @@
 
 Each row is the repository on huggingface.co whose config.json has these numbers, billions of
 parameters in all and at work for one token (as the model's card gives them), and the numbers. They
-were written down without fetching those files; what the papers say about 11 of the models agrees
+were written down without fetching those files; what the papers say about 9 of the models agrees
 (tests/planner/test_seed_tables.py). With a config.json at hand, give that instead.
 """
 
