@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.core.hf_config import MODELS, model_layout
+from kvdepot.core.hf_config import MODELS, AttentionCost, attention_costs, model_layout
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import ConfigError
 
@@ -397,3 +397,15 @@ def test_every_model_type_asks_for_what_it_lacks() -> None:
     for kind in MODELS:
         with pytest.raises(ConfigError):
             model_layout({"model_type": kind})
+
+
+def test_attention_costs() -> None:
+    """2 operations for each element of K and of V, query head, layer and pair of tokens."""
+    assert attention_costs(LLAMA_8B) == (AttentionCost(32 * 32 * 2 * 256, None),)
+    full, sliding = attention_costs(GPT_OSS_20B)
+    assert full == AttentionCost(12 * 64 * 2 * 128, None)
+    assert sliding == AttentionCost(12 * 64 * 2 * 128, 128)
+    with pytest.raises(ConfigError, match="qk_nope_head_dim"):
+        attention_costs(DEEPSEEK_V3)
+    latent = attention_costs({**DEEPSEEK_V3, "qk_nope_head_dim": 128})
+    assert latent == (AttentionCost(61 * 128 * 2 * (128 + 64 + 128), None),)

@@ -10,6 +10,7 @@ from kvdepot.core.units import (
     exact_bytes,
     exact_duration,
     format_bytes,
+    format_decimal_bytes,
     format_duration,
     parse_bytes,
     parse_duration,
@@ -91,6 +92,22 @@ def test_format_bytes(count: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, "0B"),
+        (999, "999B"),
+        (999.6, "1KB"),
+        (327_680, "328KB"),
+        (3_276_800_000, "3.28GB"),
+        (30 * 10**12, "30TB"),
+        (-1500, "-1.5KB"),
+    ],
+)
+def test_format_decimal_bytes(count: float, expected: str) -> None:
+    assert format_decimal_bytes(count) == expected
+
+
+@pytest.mark.parametrize(
     ("seconds", "expected"),
     [
         (0.0, "0us"),
@@ -101,6 +118,7 @@ def test_format_bytes(count: int, expected: str) -> None:
         (90.0, "90s"),
         (150.0, "2.5min"),
         (9000.0, "2.5h"),
+        (7 * 86400.0, "7d"),
         (-0.25, "-250ms"),
     ],
 )

@@ -44,6 +44,8 @@ COMMANDS = {
     "check": Command("kvdepot.cli.check", "verify a store on disk, and repair it"),
     "inspect": Command("kvdepot.cli.inspect", "what is inside a store on disk"),
     "bench": Command("kvdepot.cli.bench", "measure the store against the raw device"),
+    "size": Command("kvdepot.cli.size", "how large a model's KV is, how long tiers keep it"),
+    "plan": Command("kvdepot.cli.plan", "which memory and drives to buy for a model and traffic"),
     "config": Command("kvdepot.cli.config", "show or check a configuration"),
 }
 

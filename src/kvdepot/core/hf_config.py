@@ -305,7 +305,9 @@ def model_layout(
     model's groups are those of its text part. Raises ConfigError that names what is missing or not
     understood.
     """
-    fields, model = _text_fields(config if isinstance(config, Mapping) else _read(Path(config)))
+    fields, model = _text_fields(
+        config if isinstance(config, Mapping) else read_config(Path(config))
+    )
     kinds = _layer_kinds(fields, model)
     groups = []
     for kind in _GROUP_ORDER:
@@ -316,7 +318,50 @@ def model_layout(
     return ModelLayout(tuple(groups))
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+@dataclass(frozen=True, slots=True)
+class AttentionCost:
+    """What attention costs in layers of one kind."""
+
+    pair_flops: int
+    """Floating-point operations, over these layers, for each pair of tokens that attend."""
+
+    window: int | None
+    """The most tokens these layers look back on; None when there is no limit."""
+
+
+def attention_costs(config: Mapping[str, Any] | str | Path) -> tuple[AttentionCost, ...]:
+    """What attention costs in prefill, for each kind of attention layers of `config`.
+
+    A score takes 2 operations for each element of K and of V, in each query head; a latent (mla)
+    is expanded to full heads first. Raises ConfigError as `model_layout` does.
+    """
+    fields, model = _text_fields(
+        config if isinstance(config, Mapping) else read_config(Path(config))
+    )
+    kinds = _layer_kinds(fields, model)
+    windows: dict[LayerKind, str | None] = {
+        "full": None,
+        "sliding": "sliding_window",
+        "chunked": "attention_chunk_size",
+    }
+    costs = []
+    for kind, window in windows.items():
+        if layers := kinds.count(kind):
+            flops = 2 * layers * fields.integer("num_attention_heads") * _key_value(fields, model)
+            costs.append(AttentionCost(flops, None if window is None else fields.integer(window)))
+    return tuple(costs)
+
+
+def _key_value(fields: _Fields, model: _Model) -> int:
+    """Elements of K and V of one head, as prefill multiplies them."""
+    if not model.mla:
+        return 2 * _head_dim(fields, model)
+    key = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim", least=0)
+    return key + fields.integer("v_head_dim")
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The content of a config.json. Raises ConfigError where there is none."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -79,13 +79,26 @@ def format_bytes(count: int) -> str:
     return f"{sign}{_digits(size)}EiB"
 
 
+def format_decimal_bytes(count: float) -> str:
+    """`count` for a reader: three digits, in powers of 1000 as drives are sold. "3.28GB"."""
+    sign, size = ("-" if count < 0 else ""), float(abs(count))
+    for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
+        if size < 999.5:
+            return f"{sign}{float(f'{size:.3g}'):g}{unit}"
+        size /= 1000
+    return f"{sign}{float(f'{size:.3g}'):g}EB"
+
+
 def format_duration(seconds: float) -> str:
-    """`seconds` for a reader: "250ms", "2s", "1.5min", "3.2h"."""
+    """`seconds` for a reader: "250ms", "2s", "1.5min", "3.2h", "12d"."""
     sign, span = ("-" if seconds < 0 else ""), abs(seconds)
     for unit, size, limit in (("us", 1e-6, 1e-3), ("ms", 1e-3, 1.0), ("s", 1.0, 120.0)):
         if span < limit * 0.99995:
             return f"{sign}{_digits(span / size)}{unit}"
-    return f"{sign}{_digits(span / 60)}min" if span < 7200 else f"{sign}{_digits(span / 3600)}h"
+    for unit, size, limit in (("min", 60.0, 7200.0), ("h", 3600.0, 259_200.0)):
+        if span < limit:
+            return f"{sign}{_digits(span / size)}{unit}"
+    return f"{sign}{_digits(span / 86400)}d"
 
 
 def _digits(number: float) -> str:

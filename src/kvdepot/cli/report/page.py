@@ -32,7 +32,6 @@ TEXT_COLUMNS = {"user", "", "answer"}
 
 def render(result: Result) -> str:
     """The whole page."""
-    style = resources.files(__package__).joinpath("style.css").read_text("utf-8")
     title = f"kvdepot demo: {result.setting.model}"
     body = "\n".join(
         [
@@ -51,6 +50,12 @@ def render(result: Result) -> str:
             facts(result),
         ]
     )
+    return whole(title, body)
+
+
+def whole(title: str, body: str) -> str:
+    """A page that needs nothing else: the style sheet is inside."""
+    style = resources.files(__package__).joinpath("style.css").read_text("utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width">\n'

@@ -1,0 +1,225 @@
+"""The analytic evaluator: retention gives hits, hits give load, load gives waiting. Pure.
+
+A request waits for its tier's reads, is fetched, waits for the GPUs, and is prefilled; each copy of
+the model has its own queue.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvdepot.planner.cost import Servers, Used, cost_of, life_years
+from kvdepot.planner.device import tier_speed
+from kvdepot.planner.flows import Flow, Way, cold_ways, flows_of, ways_of
+from kvdepot.planner.outcome import Cost, Mix, Outcome, TierUse
+from kvdepot.planner.parts import Parts
+from kvdepot.planner.queueing import NO_WAIT, Times, Wait, wait_for, waits_longer
+from kvdepot.planner.reuse import DAY_S, Reuse
+from kvdepot.planner.scenario import Scenario
+from kvdepot.planner.workload import work_out
+
+CURVE_POINTS: Final = 120
+REFINEMENTS: Final = 2
+REFINED_POINTS: Final = 17
+QUANTILES: Final = (0.5, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node with a mix, worked out."""
+
+    mix: Mix
+    nodes: int
+    rate: float
+    """Requests a second."""
+
+    memory_s: float
+    flows: tuple[Flow, ...]
+    waits: tuple[Wait, ...]
+    ways: list[Way]
+    gpu: Wait | None
+    """None where more comes than the GPUs can do."""
+
+
+class AnalyticEvaluator:
+    """Evaluates mixes for one scenario and parts list, about a thousand a second."""
+
+    def __init__(self, scenario: Scenario, parts: Parts) -> None:
+        """Raises ConfigError for what does not fit together."""
+        self.load = work_out(scenario, parts)
+        self.parts = parts
+        self._horizons: dict[tuple[float, float], float] = {}
+
+    def __call__(self, mix: Mix, nodes: int) -> Outcome:
+        node = self.node(mix, nodes)
+        load, traffic = self.load, self.load.scenario.traffic
+        times = self._times(node)
+        hits = sum(way.share * way.hit_tokens for way in node.ways)
+        in_memory = sum(way.share * way.hit_tokens for way in node.ways if way.tier is None)
+        uses = tuple(self._use(node, number) for number in range(len(node.flows)))
+        return Outcome(
+            mix=mix,
+            nodes=nodes,
+            ttft_mean_s=sum(times.values()) if node.gpu else None,
+            **self._quantiles(node),
+            where=times if node.gpu else {},
+            gpu_busy=self._gpu_busy(node),
+            hit_share=hits / load.prompt_tokens,
+            gpu_memory_hit_share=in_memory / load.prompt_tokens,
+            retention_s=max(
+                [node.memory_s, *(flow.horizon_s for flow in node.flows if flow.useful)]
+            ),
+            tiers=uses,
+            cost=self._cost(node, uses, (load.prompt_tokens + traffic.answer_tokens)),
+        )
+
+    def node(self, mix: Mix, nodes: int) -> Node:
+        """One of `nodes` nodes with this mix: what comes from where, and how long it waits."""
+        load, fleet = self.load, self.load.scenario.fleet
+        rate = load.scenario.traffic.requests_per_s / nodes
+        if not mix.reuse:
+            ways = cold_ways(load)
+            return Node(mix, nodes, rate, 0.0, (), (), ways, self._gpu_wait(ways, rate))
+        reuse = Reuse(
+            requests_per_s=rate,
+            turns=load.scenario.traffic.turns,
+            gaps=load.gaps,
+            live_bytes=load.live_bytes,
+            final_bytes=load.final_bytes,
+            busy_share=load.scenario.traffic.busy_share,
+        )
+        memory_s = self._horizon_s(reuse, load.engine.free_bytes * fleet.replicas)
+        speeds = [
+            tier_speed(name, device, units, load.path)
+            for (name, device), units in zip(self.parts.tiers.items(), mix.units, strict=True)
+            if units
+        ]
+        flows = flows_of(load, reuse, speeds, lambda size: self._horizon_s(reuse, size), memory_s)
+        ways = ways_of(load, reuse, flows, memory_s)
+        waits = tuple(_tier_wait(flow, number, ways, rate) for number, flow in enumerate(flows))
+        return Node(mix, nodes, rate, memory_s, flows, waits, ways, self._gpu_wait(ways, rate))
+
+    def _horizon_s(self, reuse: Reuse, capacity_bytes: float) -> float:
+        key = (reuse.requests_per_s, capacity_bytes)
+        if key not in self._horizons:
+            self._horizons[key] = reuse.horizon_s(capacity_bytes)
+        return self._horizons[key]
+
+    def _gpu_wait(self, ways: Sequence[Way], rate: float) -> Wait | None:
+        """In front of one copy of the model; None where it cannot keep up."""
+        load = self.load
+        decode_s = load.scenario.traffic.answer_tokens * load.engine.decode_token_s
+        square = sum(way.share * (way.prefill_s + decode_s) ** 2 for way in ways)
+        return wait_for(rate / load.scenario.fleet.replicas, self._gpu_s(ways), square)
+
+    def _gpu_busy(self, node: Node) -> float:
+        """What is asked of the GPUs, as a share of their time; may be more than 1."""
+        return node.rate / self.load.scenario.fleet.replicas * self._gpu_s(node.ways)
+
+    def _gpu_s(self, ways: Sequence[Way]) -> float:
+        """GPU time of a request, on average."""
+        traffic, engine = self.load.scenario.traffic, self.load.engine
+        decode_s = traffic.answer_tokens * engine.decode_token_s
+        return sum(way.share * way.prefill_s for way in ways) + decode_s
+
+    def _times(self, node: Node) -> dict[str, float]:
+        """The mean time to the first token, by what it goes into."""
+        times = dict.fromkeys(("tier queue", "fetch", "GPU queue", "prefill", "first step"), 0.0)
+        times["GPU queue"] = node.gpu.mean_s if node.gpu else 0.0
+        times["first step"] = self.load.first_token_s
+        for way in node.ways:
+            times["prefill"] += way.share * way.prefill_s
+            if way.tier is not None:
+                times["tier queue"] += way.share * node.waits[way.tier].mean_s
+                times["fetch"] += way.share * node.flows[way.tier].speed.fetch_s(way.nbytes)
+        return times
+
+    def _quantiles(self, node: Node) -> dict[str, float | None]:
+        names = [f"ttft_p{round(100 * quantile)}_s" for quantile in QUANTILES]
+        if node.gpu is None:
+            return dict.fromkeys(names)
+        alone = np.array([self.alone_s(node, way) for way in node.ways])
+        longest = node.gpu.mean_s / max(node.gpu.busy, 1e-9)
+        longest += max((w.mean_s / max(w.busy, 1e-9) for w in node.waits), default=0.0)
+        times = np.geomspace(alone.min() * 0.999, alone.max() + 12.0 * longest, CURVE_POINTS)
+        later = self._later(node, alone, times)
+        found = [self._crossing(node, alone, times, later, 1.0 - q) for q in QUANTILES]
+        return dict(zip(names, found, strict=True))
+
+    def _crossing(
+        self, node: Node, alone: Times, times: Times, later: Times, share: float
+    ) -> float:
+        """The time after which `share` of the first tokens come; `later` falls along `times`."""
+        for _ in range(REFINEMENTS):
+            after = (
+                min(int(np.argmax(later <= share)), len(times) - 1) if later[-1] <= share else -1
+            )
+            if after <= 0:
+                return float(times[after])
+            times = np.linspace(times[after - 1], times[after], REFINED_POINTS)
+            later = self._later(node, alone, times)
+        return float(times[int(np.argmax(later <= share))])
+
+    def alone_s(self, node: Node, way: Way) -> float:
+        """To the first token when nobody else is there."""
+        fetch_s = 0.0
+        if way.tier is not None:
+            fetch_s = node.flows[way.tier].speed.fetch_s(way.nbytes)
+        return fetch_s + way.prefill_s + self.load.first_token_s
+
+    def _later(self, node: Node, alone: Times, times: Times) -> Times:
+        """The share of requests whose first token comes later than each of `times`."""
+        assert node.gpu is not None
+        later = np.zeros_like(times)
+        for tier in (None, *range(len(node.flows))):
+            rows = [number for number, way in enumerate(node.ways) if way.tier == tier]
+            if rows:
+                wait = NO_WAIT if tier is None else node.waits[tier]
+                chance = waits_longer(node.gpu, wait, times[:, None] - alone[rows][None, :])
+                later += chance @ np.array([node.ways[number].share for number in rows])
+        return later
+
+    def _use(self, node: Node, number: int) -> TierUse:
+        flow, ways = node.flows[number], [way for way in node.ways if way.tier == number]
+        device = self.parts.tiers[flow.speed.name]
+        units = round(flow.speed.capacity_bytes / device.unit)
+        daily = flow.writes_bytes_per_s * DAY_S * self.load.scenario.traffic.busy_share
+        read = node.rate * sum(way.share * flow.speed.busy_s(way.nbytes) for way in ways)
+        hits = sum(way.share * way.hit_tokens for way in ways)
+        return TierUse(
+            tier=flow.speed.name,
+            units=units,
+            capacity_bytes=flow.speed.capacity_bytes,
+            hit_share=hits / self.load.prompt_tokens,
+            horizon_s=flow.horizon_s,
+            useful=flow.useful,
+            read_busy=read,
+            write_busy=flow.write_busy,
+            limited_by=flow.speed.limited_by,
+            writes_bytes_per_day=daily,
+            life_years=life_years(device, units, daily),
+        )
+
+    def _cost(self, node: Node, uses: Sequence[TierUse], request_tokens: float) -> Cost:
+        gpu, traffic = self.load.gpu, self.load.scenario.traffic
+        busy = min(1.0, self._gpu_busy(node)) * traffic.busy_share
+        watts = gpu.idle_power_w + (gpu.power_w - gpu.idle_power_w) * busy
+        servers = Servers(gpu, self.load.scenario.fleet.gpus_per_node, node.nodes, watts)
+        used = [Used(self.parts.tiers[use.tier], use.units, use.life_years) for use in uses]
+        tokens = request_tokens * traffic.requests_per_s * traffic.busy_share * 3600.0
+        return cost_of(self.parts, servers, used, tokens)
+
+
+def _tier_wait(flow: Flow, number: int, ways: Sequence[Way], rate: float) -> Wait:
+    """Of reads among themselves; writes take their share of the tier's time."""
+    mine = [way for way in ways if way.tier == number]
+    share = sum(way.share for way in mine)
+    if share <= 0.0:
+        return NO_WAIT
+    idle = 1.0 - flow.write_busy
+    times = [flow.speed.busy_s(way.nbytes) / idle for way in mine]
+    mean_s = sum(way.share * s for way, s in zip(mine, times, strict=True)) / share
+    square = sum(way.share * s * s for way, s in zip(mine, times, strict=True)) / share
+    return wait_for(rate * share, mean_s, square) or NO_WAIT

@@ -1,0 +1,149 @@
+"""The parts list: what can be bought, what it costs and what it does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from kvdepot.core.config_loader import Unit, load_tree
+from kvdepot.errors import ConfigError
+from kvdepot.planner.bounds import check_numbers
+
+Bytes = Annotated[int, Unit.BYTES]
+Seconds = Annotated[float, Unit.SECONDS]
+PREFIX: Final = "KVDEPOT_PARTS_"
+_MAY_BE_ZERO: Final = {
+    "counts",
+    "electricity_per_kwh",
+    "idle_power_w",
+    "latency",
+    "power_w",
+    "price",
+    "price_per_tb_month",
+    "seek",
+    "slot_price",
+    "writes_per_day",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """One accelerator."""
+
+    memory: Bytes
+    flops: float
+    """Dense operations a second in the type that prefill computes in."""
+
+    memory_bandwidth: Bytes
+    link: Bytes
+    """Bytes a second from the host into one GPU."""
+
+    efficiency: float
+    """The share of `flops` that prefill reaches."""
+
+    power_w: float
+    idle_power_w: float
+    price: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A server without GPUs, memory for KV and drives."""
+
+    price: float
+    power_w: float
+    network: Bytes
+    """Bytes a second to what is not in the server."""
+
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One unit of a tier."""
+
+    unit: Bytes
+    """Capacity of one unit."""
+
+    price: float
+    read: Bytes
+    """Bytes a second."""
+
+    write: Bytes
+    latency: Seconds
+    power_w: float
+    counts: tuple[int, ...]
+    """The numbers of units that a node may have."""
+
+    slot_price: float = 0.0
+    """One unit's share of what it is plugged into."""
+
+    price_per_tb_month: float = 0.0
+    seek: Seconds = 0.0
+    """Before each run of bytes that lie together."""
+
+    writes_per_day: float = 0.0
+    """How often the whole unit may be written each day for five years; 0: no limit."""
+
+    remote: bool = False
+    """Reached over the node's network."""
+
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that can be bought."""
+
+    currency: str
+    years: float
+    """Over which prices are written off."""
+
+    electricity_per_kwh: float
+    pue: float
+    """Watts at the meter for each watt in the rack."""
+
+    node: Host
+    gpus: dict[str, GPU]
+    tiers: dict[str, Device]
+    """The fastest first."""
+
+    def gpu(self, name: str) -> GPU:
+        """Raises ConfigError with the known names."""
+        if name not in self.gpus:
+            raise ConfigError("gpu", f"{name!r} is not in the parts list: {', '.join(self.gpus)}")
+        return self.gpus[name]
+
+
+def load_parts(
+    path: Path | str | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Parts:
+    """The list in `path`, or the shipped one. Raises ConfigError that names what is wrong."""
+    if path is not None:
+        return _load(path, env or {}, overrides or {})
+    with resources.as_file(resources.files(__package__).joinpath("parts.toml")) as shipped:
+        return _load(shipped, env or {}, overrides or {})
+
+
+def shipped_parts() -> str:
+    """The shipped list as it is written, to be copied and edited."""
+    return resources.files(__package__).joinpath("parts.toml").read_text("utf-8")
+
+
+def _load(path: Path | str, env: Mapping[str, str], overrides: Mapping[str, Any]) -> Parts:
+    parts = load_tree(Parts, path, prefix=PREFIX, env=env, overrides=overrides)
+    check_numbers(parts, may_be_zero=_MAY_BE_ZERO)
+    if not parts.gpus:
+        raise ConfigError("gpus", "there is no GPU in the parts list")
+    for name, gpu in parts.gpus.items():
+        if gpu.efficiency > 1:
+            raise ConfigError(f"gpus.{name}.efficiency", "is a share of flops: at most 1")
+    for name, device in parts.tiers.items():
+        if not device.counts or min(device.counts) < 0:
+            raise ConfigError(f"tiers.{name}.counts", "must be numbers of units, 0 or more")
+    return parts

@@ -1,0 +1,192 @@
+"""What to plan for: a model, the GPUs that serve it, its traffic, and what must be reached."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from kvdepot.core.config_loader import Unit, load_tree
+from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DType
+from kvdepot.errors import ConfigError
+from kvdepot.planner.bounds import check_numbers
+from kvdepot.planner.footprint import RAW
+
+Seconds = Annotated[float, Unit.SECONDS]
+PREFIX: Final = "KVDEPOT_PLAN_"
+_MAY_BE_ZERO: Final = {
+    "system_tokens",
+    "history_tokens",
+    "return_share",
+    "return_gap",
+    "retention",
+    "gap_spread",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The GPUs."""
+
+    gpu: str = "h100"
+    """A name in the parts list."""
+
+    nodes: int = 1
+    gpus_per_node: int = 8
+    tp: int = 1
+    """GPUs that serve one copy of the model together."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model on one node."""
+        return self.gpus_per_node // self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Talks of several turns: each turn brings all that was said before, and a new question."""
+
+    requests_per_s: float
+    """Of the whole fleet in its busy hours."""
+
+    question_tokens: int
+    """New tokens in each turn."""
+
+    answer_tokens: int
+    turns: int = 10
+    """Of one talk."""
+
+    users: int | None = None
+    """Who talk at the same time; gives the gap between turns where `gap` is not given."""
+
+    gap: Annotated[float | None, Unit.SECONDS] = None
+    """Mean time from one turn of a talk to its next."""
+
+    gap_spread: float = 1.0
+    """How far gaps spread around their mean: sigma of their logarithm."""
+
+    return_share: float = 0.0
+    """The share of turns that come after a long pause."""
+
+    return_gap: Seconds = 0.0
+    """Mean of the long pauses."""
+
+    system_tokens: int = 0
+    """At the head of every prompt, the same for all."""
+
+    history_tokens: int = 0
+    """What a talk begins with: documents, code."""
+
+    busy_share: float = 1.0
+    """The share of each day in which requests come."""
+
+    @property
+    def turn_gap_s(self) -> float:
+        """Mean time between the turns of a talk that is not interrupted."""
+        if self.gap is not None:
+            return self.gap
+        return (self.users or 0) / self.requests_per_s
+
+    def context_tokens(self, turn: int) -> int:
+        """What turn `turn`, from 1, brings along of what earlier turns have computed or said."""
+        said = (turn - 1) * (self.question_tokens + self.answer_tokens)
+        return self.system_tokens + self.history_tokens + said
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Mean tokens of a prompt."""
+        middle = (self.context_tokens(1) + self.context_tokens(self.turns)) / 2
+        return middle + self.question_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What must be reached."""
+
+    ttft_p95: Seconds
+    """95 of 100 first tokens come within this time."""
+
+    retention: Seconds = 0.0
+    """A talk that nobody continues is kept for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything that a plan starts from."""
+
+    model: str
+    traffic: Traffic
+    goal: Goal
+    fleet: Fleet = Fleet()
+    title: str = ""
+    dtype: DType | None = None
+    """Of the KV cache; the model's where not given."""
+
+    codec: str = RAW
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    weight_bytes: float = 2.0
+    """Of one parameter in GPU memory."""
+
+    parameters: float | None = None
+    """Weights of the model; needed for a config.json, which does not say."""
+
+    active_parameters: float | None = None
+    """Weights that work on one token; all of them where not given."""
+
+
+def scenario_names() -> tuple[str, ...]:
+    """The scenarios that are shipped."""
+    return tuple(_shipped())
+
+
+def load_scenario(
+    source: str | None,
+    *,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Scenario:
+    """`source` is a shipped scenario's name, a TOML file, or None for overrides alone.
+
+    Raises ConfigError that names what is wrong or missing.
+    """
+    settings = dict(overrides or {})
+    if source is None or Path(source).is_file() or source.endswith(".toml"):
+        return _load(source, env or {}, settings)
+    shipped = _shipped()
+    if source not in shipped:
+        known = ", ".join(shipped)
+        raise ConfigError("scenario", f"{source!r} is neither a file nor one of {known}")
+    return _load(None, env or {}, {**_dotted(shipped[source]), **settings})
+
+
+def _load(path: str | None, env: Mapping[str, str], overrides: Mapping[str, Any]) -> Scenario:
+    scenario = load_tree(Scenario, path, prefix=PREFIX, env=env, overrides=overrides)
+    check_numbers(scenario, may_be_zero=_MAY_BE_ZERO)
+    traffic, fleet = scenario.traffic, scenario.fleet
+    if fleet.gpus_per_node % fleet.tp:
+        raise ConfigError("fleet.tp", f"{fleet.gpus_per_node} GPUs a node do not divide by it")
+    if traffic.users is None and traffic.gap is None:
+        raise ConfigError("traffic.users", "missing: give users, or the gap between their turns")
+    for name in ("return_share", "busy_share"):
+        if getattr(traffic, name) > 1:
+            raise ConfigError(f"traffic.{name}", "is a share: at most 1")
+    if traffic.return_share and not traffic.return_gap:
+        raise ConfigError("traffic.return_gap", "needed where return_share is more than 0")
+    return scenario
+
+
+def _shipped() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("scenarios.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def _dotted(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested tables as one level of dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _dotted(value, f"{path}{name}.")
+        else:
+            flat[f"{path}{name}"] = value
+    return flat
