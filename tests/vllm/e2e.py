@@ -19,6 +19,7 @@ import time
 import venv
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -173,13 +174,42 @@ def bad_input(run: Run) -> None:
         "unknown key": ({"extra": {"dramm": "1GiB"}}, "extra_config.dramm: unknown key"),
         "block size": ({"extra": {"block_tokens": 48}}, "block_tokens: 48 is not a multiple"),
         "not a folder": ({"extra": {"ssd": {**disk, "path": str(plain)}}}, str(plain)),
+        "no write permission": ({"extra": {"ssd": {**disk, "path": "/sys/kv"}}}, "cannot write to"),
         "too small": ({"extra": {"ssd": {**disk, "capacity": "1MiB"}}}, "ssd.capacity"),
     }
     for name, (extra, wanted) in wrong.items():
-        seen = run.scenario("refused", "refused", "--extra", json.dumps(extra))
-        lines = [line for line in seen["log"].splitlines() if "kvdepot: " in line]
-        said = next((line for line in lines if wanted in line), "")
-        run.point(f"10 {name}", bool(said), said=said[-200:] or seen["error"][-200:])
+        refused(run, name, extra, wanted)
+    if os.geteuid() == 0:  # others may not mount
+        with full_disk(run.folder / "full disk") as full:
+            extra = {"extra": {"ssd": {**disk, "path": str(full / "kv")}}}
+            refused(run, "full disk at start", extra, "No space left on device")
+    # One depot serves many models: another one's blocks are misses, and its own go beside them.
+    other = replace(run, model=tiny_model(run, "mistral"))
+    options = {"extra": {"block_tokens": 64}}
+    seen = other.scenario("roundtrip", "kept", "--extra", json.dumps(options))
+    run.point("10 a depot of another model: nothing of it is used", seen["cold"] == 0)
+    run.same("10 a depot of another model serves this one too", seen, [960])
+
+
+def refused(run: Run, name: str, extra: Seen, wanted: str) -> None:
+    """A start with these settings ends with one line that says so."""
+    seen = run.scenario("refused", "refused", "--extra", json.dumps(extra))
+    lines = [line for line in seen["log"].splitlines() if "kvdepot: " in line]
+    said = next((line for line in lines if wanted in line), "")
+    run.point(f"10 {name}", bool(said), said=said[-200:] or seen["error"][-200:])
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=True)
+    try:
+        with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def times(run: Run) -> None:
