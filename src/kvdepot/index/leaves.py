@@ -15,7 +15,7 @@ import numpy as np
 
 from kvdepot.core.order import Hint, Order, Recency
 from kvdepot.index.lines import Lines
-from kvdepot.index.table import NONE, KeyTable
+from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 from kvdepot.index.tree import FEW, PrefixTree
 
 _OUT: Final = -1
@@ -114,6 +114,11 @@ class LeafOrder:
     def resident(self, row: int) -> bool:
         """Whether the block is in the tier."""
         return bool(self._group.view[row] != _OUT)
+
+    def resident_rows(self, rows: Rows) -> Bools:
+        """Which of the rows are in the tier."""
+        here: Bools = self._group.array[rows] != _OUT
+        return here
 
     def used(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Rows were stamped, head first: those in line go to the warm end, if use counts.

@@ -1,0 +1,215 @@
+"""The default order: the block that promises the fewest reuses for its place leaves first.
+
+A block's kind is how many times its session has come back, and whether the block itself was used:
+a tail inherits the promise of the prefix it continues, and what many sessions share is judged by
+all of them. How soon each kind is reused is counted (hazard.py), also for blocks that are gone
+(ghosts.py), so that the order knows what a longer stay would have brought.
+
+Where the tier is large enough, recency is hard to beat and counts are noise. So the least recently
+used block leaves unless another one promises clearly less, and how clearly is learned from ghosts:
+the fewer reuses come too late, the closer to LRU; and what plain LRU would have hit (shadow.py)
+against what was hit moves the trust in the counts up and down.
+"""
+
+from collections.abc import Sequence
+from math import exp
+from typing import Final
+
+import numpy as np
+
+from kvdepot.core.order import NOBODY, Column, Family, Hint, Lines, Rows
+from kvdepot.policy.eviction.ghosts import Ghosts
+from kvdepot.policy.eviction.hazard import Hazard, Ints, bucket
+from kvdepot.policy.eviction.shadow import LruShadow
+
+_TURNS_MAX: Final = 7
+_KINDS: Final = 2 * (_TURNS_MAX + 1)
+_ALIVE, _PENDING, _CLOSED = _KINDS, _KINDS + 1, _KINDS + 2
+_LINES: Final = _KINDS + 3
+_HINTED: Final = {Hint.ALIVE: _ALIVE, Hint.PENDING: _PENDING, Hint.CLOSED: _CLOSED}
+_BOOST: Final = [1] * _KINDS + [4, 16, 1]
+"""A block with a hint promises so many times more, and counts as so many times younger."""
+_OUT: Final = 255
+
+_GHOSTS_PER_BLOCK: Final = 1.5
+_PERIOD_MIN: Final = 1000
+_PERIODS_PER_TIER: Final = 8
+_SAMPLE_MAX: Final = 1 << 16
+_RUN: Final = 8
+"""So many blocks leave from one end of a line before all ends are compared again."""
+
+_TRUST_MAX, _TRUST_MIN = 0.8, 0.05
+_LATE_WEIGHT: Final = 4.0
+"""With one reuse too late for so many in time, the counts are trusted in full."""
+
+
+class ReuseDensity:
+    """Fewest expected reuses per place and time first."""
+
+    lines = _LINES
+    moves_on_use = True
+
+    def __init__(self) -> None:
+        self._hazard = Hazard(_LINES)
+        self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
+        self._shadow = LruShadow()
+        self._count = 0
+        self._events = 0
+        self._refreshed = 0
+        self._hits = self._late = 0.0
+        self._trust = _TRUST_MAX
+        self._run = (NOBODY, 0, False)
+        self._run_left = 0
+        self._boost = np.array(_BOOST, dtype=np.float64)
+
+    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
+        self._rows, self._tree, self._lines = rows, tree, lines
+        self._since = rows.column(np.int64, 0)
+        self._kind = rows.column(np.uint8, _OUT)
+        self._turns = rows.column(np.uint8, 0)
+        self._used = rows.column(np.uint8, 0)
+
+    @property
+    def stamps(self) -> Column:
+        return self._since
+
+    @property
+    def trust(self) -> float:
+        """How far the counts may overrule recency, from 0 (plain LRU) to 1."""
+        return self._trust * min(1.0, _LATE_WEIGHT * self._late / (self._hits + 1.0))
+
+    def line(self, row: int) -> int:
+        kind: int = self._kind.view[row]
+        return kind
+
+    def entered(self, row: int) -> None:
+        digest, now = self._rows.digest(row), self._tree.now
+        ghost = self._ghosts.recall(digest)
+        if ghost is None:
+            turns, used = self._turns_of_child(self._tree.parent.view[row]), 0
+            self._kind.view[row] = 2 * min(turns, _TURNS_MAX)
+        else:
+            turns, used = ghost.note >> 8, 1
+            self._hazard.reused(ghost.note & 255, now - ghost.stamp)
+            self._late += 1
+            self._kind.view[row] = 2 * min(turns + 1, _TURNS_MAX) + 1
+        self._turns.view[row], self._used.view[row] = turns, used
+        self._since.view[row] = now
+        self._count += 1
+        if self._shadow.has(digest):
+            self._learn(-self._shadow.touch([digest]))
+        self._passed(1)
+
+    def used(self, rows: Sequence[int], *, hit: bool) -> None:
+        at = np.asarray(rows, dtype=np.int64)
+        stamps = self._tree.now - np.arange(len(at))
+        here = self._kind.array[at] != _OUT
+        if not here.all():
+            at, stamps = at[here], stamps[here]
+        if not len(at):
+            return
+        if hit:
+            self._hit(at, stamps)
+        self._since.array[at] = stamps
+
+    def left(self, row: int) -> None:
+        kind, since = self._kind.view, self._since.view
+        note = kind[row] | self._turns.view[row] << 8
+        self._ghosts.remember(self._rows.digest(row), since[row], note)
+        kind[row] = _OUT
+        self._count -= 1
+        parent = self._tree.parent.view[row]
+        if parent != NOBODY and since[parent] < since[row]:
+            since[parent] = since[row]
+
+    def hinted(self, rows: Sequence[int], hint: Hint) -> None:
+        kind = self._kind.view
+        for row in rows:
+            if kind[row] == _OUT:
+                continue
+            ordinary = 2 * min(self._turns.view[row], _TURNS_MAX) + self._used.view[row]
+            kind[row] = _HINTED.get(hint, ordinary)
+
+    def victim(self, group: int) -> int:
+        """The end of the line that promises least, for a few blocks in a row."""
+        if self._run_left and self._run[0] == group:
+            self._run_left -= 1
+            _, line, warm = self._run
+            row = self._lines.last(group, line) if warm else self._lines.first(group, line)
+            if row != NOBODY:
+                return row
+        row, line, warm = self._least_promising(group)
+        self._run, self._run_left = (group, line, warm), _RUN - 1
+        return row
+
+    def _least_promising(self, group: int) -> tuple[int, int, bool]:
+        """A row, the line at whose end it stands, and whether that is the warm end."""
+        first = self._lines.first(group, _CLOSED)
+        if first != NOBODY:
+            return first, _CLOSED, False
+        now, since, density = self._tree.now, self._since.view, self._hazard.density
+        row, line, oldest = NOBODY, 0, -1.0
+        ends = []
+        for number, boost in enumerate(_BOOST):
+            first = self._lines.first(group, number)
+            if first == NOBODY:
+                continue
+            age, promise = now - since[first], density[number]
+            ends.append((first, number, False, promise[bucket(age)]))
+            if age / boost > oldest:
+                row, line, oldest = first, number, age / boost
+            last = self._lines.last(group, number)
+            if last != first:
+                ends.append((last, number, True, promise[bucket(now - since[last])]))
+        if row == NOBODY:
+            return row, line, False
+        best, warm = density[line][bucket(now - since[row])] * self.trust, False
+        for end, number, at_warm, promise in ends:
+            if promise < best:
+                row, line, warm, best = end, number, at_warm, promise
+        return row, line, warm
+
+    def _hit(self, at: Ints, stamps: Ints) -> None:
+        kinds = self._kind.array[at]
+        self._hazard.reused_many(kinds.astype(np.int64), stamps - self._since.array[at])
+        self._hits += len(at)
+        turns = min(int(self._turns.view[at[-1]]) + 1, _TURNS_MAX)
+        self._kind.array[at] = 2 * turns + 1
+        self._used.array[at] = 1
+        asked = self._shadow.sampled(self._rows.digests(at))
+        self._learn(len(asked) - self._shadow.touch(reversed(asked)))
+        self._passed(len(at))
+
+    def _turns_of_child(self, parent: int) -> int:
+        """How many times the session of a new block has come back."""
+        if parent == NOBODY:
+            return 0
+        return min(int(self._turns.view[parent]) + int(self._used.view[parent]), _OUT)
+
+    def _learn(self, gained: int) -> None:
+        """So many more of the sampled keys were hit than plain LRU would have hit."""
+        if gained:
+            trust = self._trust * exp(gained / self._shadow.capacity)
+            self._trust = min(_TRUST_MAX, max(_TRUST_MIN, trust))
+
+    def _passed(self, events: int) -> None:
+        self._events += events
+        if self._events >= max(_PERIOD_MIN, self._count // _PERIODS_PER_TIER):
+            self._events = 0
+            self._refresh()
+
+    def _refresh(self) -> None:
+        now = self._tree.now
+        period, self._refreshed = now - self._refreshed, now
+        step = max(1, len(self._kind.array) // _SAMPLE_MAX)
+        kinds, since = self._kind.array[::step], self._since.array[::step]
+        here = kinds != _OUT
+        ages = np.maximum(now - since[here], 0)
+        self._hazard.exposed(kinds[here].astype(np.int64), ages, period * step)
+        since, notes, step = self._ghosts.sample(_SAMPLE_MAX)
+        self._hazard.exposed(notes & 255, np.maximum(now - since, 0), period * step)
+        self._hazard.refresh(now, period * self._count, self._boost)
+        self._hits, self._late = self._hits * 0.99, self._late * 0.99
+        self._ghosts.fit(self._count)
+        self._shadow.fit(self._count)
+        self._run_left = 0
