@@ -71,6 +71,10 @@ class Lines(Protocol):
 
     def last(self, group: int, line: int) -> int: ...
 
+    def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The coldest and the warmest row of each line."""
+        ...
+
     def occupied(self, group: int) -> int:
         """The lines of a group that are not empty, as bits."""
         ...

@@ -1,5 +1,6 @@
 """Rows standing in lines: linked lists in columns, so that a row joins and leaves in no time."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -33,6 +34,14 @@ class Lines:
     def last(self, group: int, line: int) -> int:
         base = self._base.get(group)
         return NONE if base is None else self._warm[base + line]
+
+    def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The coldest and the warmest row of each line."""
+        base = self._base.get(group)
+        if base is None:
+            return (), ()
+        end = base + self._width
+        return self._cold[base:end], self._warm[base:end]
 
     def occupied(self, group: int) -> int:
         """The lines of a group that are not empty, as bits."""

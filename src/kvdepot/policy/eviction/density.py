@@ -11,6 +11,7 @@ the fewer reuses come too late, the closer to LRU; and what plain LRU would have
 against what was hit moves the trust in the counts up and down.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import exp
 from typing import Final
@@ -19,7 +20,7 @@ import numpy as np
 
 from kvdepot.core.order import NOBODY, Column, Family, Hint, Lines, Rows
 from kvdepot.policy.eviction.ghosts import Ghosts
-from kvdepot.policy.eviction.hazard import Hazard, Ints, bucket
+from kvdepot.policy.eviction.hazard import AGES, Hazard, Ints
 from kvdepot.policy.eviction.shadow import LruShadow
 
 _TURNS_MAX: Final = 7
@@ -35,8 +36,7 @@ _GHOSTS_PER_BLOCK: Final = 1.5
 _PERIOD_MIN: Final = 1000
 _PERIODS_PER_TIER: Final = 8
 _SAMPLE_MAX: Final = 1 << 16
-_RUN: Final = 8
-"""So many blocks leave from one end of a line before all ends are compared again."""
+_MUCH: Final = 1e300
 
 _TRUST_MAX, _TRUST_MIN = 0.8, 0.05
 _LATE_WEIGHT: Final = 4.0
@@ -58,8 +58,6 @@ class ReuseDensity:
         self._refreshed = 0
         self._hits = self._late = 0.0
         self._trust = _TRUST_MAX
-        self._run = (NOBODY, 0, False)
-        self._run_left = 0
         self._boost = np.array(_BOOST, dtype=np.float64)
 
     def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
@@ -131,43 +129,30 @@ class ReuseDensity:
             kind[row] = _HINTED.get(hint, ordinary)
 
     def victim(self, group: int) -> int:
-        """The end of the line that promises least, for a few blocks in a row."""
-        if self._run_left and self._run[0] == group:
-            self._run_left -= 1
-            _, line, warm = self._run
-            row = self._lines.last(group, line) if warm else self._lines.first(group, line)
-            if row != NOBODY:
-                return row
-        row, line, warm = self._least_promising(group)
-        self._run, self._run_left = (group, line, warm), _RUN - 1
-        return row
-
-    def _least_promising(self, group: int) -> tuple[int, int, bool]:
-        """A row, the line at whose end it stands, and whether that is the warm end."""
-        first = self._lines.first(group, _CLOSED)
-        if first != NOBODY:
-            return first, _CLOSED, False
+        """Of the coldest and the warmest block of each kind the one that promises least."""
+        closed = self._lines.first(group, _CLOSED)
+        if closed != NOBODY:
+            return closed
         now, since, density = self._tree.now, self._since.view, self._hazard.density
-        row, line, oldest = NOBODY, 0, -1.0
-        ends = []
-        for number, boost in enumerate(_BOOST):
-            first = self._lines.first(group, number)
-            if first == NOBODY:
+        colds, warms = self._lines.ends(group)
+        victim, oldest, least, promise = NOBODY, -1.0, _MUCH, 0.0
+        for kind, row in enumerate(colds):
+            if row == NOBODY:
                 continue
-            age, promise = now - since[first], density[number]
-            ends.append((first, number, False, promise[bucket(age)]))
-            if age / boost > oldest:
-                row, line, oldest = first, number, age / boost
-            last = self._lines.last(group, number)
-            if last != first:
-                ends.append((last, number, True, promise[bucket(now - since[last])]))
-        if row == NOBODY:
-            return row, line, False
-        best, warm = density[line][bucket(now - since[row])] * self.trust, False
-        for end, number, at_warm, promise in ends:
-            if promise < best:
-                row, line, warm, best = end, number, at_warm, promise
-        return row, line, warm
+            promises, age = density[kind], now - since[row]
+            promised = promises[bisect_right(AGES, age) - 1]
+            if kind >= _KINDS:
+                age /= _BOOST[kind]
+            if age > oldest:
+                victim, oldest, promise = row, age, promised
+            if promised < least:
+                least, promising_least = promised, row
+            warm = warms[kind]
+            if warm != row:
+                promised = promises[bisect_right(AGES, now - since[warm]) - 1]
+                if promised < least:
+                    least, promising_least = promised, warm
+        return promising_least if least < promise * self.trust else victim
 
     def _hit(self, at: Ints, stamps: Ints) -> None:
         kinds = self._kind.array[at]
@@ -212,4 +197,3 @@ class ReuseDensity:
         self._hits, self._late = self._hits * 0.99, self._late * 0.99
         self._ghosts.fit(self._count)
         self._shadow.fit(self._count)
-        self._run_left = 0
