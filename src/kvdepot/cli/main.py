@@ -44,6 +44,7 @@ COMMANDS = {
     "check": Command("kvdepot.cli.check", "verify a store on disk, and repair it"),
     "inspect": Command("kvdepot.cli.inspect", "what is inside a store on disk"),
     "bench": Command("kvdepot.cli.bench", "measure the store against the raw device"),
+    "sim": Command("kvdepot.cli.sim", "what a trace would hit, by eviction policy and capacity"),
     "config": Command("kvdepot.cli.config", "show or check a configuration"),
 }
 
