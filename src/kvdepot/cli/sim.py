@@ -185,7 +185,7 @@ def page(name: str, workload: Workload, outcomes: list[Outcome]) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{title}</h1>\n"
-        f'<p class="lead">Tokens found over tokens asked for, {len(workload):,} requests, blocks of '
-        f'{workload.block_tokens} tokens.</p>\n<div class="plot">{plot}</div>\n'
+        f'<p class="lead">Tokens found over tokens asked for, {len(workload):,} requests, blocks '
+        f'of {workload.block_tokens} tokens.</p>\n<div class="plot">{plot}</div>\n'
         "</main>\n</body>\n</html>\n"
     )

@@ -56,8 +56,9 @@ class LeafOrder:
         """The block is no longer in the tier."""
         if self._line.view[row] != _OUT:
             self._lines.remove(row)
-        self._group.view[row] = _OUT
-        self._order.left(row)
+        if self._group.view[row] != _OUT:
+            self._group.view[row] = _OUT
+            self._order.left(row)
         parent = self._tree.parent.view[row]
         if parent != NONE:
             self._kids.view[parent] -= 1

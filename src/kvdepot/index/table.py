@@ -102,7 +102,8 @@ class KeyTable:
 
     def digests(self, rows: Rows) -> npt.NDArray[np.uint64]:
         """`digest` of many rows."""
-        return self._words[rows, 2]
+        found: npt.NDArray[np.uint64] = self._words[rows, 2]
+        return found
 
     def parent_name(self, row: int) -> tuple[int, int]:
         return self._flat[4 * row], self._flat[4 * row + 1]

@@ -106,8 +106,9 @@ class Numbering:
     def chain(self, ids: Sequence[object]) -> Ints:
         """Numbers of a prompt's blocks. Raises NotAChain, and then nothing is entered."""
         known, parents = self._known, self._workload.parents
-        numbers, before = [], NO_PARENT
-        for position, name in enumerate(ids):
+        numbers: list[int] = []
+        before = NO_PARENT
+        for name in ids:
             number = known.get(name)
             if number is None:
                 break
@@ -115,9 +116,7 @@ class Numbering:
                 raise NotAChain(f"block {name} follows another block than it did before")
             numbers.append(number)
             before = number
-        else:
-            position = len(ids)
-        fresh = ids[position:]
+        fresh = ids[len(numbers) :]
         if any(name in known for name in fresh) or len(set(fresh)) < len(fresh):
             raise NotAChain(f"after block {fresh[0]}, which is new, comes one that is not")
         added = self._workload.new_blocks(before, len(fresh))

@@ -45,10 +45,7 @@ def read(file: TraceFile, replay: Replay) -> Workload:
             fields = parse(line)
             if fields.get("dup_of") is not None:
                 continue
-            block_tokens = count(fields, "block_size") * replay.merge
-            workload = workload or Workload(block_tokens)
-            if workload.block_tokens != block_tokens:
-                raise BadLine("block_size differs from that of earlier sessions")
+            workload = _workload_for(fields, replay, workload)
             session = _Session(workload, prefixes, replay.merge)
             found = list(session.requests(fields, start_s))
         except (BadLine, NotAChain) as error:
@@ -57,9 +54,19 @@ def read(file: TraceFile, replay: Replay) -> Workload:
         for request in found:
             workload.add(request)
         start_s += draw.expovariate(1 / replay.gap_s)
-    workload = workload or Workload(64 * replay.merge)
+    workload = Workload(64 * replay.merge) if workload is None else workload
     workload.sort()
     return workload
+
+
+def _workload_for(fields: Fields, replay: Replay, workload: Workload | None) -> Workload:
+    """The workload so far, or a new one for the first session."""
+    block_tokens = count(fields, "block_size") * replay.merge
+    if not block_tokens:
+        raise BadLine("block_size is 0")
+    if workload is not None and workload.block_tokens != block_tokens:
+        raise BadLine("block_size differs from that of earlier sessions")
+    return Workload(block_tokens) if workload is None else workload
 
 
 @dataclass(slots=True)
@@ -76,6 +83,8 @@ class _Session:
         tools, system = count(fields, "tool_tokens"), count(fields, "system_tokens")
         head: int | None = None
         for asked in items(fields, "requests"):
+            if not isinstance(asked, dict):
+                raise BadLine("requests should be objects")
             at_s = start_s + seconds(asked, "t")
             if asked.get("type") == "subagent":
                 yield from self.requests(asked, at_s)

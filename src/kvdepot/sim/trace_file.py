@@ -5,12 +5,11 @@ import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, TextIO
+from typing import Literal, TextIO
 
 from kvdepot.errors import TraceError
 
 BadLines = Literal["stop", "skip"]
-_OPENERS: Final = {".gz": gzip.open, ".xz": lzma.open}
 
 
 class BadLine(ValueError):
@@ -42,7 +41,8 @@ class TraceFile:
         self.skipped.append(f"line {number}: {reason}")
 
     def _open(self) -> TextIO:
-        opener = _OPENERS.get(self.path.suffix)
-        if opener is None:
-            return self.path.open(encoding="utf-8")
-        return opener(self.path, "rt", encoding="utf-8")
+        if self.path.suffix == ".gz":
+            return gzip.open(self.path, "rt", encoding="utf-8")
+        if self.path.suffix == ".xz":
+            return lzma.open(self.path, "rt", encoding="utf-8")
+        return self.path.open(encoding="utf-8")

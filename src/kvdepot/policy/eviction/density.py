@@ -31,6 +31,7 @@ _HINTED: Final = {Hint.ALIVE: _ALIVE, Hint.PENDING: _PENDING, Hint.CLOSED: _CLOS
 _BOOST: Final = [1] * _KINDS + [4, 16, 1]
 """A block with a hint promises so many times more, and counts as so many times younger."""
 _OUT: Final = 255
+_COUNT_MAX: Final = 255
 
 _GHOSTS_PER_BLOCK: Final = 1.5
 _PERIOD_MIN: Final = 1000
@@ -41,6 +42,10 @@ _MUCH: Final = 1e300
 _TRUST_MAX, _TRUST_MIN = 0.8, 0.05
 _LATE_WEIGHT: Final = 4.0
 """With one reuse too late for so many in time, the counts are trusted in full."""
+
+
+def _kind_of(turns: int, *, reused: bool) -> int:
+    return 2 * min(turns, _TURNS_MAX) + reused
 
 
 class ReuseDensity:
@@ -65,7 +70,7 @@ class ReuseDensity:
         self._since = rows.column(np.int64, 0)
         self._kind = rows.column(np.uint8, _OUT)
         self._turns = rows.column(np.uint8, 0)
-        self._used = rows.column(np.uint8, 0)
+        self._uses = rows.column(np.uint8, 0)
 
     @property
     def stamps(self) -> Column:
@@ -84,14 +89,14 @@ class ReuseDensity:
         digest, now = self._rows.digest(row), self._tree.now
         ghost = self._ghosts.recall(digest)
         if ghost is None:
-            turns, used = self._turns_of_child(self._tree.parent.view[row]), 0
-            self._kind.view[row] = 2 * min(turns, _TURNS_MAX)
+            turns, uses = self._turns_of_child(self._tree.parent.view[row]), 0
+            self._kind.view[row] = _kind_of(turns, reused=False)
         else:
-            turns, used = ghost.note >> 8, 1
+            turns, uses = ghost.note >> 8, 1
             self._hazard.reused(ghost.note & 255, now - ghost.stamp)
             self._late += 1
-            self._kind.view[row] = 2 * min(turns + 1, _TURNS_MAX) + 1
-        self._turns.view[row], self._used.view[row] = turns, used
+            self._kind.view[row] = _kind_of(turns + 1, reused=True)
+        self._turns.view[row], self._uses.view[row] = turns, uses
         self._since.view[row] = now
         self._count += 1
         if self._shadow.has(digest):
@@ -121,11 +126,15 @@ class ReuseDensity:
             since[parent] = since[row]
 
     def hinted(self, rows: Sequence[int], hint: Hint) -> None:
-        kind = self._kind.view
+        """Blocks that were used more often than their session came back belong to others too."""
+        if not rows:
+            return
+        kind, turns, uses = self._kind.view, self._turns.view, self._uses.view
+        comebacks = turns[rows[-1]] + 1
         for row in rows:
-            if kind[row] == _OUT:
+            if kind[row] == _OUT or (hint == Hint.CLOSED and uses[row] > comebacks):
                 continue
-            ordinary = 2 * min(self._turns.view[row], _TURNS_MAX) + self._used.view[row]
+            ordinary = _kind_of(turns[row], reused=uses[row] > 0)
             kind[row] = _HINTED.get(hint, ordinary)
 
     def victim(self, group: int) -> int:
@@ -135,32 +144,31 @@ class ReuseDensity:
             return closed
         now, since, density = self._tree.now, self._since.view, self._hazard.density
         colds, warms = self._lines.ends(group)
-        victim, oldest, least, promise = NOBODY, -1.0, _MUCH, 0.0
+        victim = least_promising = NOBODY
+        oldest, promise, least = -1.0, 0.0, _MUCH
         for kind, row in enumerate(colds):
             if row == NOBODY:
                 continue
-            promises, age = density[kind], now - since[row]
-            promised = promises[bisect_right(AGES, age) - 1]
-            if kind >= _KINDS:
-                age /= _BOOST[kind]
+            promises, idle = density[kind], now - since[row]
+            promised = promises[bisect_right(AGES, idle) - 1]
+            age = idle / _BOOST[kind]
             if age > oldest:
                 victim, oldest, promise = row, age, promised
             if promised < least:
-                least, promising_least = promised, row
+                least, least_promising = promised, row
             warm = warms[kind]
             if warm != row:
                 promised = promises[bisect_right(AGES, now - since[warm]) - 1]
                 if promised < least:
-                    least, promising_least = promised, warm
-        return promising_least if least < promise * self.trust else victim
+                    least, least_promising = promised, warm
+        return least_promising if least < promise * self.trust else victim
 
     def _hit(self, at: Ints, stamps: Ints) -> None:
         kinds = self._kind.array[at]
         self._hazard.reused_many(kinds.astype(np.int64), stamps - self._since.array[at])
         self._hits += len(at)
-        turns = min(int(self._turns.view[at[-1]]) + 1, _TURNS_MAX)
-        self._kind.array[at] = 2 * turns + 1
-        self._used.array[at] = 1
+        self._kind.array[at] = _kind_of(int(self._turns.view[at[-1]]) + 1, reused=True)
+        self._uses.array[at] = np.minimum(self._uses.array[at], _COUNT_MAX - 1) + 1
         asked = self._shadow.sampled(self._rows.digests(at))
         self._learn(len(asked) - self._shadow.touch(reversed(asked)))
         self._passed(len(at))
@@ -169,7 +177,8 @@ class ReuseDensity:
         """How many times the session of a new block has come back."""
         if parent == NOBODY:
             return 0
-        return min(int(self._turns.view[parent]) + int(self._used.view[parent]), _OUT)
+        comes_back = int(self._uses.view[parent] > 0)
+        return min(int(self._turns.view[parent]) + comes_back, _COUNT_MAX)
 
     def _learn(self, gained: int) -> None:
         """So many more of the sampled keys were hit than plain LRU would have hit."""

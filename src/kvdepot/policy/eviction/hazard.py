@@ -22,11 +22,11 @@ _DECAY: Final = 0.99
 _PRIOR: Final = 0.05
 """A kind is taken for average until this share of the tier has been watched for one period."""
 
-AGES: Final[list[int]] = [0] + [
-    _AGE_MIN * (_STEPS_PER_OCTAVE + step) << octave >> 1
+AGES: Final[list[int]] = [
+    (_AGE_MIN * (_STEPS_PER_OCTAVE + step) << octave) // _STEPS_PER_OCTAVE if octave + step else 0
     for octave in range(_OCTAVES)
     for step in range(_STEPS_PER_OCTAVE)
-][1:]
+]
 """Where each age bucket starts, in block uses."""
 _AGES: Final = np.array(AGES, dtype=np.int64)
 _WIDTHS: Final = np.diff(np.append(_AGES, 2 * _AGES[-1])).astype(np.float64)
