@@ -9,6 +9,7 @@ MIN does not see, so the optimum in tokens may be higher by less than those bloc
 """
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -54,18 +55,20 @@ def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progr
     return HitCounts(workload.tokens_asked, {tier: hit_tokens}, asked, entered, evicted)
 
 
-def _next_uses(workload: Workload) -> list[Ints]:
-    """For each request and block the number of the next request for it, or _NEVER."""
+def _next_uses(workload: Workload) -> Iterator[Ints]:
+    """For each request and block the number of the next request for it, or _NEVER.
+
+    Kept as runs meanwhile: a prompt's blocks are mostly used again together.
+    """
     coming = np.full(workload.block_count, _NEVER, dtype=np.int64)
-    found: list[Ints] = []
-    for number, blocks in zip(
-        range(len(workload) - 1, -1, -1),
-        (request.blocks for request in workload.backwards()),
-        strict=True,
-    ):
-        found.append(coming[blocks])
-        coming[blocks] = number
-    return found[::-1]
+    runs: list[tuple[Ints, Ints]] = []
+    for number, request in zip(range(len(workload) - 1, -1, -1), workload.backwards(), strict=True):
+        uses = coming[request.blocks]
+        starts = np.flatnonzero(np.diff(uses, prepend=-1))
+        runs.append((uses[starts], np.diff(starts, append=len(uses))))
+        coming[request.blocks] = number
+    while runs:
+        yield np.repeat(*runs.pop())
 
 
 def _depths(workload: Workload) -> Ints:

@@ -139,24 +139,23 @@ class ReuseDensity:
 
     def victim(self, group: int) -> int:
         """Of the coldest and the warmest block of each kind the one that promises least."""
-        closed = self._lines.first(group, _CLOSED)
-        if closed != NOBODY:
-            return closed
-        now, since, density = self._tree.now, self._since.view, self._hazard.density
         colds, warms = self._lines.ends(group)
+        if not colds:
+            return NOBODY
+        if colds[_CLOSED] != NOBODY:
+            return colds[_CLOSED]
+        now, since, density = self._tree.now, self._since.view, self._hazard.density
         victim = least_promising = NOBODY
         oldest, promise, least = -1.0, 0.0, _MUCH
-        for kind, row in enumerate(colds):
+        for row, warm, promises, boost in zip(colds, warms, density, _BOOST, strict=True):
             if row == NOBODY:
                 continue
-            promises, idle = density[kind], now - since[row]
-            promised = promises[bisect_right(AGES, idle) - 1]
-            age = idle / _BOOST[kind]
-            if age > oldest:
-                victim, oldest, promise = row, age, promised
+            age = now - since[row]
+            promised = promises[bisect_right(AGES, age) - 1]
+            if age > oldest * boost:
+                victim, oldest, promise = row, age / boost, promised
             if promised < least:
                 least, least_promising = promised, row
-            warm = warms[kind]
             if warm != row:
                 promised = promises[bisect_right(AGES, now - since[warm]) - 1]
                 if promised < least:
