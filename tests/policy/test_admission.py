@@ -60,7 +60,7 @@ def test_the_least_promising_bypass_first() -> None:
 
 
 def test_an_idle_drive_saves_up_one_burst_and_no_more() -> None:
-    budget = EnduranceBudget(DAY_S.__int__() * 100, 1.0, burst_s=50.0)
+    budget = EnduranceBudget(int(DAY_S) * 100, 1.0, burst_s=50.0)
     assert budget.bucket_bytes == 5000
     assert budget.spend(5000, 0.0)
     assert not budget.spend(1, 0.0)
@@ -111,8 +111,8 @@ def test_a_session_with_a_rhythm_is_expected_at_its_beat() -> None:
     steady = estimator.expect("steady", 19 * 60.0)
     assert steady.chance > 0.8
     assert 60 / 1.5 < steady.interval_s < 60 * 1.5
-    stranger = estimator.expect("nobody", 3000.0)
-    assert 0 < stranger.chance < 0.3
+    unknown = estimator.expect("nobody", 3000.0)
+    assert 0 < unknown.chance < 0.3
 
 
 def test_idle_time_makes_a_return_less_likely() -> None:

@@ -26,7 +26,7 @@ def octave(gap_s: float) -> int:
 
 def middle_s(number: int) -> float:
     """A gap that stands for its octave."""
-    return _GAP_MIN_S * 2.0 ** (number - 0.5)
+    return _GAP_MIN_S * float(2.0 ** (number - 0.5))
 
 
 @dataclass(slots=True)

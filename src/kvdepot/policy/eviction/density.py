@@ -1,6 +1,6 @@
 """The default order: the block that promises the fewest reuses for its place leaves first.
 
-A block's kind is how many times its session has come back, and whether the block itself was used:
+A block's kind is how many times its session has come back, and how often it was used itself:
 a tail inherits the promise of the prefix it continues, and what many sessions share is judged by
 all of them. How soon each kind is reused is counted (hazard.py), also for blocks that are gone
 (ghosts.py), so that the order knows what a longer stay would have brought.
@@ -23,8 +23,10 @@ from kvdepot.policy.eviction.ghosts import Ghosts
 from kvdepot.policy.eviction.hazard import AGES, Hazard, Ints
 from kvdepot.policy.eviction.shadow import LruShadow
 
-_TURNS_MAX: Final = 7
-_KINDS: Final = 2 * (_TURNS_MAX + 1)
+_TURNS_MAX: Final = 3
+_USE_LEVELS: Final = 5
+"""Never, once, two or three times, four to seven times, more often."""
+_KINDS: Final = (_TURNS_MAX + 1) * _USE_LEVELS
 _ALIVE, _PENDING, _CLOSED = _KINDS, _KINDS + 1, _KINDS + 2
 _LINES: Final = _KINDS + 3
 _HINTED: Final = {Hint.ALIVE: _ALIVE, Hint.PENDING: _PENDING, Hint.CLOSED: _CLOSED}
@@ -39,13 +41,18 @@ _PERIODS_PER_TIER: Final = 8
 _SAMPLE_MAX: Final = 1 << 16
 _MUCH: Final = 1e300
 
-_TRUST_MAX, _TRUST_MIN = 0.8, 0.05
+_OVERRULE_MAX: Final = 0.8
+"""Recency is overruled by a promise smaller than this share of its own, at most."""
+_TRUST_FIRST, _TRUST_MIN, _TRUST_MAX = 0.8, 0.05, 4.0
 _LATE_WEIGHT: Final = 4.0
-"""With one reuse too late for so many in time, the counts are trusted in full."""
+"""How much one reuse that came too late counts against one in time."""
 
 
-def _kind_of(turns: int, *, reused: bool) -> int:
-    return 2 * min(turns, _TURNS_MAX) + reused
+_LEVEL: Final = np.array([min(n.bit_length(), _USE_LEVELS - 1) for n in range(256)], np.uint8)
+
+
+def _kind_of(turns: int, uses: int) -> int:
+    return min(turns, _TURNS_MAX) * _USE_LEVELS + min(uses.bit_length(), _USE_LEVELS - 1)
 
 
 class ReuseDensity:
@@ -62,7 +69,7 @@ class ReuseDensity:
         self._events = 0
         self._refreshed = 0
         self._hits = self._late = 0.0
-        self._trust = _TRUST_MAX
+        self._trust = _TRUST_FIRST
         self._boost = np.array(_BOOST, dtype=np.float64)
 
     def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
@@ -79,7 +86,8 @@ class ReuseDensity:
     @property
     def trust(self) -> float:
         """How far the counts may overrule recency, from 0 (plain LRU) to 1."""
-        return self._trust * min(1.0, _LATE_WEIGHT * self._late / (self._hits + 1.0))
+        late = _LATE_WEIGHT * self._late / (self._hits + 1.0)
+        return min(_OVERRULE_MAX, self._trust * late)
 
     def line(self, row: int) -> int:
         kind: int = self._kind.view[row]
@@ -90,12 +98,12 @@ class ReuseDensity:
         ghost = self._ghosts.recall(digest)
         if ghost is None:
             turns, uses = self._turns_of_child(self._tree.parent.view[row]), 0
-            self._kind.view[row] = _kind_of(turns, reused=False)
+            self._kind.view[row] = _kind_of(turns, 0)
         else:
-            turns, uses = ghost.note >> 8, 1
+            turns, uses = ghost.note >> 8 & 15, min((ghost.note >> 12) + 1, 15)
             self._hazard.reused(ghost.note & 255, now - ghost.stamp)
             self._late += 1
-            self._kind.view[row] = _kind_of(turns + 1, reused=True)
+            self._kind.view[row] = _kind_of(turns + 1, uses)
         self._turns.view[row], self._uses.view[row] = turns, uses
         self._since.view[row] = now
         self._count += 1
@@ -117,7 +125,8 @@ class ReuseDensity:
 
     def left(self, row: int) -> None:
         kind, since = self._kind.view, self._since.view
-        note = kind[row] | self._turns.view[row] << 8
+        turns, uses = min(self._turns.view[row], 15), min(self._uses.view[row], 15)
+        note = kind[row] | turns << 8 | uses << 12
         self._ghosts.remember(self._rows.digest(row), since[row], note)
         kind[row] = _OUT
         self._count -= 1
@@ -134,7 +143,7 @@ class ReuseDensity:
         for row in rows:
             if kind[row] == _OUT or (hint == Hint.CLOSED and uses[row] > comebacks):
                 continue
-            ordinary = _kind_of(turns[row], reused=uses[row] > 0)
+            ordinary = _kind_of(turns[row], uses[row])
             kind[row] = _HINTED.get(hint, ordinary)
 
     def victim(self, group: int) -> int:
@@ -166,8 +175,9 @@ class ReuseDensity:
         kinds = self._kind.array[at]
         self._hazard.reused_many(kinds.astype(np.int64), stamps - self._since.array[at])
         self._hits += len(at)
-        self._kind.array[at] = _kind_of(int(self._turns.view[at[-1]]) + 1, reused=True)
-        self._uses.array[at] = np.minimum(self._uses.array[at], _COUNT_MAX - 1) + 1
+        uses = np.minimum(self._uses.array[at], _COUNT_MAX - 1) + 1
+        self._uses.array[at] = uses
+        self._kind.array[at] = _kind_of(int(self._turns.view[at[-1]]) + 1, 0) + _LEVEL[uses]
         asked = self._shadow.sampled(self._rows.digests(at))
         self._learn(len(asked) - self._shadow.touch(reversed(asked)))
         self._passed(len(at))
