@@ -11,6 +11,7 @@ KVDepotError
   KeyFormatError         a key is not one of ours, or its namespace is not registered here
   ExtraMissingError      an optional package is not installed; the hint names the extra
   ModelError             a model, or a call of it, cannot be served; it was left as it was
+  TraceError             a line of a trace file makes no sense; says which
   LeaseError             programmer error: use after release, double release
   StateError             an illegal transition of a block; always a bug in kvdepot
 
@@ -86,6 +87,16 @@ class LeaseError(KVDepotError, RuntimeError):
 
 class StateError(KVDepotError, RuntimeError):
     """A block made an illegal transition. Always a bug in kvdepot."""
+
+
+class TraceError(KVDepotError, ValueError):
+    """A trace at `path` cannot be used; `line` is where, or 0 for all of it."""
+
+    def __init__(self, path: str, line: int, reason: str, *, hint: str = "") -> None:
+        where = f"{path}, line {line}" if line else path
+        super().__init__(f"{where}: {reason}", hint=hint or ("--bad-lines skip" if line else ""))
+        self.path = path
+        self.line = line
 
 
 class ExtraMissingError(KVDepotError, ImportError):

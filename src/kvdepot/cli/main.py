@@ -46,6 +46,7 @@ COMMANDS = {
     "bench": Command("kvdepot.cli.bench", "measure the store against the raw device"),
     "size": Command("kvdepot.cli.size", "how large a model's KV is, how long tiers keep it"),
     "plan": Command("kvdepot.cli.plan", "which memory and drives to buy for a model and traffic"),
+    "sim": Command("kvdepot.cli.sim", "what a trace would hit, by eviction policy and capacity"),
     "config": Command("kvdepot.cli.config", "show or check a configuration"),
 }
 

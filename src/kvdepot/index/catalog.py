@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvdepot.core.block import ALLOWED, BlockKey, CopyState, check_transition
+from kvdepot.core.order import Order
 from kvdepot.errors import StateError
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Bools, Keys, KeyTable, Rows, as_words
@@ -65,9 +66,9 @@ class Copies:
 
 
 class Catalog:
-    """All blocks of a store."""
+    """All blocks of a store. `order` says which of those in memory leave first."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: Order | None = None) -> None:
         self.table = KeyTable()
         self.tree = PrefixTree(self.table)
         self.nbytes = self.table.column(np.uint32, 0)
@@ -75,7 +76,7 @@ class Catalog:
         self._doomed = self.table.column(np.uint8, 0)
         self.memory = Copies(self.table, "dram")
         self.disk = Copies(self.table, "ssd")
-        self.leaves = LeafOrder(self.table, self.tree)
+        self.leaves = LeafOrder(self.table, self.tree, order)
         self.leased = 0
 
     def row(self, key: BlockKey) -> int:
@@ -130,7 +131,7 @@ class Catalog:
     def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
         self.tree.use(rows, hit=hit)
-        self.leaves.used(rows)
+        self.leaves.used(rows, hit=hit)
 
     def lease(self, rows: Sequence[int]) -> None:
         """Protect rows from eviction until `unlease`."""

@@ -1,38 +1,38 @@
-"""The order in which blocks leave a memory tier: least recently used first, tails before heads.
+"""Who may leave a tier: tails before heads, and nobody in use.
 
 Only leaves are in line: blocks with no child in the same tier, not leased, not waiting to be
 written down. A parent enters when its last child left, at the place its stamp gives it. So a
-victim is always at the front, and finding it costs the same for ten blocks or ten million.
+victim is always at an end of a line, and finding it costs the same for ten blocks or ten million.
 
-Blocks stand in one line per size class, because a slot can only be reused by its own class.
+Which of them leaves first is up to an `Order` (core/order.py, policy/eviction). Blocks stand in
+lines of their own per size class, because a slot can only be reused by its own class.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from kvdepot.index.table import NONE, KeyTable
+from kvdepot.core.order import Hint, Order, Recency
+from kvdepot.index.lines import Lines
+from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 from kvdepot.index.tree import FEW, PrefixTree
 
 _OUT: Final = -1
-_STEPS_MAX: Final = 8
-"""How far a parent is moved back to find its place; hotter ones go to the warm end."""
 
 
 class LeafOrder:
     """Lines of evictable rows of one tier."""
 
-    def __init__(self, table: KeyTable, tree: PrefixTree) -> None:
+    def __init__(self, table: KeyTable, tree: PrefixTree, order: Order | None = None) -> None:
         self._tree = tree
-        self._line = table.column(np.int32, _OUT)
+        self._order: Order = Recency() if order is None else order
+        self._lines = Lines(table, self._order.lines)
+        self._order.bind(table, tree, self._lines)
+        self._line = self._lines.line
         self._group = table.column(np.int32, _OUT)
         self._kids = table.column(np.int32, 0)
         self._holds = table.column(np.int32, 0)
-        self._colder = table.column(np.int32, NONE)
-        self._warmer = table.column(np.int32, NONE)
-        self._cold: dict[int, int] = {}
-        self._warm: dict[int, int] = {}
 
     def adopt(self, row: int) -> None:
         """Count the children of a new row that are in this tier."""
@@ -47,15 +47,18 @@ class LeafOrder:
         if parent != NONE:
             self._kids.view[parent] += 1
             if self._line.view[parent] != _OUT:
-                self._unlink(parent)
+                self._lines.remove(parent)
+        self._order.entered(row)
         if not self._kids.view[row] and not self._holds.view[row]:
-            self._insert_before(row, NONE)
+            self._lines.append(row, group, self._order.line(row))
 
     def leave(self, row: int) -> None:
         """The block is no longer in the tier."""
         if self._line.view[row] != _OUT:
-            self._unlink(row)
-        self._group.view[row] = _OUT
+            self._lines.remove(row)
+        if self._group.view[row] != _OUT:
+            self._group.view[row] = _OUT
+            self._order.left(row)
         parent = self._tree.parent.view[row]
         if parent != NONE:
             self._kids.view[parent] -= 1
@@ -76,7 +79,7 @@ class LeafOrder:
         """Keep the block out of line until the same number of `release` calls."""
         self._holds.view[row] += 1
         if self._line.view[row] != _OUT:
-            self._unlink(row)
+            self._lines.remove(row)
 
     def release(self, row: int) -> None:
         self._holds.view[row] -= 1
@@ -92,7 +95,7 @@ class LeafOrder:
         np.add.at(self._holds.array, at, 1)
         for row in at[self._line.array[at] != _OUT].tolist():
             if self._line.view[row] != _OUT:
-                self._unlink(row)
+                self._lines.remove(row)
 
     def release_all(self, rows: Sequence[int]) -> None:
         """`release` for each of many rows."""
@@ -109,61 +112,55 @@ class LeafOrder:
     def held(self, row: int) -> bool:
         return bool(self._holds.view[row])
 
-    def used(self, rows: Iterable[int]) -> None:
-        """Rows were stamped: those in line go to the warm end."""
-        line = self._line.view
-        for row in rows:
-            if line[row] != _OUT:
-                self._unlink(row)
-                self._insert_before(row, NONE)
+    def resident(self, row: int) -> bool:
+        """Whether the block is in the tier."""
+        return bool(self._group.view[row] != _OUT)
+
+    def resident_rows(self, rows: Rows) -> Bools:
+        """Which of the rows are in the tier."""
+        here: Bools = self._group.array[rows] != _OUT
+        return here
+
+    def used(self, rows: Sequence[int], *, hit: bool = True) -> None:
+        """Rows were stamped, head first: those in line go to the warm end, if use counts.
+
+        `hit`: they were asked for, not just made.
+        """
+        self._order.used(rows, hit=hit)
+        if not self._order.moves_on_use:
+            return
+        for row in self._standing(rows):
+            self._lines.remove(row)
+            self._lines.append(row, self._group.view[row], self._order.line(row))
+
+    def hint(self, rows: Sequence[int], hint: Hint) -> None:
+        """The engine said what becomes of the session that uses these blocks."""
+        self._order.hinted(rows, hint)
+        for row in self._standing(rows):
+            self._lines.remove(row)
+            self._settle(row)
 
     def coldest(self, group: int) -> int:
         """The row that should leave first from a size class, or NONE."""
-        return self._cold.get(group, NONE)
+        return self._order.victim(group)
+
+    def _standing(self, rows: Sequence[int]) -> Sequence[int]:
+        """Those of the rows that are in line."""
+        if len(rows) < FEW:
+            line = self._line.view
+            return [row for row in rows if line[row] != _OUT]
+        at = np.array(rows)
+        standing: list[int] = at[self._line.array[at] != _OUT].tolist()
+        return standing
 
     def _settle(self, row: int) -> None:
         """Put a row in line if nothing keeps it out any more."""
+        group = self._group.view[row]
         if (
-            self._group.view[row] == _OUT
+            group == _OUT
             or self._kids.view[row]
             or self._holds.view[row]
             or self._line.view[row] != _OUT
         ):
             return
-        group = self._group.view[row]
-        stamps, warmer = self._tree.stamp.view, self._warmer.view
-        place = self._cold.get(group, NONE)
-        for _ in range(_STEPS_MAX):
-            if place == NONE or stamps[place] >= stamps[row]:
-                break
-            place = warmer[place]
-        else:
-            place = NONE
-        self._insert_before(row, place)
-
-    def _insert_before(self, row: int, place: int) -> None:
-        """Put `row` on the cold side of `place`; NONE is the warm end."""
-        group = self._group.view[row]
-        colder = self._colder.view[place] if place != NONE else self._warm.get(group, NONE)
-        self._colder.view[row], self._warmer.view[row] = colder, place
-        if colder == NONE:
-            self._cold[group] = row
-        else:
-            self._warmer.view[colder] = row
-        if place == NONE:
-            self._warm[group] = row
-        else:
-            self._colder.view[place] = row
-        self._line.view[row] = group
-
-    def _unlink(self, row: int) -> None:
-        group, colder, warmer = self._line.view[row], self._colder.view[row], self._warmer.view[row]
-        if colder == NONE:
-            self._cold[group] = warmer
-        else:
-            self._warmer.view[colder] = warmer
-        if warmer == NONE:
-            self._warm[group] = colder
-        else:
-            self._colder.view[warmer] = colder
-        self._line.view[row] = _OUT
+        self._lines.place(row, group, self._order.line(row), self._order.stamps)

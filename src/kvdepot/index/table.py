@@ -96,6 +96,15 @@ class KeyTable:
         """What children of this row carry as (tag, link)."""
         return self._flat[4 * row], self._flat[4 * row + 2]
 
+    def digest(self, row: int) -> int:
+        """The first half of the key's digest."""
+        return int(self._flat[4 * row + 2])
+
+    def digests(self, rows: Rows) -> npt.NDArray[np.uint64]:
+        """`digest` of many rows."""
+        found: npt.NDArray[np.uint64] = self._words[rows, 2]
+        return found
+
     def parent_name(self, row: int) -> tuple[int, int]:
         return self._flat[4 * row], self._flat[4 * row + 1]
 

@@ -12,6 +12,7 @@ from kvdepot.core.clock import SystemClock
 from kvdepot.core.config import Config, SsdConfig, load
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
+from kvdepot.policy.eviction import order_named
 from kvdepot.store.stock import Stock
 from kvdepot.store.store import Store
 from kvdepot.tiers.arena import Arena
@@ -73,7 +74,7 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
         for part in held:
             part.close()
         raise
-    stock = Stock(config, clock, Catalog(), arena, staging, ssd)
+    stock = Stock(config, clock, Catalog(order_named("default")), arena, staging, ssd)
     if ssd is not None:
         stock.take_in(ssd.take_contents())
         trim_heap()

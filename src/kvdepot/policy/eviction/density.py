@@ -1,0 +1,217 @@
+"""The default order: the block that promises the fewest reuses for its place leaves first.
+
+A block's kind is how many times its session has come back, and how often it was used itself:
+a tail inherits the promise of the prefix it continues, and what many sessions share is judged by
+all of them. How soon each kind is reused is counted (hazard.py), also for blocks that are gone
+(ghosts.py), so that the order knows what a longer stay would have brought.
+
+Where the tier is large enough, recency is hard to beat and counts are noise. So the least recently
+used block leaves unless another one promises clearly less, and how clearly is learned from ghosts:
+the fewer reuses come too late, the closer to LRU; and what plain LRU would have hit (shadow.py)
+against what was hit moves the trust in the counts up and down.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import exp
+from typing import Final
+
+import numpy as np
+
+from kvdepot.core.order import NOBODY, Column, Family, Hint, Lines, Rows
+from kvdepot.policy.eviction.ghosts import Ghosts
+from kvdepot.policy.eviction.hazard import AGES, Hazard, Ints
+from kvdepot.policy.eviction.shadow import LruShadow
+
+_TURNS_MAX: Final = 3
+_USE_LEVELS: Final = 5
+"""Never, once, two or three times, four to seven times, more often."""
+_KINDS: Final = (_TURNS_MAX + 1) * _USE_LEVELS
+_ALIVE, _PENDING, _CLOSED = _KINDS, _KINDS + 1, _KINDS + 2
+_LINES: Final = _KINDS + 3
+_HINTED: Final = {Hint.ALIVE: _ALIVE, Hint.PENDING: _PENDING, Hint.CLOSED: _CLOSED}
+_BOOST: Final = [1] * _KINDS + [4, 16, 1]
+"""A block with a hint promises so many times more, and counts as so many times younger."""
+_OUT: Final = 255
+_COUNT_MAX: Final = 255
+
+_GHOSTS_PER_BLOCK: Final = 1.5
+_PERIOD_MIN: Final = 1000
+_PERIODS_PER_TIER: Final = 8
+_SAMPLE_MAX: Final = 1 << 16
+_MUCH: Final = 1e300
+
+_OVERRULE_MAX: Final = 0.8
+"""Recency is overruled by a promise smaller than this share of its own, at most."""
+_TRUST_FIRST, _TRUST_MIN, _TRUST_MAX = 0.8, 0.05, 4.0
+_LATE_WEIGHT: Final = 4.0
+"""How much one reuse that came too late counts against one in time."""
+
+
+_LEVEL: Final = np.array([min(n.bit_length(), _USE_LEVELS - 1) for n in range(256)], np.uint8)
+
+
+def _kind_of(turns: int, uses: int) -> int:
+    return min(turns, _TURNS_MAX) * _USE_LEVELS + min(uses.bit_length(), _USE_LEVELS - 1)
+
+
+class ReuseDensity:
+    """Fewest expected reuses per place and time first."""
+
+    lines = _LINES
+    moves_on_use = True
+
+    def __init__(self) -> None:
+        self._hazard = Hazard(_LINES)
+        self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
+        self._shadow = LruShadow()
+        self._count = 0
+        self._events = 0
+        self._refreshed = 0
+        self._hits = self._late = 0.0
+        self._trust = _TRUST_FIRST
+        self._boost = np.array(_BOOST, dtype=np.float64)
+
+    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
+        self._rows, self._tree, self._lines = rows, tree, lines
+        self._since = rows.column(np.int64, 0)
+        self._kind = rows.column(np.uint8, _OUT)
+        self._turns = rows.column(np.uint8, 0)
+        self._uses = rows.column(np.uint8, 0)
+
+    @property
+    def stamps(self) -> Column:
+        return self._since
+
+    @property
+    def trust(self) -> float:
+        """How far the counts may overrule recency, from 0 (plain LRU) to 1."""
+        late = _LATE_WEIGHT * self._late / (self._hits + 1.0)
+        return min(_OVERRULE_MAX, self._trust * late)
+
+    def line(self, row: int) -> int:
+        kind: int = self._kind.view[row]
+        return kind
+
+    def entered(self, row: int) -> None:
+        digest, now = self._rows.digest(row), self._tree.now
+        ghost = self._ghosts.recall(digest)
+        if ghost is None:
+            turns, uses = self._turns_of_child(self._tree.parent.view[row]), 0
+            self._kind.view[row] = _kind_of(turns, 0)
+        else:
+            turns, uses = ghost.note >> 8 & 15, min((ghost.note >> 12) + 1, 15)
+            self._hazard.reused(ghost.note & 255, now - ghost.stamp)
+            self._late += 1
+            self._kind.view[row] = _kind_of(turns + 1, uses)
+        self._turns.view[row], self._uses.view[row] = turns, uses
+        self._since.view[row] = now
+        self._count += 1
+        if self._shadow.has(digest):
+            self._learn(-self._shadow.touch([digest]))
+        self._passed(1)
+
+    def used(self, rows: Sequence[int], *, hit: bool) -> None:
+        at = np.asarray(rows, dtype=np.int64)
+        stamps = self._tree.now - np.arange(len(at))
+        here = self._kind.array[at] != _OUT
+        if not here.all():
+            at, stamps = at[here], stamps[here]
+        if not len(at):
+            return
+        if hit:
+            self._hit(at, stamps)
+        self._since.array[at] = stamps
+
+    def left(self, row: int) -> None:
+        kind, since = self._kind.view, self._since.view
+        turns, uses = min(self._turns.view[row], 15), min(self._uses.view[row], 15)
+        note = kind[row] | turns << 8 | uses << 12
+        self._ghosts.remember(self._rows.digest(row), since[row], note)
+        kind[row] = _OUT
+        self._count -= 1
+        parent = self._tree.parent.view[row]
+        if parent != NOBODY and since[parent] < since[row]:
+            since[parent] = since[row]
+
+    def hinted(self, rows: Sequence[int], hint: Hint) -> None:
+        """Blocks that were used more often than their session came back belong to others too."""
+        if not rows:
+            return
+        kind, turns, uses = self._kind.view, self._turns.view, self._uses.view
+        comebacks = turns[rows[-1]] + 1
+        for row in rows:
+            if kind[row] == _OUT or (hint == Hint.CLOSED and uses[row] > comebacks):
+                continue
+            ordinary = _kind_of(turns[row], uses[row])
+            kind[row] = _HINTED.get(hint, ordinary)
+
+    def victim(self, group: int) -> int:
+        """Of the coldest and the warmest block of each kind the one that promises least."""
+        colds, warms = self._lines.ends(group)
+        if not colds:
+            return NOBODY
+        if colds[_CLOSED] != NOBODY:
+            return colds[_CLOSED]
+        now, since, density = self._tree.now, self._since.view, self._hazard.density
+        victim = least_promising = NOBODY
+        oldest, promise, least = -1.0, 0.0, _MUCH
+        for row, warm, promises, boost in zip(colds, warms, density, _BOOST, strict=True):
+            if row == NOBODY:
+                continue
+            age = now - since[row]
+            promised = promises[bisect_right(AGES, age) - 1]
+            if age > oldest * boost:
+                victim, oldest, promise = row, age / boost, promised
+            if promised < least:
+                least, least_promising = promised, row
+            if warm != row:
+                promised = promises[bisect_right(AGES, now - since[warm]) - 1]
+                if promised < least:
+                    least, least_promising = promised, warm
+        return least_promising if least < promise * self.trust else victim
+
+    def _hit(self, at: Ints, stamps: Ints) -> None:
+        kinds = self._kind.array[at]
+        self._hazard.reused_many(kinds.astype(np.int64), stamps - self._since.array[at])
+        self._hits += len(at)
+        uses = np.minimum(self._uses.array[at], _COUNT_MAX - 1) + 1
+        self._uses.array[at] = uses
+        self._kind.array[at] = _kind_of(int(self._turns.view[at[-1]]) + 1, 0) + _LEVEL[uses]
+        asked = self._shadow.sampled(self._rows.digests(at))
+        self._learn(len(asked) - self._shadow.touch(reversed(asked)))
+        self._passed(len(at))
+
+    def _turns_of_child(self, parent: int) -> int:
+        """How many times the session of a new block has come back."""
+        if parent == NOBODY:
+            return 0
+        comes_back = int(self._uses.view[parent] > 0)
+        return min(int(self._turns.view[parent]) + comes_back, _COUNT_MAX)
+
+    def _learn(self, gained: int) -> None:
+        """So many more of the sampled keys were hit than plain LRU would have hit."""
+        if gained:
+            trust = self._trust * exp(gained / self._shadow.capacity)
+            self._trust = min(_TRUST_MAX, max(_TRUST_MIN, trust))
+
+    def _passed(self, events: int) -> None:
+        self._events += events
+        if self._events >= max(_PERIOD_MIN, self._count // _PERIODS_PER_TIER):
+            self._events = 0
+            self._refresh()
+
+    def _refresh(self) -> None:
+        now = self._tree.now
+        period, self._refreshed = now - self._refreshed, now
+        step = max(1, len(self._kind.array) // _SAMPLE_MAX)
+        kinds, since = self._kind.array[::step], self._since.array[::step]
+        here = kinds != _OUT
+        ages = np.maximum(now - since[here], 0)
+        self._hazard.exposed(kinds[here].astype(np.int64), ages, period * step)
+        since, notes, step = self._ghosts.sample(_SAMPLE_MAX)
+        self._hazard.exposed(notes & 255, np.maximum(now - since, 0), period * step)
+        self._hazard.refresh(now, period * self._count, self._boost)
+        self._hits, self._late = self._hits * 0.99, self._late * 0.99
+        self._ghosts.fit(self._count)
+        self._shadow.fit(self._count)

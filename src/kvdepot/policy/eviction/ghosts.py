@@ -1,0 +1,79 @@
+"""Blocks that left, remembered by key for a while: when each was used last, and a note.
+
+One place for each key, and the next key for that place takes it: no chains, no queue, a fixed
+sixteen bytes a place. With as many places as blocks leave in a while, most of those are known.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_FIRST_PLACES: Final = 1024
+_NOBODY: Final = -1
+
+
+class Ghost(NamedTuple):
+    """What is known of a block that left."""
+
+    stamp: int
+    note: int
+
+
+class Ghosts:
+    """A bounded memory of keys, by eight bytes of their digest."""
+
+    def __init__(self, per_block: float) -> None:
+        """Keep at least `per_block` places, at most twice as many, for each block of the tier."""
+        self._per_block = per_block
+        self._make(_FIRST_PLACES)
+
+    def fit(self, blocks: int) -> None:
+        """The tier holds `blocks` now: see that there are places enough."""
+        if blocks * self._per_block <= self.places:
+            return
+        tags, slots, stamps, notes = self._tag, self._slot, self.stamps, self.notes
+        known = np.flatnonzero(stamps != _NOBODY)
+        known = known[np.argsort(stamps[known], kind="stable")]
+        places = self.places
+        while blocks * self._per_block > places:
+            places *= 2
+        self._make(places)
+        at = slots[known].astype(np.int64) & (places - 1)
+        self._tag[at], self._slot[at] = tags[known], slots[known]
+        self.stamps[at], self.notes[at] = stamps[known], notes[known]
+
+    def remember(self, digest: int, stamp: int, note: int) -> None:
+        at = digest & self._mask
+        self._tags[at] = digest >> 32
+        self._slots[at] = digest & 0xFFFFFFFF
+        self._stamps[at] = stamp
+        self._notes[at] = note
+
+    def recall(self, digest: int) -> Ghost | None:
+        """What is known of the key, which is a ghost no more."""
+        at = digest & self._mask
+        stamp = self._stamps[at]
+        if stamp == _NOBODY or self._tags[at] != digest >> 32:
+            return None
+        if self._slots[at] != digest & 0xFFFFFFFF:
+            return None
+        self._stamps[at] = _NOBODY
+        return Ghost(stamp, self._notes[at])
+
+    def sample(self, count_max: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+        """Stamps and notes of some ghosts, and of how many places each stands for."""
+        step = max(1, self.places // count_max)
+        stamps = self.stamps[::step]
+        known = stamps != _NOBODY
+        return stamps[known], self.notes[::step][known].astype(np.int64), step
+
+    def _make(self, places: int) -> None:
+        self.places = places
+        self._mask = places - 1
+        self._tag = np.zeros(places, dtype=np.uint32)
+        self._slot = np.zeros(places, dtype=np.uint32)
+        self.stamps = np.full(places, _NOBODY, dtype=np.int64)
+        self.notes = np.zeros(places, dtype=np.uint16)
+        self._tags, self._slots = self._tag.data, self._slot.data
+        self._stamps, self._notes = self.stamps.data, self.notes.data

@@ -1,0 +1,51 @@
+"""Least often used first, and of those the least recently used."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvdepot.core.order import NOBODY, Column, Family, Hint, Lines, Rows
+
+_USES_MAX: Final = 255
+
+
+class Lfu:
+    """The block with the fewest hits since it came leaves first."""
+
+    lines = _USES_MAX + 1
+    moves_on_use = True
+
+    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
+        self._lines = lines
+        self._stamps = tree.stamp
+        self._uses = rows.column(np.uint8, 0)
+
+    @property
+    def stamps(self) -> Column:
+        return self._stamps
+
+    def line(self, row: int) -> int:
+        uses: int = self._uses.view[row]
+        return uses
+
+    def entered(self, row: int) -> None:
+        self._uses.view[row] = 0
+
+    def used(self, rows: Sequence[int], *, hit: bool) -> None:
+        if hit:
+            at = np.asarray(rows, dtype=np.int64)
+            uses = self._uses.array
+            uses[at] = np.minimum(uses[at], _USES_MAX - 1) + 1
+
+    def left(self, row: int) -> None:
+        """Nothing to remember."""
+
+    def hinted(self, rows: Sequence[int], hint: Hint) -> None:
+        """Hints count for nothing."""
+
+    def victim(self, group: int) -> int:
+        occupied = self._lines.occupied(group)
+        if not occupied:
+            return NOBODY
+        return self._lines.first(group, (occupied & -occupied).bit_length() - 1)

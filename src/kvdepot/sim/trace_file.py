@@ -1,0 +1,48 @@
+"""A trace file as numbered lines, plain or compressed, and what to do about a bad one."""
+
+import gzip
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TextIO
+
+from kvdepot.errors import TraceError
+
+BadLines = Literal["stop", "skip"]
+
+
+class BadLine(ValueError):
+    """One line of a trace cannot be used."""
+
+
+@dataclass(slots=True)
+class TraceFile:
+    """The lines of one file. `bad_lines` says whether the first bad one ends it."""
+
+    path: Path
+    bad_lines: BadLines = "stop"
+    skipped: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Lines that are not empty, with their numbers from 1."""
+        try:
+            with self._open() as stream:
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        yield number, line
+        except (lzma.LZMAError, EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+            raise TraceError(str(self.path), 0, f"cannot be read: {error}") from error
+
+    def bad(self, number: int, reason: str) -> None:
+        """A line is bad: note it, or raise TraceError."""
+        if self.bad_lines == "stop":
+            raise TraceError(str(self.path), number, reason)
+        self.skipped.append(f"line {number}: {reason}")
+
+    def _open(self) -> TextIO:
+        if self.path.suffix == ".gz":
+            return gzip.open(self.path, "rt", encoding="utf-8")
+        if self.path.suffix == ".xz":
+            return lzma.open(self.path, "rt", encoding="utf-8")
+        return self.path.open(encoding="utf-8")

@@ -1,0 +1,227 @@
+"""Every eviction order over the production index, against a slow model of who may leave."""
+
+import struct
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kvdepot.core.block import BlockKey
+from kvdepot.core.order import Hint
+from kvdepot.errors import ConfigError
+from kvdepot.index.catalog import Catalog
+from kvdepot.index.table import NONE
+from kvdepot.policy.eviction import ORDERS, order_named
+
+BLOCKS = 60
+GROUPS = (1, 2)
+Numbers = st.integers(0, BLOCKS - 1)
+
+
+def parent_of(number: int) -> int | None:
+    """A tree with long branches and a root that many continue."""
+    return None if number == 0 else number - 1 if number % 6 else 0
+
+
+def key_of(number: int) -> BlockKey:
+    parent = parent_of(number)
+    link = 0 if parent is None else (parent + 1) * 0x9E3779B97F4A7C15 % 2**64
+    return BlockKey(
+        struct.pack("<QQQQ", 1, link, (number + 1) * 0x9E3779B97F4A7C15 % 2**64, number)
+    )
+
+
+def path_to(number: int) -> list[int]:
+    path = [number]
+    while (parent := parent_of(path[-1])) is not None:
+        path.append(parent)
+    return path[::-1]
+
+
+class OrderMachine(RuleBasedStateMachine):
+    """Blocks enter, are used, held, hinted and evicted; the model scans everything."""
+
+    name = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalog = Catalog(order_named(self.name))
+        self.row: dict[int, int] = {}
+        self.group: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+
+    def eligible(self, group: int) -> set[int]:
+        parents = {parent_of(number) for number in self.group}
+        return {
+            number
+            for number, mine in self.group.items()
+            if mine == group and number not in parents and not self.held.get(number)
+        }
+
+    @rule(number=Numbers, group=st.sampled_from(GROUPS))
+    def bring_in(self, number: int, group: int) -> None:
+        """A prompt as the store serves it: what is there is used, what is not is made."""
+        path = path_to(number)
+        self.catalog.use([self.row[n] for n in path if n in self.group])
+        for one in path:
+            if one not in self.group:
+                row = self.row[one] = self.catalog.ensure(key_of(one), 1)
+                self.catalog.memory.reserve(row, one)
+                self.catalog.memory.seal(row)
+                self.catalog.leaves.enter(row, group)
+                self.group[one] = group
+        self.catalog.use([self.row[n] for n in path], hit=False)
+
+    @rule(number=Numbers)
+    def use(self, number: int) -> None:
+        self.catalog.use([self.row[n] for n in path_to(number) if n in self.group])
+
+    @rule(number=Numbers)
+    def hold(self, number: int) -> None:
+        if number in self.group:
+            self.catalog.leaves.hold(self.row[number])
+            self.held[number] = self.held.get(number, 0) + 1
+
+    @rule(number=Numbers)
+    def release(self, number: int) -> None:
+        if self.held.get(number):
+            self.catalog.leaves.release(self.row[number])
+            self.held[number] -= 1
+
+    @rule(number=Numbers, hint=st.sampled_from(list(Hint)))
+    def give_hint(self, number: int, hint: Hint) -> None:
+        rows = [self.row[n] for n in path_to(number) if n in self.group]
+        self.catalog.leaves.hint(rows, hint)
+
+    @rule(group=st.sampled_from(GROUPS), times=st.integers(1, 20))
+    def evict(self, group: int, times: int) -> None:
+        for _ in range(times):
+            victim = self.catalog.leaves.coldest(group)
+            candidates = self.eligible(group)
+            if victim == NONE:
+                assert not candidates, "somebody could have left"
+                return
+            number = next(n for n in self.group if self.row[n] == victim)
+            assert number in candidates
+            self.catalog.leaves.leave(victim)
+            self.catalog.memory.drop(victim)
+            self.catalog.forget_if_gone(victim)
+            del self.group[number], self.row[number]
+
+    @invariant()
+    def somebody_can_leave_if_the_model_says_so(self) -> None:
+        assert self.catalog.memory.count == len(self.group)
+        for group in GROUPS:
+            found = self.catalog.leaves.coldest(group) != NONE
+            assert found == bool(self.eligible(group))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_victims_are_eligible_leaves(name: str) -> None:
+    class Machine(OrderMachine):
+        pass
+
+    Machine.name = name
+    run_state_machine_as_test(Machine)
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mru"):
+        order_named("mru")
+
+
+class Memory:
+    """A catalog of single blocks, filled and drained by name."""
+
+    def __init__(self, policy: str) -> None:
+        self.catalog = Catalog(order_named(policy))
+        self.names: dict[int, str] = {}
+
+    def enter(self, *names: str) -> None:
+        for name in names:
+            number = int.from_bytes(name.encode(), "little") + 1
+            digest = number * 0x9E3779B97F4A7C15 % 2**64
+            row = self.catalog.ensure(BlockKey(struct.pack("<QQQQ", 1, 0, digest, 0)), 1)
+            self.names[row] = name
+            self.catalog.memory.reserve(row, 0)
+            self.catalog.memory.seal(row)
+            self.catalog.leaves.enter(row, 1)
+            self.catalog.use([row], hit=False)
+
+    def row(self, name: str) -> int:
+        return next(row for row, other in self.names.items() if other == name)
+
+    def use(self, *names: str) -> None:
+        for name in names:
+            self.catalog.use([self.row(name)])
+
+    def evict(self) -> str | None:
+        row = self.catalog.leaves.coldest(1)
+        if row == NONE:
+            return None
+        self.catalog.leaves.leave(row)
+        self.catalog.memory.drop(row)
+        self.catalog.forget_if_gone(row)
+        return self.names.pop(row)
+
+    def drain(self) -> list[str]:
+        gone = []
+        while (name := self.evict()) is not None:
+            gone.append(name)
+        return gone
+
+
+@pytest.mark.parametrize(
+    ("policy", "gone"),
+    [("lru", "bdca"), ("fifo", "abcd"), ("lfu", "bdca"), ("s3fifo", "bdac"), ("default", "bdca")],
+)
+def test_each_order_has_its_own(policy: str, gone: str) -> None:
+    """a was used three times and last, c once, b and d never. S3-FIFO keeps those that were used
+    in the order in which they came."""
+    memory = Memory(policy)
+    memory.enter(*"abcd")
+    memory.use(*"aca a".replace(" ", ""))
+    assert "".join(memory.drain()) == gone
+
+
+def test_lfu_prefers_frequency_to_recency() -> None:
+    memory = Memory("lfu")
+    memory.enter(*"ab")
+    memory.use(*"aab")
+    assert memory.drain() == ["b", "a"]
+
+
+def test_s3fifo_keeps_what_came_back_after_it_left() -> None:
+    memory = Memory("s3fifo")
+    memory.enter(*"abcdefghij")
+    assert memory.evict() == "a"
+    memory.enter("a")
+    assert [memory.evict() for _ in range(9)] == list("bcdefghij"), "a is in the long line"
+
+
+def test_a_closed_session_leaves_first_and_a_pending_one_late() -> None:
+    memory = Memory("default")
+    memory.enter(*"abcd")
+    memory.catalog.leaves.hint([memory.row("a")], Hint.PENDING)
+    memory.catalog.leaves.hint([memory.row("d")], Hint.CLOSED)
+    assert memory.drain() == ["d", "b", "c", "a"]
+
+
+def test_a_hint_ends_with_the_next_use() -> None:
+    memory = Memory("default")
+    memory.enter(*"abc")
+    memory.catalog.leaves.hint([memory.row("c")], Hint.CLOSED)
+    memory.use("c")
+    assert memory.drain() == ["a", "b", "c"]
+
+
+def test_a_pending_session_that_never_returns_leaves_in_the_end() -> None:
+    memory = Memory("default")
+    memory.enter("p")
+    memory.catalog.leaves.hint([memory.row("p")], Hint.PENDING)
+    gone = []
+    for number in range(400):
+        memory.enter(f"n{number}")
+        if number >= 8:
+            gone.append(memory.evict())
+    assert "p" in gone

@@ -1,0 +1,91 @@
+"""`kvdepot sim` as people and scripts use it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvdepot.cli.main import main
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Two users in turn; the second prompt of each continues the first."""
+    prompts = [[0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
+    lines = [
+        {"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+        for at, ids in enumerate(prompts)
+    ]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_one_case_as_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", "--trace", str(trace), "--capacity", "dram=1Mtok", "--policy", "lru"]
+    assert main([*words, "--hits-only", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["token_hit_ratio"] == pytest.approx(8 / 14)
+    assert found["token_hit_ratio_by_tier"] == {"dram": pytest.approx(8 / 14)}
+    assert found["requests"] == 5
+
+
+def test_all_policies_and_capacities_in_one_table(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plot.html"
+    sizes = ["--capacity", "dram=2ktok", "--capacity", "dram=1Mtok"]
+    words = ["sim", "--trace", str(trace), *sizes, "--policy", "all", "--plot", str(plot)]
+    assert main([*words, "--hits-only"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 2 + 2 * 6
+    page = plot.read_text()
+    assert page.count("<polyline") == 6
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "needs nothing else"
+
+
+def test_two_tiers_are_told_apart(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", "--trace", str(trace), "--capacity", "dram=2ktok,ssd=1Mtok"]
+    assert main([*words, "--policy", "lru", "--hits-only", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tiers = found["token_hit_ratio_by_tier"]
+    assert sum(tiers.values()) == pytest.approx(8 / 14)
+    assert tiers["ssd"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--capacity", "dram=3GB"], "not a number of tokens"),
+        (["--capacity", "tape=3Mtok"], "no tier"),
+        (["--capacity", "dram=1tok"], "less than a block"),
+        (["--capacity", "dram=0Mtok"], "no tokens"),
+        (["--capacity", "dram=1Mtok,dram=2Mtok"], "twice"),
+        (["--capacity", "dram=1Mtok,ssd=2Mtok", "--policy", "optimal"], "one tier"),
+        (["--capacity", "dram=1Mtok", "--merge", "0"], "above 0"),
+        (["--capacity", "dram=1Mtok", "--merge", "2"], "session traces"),
+    ],
+)
+def test_mistakes_are_told(
+    trace: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--trace", str(trace), *words, "--hits-only"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_bad_line_stops_or_is_skipped(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace.write_text(trace.read_text() + '{"timestamp": 9}\n')
+    words = ["sim", "--trace", str(trace), "--capacity", "dram=1Mtok", "--hits-only", "--json"]
+    assert main(words) == 2
+    complaint = capsys.readouterr().err
+    assert "line 6" in complaint and "--bad-lines skip" in complaint
+    assert main([*words, "--bad-lines", "skip"]) == 0
+    answer = capsys.readouterr()
+    assert "line 6" in answer.err
+    assert json.loads(answer.out)["requests"] == 5
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", "--trace", str(tmp_path / "no"), "--capacity", "dram=1Mtok", "--hits-only"]
+    assert main(words) == 2
+    assert "No such file" in capsys.readouterr().err
