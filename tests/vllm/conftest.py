@@ -21,9 +21,9 @@ OpenEngine = Callable[..., ToyEngine]
 
 
 @pytest.fixture(autouse=True)
-def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test has learnt is none of another's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 @pytest.fixture

@@ -58,7 +58,6 @@ class Run:
         command += ["--reference", str(self.folder / "reference-0.json"), *more]
         log = out.with_suffix(".log")
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
         environment["OMP_NUM_THREADS"] = str(self.threads)
         with log.open("wb") as errors:
             done = subprocess.run(

@@ -69,7 +69,8 @@ def engine_arguments(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
 def extra_config(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
     """Everything is fetched, unless a scenario is about the decision."""
     disk = {"path": args.depot, "capacity": "2GiB"}
-    return {"dram": "512MiB", "ssd": disk, "decide": False, **extra}
+    paces = f"{args.depot}.paces"
+    return {"dram": "512MiB", "ssd": disk, "decide": False, "paces": paces, **extra}
 
 
 class Bench:

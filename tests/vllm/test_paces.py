@@ -51,11 +51,9 @@ def test_no_file_and_no_place_for_one(tmp_path: Path) -> None:
     write_paces(tmp_path / "file" / "below.json", PACES)
 
 
-def test_the_cache_folder_has_one_file_for_each_namespace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert paces_file(b"\x01\xff") == tmp_path / "kvdepot" / "paces" / "01ff.json"
+def test_each_namespace_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert paces_file(Path("~/kept"), b"\x01\xff") == tmp_path / "kept" / "01ff.json"
 
 
 def test_a_desk_goes_on_where_another_ended(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ class ConnectorConfig:
     """Fetch only what is expected to be faster than computing it, by what was measured; false: all
     that is found."""
 
+    paces: Path = Path("~/.cache/kvdepot/paces")
+    """Where what was measured is kept for the next start on this machine."""
+
     load_threads: int = 4
     """Requests that are loaded at the same time."""
 

@@ -1,7 +1,7 @@
 """What was learnt of an engine and its tiers, kept for the next start on this machine.
 
-A start that knows nothing has to fetch or compute a first prompt to find out. Kept by namespace in
-the user's cache folder; a file that cannot be read or written is no file.
+A start that knows nothing has to fetch or compute a first prompt to find out. One file for each
+namespace; one that cannot be read or written is no file.
 """
 
 import contextlib
@@ -24,10 +24,9 @@ class Paces:
     tiers: Mapping[str, TierProfile] = field(default_factory=dict)
 
 
-def paces_file(tag: bytes) -> Path:
+def paces_file(folder: Path, tag: bytes) -> Path:
     """Where the paces of a namespace are kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "kvdepot" / "paces" / f"{tag.hex()}.json"
+    return folder.expanduser() / f"{tag.hex()}.json"
 
 
 def read_paces(path: Path) -> Paces:

@@ -97,7 +97,7 @@ class Scheduler:
         spaces = self._spaces_of("")
         if self._config.decide:
             size = sum(space.block_bytes for space in spaces)
-            kept = paces_file(spaces[0].tag)
+            kept = paces_file(self._config.paces, spaces[0].tag)
             self._desk = FetchDesk(self._block_tokens, size, self._engine.chunk_tokens, kept=kept)
 
     def add(self, request: EngineRequest) -> None:
