@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.vllm.decision_page import decision_page
 from tests.vllm.servers import Server, kill_daemon
 
 HERE = Path(__file__).resolve().parent
@@ -332,6 +333,7 @@ def decisions(run: Run) -> None:
     """4: fetched or recomputed, whichever is faster, at any speed of the disk."""
     seen = run.scenario("throttled", "slow")
     (run.folder / "decisions.json").write_text(json.dumps(seen))
+    (run.folder / "decisions.html").write_text(decision_page(seen))
     for step in seen["sweep"]:
         shown = {arm: round(value, 3) for arm, value in step["seconds"].items()}
         name = f"4 at {step['speed_MB_s']:g} MB/s"

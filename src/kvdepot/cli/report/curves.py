@@ -19,11 +19,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Several curves in one frame, tokens on the x axis."""
+    """Several curves in one frame; millions of `unit` on the x axis."""
 
     title: str
     x_title: str
     curves: Sequence[Curve]
+    unit: str = "tokens"
 
     def draw(self) -> str:
         marks = ticks(max(y for curve in self.curves for _, y in curve.points))
@@ -49,8 +50,8 @@ class Curves:
         at = [(self._x(x, places), self._y(y, most)) for x, y in curve.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
-        for (x, y), (tokens, value) in zip(at, curve.points, strict=True):
-            tip = escape(f"{curve.name}, {tokens / 1e6:g}M tokens: {value:.4f}")
+        for (x, y), (place, value) in zip(at, curve.points, strict=True):
+            tip = escape(f"{curve.name}, {place / 1e6:g}M {self.unit}: {value:.4f}")
             spot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">'
             parts.append(f"{spot}<title>{tip}</title></circle>")
         left = LEFT + 110 * number
