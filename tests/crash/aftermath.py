@@ -51,7 +51,11 @@ class Children:
 
 @contextmanager
 def children() -> Iterator[Children]:
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+    }
     command = [sys.executable, "-m", "tests.crash.server"]
     with subprocess.Popen(
         command,

@@ -172,9 +172,9 @@ class Putter:
         """Reserve a slot. THROTTLED may change with time, REFUSED will not."""
         stock, catalog = self._stock, self._stock.catalog
         row = catalog.row(offer.key)
-        if row != NONE and catalog.disk.ready(row) and catalog.memory.absent(row):
-            stock.drop_if_unreadable(row)
-        if row != NONE and not (catalog.memory.absent(row) and catalog.disk.absent(row)):
+        if row != NONE and catalog.memory.absent(row):
+            stock.drop_unreadable(row)
+        if row != NONE and not all(copies.absent(row) for copies in catalog.tiers):
             catalog.use([row])
             return Put.PRESENT
         nbytes = record_bytes(offer.payload_bytes)
@@ -238,11 +238,10 @@ class Putter:
         for offer in wave:
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
-            if stock.writers:
-                stock.mark_dirty(offer.row)
+            stock.write_down(offer.row)
         catalog.use(rows, hit=False)
         stock.unlease(rows)
-        if stock.dirty:
+        if stock.dirty_bytes:
             stock.work.notify_all()
 
     def _abandon(self, wave: list[Offer]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
 from kvdepot.store.lease import Lease
+from kvdepot.store.level import Level
 from kvdepot.store.putter import Putter
 from kvdepot.store.reader import Reader, Sink
 from kvdepot.store.report import CheckReport
@@ -28,14 +30,13 @@ from kvdepot.store.statistics import describe
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
 from kvdepot.tiers.notebook import NOTE_BYTES_MAX
-from kvdepot.tiers.ssd import drive_of
 
 _CLOSE_TIMEOUT_S: Final = 30.0
 _TRIES: Final = 3
 
 
 class Store:
-    """Keeps KV blocks in memory and on disk. Made by `kvdepot.open`; use as a context manager or
+    """Keeps KV blocks in memory and on drives. Made by `kvdepot.open`; use as a context manager or
     call `close`.
 
     Buffers are anything with a contiguous buffer: bytes, bytearray, memoryview, numpy, torch CPU
@@ -49,19 +50,18 @@ class Store:
         self._drainer = Drainer(stock)
         self._putter = Putter(stock, self._room)
         self._reader = Reader(stock, self._room, self._drainer)
-        self._writers: list[Writer] = []
+        self._writers: dict[Level, list[Writer]] = {}
         self._given_up_seen = 0
         self._leases = 0
         self._calls = 0
         self._closed = False
-        if stock.ssd is not None and stock.ssd.writable:
-            self._writers = [
-                Writer(stock, stock.ssd, index) for index in range(len(stock.ssd.drives))
-            ]
-            threads = [thread for writer in self._writers for thread in writer.threads]
-            stock.writers = len(threads)
-            for thread in threads:
-                thread.start()
+        for level in stock.levels:
+            if level.tier.writable:
+                drives = range(len(level.tier.drives))
+                self._writers[level] = [Writer(stock, level, index) for index in drives]
+                level.writers = sum(len(writer.threads) for writer in self._writers[level])
+        for thread in self._write_threads():
+            thread.start()
 
     def namespace(
         self,
@@ -96,9 +96,8 @@ class Store:
         """Check that blocks of a namespace fit, and write down what its tag stands for."""
         check_block_bytes(block_bytes)
         self._check_fits(record_bytes(block_bytes))
-        ssd = self._stock.ssd
-        if ssd is not None and ssd.writable:
-            ssd.remember(tag, description)
+        for level in self._writers:
+            level.tier.remember(tag, description)
 
     def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
         """Offload one block. See put_many."""
@@ -181,8 +180,7 @@ class Store:
         catalog = self._stock.catalog
         with self._stock.changed:
             rows = self._usable(catalog.resident(checked(keys)))
-            memory = catalog.memory.state.view
-            return Match(tuple(["dram" if memory[row] == 2 else "ssd" for row in rows]))
+            return Match(tuple(catalog.fastest(rows)))
 
     def lease(self, keys: Sequence[BlockKey]) -> Lease:
         """Match, and protect what matched from eviction until the lease ends. Counts as a use."""
@@ -257,10 +255,11 @@ class Store:
         stock = self._stock
         with stock.changed:
             self._closed = stock.closing = True
-            stock.dirty.clear()
+            for level in stock.levels:
+                level.dirty.clear()
             stock.work.notify_all()
             stuck = not stock.changed.wait_for(lambda: not self._calls, timeout_s)
-        for thread in [thread for writer in self._writers for thread in writer.threads]:
+        for thread in self._write_threads():
             thread.join(timeout_s)
             stuck = stuck or thread.is_alive()
         self._reader.close()
@@ -270,8 +269,8 @@ class Store:
             return FlushReport(False, report.waiting, report.given_up)
         stock.arena.memory.stop()
         stock.staging.memory.stop()
-        if stock.ssd is not None:
-            stock.ssd.close()
+        for level in stock.levels:
+            level.tier.close()
         stock.arena.close()
         stock.staging.close()
         return report
@@ -296,6 +295,10 @@ class Store:
                 if self._closed:
                     self._stock.changed.notify_all()
 
+    def _write_threads(self) -> list[threading.Thread]:
+        writers = [writer for some in self._writers.values() for writer in some]
+        return [thread for writer in writers for thread in writer.threads]
+
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError("the store is closed")
@@ -307,29 +310,29 @@ class Store:
             raise ConfigError(
                 "dram.capacity", f"a block takes {nbytes} bytes, more than the tier has"
             )
-        if stock.ssd is None:
+        if not stock.levels:
             return
         if not stock.staging.chunks_for(nbytes):
             raise ConfigError(
                 "writeback.staging", f"a block takes {nbytes} bytes, more than there is"
             )
-        room = min(drive.record_bytes_max for drive in stock.ssd.drives)
-        if nbytes > room:
-            raise ConfigError(
-                "ssd.segment",
-                f"a block takes {nbytes} bytes, a segment of this store holds {room}",
-                hint="make a new store with a larger ssd.segment or ssd.capacity",
-            )
+        for level in stock.levels:
+            room = min(drive.record_bytes_max for drive in level.tier.drives)
+            if nbytes > room:
+                segment = f"{level.name}.segment"
+                raise ConfigError(
+                    segment,
+                    f"a block takes {nbytes} bytes, a segment of this store holds {room}",
+                    hint=f"make a new store with a larger {segment} or {level.name}.capacity",
+                )
 
     def _usable(self, rows: list[int]) -> list[int]:
         """Cut a run of rows where it needs a drive that is known to be down."""
-        ssd = self._stock.ssd
-        if ssd is None or ssd.health().ok:
+        levels, memory = self._stock.levels, self._stock.catalog.memory
+        if all(level.tier.is_up() for level in levels):
             return rows
-        catalog = self._stock.catalog
-        up = [drive.breaker.health().ok for drive in ssd.drives]
         for index, row in enumerate(rows):
-            if not catalog.memory.ready(row) and not up[drive_of(catalog.disk.location[row])]:
+            if not memory.ready(row) and not any(level.usable(row) for level in levels):
                 return rows[:index]
         return rows
 
@@ -357,41 +360,41 @@ class Store:
             return self._reader.fetch(wants, limit_s, verify=verify, sink=sink) if wants else []
 
     def _read_timeout(self, timeout_s: float | None) -> float:
-        ssd = self._stock.config.ssd
-        if timeout_s is None:
-            timeout_s = ssd.read_timeout if ssd is not None else 0.0
-        return timeout_s
+        return self._stock.config.read_timeout if timeout_s is None else timeout_s
 
     def _doom(self, rows: list[int]) -> None:
         """Take blocks out of the books; wait for those that are being written. Lock held."""
         stock = self._stock
         for row in rows:
-            if stock.catalog.doom(row) and row not in stock.dirty_tickets:
+            if stock.catalog.doom(row) and not stock.is_waiting(row):
                 stock.drop_all(row)
         stock.counters.removed += len(rows)
-        if stock.config.ssd is not None:
-            busy = (stock.dirty_tickets, stock.moving)
-            stock.changed.wait_for(
-                lambda: not any(row in part for part in busy for row in rows),
-                stock.config.ssd.write_timeout,
-            )
+        for level in stock.levels:
+            self._await_writes(level, rows)
+
+    def _await_writes(self, level: Level, rows: list[int]) -> None:
+        """Wait until none of the rows is being written to a tier. Lock held."""
+        busy = (level.tickets, level.moving)
+        self._stock.changed.wait_for(
+            lambda: not any(row in part for part in busy for row in rows),
+            level.config.write_timeout,
+        )
 
     def _record(self, keys: Sequence[BlockKey], *, whole_namespace: bool) -> None:
-        """Write removals down on every drive: older copies may lie on any."""
-        ssd = self._stock.ssd
-        if ssd is None or not ssd.writable or not keys:
+        """Write removals down on every drive of every tier: older copies may lie on any."""
+        if not keys:
             return
-        removals = [ssd.removal(key, whole_namespace=whole_namespace) for key in keys]
-        failed = ssd.erase(removals)
-        for _ in range(_TRIES):
-            if not failed:
-                return
-            for index in failed:
-                self._writers[index].make_room(NOTE_BYTES_MAX)
-            failed = ssd.erase(removals, failed)
-        if failed:
-            with self._stock.changed:
-                self._stock.counters.removal_unrecorded += 1
+        for level, writers in self._writers.items():
+            tier = level.tier
+            removals = [tier.removal(key, whole_namespace=whole_namespace) for key in keys]
+            failed = tier.erase(removals)
+            for _ in range(_TRIES):
+                for index in failed:
+                    writers[index].make_room(NOTE_BYTES_MAX)
+                failed = tier.erase(removals, failed) if failed else []
+            if failed:
+                with self._stock.changed:
+                    self._stock.counters.removal_unrecorded += 1
 
     def _flush(self, timeout_s: float) -> FlushReport:
         stock = self._stock
@@ -400,12 +403,17 @@ class Store:
             last = stock.tickets
 
             def written() -> bool:
-                return next(iter(stock.dirty_tickets.values()), last + 1) > last
+                oldest = [next(iter(level.tickets.values()), last + 1) for level in stock.levels]
+                return all(ticket > last for ticket in oldest)
 
             done = stock.changed.wait_for(written, timeout_s)
-            waiting = sum(ticket <= last for ticket in stock.dirty_tickets.values())
+            tickets = [ticket for level in stock.levels for ticket in level.tickets.values()]
+            waiting = sum(ticket <= last for ticket in tickets)
             given_up = stock.counters.write_failed - self._given_up_seen
             self._given_up_seen = stock.counters.write_failed
-        if done and stock.ssd is not None and stock.ssd.writable:
-            done = stock.ssd.flush(max(0.0, deadline - stock.clock.now()))
+        if done:
+            synced = [
+                level.tier.flush(max(0.0, deadline - stock.clock.now())) for level in self._writers
+            ]
+            done = all(synced)
         return FlushReport(done and not given_up, waiting, given_up)

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
@@ -59,19 +59,33 @@ class Medium(Protocol):
         """Close descriptors and give up the lock. May be called twice."""
 
 
-def open_medium(path: Path, files: Files, direct: DirectIo, *, writable: bool) -> Medium:
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a medium is opened; `tier` is named where it cannot be."""
+
+    tier: str
+    direct: DirectIo
+    writable: bool
+
+    def setting(self, name: str) -> str:
+        return f"{self.tier}.{name}"
+
+
+def open_medium(path: Path, files: Files, access: Access) -> Medium:
     """The medium at `path`: a block device, or a directory (made if its parent exists)."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = stat.S_IFDIR
     except OSError as error:
-        raise ConfigError("ssd.path", f"cannot use {path}: {error.strerror}") from error
+        reason = f"cannot use {path}: {error.strerror}"
+        raise ConfigError(access.setting("path"), reason) from error
     if stat.S_ISBLK(mode):
-        return DeviceMedium(path, files, direct, writable=writable)
+        return DeviceMedium(path, files, access)
     if not stat.S_ISDIR(mode):
-        raise ConfigError("ssd.path", f"{path} is neither a directory nor a block device")
-    return DirectoryMedium(path, files, direct, writable=writable)
+        reason = f"{path} is neither a directory nor a block device"
+        raise ConfigError(access.setting("path"), reason)
+    return DirectoryMedium(path, files, access)
 
 
 def _lock(fd: int, label: str) -> None:
@@ -92,23 +106,26 @@ def _lock(fd: int, label: str) -> None:
 class DirectoryMedium:
     """One file a slot, of fixed size, reused in place."""
 
-    def __init__(self, path: Path, files: Files, direct: DirectIo, *, writable: bool) -> None:
+    def __init__(self, path: Path, files: Files, access: Access) -> None:
         self.label = str(path)
         self._path = path
         self._files = files
-        self._writable = writable
+        self._access = access
+        self._writable = access.writable
         self._fds: dict[int, int] = {}
         self._lock_fd = -1
-        if writable:
+        if self._writable:
             self._prepare()
         elif not path.is_dir():
             raise FormatError(self.label, "there is no store here")
         self._device = path.stat().st_dev
-        self.direct = direct != "never" and self._accepts_direct()
-        if direct == "always" and not self.direct:
+        self.direct = access.direct != "never" and self._accepts_direct()
+        if access.direct == "always" and not self.direct:
             self.close()
             raise ConfigError(
-                "ssd.direct_io", f"{path} does not support O_DIRECT", hint='direct_io = "auto"'
+                access.setting("direct_io"),
+                f"{path} does not support O_DIRECT",
+                hint='direct_io = "auto"',
             )
 
     def read_superblock(self) -> bytes | None:
@@ -222,7 +239,7 @@ class DirectoryMedium:
             )
         except OSError as error:
             raise ConfigError(
-                "ssd.path",
+                self._access.setting("path"),
                 f"cannot write to {self._path}: {error.strerror}",
                 hint="make the parent directory, check permissions, or open with mode='r'",
             ) from error
@@ -256,12 +273,12 @@ class DirectoryMedium:
 class DeviceMedium:
     """Extents of a block device: the superblock in the first page, slot n at (n + 1) segments."""
 
-    def __init__(self, path: Path, files: Files, direct: DirectIo, *, writable: bool) -> None:
+    def __init__(self, path: Path, files: Files, access: Access) -> None:
         self.label = str(path)
-        self.direct = direct != "never"
+        self.direct = access.direct != "never"
         self._files = files
         self._segment_bytes = 0
-        flags = (os.O_RDWR | os.O_EXCL) if writable else os.O_RDONLY
+        flags = (os.O_RDWR | os.O_EXCL) if access.writable else os.O_RDONLY
         try:
             self._fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
         except OSError as error:
@@ -269,9 +286,10 @@ class DeviceMedium:
                 raise StoreBusyError(
                     self.label, "the system or another process (mounted?)"
                 ) from error
-            raise ConfigError("ssd.path", f"cannot open {path}: {error.strerror}") from error
+            reason = f"cannot open {path}: {error.strerror}"
+            raise ConfigError(access.setting("path"), reason) from error
         self._size = os.lseek(self._fd, 0, os.SEEK_END)
-        if writable:
+        if access.writable:
             try:
                 _lock(self._fd, self.label)
             except StoreBusyError:

@@ -70,14 +70,13 @@ class LateLoads:
 
 
 class SegmentTier:
-    """The `ssd` tier. Implements core.tier.Tier."""
-
-    name = "ssd"
+    """A file tier: `ssd`, or what `settings.tier` says. Implements core.tier.Tier."""
 
     def __init__(
         self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock
     ) -> None:
         """Open the drives at `paths`. Takes over `files`: closes it, also when this raises."""
+        self.name = settings.tier
         self.writable = settings.writable
         self.drives: list[Drive] = []
         self._paths = paths
@@ -97,7 +96,7 @@ class SegmentTier:
             raise
         except OSError as error:
             self.close()
-            raise ConfigError("ssd.path", f"cannot read the store: {error}") from error
+            raise ConfigError(f"{self.name}.path", f"cannot read the store: {error}") from error
 
     def _recover(self) -> Contents:
         contents = read_contents(self.notebooks)
@@ -286,6 +285,10 @@ class SegmentTier:
             used_bytes=sum(s.live_bytes for d in self.drives for s in list(d.segments.values())),
             held_bytes=sum(drive.held_bytes() for drive in self.drives),
         )
+
+    def is_up(self) -> bool:
+        """Whether every drive works, as far as is known."""
+        return all(drive.breaker.closed for drive in self.drives)
 
     def health(self) -> Health:
         parts = [drive.breaker.health() for drive in self.drives]

@@ -1,0 +1,113 @@
+"""One file tier as the store sees it: its drives, its books, and what waits to be written to it."""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvdepot.codec.record import record_bytes
+from kvdepot.core.config import FileTierConfig, HddConfig
+from kvdepot.index.catalog import Catalog, Copies
+from kvdepot.index.table import NONE
+from kvdepot.tiers.contents import Contents
+from kvdepot.tiers.ssd import SegmentTier, drive_of, slot_of
+
+_WAVE_BYTES: Final = 8 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Level:
+    """Guarded by the stock's lock, but for `tier` itself."""
+
+    tier: SegmentTier
+    config: FileTierConfig
+    catalog: Catalog
+    copies: Copies
+    segment_rows: "dict[tuple[int, int], array[int]]" = field(default_factory=dict)
+    """(drive, slot) to the rows once written there; some have left since."""
+    dirty: deque[int] = field(default_factory=deque)
+    """Rows in memory that wait to be written to this tier, oldest first."""
+    tickets: dict[int, int] = field(default_factory=dict)
+    """Rows waiting or being written, oldest first, with the number of their arrival."""
+    dirty_bytes: int = 0
+    moving: set[int] = field(default_factory=set)
+    """Rows whose record is being written again by a reclaim."""
+    writers: int = 0
+    """Threads that write dirty blocks down; without any, blocks stay where they are."""
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    @property
+    def run_bytes(self) -> int:
+        """How much of one prompt should lie in one piece; 0 where that does not matter."""
+        return self.config.run if isinstance(self.config, HddConfig) else 0
+
+    @property
+    def wave_bytes(self) -> int:
+        """How much is read in one go."""
+        return self.run_bytes or _WAVE_BYTES
+
+    def usable(self, row: int) -> bool:
+        """Whether there is a copy here on a drive that works, as far as is known."""
+        if not self.copies.ready(row):
+            return False
+        return self.tier.drives[drive_of(self.copies.location[row])].breaker.closed
+
+    def drop(self, row: int) -> None:
+        """Drop a block's copy from the books; its bytes die with their segment."""
+        location = self.copies.drop(row)
+        self.tier.discard([location], [self.catalog.nbytes[row]])
+
+    def enter(self, row: int, location: int) -> None:
+        """A block's record is at `location` now: count it, and let reclaim find it."""
+        self.tier.count(location, self.catalog.nbytes[row])
+        self._list(row, location)
+
+    def mark_dirty(self, row: int, ticket: int) -> None:
+        """A block in memory waits to be written; it cannot leave memory before."""
+        self.catalog.leaves.hold(row)
+        self.tickets[row] = ticket
+        self.dirty.append(row)
+        self.dirty_bytes += record_bytes(self.catalog.nbytes[row])
+
+    def mark_clean(self, row: int) -> None:
+        """The block no longer waits."""
+        self.dirty_bytes -= record_bytes(self.catalog.nbytes[row])
+        self.tickets.pop(row, None)
+        self.catalog.leaves.release(row)
+
+    def take_in(self, contents: Contents) -> None:
+        """Enter blocks that were found on the drives."""
+        known = self.catalog.table.find_many(contents.words)
+        new = known == NONE
+        for row, location in zip(
+            known[~new].tolist(), contents.locations[~new].tolist(), strict=True
+        ):
+            self._enter_known(row, location)
+        locations = contents.locations[new]
+        rows = self.catalog.recover(
+            contents.words[new], contents.payload_bytes[new], locations, self.copies
+        )
+        if not len(rows):
+            return
+        order = np.argsort(locations >> 32, kind="stable")
+        places, starts = np.unique(locations[order] >> 32, return_index=True)
+        for place, part in zip(places.tolist(), np.split(rows[order], starts[1:]), strict=True):
+            listed = self.segment_rows.setdefault((place >> 24, place & 0xFFFFFF), array("i"))
+            listed.frombytes(part.astype(np.int32).tobytes())
+
+    def _enter_known(self, row: int, location: int) -> None:
+        if self.copies.absent(row):
+            self.copies.reserve(row, location)
+            self.copies.seal(row)
+            self._list(row, location)
+        else:
+            self.tier.discard([location], [self.catalog.nbytes[row]])
+
+    def _list(self, row: int, location: int) -> None:
+        place = (drive_of(location), slot_of(location))
+        self.segment_rows.setdefault(place, array("i")).append(row)
