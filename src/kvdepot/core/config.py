@@ -63,6 +63,30 @@ class DramConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmulateConfig:
+    """A drive that is not there: real I/O is delayed as it would delay it, and said to be so."""
+
+    read_bandwidth: Bytes
+    """Bytes a second that one path reads."""
+
+    write_bandwidth: Bytes
+    """Bytes a second that one path writes."""
+
+    seek: Seconds = 0.0
+    """Seek and rotation before a transfer that does not begin where the last one ended."""
+
+    latency: Seconds = 0.0
+    """Of every transfer, beside others that are under way."""
+
+    def __post_init__(self) -> None:
+        _check_range("emulate.read_bandwidth", self.read_bandwidth, 1, _SIZE_LIMIT)
+        _check_range("emulate.write_bandwidth", self.write_bandwidth, 1, _SIZE_LIMIT)
+        for name in ("seek", "latency"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"emulate.{name}", "must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileTierConfig:
     """A tier of append-only segments in one or many directories or block devices."""
 
@@ -94,6 +118,12 @@ class FileTierConfig:
     promote: bool = True
     """Copy a block that was read from here into memory."""
 
+    write_mode: Literal[
+        "write-back", "write-through", "write-through-selective", "pass-through"
+    ] = "write-back"
+    """When blocks come here: as the tier above makes room (or, below memory, soon), at once, when
+    they are asked for a second time, or at once past the file tiers above."""
+
     read_timeout: Seconds = 2.0
     """A read that takes longer is a miss."""
 
@@ -105,6 +135,9 @@ class FileTierConfig:
 
     retry_max: Seconds = 30.0
     """The longest wait before a failing path is tried again."""
+
+    emulate: EmulateConfig | None = None
+    """Delay I/O as another kind of drive would, for tests and trials without one."""
 
     def __post_init__(self) -> None:
         self._check_paths()

@@ -8,9 +8,13 @@ from typing import Final
 import numpy as np
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.core.block import CopyState
 from kvdepot.core.config import FileTierConfig, HddConfig
 from kvdepot.index.catalog import Catalog, Copies
-from kvdepot.index.table import NONE
+from kvdepot.index.paths import path_order
+from kvdepot.index.table import NONE, Rows
+from kvdepot.policy.write_mode import WriteMode
+from kvdepot.store.pace import Pace
 from kvdepot.tiers.contents import Contents
 from kvdepot.tiers.ssd import SegmentTier, drive_of, slot_of
 
@@ -25,6 +29,7 @@ class Level:
     config: FileTierConfig
     catalog: Catalog
     copies: Copies
+    pace: Pace
     segment_rows: "dict[tuple[int, int], array[int]]" = field(default_factory=dict)
     """(drive, slot) to the rows once written there; some have left since."""
     dirty: deque[int] = field(default_factory=deque)
@@ -36,6 +41,14 @@ class Level:
     """Rows whose record is being written again by a reclaim."""
     writers: int = 0
     """Threads that write dirty blocks down; without any, blocks stay where they are."""
+    mode: WriteMode = field(init=False)
+    hurry: int = 0
+    """The last ticket that somebody waits for."""
+    dirty_since_s: float = 0.0
+    """When something began to wait."""
+
+    def __post_init__(self) -> None:
+        self.mode = WriteMode(self.config.write_mode)
 
     @property
     def name(self) -> str:
@@ -62,13 +75,28 @@ class Level:
         location = self.copies.drop(row)
         self.tier.discard([location], [self.catalog.nbytes[row]])
 
+    def live(self, drive: int, slot: int) -> Rows:
+        """The rows whose copy is in this segment, in the order they lie in."""
+        listed = self.segment_rows.get((drive, slot))
+        if not listed:
+            return np.zeros(0, dtype=np.int64)
+        rows = np.unique(np.array(listed, dtype=np.int64))
+        places = self.copies.location.array[rows]
+        here = (self.copies.state.array[rows] == CopyState.READY) & (
+            places >> 32 == drive << 24 | slot
+        )
+        found: Rows = rows[here][np.argsort(places[here])]
+        return found
+
     def enter(self, row: int, location: int) -> None:
         """A block's record is at `location` now: count it, and let reclaim find it."""
         self.tier.count(location, self.catalog.nbytes[row])
         self._list(row, location)
 
-    def mark_dirty(self, row: int, ticket: int) -> None:
+    def mark_dirty(self, row: int, ticket: int, now_s: float) -> None:
         """A block in memory waits to be written; it cannot leave memory before."""
+        if not self.dirty:
+            self.dirty_since_s = now_s
         self.catalog.leaves.hold(row)
         self.tickets[row] = ticket
         self.dirty.append(row)
@@ -79,6 +107,11 @@ class Level:
         self.dirty_bytes -= record_bytes(self.catalog.nbytes[row])
         self.tickets.pop(row, None)
         self.catalog.leaves.release(row)
+
+    def sort_dirty(self) -> None:
+        """Bring what waits into the order of prompts, where that matters."""
+        if self.run_bytes:
+            self.dirty = deque(path_order(self.catalog.tree, self.dirty))
 
     def take_in(self, contents: Contents) -> None:
         """Enter blocks that were found on the drives."""

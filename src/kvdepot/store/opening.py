@@ -13,10 +13,13 @@ from kvdepot.core.config import Config, FileTierConfig, load
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.store.level import Level
+from kvdepot.store.pace import Pace
 from kvdepot.store.stock import Stock
 from kvdepot.store.store import Store
 from kvdepot.tiers.arena import Arena
+from kvdepot.tiers.emulation import EmulatedFiles
 from kvdepot.tiers.files import Files
+from kvdepot.tiers.hdd import HardDriveTier
 from kvdepot.tiers.health import RetryPauses
 from kvdepot.tiers.memory import Memory, trim_heap
 from kvdepot.tiers.mount import MountSettings
@@ -79,7 +82,7 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
         raise
     catalog = Catalog([tier.name for tier in tiers] or ["ssd"])
     levels = tuple(
-        Level(tier, settings, catalog, copies)
+        Level(tier, settings, catalog, copies, Pace(clock))
         for tier, settings, copies in zip(tiers, config.file_tiers, catalog.files, strict=False)
     )
     for level in levels:
@@ -120,7 +123,7 @@ def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = Fals
 
 def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode) -> SegmentTier:
     try:
-        files = files or Files(config.io_engine, config.io_depth, config.write_timeout)
+        files = files or _open_files(config)
     except OSError as error:
         raise ConfigError(
             f"{config.TIER}.io_engine",
@@ -137,7 +140,13 @@ def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode) -> Segme
         writable=mode == "rw",
         tier=config.TIER,
     )
-    return SegmentTier(config.path, files, settings, SystemClock())
+    kind = HardDriveTier if config.TIER == "hdd" else SegmentTier
+    return kind(config.path, files, settings, SystemClock())
+
+
+def _open_files(config: FileTierConfig) -> Files:
+    terms = (config.io_engine, config.io_depth, config.write_timeout)
+    return EmulatedFiles(config.emulate, *terms) if config.emulate else Files(*terms)
 
 
 def _raise_open_files_limit() -> None:

@@ -56,8 +56,6 @@ class Putter:
     def __init__(self, stock: Stock, room: Room) -> None:
         self._stock = stock
         self._room = room
-        limit = int(stock.config.dram.capacity * stock.config.writeback.dirty_limit)
-        self._dirty_limit = max(limit, 1)
 
     def store(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
         """Take in each offer or say why not.
@@ -181,7 +179,7 @@ class Putter:
         if not stock.arena.chunks_for(nbytes):
             return Put.REFUSED
         waiting = stock.dirty_bytes + pending_bytes
-        if stock.writers and waiting and waiting + nbytes > self._dirty_limit:
+        if stock.writers and waiting and waiting + nbytes > stock.dirty_limit_bytes:
             return Put.THROTTLED
         slot = self._room.slot(nbytes, NONE)
         if slot is None:

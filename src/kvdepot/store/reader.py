@@ -167,6 +167,7 @@ class Reader:
                 (hot if memory[row] == _READY else cold).append(index)
             catalog.use(held)
             catalog.lease(held)
+            stock.write_touched(held)
             slots = [catalog.memory.location.view[wants[index].row] for index in hot]
         try:
             cold += self._from_memory(errand, hot, slots)
@@ -302,7 +303,7 @@ class Reader:
         loads = [step.load for step in wave]
 
         def load() -> Loaded:
-            with flight.turns:
+            with flight.turns, flight.level.pace.foreground():
                 return tier.load(loads, max(0.0, errand.deadline - clock.now()))
 
         if not inline:
@@ -381,6 +382,8 @@ class Reader:
         """Settle a block that was read. True: read it again, from elsewhere. Lock held."""
         row = errand.wants[step.index].row
         self._settle(step, row, outcome)
+        if outcome is Outcome.OK and step.promote:
+            self._stock.promote(row, level)
         if outcome is not Outcome.OK:
             return self._blame(level, step, row, outcome)
         errand.results[step.index] = Got(level.name)

@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
-from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.reclaim import SegmentFacts, coldest, keep
+from kvdepot.store.demoter import Demoter
 from kvdepot.store.level import Level
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.segments import Purpose, Segment
@@ -28,8 +28,11 @@ _STEP: Final = 256
 class Reclaimer:
     """Frees segments of one drive. Called from that drive's writer thread only."""
 
-    def __init__(self, stock: Stock, level: Level, index: int) -> None:
+    def __init__(
+        self, stock: Stock, level: Level, index: int, demoter: Demoter | None = None
+    ) -> None:
         self._stock = stock
+        self._demoter = demoter
         self._level = level
         self._tier = level.tier
         self._index = index
@@ -56,6 +59,8 @@ class Reclaimer:
         """Take everything out of a segment. False: some of it is needed and found no room."""
         if not self._tier.carry(self._index, segment.slot):
             return False
+        if self._demoter is not None:
+            self._demoter.demote(rows[~stays].tolist(), urgent=True)
         for start in range(0, len(rows), _STEP):
             part = slice(start, start + _STEP)
             self._clear(segment, rows[part].tolist(), stays[part].tolist())
@@ -81,18 +86,7 @@ class Reclaimer:
         return candidates[coldest([facts for *_, facts in candidates], now)]
 
     def _live(self, segment: Segment) -> Rows:
-        """The rows whose copy is in this segment, head first."""
-        listed = self._level.segment_rows.get((self._index, segment.slot))
-        if not listed:
-            return np.zeros(0, dtype=np.int64)
-        rows = np.unique(np.array(listed, dtype=np.int64))
-        copies = self._level.copies
-        places = copies.location.array[rows]
-        here = (copies.state.array[rows] == CopyState.READY) & (
-            places >> 32 == self._place(segment)
-        )
-        live: Rows = rows[here][np.argsort(places[here])]
-        return live
+        return self._level.live(self._index, segment.slot)
 
     def _place(self, segment: Segment) -> int:
         return self._index << 24 | segment.slot
@@ -177,14 +171,21 @@ class Reclaimer:
             stock.unlease(kept)
 
     def _drop(self, segment: Segment, rows: list[int]) -> None:
-        """Evict blocks, and before each what continues it: a tail without its head is no use."""
+        """Evict blocks, and before each what continues it: a tail without its head is no use.
+
+        What a slower tier has too leaves alone.
+        """
         catalog = self._stock.catalog
         for row in rows:
             if not self._in(segment, row) or catalog.leases(row):
                 continue
-            for victim in [row, *catalog.tree.descendants(row)][::-1]:
+            below = [] if self._is_below(row) else catalog.tree.descendants(row)
+            for victim in [row, *below][::-1]:
                 if self._level.copies.ready(victim) and not catalog.leases(victim):
                     self._evict(victim)
+
+    def _is_below(self, row: int) -> bool:
+        return self._demoter is not None and self._demoter.lower.copies.ready(row)
 
     def _evict(self, row: int) -> None:
         self._level.drop(row)

@@ -39,5 +39,6 @@ def _file_tier(level: Level) -> dict[str, Any]:
         "held_bytes": usage.held_bytes,
         "healthy": health.ok,
         "errors": health.errors,
+        "emulated": level.config.emulate is not None,
         "drives": [drive.describe() for drive in level.tier.drives],
     }

@@ -11,6 +11,7 @@ from typing import Final
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
 from kvdepot.index.catalog import Catalog
+from kvdepot.policy.write_mode import WriteMode, promotes, targets
 from kvdepot.store.counters import Counters
 from kvdepot.store.level import Level
 from kvdepot.tiers.arena import Arena
@@ -92,15 +93,45 @@ class Stock:
         return next((level for level in found if level.usable(row)), found[0] if found else None)
 
     def write_down(self, row: int) -> None:
-        """A sealed block in memory waits to be written to the file tiers, where there are any."""
-        for level in self.levels[:1]:
-            self.mark_dirty(row, level)
+        """A new block in memory waits to be written to the file tiers that want it."""
+        for number in targets(self._modes(), touched=False):
+            self.mark_dirty(row, self.levels[number])
+
+    def write_touched(self, rows: list[int]) -> None:
+        """Blocks were asked for again: those in memory may be worth writing now."""
+        modes = self._modes()
+        if WriteMode.SELECTIVE not in modes:
+            return
+        for row in rows:
+            if self.catalog.memory.ready(row) and self.catalog.is_live(row):
+                for number in targets(modes, touched=True):
+                    self.mark_dirty(row, self.levels[number])
+        self.work.notify_all()
+
+    def promote(self, row: int, source: Level) -> None:
+        """A block read from `source` is in memory now: it goes to the file tiers above it too.
+
+        Not while much waits to be written: a put must not wait for it.
+        """
+        if 2 * self.dirty_bytes > self.dirty_limit_bytes or not self.catalog.is_live(row):
+            return
+        for number in promotes(self._modes(), self.levels.index(source)):
+            self.mark_dirty(row, self.levels[number])
+            self.work.notify_all()
+
+    @property
+    def dirty_limit_bytes(self) -> int:
+        """How much of memory may wait to be written."""
+        return max(1, int(self.config.dram.capacity * self.config.writeback.dirty_limit))
+
+    def _modes(self) -> list[WriteMode]:
+        return [level.mode for level in self.levels]
 
     def mark_dirty(self, row: int, level: Level) -> None:
         """A block in memory waits to be written to one file tier."""
         if level.writers and level.copies.absent(row) and row not in level.tickets:
             self.tickets += 1
-            level.mark_dirty(row, self.tickets)
+            level.mark_dirty(row, self.tickets, self.clock.now())
 
     def is_waiting(self, row: int) -> bool:
         """Whether a block waits to be written anywhere."""

@@ -14,11 +14,14 @@ from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE
+from kvdepot.policy.write_mode import WriteMode
 from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
+from kvdepot.store.demoter import Demoter
 from kvdepot.store.drainer import Drainer
 from kvdepot.store.lease import Lease
 from kvdepot.store.level import Level
+from kvdepot.store.migrator import Migrator
 from kvdepot.store.putter import Putter
 from kvdepot.store.reader import Reader, Sink
 from kvdepot.store.report import CheckReport
@@ -55,13 +58,27 @@ class Store:
         self._leases = 0
         self._calls = 0
         self._closed = False
-        for level in stock.levels:
+        self._migrators: list[Migrator] = []
+        demoter = None
+        for level, above in zip(stock.levels[::-1], [*stock.levels[-2::-1], None], strict=False):
             if level.tier.writable:
-                drives = range(len(level.tier.drives))
-                self._writers[level] = [Writer(stock, level, index) for index in drives]
-                level.writers = sum(len(writer.threads) for writer in self._writers[level])
+                self._add_writers(level, demoter)
+                demoter = self._demoter(above, level) if above is not None else None
         for thread in self._write_threads():
             thread.start()
+
+    def _add_writers(self, level: Level, demoter: Demoter | None) -> None:
+        drives = range(len(level.tier.drives))
+        self._writers[level] = [Writer(self._stock, level, index, demoter) for index in drives]
+        level.writers = sum(len(writer.threads) for writer in self._writers[level])
+
+    def _demoter(self, upper: Level, lower: Level) -> Demoter:
+        writers = self._writers[lower]
+        demoter = Demoter(
+            self._stock, upper, lower, lambda drive, nbytes: writers[drive].make_room(nbytes)
+        )
+        self._migrators.append(Migrator(self._stock, demoter))
+        return demoter
 
     def namespace(
         self,
@@ -119,7 +136,9 @@ class Store:
             timeout_s = self._stock.config.writeback.put_timeout
         offers = self._spaces.offers(keys, buffers)
         with self._using():
-            return self._putter.store(offers, timeout_s)
+            answers = self._putter.store(offers, timeout_s)
+            self._write_through(timeout_s)
+            return answers
 
     def reserve(self, keys: Sequence[BlockKey], *, timeout_s: float | None = None) -> Reservation:
         """Offload without a copy: slots in memory for new blocks, which the caller fills in place.
@@ -236,6 +255,20 @@ class Store:
         self._check_open()
         return self._flush(timeout_s)
 
+    def set_write_mode(self, tier: str, mode: str) -> None:
+        """Change how a file tier gets its blocks (`write_mode` of its settings), from now on."""
+        self._check_open()
+        found = [level for level in self._stock.levels if level.name == tier]
+        if not found:
+            raise ConfigError(f"{tier}.write_mode", "this store has no such tier of files")
+        try:
+            chosen = WriteMode(mode)
+        except ValueError as error:
+            known = ", ".join(known.value for known in WriteMode)
+            raise ConfigError(f"{tier}.write_mode", f"{mode!r} is not one of {known}") from error
+        with self._stock.changed:
+            found[0].mode = chosen
+
     def check(self, *, deep: bool = True) -> CheckReport:
         """Verify the books against each other and, if `deep`, every byte in memory and on disk."""
         with self._using():
@@ -258,6 +291,7 @@ class Store:
             for level in stock.levels:
                 level.dirty.clear()
             stock.work.notify_all()
+            stock.changed.notify_all()
             stuck = not stock.changed.wait_for(lambda: not self._calls, timeout_s)
         for thread in self._write_threads():
             thread.join(timeout_s)
@@ -297,7 +331,8 @@ class Store:
 
     def _write_threads(self) -> list[threading.Thread]:
         writers = [writer for some in self._writers.values() for writer in some]
-        return [thread for writer in writers for thread in writer.threads]
+        threads = [thread for writer in writers for thread in writer.threads]
+        return threads + [migrator.thread for migrator in self._migrators]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -396,11 +431,31 @@ class Store:
                 with self._stock.changed:
                     self._stock.counters.removal_unrecorded += 1
 
+    def _write_through(self, timeout_s: float) -> None:
+        """Where the first file tier is written through, wait until it has what was put."""
+        stock = self._stock
+        with stock.changed:
+            first = stock.levels[0] if stock.levels else None
+            if first is None or first.mode is not WriteMode.THROUGH:
+                return
+            last = stock.tickets
+            self._hurry(last)
+            stock.changed.wait_for(
+                lambda: next(iter(first.tickets.values()), last + 1) > last, timeout_s
+            )
+
+    def _hurry(self, ticket: int) -> None:
+        """What waits to be written waits no longer for company. Lock held."""
+        for level in self._stock.levels:
+            level.hurry = max(level.hurry, ticket)
+        self._stock.work.notify_all()
+
     def _flush(self, timeout_s: float) -> FlushReport:
         stock = self._stock
         deadline = stock.clock.now() + timeout_s
         with stock.changed:
             last = stock.tickets
+            self._hurry(last)
 
             def written() -> bool:
                 oldest = [next(iter(level.tickets.values()), last + 1) for level in stock.levels]

@@ -8,6 +8,7 @@ import threading
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.store.demoter import Demoter
 from kvdepot.store.level import Level
 from kvdepot.store.reclaimer import Reclaimer
 from kvdepot.store.restorer import Restorer
@@ -15,6 +16,9 @@ from kvdepot.store.stock import Stock
 
 _BLOCKS_MAX: Final = 512
 _THREADS: Final = 2
+_LINGER_S: Final = 0.5
+"""How long blocks wait for others of their prompt, where these should lie together."""
+_PAUSE_S_MIN: Final = 0.001
 _TRIES_MAX: Final = 8
 """The other thread may take the room that one has made."""
 
@@ -22,18 +26,20 @@ _TRIES_MAX: Final = 8
 class Writer:
     """The background threads of one drive: while one waits for the disk, the other keeps books."""
 
-    def __init__(self, stock: Stock, level: Level, index: int) -> None:
+    def __init__(
+        self, stock: Stock, level: Level, index: int, demoter: Demoter | None = None
+    ) -> None:
         self._stock = stock
         self._level = level
         self._tier = level.tier
         self._index = index
-        self._reclaimer = Reclaimer(stock, level, index)
+        self._reclaimer = Reclaimer(stock, level, index, demoter)
         self._restorer = Restorer(stock, level, index)
         self._upkeep = threading.Lock()
         """Held by the thread that reclaims or restores."""
         self.threads = [
             threading.Thread(target=self._run, name=f"kvdepot-{level.name}-{index}", daemon=True)
-            for _ in range(_THREADS)
+            for _ in range(1 if level.run_bytes else _THREADS)
         ]
 
     def _run(self) -> None:
@@ -49,13 +55,29 @@ class Writer:
         batch: list[int] = []
         with stock.work:
             while not batch:
-                while not stock.closing and (not self._level.dirty or self._sits_out()):
-                    stock.work.wait(self._pause_s() if self._level.dirty else None)
+                while not stock.closing and (pause_s := self._pause_s()) != 0.0:
+                    stock.work.wait(pause_s)
                 if not self._level.dirty:
                     break
                 batch = self._take()
                 stock.changed.notify_all()
+                if not batch and self._level.dirty:
+                    stock.work.wait(_LINGER_S)
         return batch
+
+    def _pause_s(self) -> float | None:
+        """How long to wait before work is taken: 0 not at all, None until it comes. Lock held."""
+        level = self._level
+        if not level.dirty:
+            return None
+        if self._sits_out():
+            return max(_PAUSE_S_MIN, self._tier.drives[self._index].breaker.health().retry_in_s)
+        enough = level.dirty_bytes >= level.run_bytes
+        pressed = 2 * self._stock.dirty_bytes >= self._stock.dirty_limit_bytes
+        if enough or pressed or next(iter(level.tickets.values())) <= level.hurry:
+            return 0.0
+        left_s = level.dirty_since_s + _LINGER_S - self._stock.clock.now()
+        return left_s if left_s > _PAUSE_S_MIN else 0.0
 
     def _sits_out(self) -> bool:
         """Whether this drive is down while another one can do the work."""
@@ -68,9 +90,6 @@ class Writer:
     def _is_up(self, index: int) -> bool:
         health = self._tier.drives[index].breaker.health()
         return health.ok or (index == self._index and not health.retry_in_s)
-
-    def _pause_s(self) -> float:
-        return self._tier.drives[self._index].breaker.health().retry_in_s
 
     def _give_up(self) -> None:
         """The thread ends. If that is not by plan, nothing may wait for it any longer."""
@@ -88,9 +107,10 @@ class Writer:
         """The next dirty blocks, now in flight. Lock held."""
         stock, catalog = self._stock, self._stock.catalog
         segment_bytes = self._tier.drives[self._index].settings.segment_bytes
-        budget = min(stock.config.writeback.batch, segment_bytes // 4)
+        self._level.sort_dirty()
+        budget = min(self._level.run_bytes or stock.config.writeback.batch, segment_bytes // 4)
         batch: list[int] = []
-        while self._level.dirty and len(batch) < _BLOCKS_MAX:
+        for _ in range(min(len(self._level.dirty), _BLOCKS_MAX)):
             row = self._level.dirty[0]
             nbytes = record_bytes(catalog.nbytes[row])
             if batch and nbytes > budget:
@@ -99,11 +119,19 @@ class Writer:
             if catalog.is_doomed(row) or not self._level.copies.absent(row):
                 stock.mark_clean(row, self._level)
                 continue
+            if self._written_elsewhere(row):
+                self._level.dirty.append(row)
+                continue
             budget -= nbytes
             self._level.copies.reserve(row, self._index << 56)
             batch.append(row)
         catalog.lease(batch)
         return batch
+
+    def _written_elsewhere(self, row: int) -> bool:
+        """Whether another tier's thread has the record in hand: its head is that one's now."""
+        others = [level for level in self._stock.levels if level is not self._level]
+        return any(not other.copies.absent(row) and not other.copies.ready(row) for other in others)
 
     def _write(self, batch: list[int]) -> None:
         """Append blocks, making room as long as that helps."""
@@ -180,5 +208,5 @@ class Writer:
                     stock.mark_clean(row, self._level)
             self._level.dirty.extendleft(reversed(passed))
             stock.unlease(batch)
-            if passed:
+            if passed or len(stock.levels) > 1:
                 stock.work.notify_all()

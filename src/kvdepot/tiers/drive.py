@@ -443,6 +443,7 @@ class Drive:
             "free_segments": len(self.free),
             "segment_bytes": self.settings.segment_bytes,
             "direct_io": self.medium.direct,
+            "emulated": self.files.emulated,
             "damage": list(self.damage),
         }
 

@@ -36,6 +36,13 @@ class Files:
         self.engine = open_engine(kind, depth=depth)
         self._timeout_s = timeout_s
         self._adrift: list[tuple[Pending, object]] = []
+        self._closed = False
+
+    emulated = False
+    """Whether these are drives that the machine does not have (tiers.emulation)."""
+
+    def attach(self, fd: int, drive: str) -> None:
+        """Know that a descriptor belongs to a drive."""
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         """Execute a batch; see native.Engine.run. GIL released."""
@@ -94,7 +101,9 @@ class Files:
             os.ftruncate(fd, nbytes)
 
     def close(self) -> None:
-        self.engine.close()
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
 
 
 _UNSUPPORTED = frozenset({22, 38, 95})  # EINVAL, ENOSYS, EOPNOTSUPP

@@ -264,7 +264,9 @@ class DirectoryMedium:
 
     def _open(self, slot: int, flags: int) -> int:
         flags |= os.O_CLOEXEC | (os.O_RDWR if self._writable else os.O_RDONLY)
-        return os.open(self._name(slot), flags | (os.O_DIRECT if self.direct else 0), 0o600)
+        fd = os.open(self._name(slot), flags | (os.O_DIRECT if self.direct else 0), 0o600)
+        self._files.attach(fd, self.label)
+        return fd
 
     def _name(self, slot: int) -> Path:
         return self._path / f"segment-{slot:06d}.kvs"
@@ -288,6 +290,7 @@ class DeviceMedium:
                 ) from error
             reason = f"cannot open {path}: {error.strerror}"
             raise ConfigError(access.setting("path"), reason) from error
+        files.attach(self._fd, self.label)
         self._size = os.lseek(self._fd, 0, os.SEEK_END)
         if access.writable:
             try:

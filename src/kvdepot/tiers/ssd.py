@@ -166,11 +166,16 @@ class SegmentTier:
             return outcomes, None
         ops = io_ops(len(rows))
         ops[:] = rows
-        pending = self._files.run(ops, timeout_s)
+        pending = self._read(ops, [loads[index].location for index in asked], timeout_s)
         for index, code in zip(asked, ops["result"].tolist(), strict=True):
             outcomes[index] = _outcome(code)
             self._judge(self.drives[drive_of(loads[index].location)], code)
         return outcomes, LateLoads(pending, ops, expected) if pending is not None else None
+
+    def _read(self, ops: Ops, locations: Sequence[int], timeout_s: float) -> Pending | None:
+        """Run reads of these places; as Files.run."""
+        del locations  # flash has no order
+        return self._files.run(ops, timeout_s)
 
     def register_memory(self, memory: Memory) -> bool:
         """Tell the I/O engine about memory that transfers will use, where the machine lets it.
@@ -183,27 +188,48 @@ class SegmentTier:
         return self._files.register(memory.address, memory.nbytes)
 
     def read_image(self, key: BlockKey, location: int, image: memoryview) -> bool:
-        """Read a whole record, verified by what its own head says.
+        """`read_images` for one."""
+        return self.read_images([key], [location], [image])[0]
+
+    def read_images(
+        self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
+    ) -> list[bool]:
+        """Read whole records, each verified by what its own head says.
 
         Blocks until the medium answers.
         """
-        drive = self.drives[drive_of(location)]
-        segment = drive.segments.get(slot_of(location))
-        if segment is None or not drive.breaker.allows():
-            return False
-        fd, base = drive.medium.extent(segment.slot)
-        ops = io_ops(1)
-        ops["fd"], ops["opcode"] = fd, READ
-        ops["offset"] = base + (location & _PAGE_MASK) * PAGE
-        ops["address"], ops["nbytes"] = address_of(image)
-        pending = self._files.run(ops, drive.settings.write_timeout_s)
-        self._judge(drive, int(ops["result"][0]))
+        drives = [self.drives[drive_of(location)] for location in locations]
+        allowed = {drive for drive in dict.fromkeys(drives) if drive.breaker.allows()}
+        asked = []
+        rows = []
+        for index, (drive, location) in enumerate(zip(drives, locations, strict=True)):
+            segment = drive.segments.get(slot_of(location))
+            if segment is not None and drive in allowed:
+                fd, base = drive.medium.extent(segment.slot)
+                asked.append((index, segment.segment_id))
+                rows.append((fd, base + (location & _PAGE_MASK) * PAGE, *address_of(images[index])))
+        ops = io_ops(len(rows))
+        ops["opcode"] = READ
+        for column, name in enumerate(("fd", "offset", "address", "nbytes")):
+            ops[name] = [row[column] for row in rows]
+        self._run_through(ops, [drives[index] for index, _ in asked])
+        intact = [False] * len(keys)
+        for (index, segment_id), code in zip(asked, ops["result"].tolist(), strict=True):
+            head = parse_head(images[index]) if code == 0 else None
+            if head is not None and (head.key, head.segment_id) == (keys[index], segment_id):
+                intact[index] = payload_intact(images[index], head)
+        return intact
+
+    def _run_through(self, ops: Ops, drives: Sequence[Drive]) -> None:
+        """Run a batch to its end, however long that takes; the drives are judged by it."""
+        if not len(ops):
+            return
+        pending = self._files.run(ops, self._settings.write_timeout_s)
+        for drive, code in zip(drives, ops["result"].tolist(), strict=True):
+            self._judge(drive, code)
         while pending is not None and not pending.wait(60.0):
-            drive.breaker.failed("reads do not finish", at_once=True)
-        head = parse_head(image) if ops["result"][0] == 0 else None
-        if head is None or head.key != key or head.segment_id != segment.segment_id:
-            return False
-        return payload_intact(image, head)
+            for drive in set(drives):
+                drive.breaker.failed("reads do not finish", at_once=True)
 
     def remount(self, index: int, before: Callable[[], None]) -> Contents | None:
         """Open a lost drive again, once its pause is over. `before` is called when its old blocks
