@@ -50,6 +50,8 @@ class Plan:
     moment: Moment = "before"
     kill_after_s: float | None = None
     """Be killed by the parent after this time."""
+    below: str = ""
+    """The write mode of a hard drive below; none for no such drive."""
 
     @property
     def roomy(self) -> bool:
@@ -65,6 +67,10 @@ class Plan:
         return [Path(self.folder) / f"drive-{number}" for number in range(self.drives)]
 
     @property
+    def hdd_paths(self) -> list[Path]:
+        return [Path(self.folder) / "below"] if self.below else []
+
+    @property
     def capacity_bytes(self) -> int:
         return self.segments * SEGMENT_BYTES
 
@@ -77,7 +83,17 @@ class Plan:
         }
         writeback = {"staging": 1 << 20, "put_timeout": 10.0}
         dram = {"capacity": 3 << 20, "huge_pages": "never", "prefault": False}
-        return load(overrides={"dram": dram, "ssd": ssd, "writeback": writeback})
+        tree = {"dram": dram, "ssd": ssd, "writeback": writeback}
+        if self.below:
+            tree["hdd"] = {
+                "path": [str(path) for path in self.hdd_paths],
+                "capacity": 4 * ROOMY * SEGMENT_BYTES,
+                "segment": 4 * SEGMENT_BYTES,
+                "run": 4 * SEGMENT_BYTES,
+                "write_mode": self.below,
+                "io_engine": self.engine,
+            }
+        return load(overrides=tree)
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

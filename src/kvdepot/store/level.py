@@ -46,6 +46,9 @@ class Level:
     """The last ticket that somebody waits for."""
     dirty_since_s: float = 0.0
     """When something began to wait."""
+    turn: int = 0
+    """The drive that gets the next run, so that a prompt spreads evenly."""
+    turn_since_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.mode = WriteMode(self.config.write_mode)
@@ -61,8 +64,8 @@ class Level:
 
     @property
     def wave_bytes(self) -> int:
-        """How much is read in one go."""
-        return self.run_bytes or _WAVE_BYTES
+        """How much is read from a drive in one go."""
+        return 4 * self.run_bytes or _WAVE_BYTES
 
     def usable(self, row: int) -> bool:
         """Whether there is a copy here on a drive that works, as far as is known."""
@@ -107,6 +110,11 @@ class Level:
         self.dirty_bytes -= record_bytes(self.catalog.nbytes[row])
         self.tickets.pop(row, None)
         self.catalog.leaves.release(row)
+
+    def pass_turn(self, drive: int, now_s: float) -> None:
+        """A drive has taken a run: the one after it is next."""
+        self.turn = (drive + 1) % len(self.tier.drives)
+        self.turn_since_s = now_s
 
     def sort_dirty(self) -> None:
         """Bring what waits into the order of prompts, where that matters."""

@@ -22,6 +22,7 @@ from kvdepot.store.level import Level
 from kvdepot.store.room import Room
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
+from kvdepot.tiers.ssd import drive_of
 
 _READY: Final = int(CopyState.READY)
 _WAVES_A_DRIVE: Final = 2
@@ -89,6 +90,7 @@ class Arrival:
 
 
 Sink = Callable[[list[Arrival]], None]
+Flights = dict[tuple[Level, int], "Flight"]
 Loaded = tuple[list[Outcome], Pending | None]
 
 
@@ -104,18 +106,18 @@ class Errand:
 
 
 class Flight:
-    """What one errand reads from one file tier: waves that are planned, and those under way."""
+    """What one errand reads from one drive: waves that are planned, and those under way."""
 
-    def __init__(self, level: Level) -> None:
+    def __init__(self, level: Level, drive: int) -> None:
         self.level = level
+        self.drive = drive
         self.waiting: deque[int] = deque()
         self.flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
-        self._waves_read = _WAVES_A_DRIVE * len(level.tier.drives)
-        self.turns = threading.Semaphore(self._waves_read)
+        self.turns = threading.Semaphore(_WAVES_A_DRIVE)
         """Waves that are read at the same time."""
 
     def has_room(self) -> bool:
-        return bool(self.waiting) and len(self.flying) < self._waves_read + _WAVES_AHEAD
+        return bool(self.waiting) and len(self.flying) < _WAVES_A_DRIVE + _WAVES_AHEAD
 
 
 class Reader:
@@ -125,11 +127,8 @@ class Reader:
         self._stock = stock
         self._room = room
         self._drainer = drainer
-        self._threads = {
-            level: ThreadPoolExecutor(_THREADS, thread_name_prefix=f"kvdepot-{level.name}-reader")
-            for level in stock.levels
-        }
-        """Apart, so that a slow tier does not hold up a fast one."""
+        self._threads: dict[tuple[Level, int], ThreadPoolExecutor] = {}
+        """Of each drive, so that a slow one does not hold up the others."""
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
@@ -226,7 +225,7 @@ class Reader:
 
     def _from_files(self, errand: Errand, left: list[int]) -> None:
         """Read in waves, the next one planned and started while the last is under way."""
-        flights = {level: Flight(level) for level in self._stock.levels}
+        flights: Flights = {}
         with self._stock.changed:
             self._assign(errand, flights, left)
         try:
@@ -239,14 +238,17 @@ class Reader:
                     wave, loaded = flight.flying.popleft()
                     self._finish(lost, flight, wave, loaded.result())
 
-    def _assign(self, errand: Errand, flights: dict[Level, Flight], indices: list[int]) -> None:
-        """Choose the tier that each block is read from. Lock held."""
+    def _assign(self, errand: Errand, flights: Flights, indices: list[int]) -> None:
+        """Choose the drive that each block is read from. Lock held."""
         for index in indices:
-            level = self._stock.source(errand.wants[index].row)
+            row = errand.wants[index].row
+            level = self._stock.source(row)
             if level is not None:
-                flights[level].waiting.append(index)
+                drive = drive_of(level.copies.location[row])
+                flight = flights.setdefault((level, drive), Flight(level, drive))
+                flight.waiting.append(index)
 
-    def _fly(self, errand: Errand, flights: dict[Level, Flight]) -> None:
+    def _fly(self, errand: Errand, flights: Flights) -> None:
         moves: Counter[int] = Counter()
         while busy := [one for one in flights.values() if one.waiting or one.flying]:
             if self._take_off(errand, busy):
@@ -307,10 +309,18 @@ class Reader:
                 return tier.load(loads, max(0.0, errand.deadline - clock.now()))
 
         if not inline:
-            return self._threads[flight.level].submit(load)
+            return self._pool(flight).submit(load)
         done: Future[Loaded] = Future()
         done.set_result(load())
         return done
+
+    def _pool(self, flight: Flight) -> ThreadPoolExecutor:
+        name = (flight.level, flight.drive)
+        with self._stock.changed:
+            if name not in self._threads:
+                prefix = f"kvdepot-{flight.level.name}-reader-{flight.drive}"
+                self._threads[name] = ThreadPoolExecutor(_THREADS, thread_name_prefix=prefix)
+            return self._threads[name]
 
     def _plan(self, wants: Sequence[Want], flight: Flight) -> "list[Step]":
         """The next wave: blocks for which there is memory to read into. Lock held."""

@@ -72,11 +72,15 @@ class Writer:
             return None
         if self._sits_out():
             return max(_PAUSE_S_MIN, self._tier.drives[self._index].breaker.health().retry_in_s)
-        enough = level.dirty_bytes >= level.run_bytes
-        pressed = 2 * self._stock.dirty_bytes >= self._stock.dirty_limit_bytes
-        if enough or pressed or next(iter(level.tickets.values())) <= level.hurry:
+        if not level.run_bytes:
             return 0.0
-        left_s = level.dirty_since_s + _LINGER_S - self._stock.clock.now()
+        enough = level.dirty_bytes >= level.run_bytes * (1 + len(self._tier.drives))
+        pressed = 2 * self._stock.dirty_bytes >= self._stock.dirty_limit_bytes
+        hurried = next(iter(level.tickets.values())) <= level.hurry
+        since_s = 0.0 if enough or pressed or hurried else level.dirty_since_s
+        if level.turn != self._index:
+            since_s = max(since_s, level.turn_since_s)
+        left_s = since_s + _LINGER_S - self._stock.clock.now()
         return left_s if left_s > _PAUSE_S_MIN else 0.0
 
     def _sits_out(self) -> bool:
@@ -126,6 +130,9 @@ class Writer:
             self._level.copies.reserve(row, self._index << 56)
             batch.append(row)
         catalog.lease(batch)
+        if batch and self._level.run_bytes:
+            self._level.pass_turn(self._index, stock.clock.now())
+            stock.work.notify_all()
         return batch
 
     def _written_elsewhere(self, row: int) -> bool:

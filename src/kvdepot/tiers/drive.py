@@ -18,6 +18,7 @@ from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, p
 from kvdepot.core.clock import Clock
 from kvdepot.native import WRITE, address_of, checksum
 from kvdepot.tiers.files import Files, io_ops
+from kvdepot.tiers.gauge import Gauge
 from kvdepot.tiers.health import Breaker, RetryPauses
 from kvdepot.tiers.medium import Medium
 from kvdepot.tiers.recovery import Recovered, SegmentReader
@@ -75,6 +76,7 @@ class Drive:
         self.files = files
         self.settings = settings
         self.breaker = Breaker(clock, settings.pauses)
+        self.gauge = Gauge(clock)
         self._growth = Breaker(clock, settings.pauses)
         self.segments: dict[int, Segment] = {}
         self.free: list[int] = []
@@ -444,6 +446,7 @@ class Drive:
             "segment_bytes": self.settings.segment_bytes,
             "direct_io": self.medium.direct,
             "emulated": self.files.emulated,
+            "read_bytes_per_s": round(self.gauge.bytes_per_s),
             "damage": list(self.damage),
         }
 

@@ -26,6 +26,7 @@ class Head:
     model: EmulateConfig
     free_at_s: float = 0.0
     at: Position = (-1, 0)
+    slowdown: float = 1.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def move(self, fd: int, offset: int, nbytes: int, *, read: bool, now_s: float) -> float:
@@ -34,7 +35,8 @@ class Head:
         bandwidth = model.read_bandwidth if read else model.write_bandwidth
         with self.lock:
             seek_s = model.seek if self.at != (fd, offset) else 0.0
-            self.free_at_s = max(now_s, self.free_at_s) + seek_s + nbytes / bandwidth
+            busy_s = (seek_s + nbytes / bandwidth) * self.slowdown
+            self.free_at_s = max(now_s, self.free_at_s) + busy_s
             self.at = (fd, offset + nbytes)
             return self.free_at_s + model.latency
 
@@ -73,6 +75,10 @@ class EmulatedFiles(Files):
 
     def attach(self, fd: int, drive: str) -> None:
         self._head_of[fd] = self._heads.setdefault(drive, Head(self._model))
+
+    def slow_down(self, drive: str, factor: float) -> None:
+        """From now on a drive takes `factor` times as long; 1 is as new."""
+        self._heads[drive].slowdown = factor
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         started_s = time.monotonic()

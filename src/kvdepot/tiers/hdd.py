@@ -4,17 +4,21 @@ import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.codec.record import PAGE
 from kvdepot.core.clock import Clock
 from kvdepot.core.tier import Pending
 from kvdepot.tiers.elevator import Elevator, Request
 from kvdepot.tiers.files import Files, Ops
 from kvdepot.tiers.mount import MountSettings
 from kvdepot.tiers.ssd import SegmentTier
+
+_SEEK_BYTES: Final = 4 << 20
+"""What a hard drive could read while it seeks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,13 @@ class HardDriveTier(SegmentTier):
             if (results == -errno.ETIMEDOUT).any():
                 late.append(request)
         return Requests(late) if late else None
+
+    def _work_bytes(self, ops: Ops, locations: npt.NDArray[np.int64]) -> int:
+        order = np.argsort(locations)
+        pages = -(-ops["nbytes"][order].astype(np.int64) // PAGE)
+        ends = locations[order] + pages
+        jumps = 1 + int((locations[order][1:] != ends[:-1]).sum()) if len(ops) else 0
+        return int(ops["nbytes"].sum()) + jumps * _SEEK_BYTES
 
     def _elevator(self, index: int) -> Elevator:
         while len(self._elevators) <= index:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvdepot.codec.notes import Removal
 from kvdepot.codec.record import (
     HEAD_BYTES,
@@ -43,6 +46,9 @@ _SLOT_MASK: Final = (1 << 24) - 1
 _PAGE_MASK: Final = (1 << 32) - 1
 _REGISTERED_MAX: Final = 8 << 30
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
+
+
+Rows = npt.NDArray[np.int64]
 
 
 def pack_location(drive: int, slot: int, page: int) -> int:
@@ -166,11 +172,36 @@ class SegmentTier:
             return outcomes, None
         ops = io_ops(len(rows))
         ops[:] = rows
-        pending = self._read(ops, [loads[index].location for index in asked], timeout_s)
-        for index, code in zip(asked, ops["result"].tolist(), strict=True):
+        locations = [loads[index].location for index in asked]
+        drives = [self.drives[drive_of(location)] for location in locations]
+        if len(set(drives)) == 1:
+            pending, slow = self._timed_read(drives[0], ops, locations, timeout_s)
+        else:
+            pending, slow = self._read(ops, locations, timeout_s), False
+        for index, drive, code in zip(asked, drives, ops["result"].tolist(), strict=True):
             outcomes[index] = _outcome(code)
-            self._judge(self.drives[drive_of(loads[index].location)], code)
+            if code != 0 or not slow:
+                self._judge(drive, code)
         return outcomes, LateLoads(pending, ops, expected) if pending is not None else None
+
+    def _timed_read(
+        self, drive: Drive, ops: Ops, locations: Sequence[int], timeout_s: float
+    ) -> tuple[Pending | None, bool]:
+        """`_read` from one drive, and whether that one has become too slow to be used."""
+        trial = not drive.breaker.closed
+        drive.gauge.begin()
+        pending = self._read(ops, locations, timeout_s)
+        done = np.flatnonzero(ops["result"] == 0)
+        work_bytes = self._work_bytes(ops[done], np.array(locations, dtype=np.int64)[done])
+        slow = not drive.gauge.end(work_bytes, len(done), trial=trial)
+        if slow:
+            drive.breaker.failed("reads are many times slower than they were", at_once=True)
+        return pending, slow
+
+    def _work_bytes(self, ops: Ops, locations: Rows) -> int:
+        """What reads cost a drive, in bytes."""
+        del locations
+        return int(ops["nbytes"].sum())
 
     def _read(self, ops: Ops, locations: Sequence[int], timeout_s: float) -> Pending | None:
         """Run reads of these places; as Files.run."""
