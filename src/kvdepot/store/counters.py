@@ -18,6 +18,8 @@ class Counters:
     get_miss: int = 0
     get_bytes: int = 0
     promoted: int = 0
+    hinted: int = 0
+    """Blocks brought to memory because of a hint."""
     demoted: int = 0
     """Blocks copied to a slower tier."""
     written: int = 0

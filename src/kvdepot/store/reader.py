@@ -5,6 +5,7 @@ the native engine verifies each block and copies it to its target while the next
 A block that is corrupt, failed or late is a miss; the others are delivered.
 """
 
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -103,6 +104,8 @@ class Errand:
     deadline: float
     verify: bool
     sink: Sink | None = None
+    ahead: bool = False
+    """Nobody waits for it."""
 
 
 class Flight:
@@ -142,17 +145,19 @@ class Reader:
         *,
         verify: bool | None = None,
         sink: Sink | None = None,
+        ahead: bool = False,
     ) -> list[Got]:
         """Fill each want's target or say why not. Never raises for a fault of a tier.
 
         Wants without a target go to `sink` as they arrive; what it raises is passed on. `verify` is
-        for what lies in memory (default: as configured); from disk everything is verified.
+        for what lies in memory (default: as configured); from disk everything is verified. `ahead`:
+        nobody waits for it, and it does not count as a use.
         """
         stock, catalog = self._stock, self._stock.catalog
         if verify is None:
             verify = stock.config.dram.verify
         deadline = stock.clock.now() + timeout_s
-        errand = Errand(wants, [MISS] * len(wants), deadline, verify, sink)
+        errand = Errand(wants, [MISS] * len(wants), deadline, verify, sink, ahead)
         hot: list[int] = []
         cold: list[int] = []
         held: list[int] = []
@@ -164,9 +169,10 @@ class Reader:
                 wants[index].row = row
                 held.append(row)
                 (hot if memory[row] == _READY else cold).append(index)
-            catalog.use(held)
             catalog.lease(held)
-            stock.write_touched(held)
+            if not ahead:
+                catalog.use(held)
+                stock.write_touched(held)
             slots = [catalog.memory.location.view[wants[index].row] for index in hot]
         try:
             cold += self._from_memory(errand, hot, slots)
@@ -174,7 +180,8 @@ class Reader:
                 self._from_files(errand, cold)
         finally:
             with stock.changed:
-                self._count(wants, errand.results)
+                if not ahead:
+                    self._count(wants, errand.results)
                 stock.unlease(held)
         return errand.results
 
@@ -305,7 +312,10 @@ class Reader:
         loads = [step.load for step in wave]
 
         def load() -> Loaded:
-            with flight.turns, flight.level.pace.foreground():
+            waited_for = (
+                contextlib.nullcontext() if errand.ahead else flight.level.pace.foreground()
+            )
+            with flight.turns, waited_for:
                 return tier.load(loads, max(0.0, errand.deadline - clock.now()))
 
         if not inline:

@@ -19,6 +19,7 @@ from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
 from kvdepot.store.demoter import Demoter
 from kvdepot.store.drainer import Drainer
+from kvdepot.store.hinter import Hint, Hinter
 from kvdepot.store.lease import Lease
 from kvdepot.store.level import Level
 from kvdepot.store.migrator import Migrator
@@ -53,6 +54,7 @@ class Store:
         self._drainer = Drainer(stock)
         self._putter = Putter(stock, self._room)
         self._reader = Reader(stock, self._room, self._drainer)
+        self._hinter = Hinter(stock, self._reader)
         self._writers: dict[Level, list[Writer]] = {}
         self._given_up_seen = 0
         self._leases = 0
@@ -220,6 +222,18 @@ class Store:
             self._stock.catalog.use(rows)
         return len(rows)
 
+    def hint(self, keys: Sequence[BlockKey], deadline_s: float) -> Hint:
+        """Blocks of one prompt, head first, that will be wanted within `deadline_s` seconds.
+
+        They come to memory in the background as far as there is room. Does not block.
+        """
+        self._check_open()
+        catalog = self._stock.catalog
+        with self._stock.changed:
+            rows = self._usable(catalog.resident(checked(keys)))
+            away = [key for key, row in zip(keys, rows, strict=False) if catalog.memory.absent(row)]
+        return self._hinter.take(self._spaces.looks(away), self._stock.clock.now() + deadline_s)
+
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         """Delete blocks everywhere, also after a restart. Returns how many were there.
 
@@ -296,6 +310,7 @@ class Store:
         for thread in self._write_threads():
             thread.join(timeout_s)
             stuck = stuck or thread.is_alive()
+        self._hinter.close()
         self._reader.close()
         late = not self._drainer.wait(timeout_s)
         if stuck or late:
