@@ -65,7 +65,8 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
     try:
         tiers = []
         for settings in config.file_tiers:
-            tiers.append(_open_tier(settings, files, mode))
+            given = files.share() if files is not None and tiers else files
+            tiers.append(_open_tier(settings, given, mode))
             held.append(tiers[-1])
         dram = config.dram
         arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)

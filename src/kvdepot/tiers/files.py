@@ -36,7 +36,7 @@ class Files:
         self.engine = open_engine(kind, depth=depth)
         self._timeout_s = timeout_s
         self._adrift: list[tuple[Pending, object]] = []
-        self._closed = False
+        self._holders = 1
 
     emulated = False
     """Whether these are drives that the machine does not have (tiers.emulation)."""
@@ -100,9 +100,14 @@ class Files:
                 raise
             os.ftruncate(fd, nbytes)
 
+    def share(self) -> "Files":
+        """The same for one holder more; the last to close it does so."""
+        self._holders += 1
+        return self
+
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        self._holders -= 1
+        if not self._holders:
             self.engine.close()
 
 
