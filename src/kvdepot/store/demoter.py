@@ -16,7 +16,7 @@ from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.demotion import DemotionFacts, worth_demoting
 from kvdepot.store.level import Level
-from kvdepot.store.pace import rest_s
+from kvdepot.store.pace import FLASH_SHARE, HEAD_SHARE, rest_s
 from kvdepot.store.stock import TEMPORARY, Stock
 
 _PIECE_BYTES: Final = 4 << 20
@@ -228,8 +228,10 @@ class Demoter:
     def _rest(self, since_s: float) -> None:
         """Leave the drives to those who read, if there are any."""
         stock = self._stock
-        if not any(level.pace.busy_since(since_s) for level in (self.upper, self.lower)):
+        busy = [level for level in (self.upper, self.lower) if level.pace.busy_since(since_s)]
+        if not busy:
             return
-        pause_s = rest_s(stock.clock.now() - since_s)
+        share = HEAD_SHARE if any(level.run_bytes for level in busy) else FLASH_SHARE
+        pause_s = rest_s(stock.clock.now() - since_s, share)
         with stock.changed:
             stock.changed.wait_for(lambda: stock.closing, pause_s)

@@ -63,7 +63,7 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
     _raise_open_files_limit()
     held: list[Closable] = []
     try:
-        tiers = []
+        tiers: list[SegmentTier] = []
         for settings in config.file_tiers:
             given = files.share() if files is not None and tiers else files
             tiers.append(_open_tier(settings, given, mode))

@@ -7,9 +7,11 @@ from typing import Final
 
 from kvdepot.core.clock import Clock
 
-SHARE: Final = 0.05
-"""Of a tier's time that background work may have while somebody reads from it."""
-REST_S_MAX: Final = 1.0
+FLASH_SHARE: Final = 0.05
+HEAD_SHARE: Final = 0.01
+"""Of a tier's time that background work may have while somebody reads from it. Where there is a
+head, every piece of work costs a reader two seeks: few enough may meet one."""
+REST_S_MAX: Final = 5.0
 
 
 class Pace:
@@ -39,6 +41,6 @@ class Pace:
             return self._reading > 0 or self._last_s >= moment_s
 
 
-def rest_s(spent_s: float) -> float:
+def rest_s(spent_s: float, share: float = FLASH_SHARE) -> float:
     """How long background work rests after a piece that took `spent_s` beside foreground reads."""
-    return min(REST_S_MAX, spent_s * (1.0 - SHARE) / SHARE)
+    return min(REST_S_MAX, spent_s * (1.0 - share) / share)
