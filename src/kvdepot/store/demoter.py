@@ -129,7 +129,8 @@ class Demoter:
         with self._turn_lock:
             for _ in drives:
                 self._turn = (self._turn + 1) % len(drives)
-                if drives[self._turn].breaker.closed and not drives[self._turn].lost:
+                drive = drives[self._turn]
+                if drive.breaker.closed and not drive.lost and not drive.draining:
                     return self._turn
         return None
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import json
-import threading
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -12,17 +13,17 @@ from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.namespace import Namespace
+from kvdepot.core.units import parse_bytes
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE
 from kvdepot.policy.write_mode import WriteMode
 from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
-from kvdepot.store.demoter import Demoter
 from kvdepot.store.drainer import Drainer
+from kvdepot.store.fleet import Fleet
 from kvdepot.store.hinter import Hint, Hinter
 from kvdepot.store.lease import Lease
 from kvdepot.store.level import Level
-from kvdepot.store.migrator import Migrator
 from kvdepot.store.putter import Putter
 from kvdepot.store.reader import Reader, Sink
 from kvdepot.store.report import CheckReport
@@ -32,7 +33,6 @@ from kvdepot.store.space import Space
 from kvdepot.store.spaces import Layout, Spaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.statistics import describe
 from kvdepot.store.stock import Stock
-from kvdepot.store.writer import Writer
 from kvdepot.tiers.notebook import NOTE_BYTES_MAX
 
 _CLOSE_TIMEOUT_S: Final = 30.0
@@ -55,32 +55,11 @@ class Store:
         self._putter = Putter(stock, self._room)
         self._reader = Reader(stock, self._room, self._drainer)
         self._hinter = Hinter(stock, self._reader)
-        self._writers: dict[Level, list[Writer]] = {}
+        self._fleet = Fleet(stock)
         self._given_up_seen = 0
         self._leases = 0
         self._calls = 0
         self._closed = False
-        self._migrators: list[Migrator] = []
-        demoter = None
-        for level, above in zip(stock.levels[::-1], [*stock.levels[-2::-1], None], strict=False):
-            if level.tier.writable:
-                self._add_writers(level, demoter)
-                demoter = self._demoter(above, level) if above is not None else None
-        for thread in self._write_threads():
-            thread.start()
-
-    def _add_writers(self, level: Level, demoter: Demoter | None) -> None:
-        drives = range(len(level.tier.drives))
-        self._writers[level] = [Writer(self._stock, level, index, demoter) for index in drives]
-        level.writers = sum(len(writer.threads) for writer in self._writers[level])
-
-    def _demoter(self, upper: Level, lower: Level) -> Demoter:
-        writers = self._writers[lower]
-        demoter = Demoter(
-            self._stock, upper, lower, lambda drive, nbytes: writers[drive].make_room(nbytes)
-        )
-        self._migrators.append(Migrator(self._stock, demoter))
-        return demoter
 
     def namespace(
         self,
@@ -115,7 +94,7 @@ class Store:
         """Check that blocks of a namespace fit, and write down what its tag stands for."""
         check_block_bytes(block_bytes)
         self._check_fits(record_bytes(block_bytes))
-        for level in self._writers:
+        for level in self._fleet.writers:
             level.tier.remember(tag, description)
 
     def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
@@ -283,6 +262,21 @@ class Store:
         with self._stock.changed:
             found[0].mode = chosen
 
+    def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
+        """Use one more drive, which must be empty, from now on; its capacity is the others'."""
+        with self._using():
+            self._fleet.add(tier, Path(path))
+
+    def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
+        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
+        with self._using():
+            return self._fleet.drain(tier, Path(path))
+
+    def resize(self, tier: str, capacity: int | str) -> None:
+        """Let a file tier have more or less room, as `capacity` of its settings."""
+        with self._using():
+            self._fleet.resize(tier, parse_bytes(capacity))
+
     def check(self, *, deep: bool = True) -> CheckReport:
         """Verify the books against each other and, if `deep`, every byte in memory and on disk."""
         with self._using():
@@ -307,7 +301,7 @@ class Store:
             stock.work.notify_all()
             stock.changed.notify_all()
             stuck = not stock.changed.wait_for(lambda: not self._calls, timeout_s)
-        for thread in self._write_threads():
+        for thread in self._fleet.threads():
             thread.join(timeout_s)
             stuck = stuck or thread.is_alive()
         self._hinter.close()
@@ -343,11 +337,6 @@ class Store:
                 self._calls -= 1
                 if self._closed:
                     self._stock.changed.notify_all()
-
-    def _write_threads(self) -> list[threading.Thread]:
-        writers = [writer for some in self._writers.values() for writer in some]
-        threads = [thread for writer in writers for thread in writer.threads]
-        return threads + [migrator.thread for migrator in self._migrators]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -434,7 +423,7 @@ class Store:
         """Write removals down on every drive of every tier: older copies may lie on any."""
         if not keys:
             return
-        for level, writers in self._writers.items():
+        for level, writers in self._fleet.writers.items():
             tier = level.tier
             removals = [tier.removal(key, whole_namespace=whole_namespace) for key in keys]
             failed = tier.erase(removals)
@@ -483,7 +472,8 @@ class Store:
             self._given_up_seen = stock.counters.write_failed
         if done:
             synced = [
-                level.tier.flush(max(0.0, deadline - stock.clock.now())) for level in self._writers
+                level.tier.flush(max(0.0, deadline - stock.clock.now()))
+                for level in self._fleet.writers
             ]
             done = all(synced)
         return FlushReport(done and not given_up, waiting, given_up)

@@ -13,6 +13,7 @@ from kvdepot.store.level import Level
 from kvdepot.store.reclaimer import Reclaimer
 from kvdepot.store.restorer import Restorer
 from kvdepot.store.stock import Stock
+from kvdepot.tiers.drive import Drive
 
 _BLOCKS_MAX: Final = 512
 _THREADS: Final = 2
@@ -55,15 +56,22 @@ class Writer:
         batch: list[int] = []
         with stock.work:
             while not batch:
-                while not stock.closing and (pause_s := self._pause_s()) != 0.0:
+                while not self._ends() and (pause_s := self._pause_s()) != 0.0:
                     stock.work.wait(pause_s)
-                if not self._level.dirty:
+                if not self._level.dirty or self._drive.draining:
                     break
                 batch = self._take()
                 stock.changed.notify_all()
                 if not batch and self._level.dirty:
                     stock.work.wait(_LINGER_S)
         return batch
+
+    @property
+    def _drive(self) -> Drive:
+        return self._tier.drives[self._index]
+
+    def _ends(self) -> bool:
+        return self._stock.closing or self._drive.draining
 
     def _pause_s(self) -> float | None:
         """How long to wait before work is taken: 0 not at all, None until it comes. Lock held."""
@@ -92,6 +100,8 @@ class Writer:
         return any(self._is_up(index) for index in others if index != self._index)
 
     def _is_up(self, index: int) -> bool:
+        if self._tier.drives[index].draining:
+            return False
         health = self._tier.drives[index].breaker.health()
         return health.ok or (index == self._index and not health.retry_in_s)
 
@@ -172,6 +182,12 @@ class Writer:
             if not drive.breaker.health().ok:
                 return False
             return drive.has_room(nbytes) or self._reclaimer.reclaim()
+
+    def shrink(self) -> None:
+        """Reclaim until the drive has no more segments than it may."""
+        with self._upkeep:
+            while not self._drive.trim() and self._reclaimer.reclaim():
+                pass
 
     def _keep_spare(self) -> None:
         """Reclaim ahead of need, while the new segment still has room for what is kept."""

@@ -14,7 +14,7 @@ from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
 from kvdepot.core.clock import Clock
 from kvdepot.errors import ConfigError, FormatError
-from kvdepot.tiers.drive import Drive, DriveSettings, Numbers
+from kvdepot.tiers.drive import Drive, DriveSettings
 from kvdepot.tiers.files import Files
 from kvdepot.tiers.health import RetryPauses
 from kvdepot.tiers.medium import (
@@ -25,6 +25,7 @@ from kvdepot.tiers.medium import (
     Medium,
     open_medium,
 )
+from kvdepot.tiers.numbers import Numbers
 
 _BLANK_BYTES: Final = 128 << 10
 _SLOTS_MIN: Final = 3

@@ -33,17 +33,19 @@ from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Usage
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.native import READ, address_of
 from kvdepot.tiers.contents import NOTHING, Contents, read_contents
-from kvdepot.tiers.drive import Drive, Numbers
+from kvdepot.tiers.drive import Drive
 from kvdepot.tiers.files import Files, Ops, io_ops
 from kvdepot.tiers.memory import Memory
 from kvdepot.tiers.mount import MountSettings, mount
 from kvdepot.tiers.notebook import Notebook
+from kvdepot.tiers.numbers import Numbers
 from kvdepot.tiers.segments import Purpose
 
 _DRIVE_SHIFT: Final = 56
 _SLOT_SHIFT: Final = 32
 _SLOT_MASK: Final = (1 << 24) - 1
 _PAGE_MASK: Final = (1 << 32) - 1
+_DRIVES_MAX: Final = 127
 _REGISTERED_MAX: Final = 8 << 30
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
 
@@ -85,7 +87,7 @@ class SegmentTier:
         self.name = settings.tier
         self.writable = settings.writable
         self.drives: list[Drive] = []
-        self._paths = paths
+        self._paths = list(paths)
         self._files = files
         self._settings = settings
         self._clock = clock
@@ -93,7 +95,7 @@ class SegmentTier:
         self._turn = 0
         self._closed = False
         try:
-            for index in range(len(paths)):
+            for index in range(len(self._paths)):
                 self.drives.append(self._mount(index))
             self.notebooks = [Notebook(drive) for drive in self.drives]
             self._contents = self._recover()
@@ -280,6 +282,32 @@ class SegmentTier:
         self.drives[index], self.notebooks[index] = fresh, notebook
         return contents
 
+    def add(self, path: Path) -> int:
+        """Use one more drive, which must be empty; its number. Raises what `mount` raises."""
+        setting = f"{self.name}.path"
+        if path in self._paths or len(self._paths) > _DRIVES_MAX:
+            raise ConfigError(setting, f"{path} is in use, or there are too many drives")
+        drive = mount(path, self._files, self._settings, self._numbers, self._clock)
+        notebook = Notebook(drive)
+        contents = read_contents([notebook])
+        if len(contents.words) or notebook.removals or notebook.spaces:
+            drive.close()
+            raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
+        drive.resume(contents.recovered[0])
+        known = {tag: text for other in self.notebooks for tag, (_, text) in other.spaces.items()}
+        for tag, description in known.items():
+            notebook.remember(tag, description)
+        self._paths.append(path)
+        self.notebooks.append(notebook)
+        self.drives.append(drive)
+        return len(self.drives) - 1
+
+    def index_of(self, path: Path) -> int:
+        """The number of the drive at `path`, or ConfigError."""
+        if path not in self._paths:
+            raise ConfigError(f"{self.name}.path", f"{path} is not one of this store's drives")
+        return self._paths.index(path)
+
     def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
         """See Tier.discard. The bytes stay on disk, dead, until their segment is reused."""
         for location, nbytes in zip(locations, payload_bytes, strict=True):
@@ -300,11 +328,19 @@ class SegmentTier:
         On every drive, or those given. Returns the drives on which it could not be done.
         """
         asked = range(len(self.drives)) if drives is None else drives
-        return [index for index in asked if not self.notebooks[index].remove(removals)]
+        return [
+            index
+            for index in asked
+            if not self.drives[index].draining and not self.notebooks[index].remove(removals)
+        ]
 
     def remember(self, tag: bytes, description: bytes) -> bool:
         """Record what a namespace tag stands for, on every drive that does not know it."""
-        unaware = [notebook for notebook in self.notebooks if tag not in notebook.spaces]
+        unaware = [
+            notebook
+            for notebook in self.notebooks
+            if tag not in notebook.spaces and not notebook.drive.draining
+        ]
         done = [notebook.remember(tag, description) for notebook in unaware]
         return all(done)
 
