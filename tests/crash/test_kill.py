@@ -85,5 +85,19 @@ def test_kill_in_the_middle_of_demotion_and_promotion(
     assert sum(killed) >= 0.7 * len(plans)
 
 
+def test_kill_in_the_middle_of_a_drain(forks: Children, tmp_path: Path, seed: int) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = Plan(str(tmp_path / "whole"), WORKLOAD_SEED, 2 * ROOMY, drives=2, drains=True)
+    assert forks.run(whole) == 0
+    boundaries = judge(whole).boundaries
+    second = [(at, moment) for at, moment in all_kills(boundaries) if at > boundaries // 2]
+    plans = [
+        replace(whole, folder=str(tmp_path / str(number)), boundary=at, moment=moment)
+        for number, (at, moment) in enumerate(random.Random(seed).sample(second, QUICK_KILLS))
+    ]
+    killed = [kill(forks, plan) for plan in plans]
+    assert sum(killed) >= 0.7 * len(plans)
+
+
 def test_kill_at_random_instants(forks: Children, tmp_path: Path, seed: int) -> None:
     kill_at_random_instants(forks, tmp_path, seed, runs=20)

@@ -50,13 +50,15 @@ class Plan:
     moment: Moment = "before"
     kill_after_s: float | None = None
     """Be killed by the parent after this time."""
+    drains: bool = False
+    """Drain the first drive in the second session."""
     below: str = ""
     """The write mode of a hard drive below; none for no such drive."""
 
     @property
     def roomy(self) -> bool:
         """Whether all that the workload puts fits: what was acknowledged must be there then."""
-        return self.segments == ROOMY
+        return self.segments >= ROOMY
 
     @property
     def diary(self) -> Path:
@@ -184,6 +186,8 @@ class Workload:
         self.boundaries = files.boundaries
 
     def round(self, store: Store, number: int) -> None:
+        if self.plan.drains and number == ROUNDS // 2 + 1:
+            store.drain_drive("ssd", self.plan.paths[0])
         self.put(store, self.chain("small", number, 5))
         self.put(store, self.chain("large", number, 2))
         self.look(store)

@@ -70,7 +70,7 @@ class Drive:
         """Slots that could not be made durable: until they are reused, flush says so."""
         self.lost = False
         self.draining = False
-        """It is to go: nothing new is written to it."""
+        """It is to go: no block is written to it any more."""
         self.retired = False
         """It has gone, and holds nothing."""
 
@@ -160,7 +160,8 @@ class Drive:
 
     def _reserve(self, images: Sequence[memoryview], purpose: Purpose) -> "list[Run]":
         """Give images their places, as far as there is room."""
-        if self.lost or self.draining or not self.breaker.allows():
+        closed = self.retired or (self.draining and purpose is not Purpose.NOTE)
+        if self.lost or closed or not self.breaker.allows():
             return []
         if not self.medium.intact():
             self._lose()
@@ -413,8 +414,8 @@ class Drive:
     def resize(self, slots_max: int) -> None:
         """Have room for so many segments; those that are too many go one by one (`trim`)."""
         with self._lock:
-            most = self.medium.slots_max(self.settings.segment_bytes)
-            self.settings = replace(self.settings, slots_max=min(slots_max, most))
+            slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
+            self.settings = replace(self.settings, slots_max=slots_max)
 
     def trim(self) -> bool:
         """Give free segments that are too many back. False: there are still too many."""
@@ -431,10 +432,8 @@ class Drive:
             self.draining = self.retired = True
             for slot in list(self.segments):
                 self.release(slot)
-            while self.free:
-                self.medium.remove(self.free.pop())
             self.settings = replace(self.settings, slots_max=0)
-            self._active = None
+            self.trim()
             self.medium.close()
 
     def held_bytes(self) -> int:

@@ -331,7 +331,7 @@ class SegmentTier:
         return [
             index
             for index in asked
-            if not self.drives[index].draining and not self.notebooks[index].remove(removals)
+            if not self.drives[index].retired and not self.notebooks[index].remove(removals)
         ]
 
     def remember(self, tag: bytes, description: bytes) -> bool:
@@ -339,7 +339,7 @@ class SegmentTier:
         unaware = [
             notebook
             for notebook in self.notebooks
-            if tag not in notebook.spaces and not notebook.drive.draining
+            if tag not in notebook.spaces and not notebook.drive.retired
         ]
         done = [notebook.remember(tag, description) for notebook in unaware]
         return all(done)
