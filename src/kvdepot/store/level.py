@@ -123,31 +123,28 @@ class Level:
 
     def take_in(self, contents: Contents) -> None:
         """Enter blocks that were found on the drives."""
-        known = self.catalog.table.find_many(contents.words)
-        new = known == NONE
-        for row, location in zip(
-            known[~new].tolist(), contents.locations[~new].tolist(), strict=True
-        ):
-            self._enter_known(row, location)
-        locations = contents.locations[new]
-        rows = self.catalog.recover(
-            contents.words[new], contents.payload_bytes[new], locations, self.copies
+        words, locations = contents.words, contents.locations
+        rows = self.catalog.table.find_many(words)
+        known = np.flatnonzero(rows != NONE)
+        twice = self.copies.state.array[rows[known]] != CopyState.ABSENT
+        surplus = known[twice]
+        self.tier.discard(locations[surplus].tolist(), contents.payload_bytes[surplus].tolist())
+        known = known[~twice]
+        self.copies.seal_many(rows[known], locations[known])
+        new = np.flatnonzero(rows == NONE)
+        rows[new] = self.catalog.recover(
+            words[new], contents.payload_bytes[new], locations[new], self.copies
         )
-        if not len(rows):
-            return
+        entered = np.concatenate([known, new])
+        if len(entered):
+            self._list_many(rows[entered], locations[entered])
+
+    def _list_many(self, rows: Rows, locations: Rows) -> None:
         order = np.argsort(locations >> 32, kind="stable")
         places, starts = np.unique(locations[order] >> 32, return_index=True)
         for place, part in zip(places.tolist(), np.split(rows[order], starts[1:]), strict=True):
             listed = self.segment_rows.setdefault((place >> 24, place & 0xFFFFFF), array("i"))
             listed.frombytes(part.astype(np.int32).tobytes())
-
-    def _enter_known(self, row: int, location: int) -> None:
-        if self.copies.absent(row):
-            self.copies.reserve(row, location)
-            self.copies.seal(row)
-            self._list(row, location)
-        else:
-            self.tier.discard([location], [self.catalog.nbytes[row]])
 
     def _list(self, row: int, location: int) -> None:
         place = (drive_of(location), slot_of(location))

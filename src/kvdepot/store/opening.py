@@ -86,13 +86,19 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
         Level(tier, settings, catalog, copies, Pace(clock))
         for tier, settings, copies in zip(tiers, config.file_tiers, catalog.files, strict=False)
     )
-    for level in levels:
-        level.take_in(level.tier.take_contents())
-        trim_heap()
+    _take_in(levels)
     if config.dram.prefault:
         for memory in (arena.memory, staging.memory):
             memory.prefault(partial(_register, tiers, memory))
     return Store(Stock(config, clock, catalog, arena, staging, levels))
+
+
+def _take_in(levels: Sequence[Level]) -> None:
+    """Enter what was found, the fullest tier first: an empty index takes in millions at once."""
+    found = [(level, level.tier.take_contents()) for level in levels]
+    for level, contents in sorted(found, key=lambda one: -len(one[1].words)):
+        level.take_in(contents)
+        trim_heap()
 
 
 def _register(tiers: Sequence[SegmentTier], memory: Memory) -> None:

@@ -228,6 +228,7 @@ class Places:
             hot = known & (catalog.memory.state.array[rows] == _READY)
             cold = known & ~hot & (catalog.residency.array[rows] != 0)
             catalog.use(rows[hot | cold].tolist())
+            stock.write_touched(rows[hot].tolist())
             hot_rows = rows[hot]
             held = hot_rows.tolist()
             self._take(held)
