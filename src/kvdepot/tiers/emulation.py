@@ -84,8 +84,8 @@ class EmulatedFiles(Files):
         started_s = time.monotonic()
         pending = super().run(ops, timeout_s)
         ends_s = [
-            self._move(int(op["fd"]), int(op["offset"]), int(op["nbytes"]), int(op["opcode"]))
-            for op in ops
+            self._move(int(op["fd"]), int(op["offset"]), int(op["nbytes"]), started_s, read=read)
+            for op, read in zip(ops, (ops["opcode"] == READ).tolist(), strict=True)
         ]
         deadline_s = started_s + timeout_s
         late = [index for index, end_s in enumerate(ends_s) if end_s > deadline_s]
@@ -97,20 +97,22 @@ class EmulatedFiles(Files):
         return Delayed(last_s, pending)
 
     def read(self, fd: int, offset: int, nbytes: int) -> memoryview:
+        started_s = time.monotonic()
         found = super().read(fd, offset, nbytes)
-        self._sleep(self._move(fd, offset, len(found), READ))
+        self._sleep(self._move(fd, offset, len(found), started_s, read=True))
         return found
 
     def write(self, fd: int, offset: int, data: bytes) -> None:
+        started_s = time.monotonic()
         super().write(fd, offset, data)
-        self._sleep(self._move(fd, offset, len(data), READ + 1))
+        self._sleep(self._move(fd, offset, len(data), started_s, read=False))
 
-    def _move(self, fd: int, offset: int, nbytes: int, opcode: int) -> float:
-        now_s = time.monotonic()
+    def _move(self, fd: int, offset: int, nbytes: int, now_s: float, *, read: bool) -> float:
+        """When the drive would be done with what was asked of it at `now_s`."""
         head = self._head_of.get(fd)
         if head is None or not nbytes:
             return now_s
-        return head.move(fd, offset, nbytes, read=opcode == READ, now_s=now_s)
+        return head.move(fd, offset, nbytes, read=read, now_s=now_s)
 
     def _sleep(self, until_s: float) -> None:
         time.sleep(max(0.0, until_s - time.monotonic()))
