@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +195,14 @@ def test_a_drive_that_is_pulled_leaves_the_others_and_starts_anew(
         assert eventually(lambda: len(load.counts) == DRIVES)
         shutil.rmtree(tmp_path / "drive-1")
         space = space_of(store)
-        for number in range(1000, 1030):
-            assert all(put(store, prompt(space, number, 4)))
-        assert eventually(lambda: (tmp_path / "drive-1" / "superblock").exists())
+        numbers = count(1000)
+
+        def came_back() -> bool:
+            """It does with the first writes after its pause."""
+            assert all(put(store, prompt(space, next(numbers), 4)))
+            return (tmp_path / "drive-1" / "superblock").exists()
+
+        assert eventually(came_back)
         load.stop.set()
         for thread in threads:
             thread.join()

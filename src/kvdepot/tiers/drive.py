@@ -434,7 +434,7 @@ class Drive:
                 self.release(slot)
             self.settings = replace(self.settings, slots_max=0)
             self.trim()
-            self.medium.close()
+            self.medium.unlock()
 
     def held_bytes(self) -> int:
         return (len(self.segments) + len(self.free)) * self.settings.segment_bytes

@@ -55,6 +55,9 @@ class Medium(Protocol):
     def restorable(self) -> bool:
         """Whether a medium that was taken away can be opened anew now."""
 
+    def unlock(self) -> None:
+        """Give up the lock alone: reads that are under way still have their descriptors."""
+
     def close(self) -> None:
         """Close descriptors and give up the lock. May be called twice."""
 
@@ -113,6 +116,8 @@ class DirectoryMedium:
         self._access = access
         self._writable = access.writable
         self._fds: dict[int, int] = {}
+        self._parted: list[int] = []
+        """Of slots that are gone. A read may be about to use one: its number must not be reused."""
         self._lock_fd = -1
         if self._writable:
             self._prepare()
@@ -179,7 +184,9 @@ class DirectoryMedium:
 
     def remove(self, slot: int) -> None:
         fd = self._fds.pop(slot)
-        os.close(fd)
+        self._parted.append(fd)
+        if self._writable:
+            os.ftruncate(fd, 0)
         self._register()
         self._name(slot).unlink(missing_ok=True)
 
@@ -213,9 +220,13 @@ class DirectoryMedium:
                 yield file.read(PAGE)
 
     def close(self) -> None:
-        for fd in self._fds.values():
+        for fd in [*self._fds.values(), *self._parted]:
             os.close(fd)
         self._fds.clear()
+        self._parted.clear()
+        self.unlock()
+
+    def unlock(self) -> None:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -333,6 +344,9 @@ class DeviceMedium:
 
     def restorable(self) -> bool:
         return False
+
+    def unlock(self) -> None:
+        """The lock is the device's own descriptor."""
 
     def close(self) -> None:
         if self._fd >= 0:

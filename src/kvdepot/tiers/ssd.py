@@ -87,6 +87,8 @@ class SegmentTier:
         self.name = settings.tier
         self.writable = settings.writable
         self.drives: list[Drive] = []
+        self._former: list[Drive] = []
+        """Drives that were mounted anew. Reads may still be about to use their descriptors."""
         self._paths = list(paths)
         self._files = files
         self._settings = settings
@@ -274,8 +276,9 @@ class SegmentTier:
         if not drive.medium.restorable() or not drive.breaker.allows():
             return None
         before()
-        drive.close()
+        drive.medium.unlock()
         fresh = self._mount(index)
+        self._former.append(drive)
         notebook = Notebook(fresh)
         contents = read_contents([notebook], first_drive=index)
         fresh.resume(contents.recovered[0])
@@ -397,7 +400,7 @@ class SegmentTier:
         if self._closed:
             return
         self._closed = True
-        for drive in self.drives:
+        for drive in [*self.drives, *self._former]:
             drive.close()
         self._files.close()
 
