@@ -159,7 +159,8 @@ def find(store: Store, keys: set[BlockKey]) -> set[BlockKey]:
 def judge_files(store: Store, plan: Plan) -> None:
     """The books agree with the directory, and nothing else lies there."""
     assert store.flush(), "what was read from below is on its way up"
-    names = [name for path in plan.paths + plan.hdd_paths for name in os.listdir(path)]
+    folders = plan.paths + plan.hdd_paths
+    names = [name for path in folders for name in os.listdir(path) if name != "superblock.new"]
     assert all(OURS.fullmatch(name) for name in names), f"orphans: {sorted(names)}"
     sizes = [file.stat().st_size for path in plan.paths for file in path.glob("segment-*.kvs")]
     ssd = store.stats()["tiers"]["ssd"]

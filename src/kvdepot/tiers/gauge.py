@@ -34,7 +34,8 @@ class Gauge:
         self._slow_in_a_row = 0
         self._best: dict[Kind, float] = {}
         self.bytes_per_s = 0.0
-        """Of the last verdict."""
+        self.slowdown = 1.0
+        """Of the last verdict: how many times slower than it was."""
 
     def begin(self) -> None:
         """Somebody asks for something."""
@@ -69,6 +70,7 @@ class Gauge:
         kind = (sizes[0].bit_length(), sizes[1].bit_length(), sizes[2].bit_length())
         best = self._best.get(kind, 0.0) * _FORGET
         self._best[kind] = max(best, self.bytes_per_s)
+        self.slowdown = max(1.0, best / max(self.bytes_per_s, 1e-9))
         self._busy_s, self._work_bytes, self._reads, self._calls = 0.0, 0, 0, 0
         self._peak = self._running
-        return self.bytes_per_s * _SLOW < best
+        return self.slowdown > _SLOW

@@ -185,10 +185,9 @@ class DirectoryMedium:
     def remove(self, slot: int) -> None:
         fd = self._fds.pop(slot)
         self._parted.append(fd)
-        if self._writable:
-            os.ftruncate(fd, 0)
         self._register()
         self._name(slot).unlink(missing_ok=True)
+        os.ftruncate(fd, 0)
 
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fds[slot], 0

@@ -8,6 +8,7 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -45,6 +46,7 @@ _DRIVE_SHIFT: Final = 56
 _SLOT_SHIFT: Final = 32
 _SLOT_MASK: Final = (1 << 24) - 1
 _PAGE_MASK: Final = (1 << 32) - 1
+_STANDS_OUT: Final = 4.0
 _DRIVES_MAX: Final = 127
 _REGISTERED_MAX: Final = 8 << 30
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
@@ -197,10 +199,15 @@ class SegmentTier:
         pending = self._read(ops, locations, timeout_s)
         done = np.flatnonzero(ops["result"] == 0)
         work_bytes = self._work_bytes(ops[done], np.array(locations, dtype=np.int64)[done])
-        slow = not drive.gauge.end(work_bytes, len(done), trial=trial)
+        slow = not drive.gauge.end(work_bytes, len(done), trial=trial) and self._stands_out(drive)
         if slow:
             drive.breaker.failed("reads are many times slower than they were", at_once=True)
         return pending, slow
+
+    def _stands_out(self, drive: Drive) -> bool:
+        """Whether a slow drive is slower than the others have become: else it is the machine."""
+        others = [one.gauge.slowdown for one in self.drives if one is not drive and not one.retired]
+        return bool(others) and drive.gauge.slowdown >= _STANDS_OUT * median(others)
 
     def _work_bytes(self, ops: Ops, locations: Rows) -> int:
         """What reads cost a drive, in bytes."""
