@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.core.clock import SystemClock
+from kvdepot.core.config import EmulateConfig
 from kvdepot.core.tier import Tier
 from kvdepot.native import uring_available
 from kvdepot.testing.contract import Reopen, TierContract
@@ -13,7 +14,9 @@ from kvdepot.testing.faults import FaultyFiles
 from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier
 from kvdepot.tiers.arena import Arena
 from kvdepot.tiers.dram import DramTier
+from kvdepot.tiers.emulation import EmulatedFiles
 from kvdepot.tiers.files import EngineKind, Files
+from kvdepot.tiers.hdd import HardDriveTier
 from kvdepot.tiers.medium import DirectIo
 from kvdepot.tiers.mount import MountSettings
 from kvdepot.tiers.ssd import SegmentTier
@@ -70,6 +73,7 @@ class SegmentTierContract(TierContract):
     drives = 1
     engine: EngineKind = "threads"
     direct: DirectIo = "never"
+    kind: type[SegmentTier] = SegmentTier
 
     @pytest.fixture
     def paths(self, tmp_path: Path) -> list[Path]:
@@ -77,7 +81,7 @@ class SegmentTierContract(TierContract):
 
     def open(self, paths: list[Path]) -> SegmentTier:
         settings = MountSettings(LOG_BYTES // self.drives, SEGMENT_BYTES, direct_io=self.direct)
-        return SegmentTier(paths, self.files(), settings, SystemClock())
+        return self.kind(paths, self.files(), settings, SystemClock())
 
     def files(self) -> Files:
         return Files(self.engine)
@@ -138,3 +142,21 @@ class TestSegmentTierDirectByRingOnTwoDrives(SegmentTierContract):
 class TestSegmentTierThroughFaultyFiles(SegmentTierContract):
     def files(self) -> Files:
         return FaultyFiles(self.engine)
+
+
+class TestHardDriveTier(SegmentTierContract):
+    kind = HardDriveTier
+
+
+class TestHardDriveTierOnThreeDrives(SegmentTierContract):
+    kind = HardDriveTier
+    drives = 3
+
+
+class TestEmulatedHardDriveTier(SegmentTierContract):
+    kind = HardDriveTier
+    drives = 2
+
+    def files(self) -> Files:
+        fast = EmulateConfig(read_bandwidth=1 << 30, write_bandwidth=1 << 30, seek=0.0001)
+        return EmulatedFiles(fast, self.engine)

@@ -51,7 +51,11 @@ class Children:
 
 @contextmanager
 def children() -> Iterator[Children]:
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+    }
     command = [sys.executable, "-m", "tests.crash.server"]
     with subprocess.Popen(
         command,
@@ -98,6 +102,7 @@ def kill_at_random_instants(forks: Children, folder: Path, seed: int, runs: int)
             drives=chance.choice((1, 1, 2)),
             engine=chance.choice(engines),
             kill_after_s=chance.uniform(0.0, life_s),
+            below=chance.choice(("", "write-back", "write-through", "pass-through")),
         )
         killed += kill(forks, plan)
     assert killed >= runs // 2
@@ -153,7 +158,9 @@ def find(store: Store, keys: set[BlockKey]) -> set[BlockKey]:
 
 def judge_files(store: Store, plan: Plan) -> None:
     """The books agree with the directory, and nothing else lies there."""
-    names = [name for path in plan.paths for name in os.listdir(path)]
+    assert store.flush(), "what was read from below is on its way up"
+    folders = plan.paths + plan.hdd_paths
+    names = [name for path in folders for name in os.listdir(path) if name != "superblock.new"]
     assert all(OURS.fullmatch(name) for name in names), f"orphans: {sorted(names)}"
     sizes = [file.stat().st_size for path in plan.paths for file in path.glob("segment-*.kvs")]
     ssd = store.stats()["tiers"]["ssd"]
@@ -172,7 +179,7 @@ def judge_usable(store: Store, promises: Promises) -> None:
 
 def judge_audit(plan: Plan) -> None:
     """The offline check finds nothing. A drive that never came to be has nothing to check."""
-    for path in plan.paths:
+    for path in plan.paths + plan.hdd_paths:
         if (path / "superblock").exists():
             report = audit(path)
             assert report.ok, [str(finding) for finding in report.findings]

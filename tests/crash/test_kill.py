@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,37 @@ def test_kill_at_every_write_boundary(
     ]
     killed = [kill(forks, plan) for plan in plans]
     assert sum(killed) >= 0.9 * len(plans)
+
+
+@pytest.mark.parametrize("mode", ["write-back", "write-through", "pass-through"])
+def test_kill_in_the_middle_of_demotion_and_promotion(
+    forks: Children, tmp_path: Path, seed: int, mode: str
+) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = Plan(str(tmp_path / "whole"), WORKLOAD_SEED, FULL, below=mode)
+    assert forks.run(whole) == 0
+    boundaries = judge(whole).boundaries
+    chosen = random.Random(seed).sample(all_kills(boundaries), QUICK_KILLS)
+    plans = [
+        replace(whole, folder=str(tmp_path / str(number)), boundary=at, moment=moment)
+        for number, (at, moment) in enumerate(chosen)
+    ]
+    killed = [kill(forks, plan) for plan in plans]
+    assert sum(killed) >= 0.7 * len(plans)
+
+
+def test_kill_in_the_middle_of_a_drain(forks: Children, tmp_path: Path, seed: int) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = Plan(str(tmp_path / "whole"), WORKLOAD_SEED, 2 * ROOMY, drives=2, drains=True)
+    assert forks.run(whole) == 0
+    boundaries = judge(whole).boundaries
+    second = [(at, moment) for at, moment in all_kills(boundaries) if at > boundaries // 2]
+    plans = [
+        replace(whole, folder=str(tmp_path / str(number)), boundary=at, moment=moment)
+        for number, (at, moment) in enumerate(random.Random(seed).sample(second, QUICK_KILLS))
+    ]
+    killed = [kill(forks, plan) for plan in plans]
+    assert sum(killed) >= 0.7 * len(plans)
 
 
 def test_kill_at_random_instants(forks: Children, tmp_path: Path, seed: int) -> None:

@@ -50,11 +50,15 @@ class Plan:
     moment: Moment = "before"
     kill_after_s: float | None = None
     """Be killed by the parent after this time."""
+    drains: bool = False
+    """Drain the first drive in the second session."""
+    below: str = ""
+    """The write mode of a hard drive below; none for no such drive."""
 
     @property
     def roomy(self) -> bool:
         """Whether all that the workload puts fits: what was acknowledged must be there then."""
-        return self.segments == ROOMY
+        return self.segments >= ROOMY
 
     @property
     def diary(self) -> Path:
@@ -63,6 +67,10 @@ class Plan:
     @property
     def paths(self) -> list[Path]:
         return [Path(self.folder) / f"drive-{number}" for number in range(self.drives)]
+
+    @property
+    def hdd_paths(self) -> list[Path]:
+        return [Path(self.folder) / "below"] if self.below else []
 
     @property
     def capacity_bytes(self) -> int:
@@ -77,7 +85,17 @@ class Plan:
         }
         writeback = {"staging": 1 << 20, "put_timeout": 10.0}
         dram = {"capacity": 3 << 20, "huge_pages": "never", "prefault": False}
-        return load(overrides={"dram": dram, "ssd": ssd, "writeback": writeback})
+        tree = {"dram": dram, "ssd": ssd, "writeback": writeback}
+        if self.below:
+            tree["hdd"] = {
+                "path": [str(path) for path in self.hdd_paths],
+                "capacity": 4 * ROOMY * SEGMENT_BYTES,
+                "segment": 4 * SEGMENT_BYTES,
+                "run": 4 * SEGMENT_BYTES,
+                "write_mode": self.below,
+                "io_engine": self.engine,
+            }
+        return load(overrides=tree)
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -168,6 +186,8 @@ class Workload:
         self.boundaries = files.boundaries
 
     def round(self, store: Store, number: int) -> None:
+        if self.plan.drains and number == ROUNDS // 2 + 1:
+            store.drain_drive("ssd", self.plan.paths[0])
         self.put(store, self.chain("small", number, 5))
         self.put(store, self.chain("large", number, 2))
         self.look(store)

@@ -45,7 +45,7 @@ class OrderMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.catalog = Catalog(order_named(self.name))
+        self.catalog = Catalog(order=order_named(self.name))
         self.row: dict[int, int] = {}
         self.group: dict[int, int] = {}
         self.held: dict[int, int] = {}
@@ -134,7 +134,7 @@ class Memory:
     """A catalog of single blocks, filled and drained by name."""
 
     def __init__(self, policy: str) -> None:
-        self.catalog = Catalog(order_named(policy))
+        self.catalog = Catalog(order=order_named(policy))
         self.names: dict[int, str] = {}
 
     def enter(self, *names: str) -> None:

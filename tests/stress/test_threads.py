@@ -29,12 +29,19 @@ PROMPTS = 60
 BLOCKS = 30
 
 
-def settings(path: Path) -> dict[str, Any]:
-    return {
+def settings(path: Path, below: str = "") -> dict[str, Any]:
+    """Two drives, and hard drives that get their blocks as `below` says."""
+    tree: dict[str, Any] = {
         "dram": {"capacity": DRAM, "prefault": False, "huge_pages": "never"},
         "ssd": {"path": [path / "a", path / "b"], "capacity": DISK, "segment": "1MiB"},
         "writeback": {"staging": "2MiB", "put_timeout": "20ms"},
     }
+    if below:
+        paths = [path / "c", path / "d"]
+        tree["hdd"] = {"path": paths, "capacity": DISK, "segment": "1MiB", "write_mode": below}
+        tree["hdd"]["run"] = "256KiB"
+        tree["ssd"].update(capacity=DISK // 3, segment="512KiB")
+    return tree
 
 
 class Crowd:
@@ -149,7 +156,7 @@ class Crowd:
 
     def _match(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
         match = self.store.match(keys)
-        assert set(match.tiers) <= {"dram", "ssd"}
+        assert set(match.tiers) <= {"dram", "ssd", "hdd"}
         return len(match)
 
     def _remove(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
@@ -169,12 +176,15 @@ def files_bytes(folder: Path) -> int:
 
 
 def held_bytes(store: kvdepot.Store) -> int:
-    held: int = store.stats()["tiers"]["ssd"]["held_bytes"]
-    return held
+    tiers = store.stats()["tiers"].values()
+    return sum(tier.get("held_bytes", 0) for tier in tiers)
 
 
-def check_after(store: kvdepot.Store, crowd: Crowd, folder: Path) -> None:
-    """Nothing is held, the books are right, memory and disk are within their limits."""
+def check_after(store: kvdepot.Store, crowd: Crowd, folder: Path, busy: list[str]) -> None:
+    """Nothing is held, the books are right, memory and disk are within their limits.
+
+    `busy` counters are not zero.
+    """
     assert store.flush()
     assert eventually(lambda: not store.stats()["staging_bytes"]), "staging memory is left"
     stats = store.stats()
@@ -183,7 +193,7 @@ def check_after(store: kvdepot.Store, crowd: Crowd, folder: Path) -> None:
     report = store.check()
     assert report.findings == []
     assert counters["quarantined"] == counters["write_failed"] == counters["read_failed"] == 0
-    for name in ("evicted_dram", "reclaimed_segments", "promoted", "removed", "get_ssd"):
+    for name in ("evicted_dram", "reclaimed_segments", "promoted", "removed", *busy):
         assert counters[name] > 0, f"{name}: the test does not do what it is for"
     assert min(crowd.done[verb] for verb in ("put", "get", "lease", "remove")) > 0
     assert counters["put_stored"] + counters["put_present"] == crowd.accepted
@@ -192,18 +202,18 @@ def check_after(store: kvdepot.Store, crowd: Crowd, folder: Path) -> None:
     assert tiers["ssd"]["used_bytes"] <= tiers["ssd"]["held_bytes"] <= DISK
     assert eventually(lambda: files_bytes(folder) == held_bytes(store)), "accounting"
     assert stats["index_bytes"] < 1 << 20
-    assert stats["blocks"] >= max(tiers["dram"]["blocks"], tiers["ssd"]["blocks"])
-    assert stats["blocks"] <= tiers["dram"]["blocks"] + tiers["ssd"]["blocks"]
+    counts = [tier["blocks"] for tier in tiers.values()]
+    assert max(counts) <= stats["blocks"] <= sum(counts)
 
 
-def stress(folder: Path, seed: int, threads: int, seconds: float) -> None:
-    with kvdepot.open(**settings(folder)) as store:
+def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "") -> None:
+    with kvdepot.open(**settings(folder, below)) as store:
         crowd = Crowd(store, seed)
         crowd.run(threads, seconds)
-        check_after(store, crowd, folder)
+        check_after(store, crowd, folder, ["get_hdd" if below else "get_ssd"])
         assert crowd.removed
         assert not any(len(store.match([key])) for key in crowd.removed)
-    with kvdepot.open(**settings(folder)) as store:
+    with kvdepot.open(**settings(folder, below)) as store:
         again = Crowd(store, seed)
         assert store.check()
         assert not any(len(store.match([key])) for key in crowd.removed), "it came back"
@@ -218,6 +228,14 @@ def stress(folder: Path, seed: int, threads: int, seconds: float) -> None:
 @pytest.mark.stress
 def test_six_threads_for_three_seconds(tmp_path: Path, seed: int) -> None:
     stress(tmp_path, seed, threads=6, seconds=3.0)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    "below", ["write-back", "write-through", "write-through-selective", "pass-through"]
+)
+def test_six_threads_on_three_tiers(tmp_path: Path, seed: int, below: str) -> None:
+    stress(tmp_path, seed, threads=6, seconds=5.0, below=below)
 
 
 @pytest.mark.slow

@@ -162,3 +162,21 @@ def test_growth_is_measured_against_the_same_memory() -> None:
     assert rounds.change(before, slower_machine).ratios() == [1.0, 1.0]
     half_as_fast = rounds.Speed((4.0, 4.0), (1.0, 1.0), "raw")
     assert rounds.change(before, half_as_fast).ratios() == [0.5, 0.5]
+
+
+@pytest.mark.slow
+def test_hybrid_says_that_its_drives_are_emulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    answer = run_json(capsys, "hybrid", "--quick", "--path", str(scratch), "--html", str(page))
+    assert answer["emulated"] is True
+    assert answer["gap_by_turns"].keys() == {"1", "2", "5"}
+    assert answer["gap_by_turns"]["5"] < 0.5 * answer["gap_by_turns"]["1"]
+    assert answer["drive_scaling"].keys() == {"4", "8", "12"}
+    assert answer["arrival_order_ratio"] < answer["sequential_ratio"] <= 1.0
+    assert answer["retained_ratio"] > 5
+    assert "<svg" in page.read_text() and "emulated" in page.read_text()
+    assert list(scratch.iterdir()) == []

@@ -41,8 +41,8 @@ def fill(drive: Drive) -> int:
 
 def test_blocks_leave_the_last_spare_segment(store: Store) -> None:
     with store:
-        assert store._stock.ssd is not None
-        drive = store._stock.ssd.drives[0]
+        assert store._stock.levels
+        drive = store._stock.levels[0].tier.drives[0]
         count = fill(drive)
         assert drive.spare_slots() == 1
         assert count >= (SEGMENTS - 1) * (SEGMENT_BYTES // record_bytes(12_000) - 2)
@@ -50,7 +50,7 @@ def test_blocks_leave_the_last_spare_segment(store: Store) -> None:
 
 def test_a_full_drive_still_takes_notes(store: Store) -> None:
     with store:
-        ssd = store._stock.ssd
+        ssd = store._stock.levels[0].tier
         assert ssd is not None
         fill(ssd.drives[0])
         removal = ssd.removal(BlockKey(bytes(32)))
@@ -61,7 +61,7 @@ def test_a_full_drive_still_takes_notes(store: Store) -> None:
 def test_blocks_wait_while_the_spare_segment_is_in_use(store: Store) -> None:
     """Notes or moves have taken it: until one is reclaimed, the rest of it is theirs."""
     with store:
-        ssd = store._stock.ssd
+        ssd = store._stock.levels[0].tier
         assert ssd is not None
         drive = ssd.drives[0]
         fill(drive)
@@ -77,7 +77,7 @@ def test_blocks_wait_while_the_spare_segment_is_in_use(store: Store) -> None:
 
 def test_a_segment_is_not_reclaimed_before_its_blocks_are_counted(store: Store) -> None:
     with store:
-        ssd = store._stock.ssd
+        ssd = store._stock.levels[0].tier
         assert ssd is not None
         drive = ssd.drives[0]
         places: list[int | None] = []

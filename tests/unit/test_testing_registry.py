@@ -49,7 +49,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones(site: Path) -> No
     install(site, "kvdepot_tape", "tape = kvdepot_tape:TapeTier")
     with pytest.raises(ConfigError, match="there is no tier 'floppy'") as caught:
         find_tier("floppy")
-    assert caught.value.hint == "known tiers: dram, ssd, tape"
+    assert caught.value.hint == "known tiers: dram, hdd, ssd, tape"
 
 
 def test_a_plug_in_cannot_take_a_built_in_name(site: Path) -> None:

@@ -108,7 +108,7 @@ def full_disk(directory: Path, blocks: int) -> Iterator[FullStore]:
     with open_store(dram=64 * MIB, ssd=ssd) as store:
         prompts = prompts_for(store, _PAYLOAD_BYTES, _PROMPT_BLOCKS * _PAYLOAD_BYTES)
         meter = Meter()
-        meter.install(store._writers[0]._reclaimer, "reclaim")
+        meter.install(store._fleet.writers[store._stock.levels[0]][0]._reclaimer, "reclaim")
         subject = FullStore(store, [prompts], meter, "evicted_ssd")
         subject.fill(blocks)
         yield subject

@@ -18,6 +18,7 @@ from kvdepot.client.session import Session
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.config import TenantConfig
 from kvdepot.core.namespace import Namespace
+from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
 from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.putter import Offer
@@ -344,7 +345,9 @@ class RemoteStore:
 
 def _tiers_of(codes: bytes) -> list[str]:
     """Tiers by name; most often they are all the same."""
-    for code, name in enumerate(messages.TIERS):
+    if codes and max(codes) >= len(TIER_NAMES):
+        raise DaemonAwayError("tiers that make no sense")
+    for code, name in enumerate(TIER_NAMES):
         if codes.count(code) == len(codes):
             return [name] * len(codes)
-    return [messages.TIERS[code & 1] for code in codes]
+    return [TIER_NAMES[code] for code in codes]

@@ -85,5 +85,7 @@ ANSWERS: Final = (
     Got("ssd"),
     MISS,
     *(Got(None, reason) for reason in ("corrupt", "failed", "late", "busy")),
+    Got("hdd"),
+    Got("cxl"),
 )
 """Every answer to a get. Between processes an answer is its place in here."""

@@ -21,7 +21,6 @@ KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 PAGE_BYTES: Final = 4 * KIB
-SEGMENT_BYTES_AUTOMATIC: Final = 256 * MIB
 SEGMENT_BYTES_MIN: Final = 64 * KIB
 SEGMENTS_AUTOMATIC: Final = 16
 SEGMENTS_AUTOMATIC_MAX: Final = 4096
@@ -64,8 +63,35 @@ class DramConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SsdConfig:
-    """The disk tier: append-only segments in one or many directories or block devices."""
+class EmulateConfig:
+    """A drive that is not there: real I/O is delayed as it would delay it, and said to be so."""
+
+    read_bandwidth: Bytes
+    """Bytes a second that one path reads."""
+
+    write_bandwidth: Bytes
+    """Bytes a second that one path writes."""
+
+    seek: Seconds = 0.0
+    """Seek and rotation before a transfer that does not begin where the last one ended."""
+
+    latency: Seconds = 0.0
+    """Of every transfer, beside others that are under way."""
+
+    def __post_init__(self) -> None:
+        _check_range("emulate.read_bandwidth", self.read_bandwidth, 1, _SIZE_LIMIT)
+        _check_range("emulate.write_bandwidth", self.write_bandwidth, 1, _SIZE_LIMIT)
+        for name in ("seek", "latency"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"emulate.{name}", "must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTierConfig:
+    """A tier of append-only segments in one or many directories or block devices."""
+
+    TIER: ClassVar[str] = ""
+    SEGMENT_BYTES_AUTOMATIC: ClassVar[int] = 256 * MIB
 
     path: tuple[Path, ...]
     """Where the segments live: a directory or block device, or a list of them used together."""
@@ -74,7 +100,8 @@ class SsdConfig:
     """Space for segments, over all paths together."""
 
     segment: Bytes = 0
-    """Size of a segment. 0 means automatic: 256MiB, but at least 16 and at most 4096 of them."""
+    """Size of a segment. 0 means automatic: 256MiB (on hard drives 1GiB), but at least 16 and at
+    most 4096 of them."""
 
     direct_io: Literal["auto", "always", "never"] = "auto"
     """Bypass the page cache: where the filesystem can, always or fail, or never."""
@@ -89,7 +116,13 @@ class SsdConfig:
     """When written data is forced to the device: never, on flush() and close(), or every batch."""
 
     promote: bool = True
-    """Copy a block that was read from disk into memory."""
+    """Copy a block that was read from here into memory."""
+
+    write_mode: Literal[
+        "write-back", "write-through", "write-through-selective", "pass-through"
+    ] = "write-back"
+    """When blocks come here: as the tier above makes room (or, below memory, soon), at once, when
+    they are asked for a second time, or at once past the file tiers above."""
 
     read_timeout: Seconds = 2.0
     """A read that takes longer is a miss."""
@@ -103,15 +136,19 @@ class SsdConfig:
     retry_max: Seconds = 30.0
     """The longest wait before a failing path is tried again."""
 
+    emulate: EmulateConfig | None = None
+    """Delay I/O as another kind of drive would, for tests and trials without one."""
+
     def __post_init__(self) -> None:
         self._check_paths()
-        _check_size("ssd.capacity", self.capacity)
+        _check_size(self._name("capacity"), self.capacity)
         self._check_segment()
-        _check_range("ssd.io_depth", self.io_depth, 1, 4096)
+        _check_range(self._name("io_depth"), self.io_depth, 1, 4096)
         for name in ("read_timeout", "write_timeout", "retry_initial", "retry_max"):
-            _check_positive(f"ssd.{name}", getattr(self, name))
+            _check_positive(self._name(name), getattr(self, name))
         if self.retry_max < self.retry_initial:
-            raise ConfigError("ssd.retry_max", "must not be less than ssd.retry_initial")
+            reason = f"must not be less than {self._name('retry_initial')}"
+            raise ConfigError(self._name("retry_max"), reason)
 
     @property
     def path_capacity(self) -> int:
@@ -125,26 +162,60 @@ class SsdConfig:
             return self.segment
         most = self.path_capacity // SEGMENTS_AUTOMATIC // MIB * MIB
         least = -(-self.path_capacity // SEGMENTS_AUTOMATIC_MAX // MIB) * MIB
-        return max(MIB, least, min(SEGMENT_BYTES_AUTOMATIC, most))
+        return max(MIB, least, min(self.SEGMENT_BYTES_AUTOMATIC, most))
+
+    def _name(self, field_name: str) -> str:
+        return f"{self.TIER}.{field_name}"
 
     def _check_paths(self) -> None:
         if not self.path:
-            raise ConfigError("ssd.path", "needs at least one path")
+            raise ConfigError(self._name("path"), "needs at least one path")
         if len(set(self.path)) != len(self.path):
-            raise ConfigError("ssd.path", "names the same path twice")
+            raise ConfigError(self._name("path"), "names the same path twice")
 
     def _check_segment(self) -> None:
         if self.segment:
-            _check_size("ssd.segment", self.segment, least=SEGMENT_BYTES_MIN)
+            _check_size(self._name("segment"), self.segment, least=SEGMENT_BYTES_MIN)
             if self.segment % PAGE_BYTES:
-                raise ConfigError("ssd.segment", f"must be a multiple of {PAGE_BYTES} bytes")
+                raise ConfigError(
+                    self._name("segment"), f"must be a multiple of {PAGE_BYTES} bytes"
+                )
         if self.path_capacity < SEGMENTS_MIN * self.segment_bytes:
+            smaller = f" or a smaller {self._name('segment')}" if self.segment else ""
             raise ConfigError(
-                "ssd.capacity",
+                self._name("capacity"),
                 f"{format_bytes(self.path_capacity)} for each path is less than {SEGMENTS_MIN} "
                 f"segments of {format_bytes(self.segment_bytes)}",
-                hint="give more capacity" + (" or a smaller ssd.segment" if self.segment else ""),
+                hint=f"give more capacity{smaller}",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdConfig(FileTierConfig):
+    """The disk tier: flash, where every place is equally near."""
+
+    TIER: ClassVar[str] = "ssd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HddConfig(FileTierConfig):
+    """The hard-drive tier: large, and fast only along a path that lies in one piece."""
+
+    TIER: ClassVar[str] = "hdd"
+    SEGMENT_BYTES_AUTOMATIC: ClassVar[int] = GIB
+
+    read_timeout: Seconds = 30.0
+    """A read that takes longer is a miss."""
+
+    write_timeout: Seconds = 60.0
+    """A write that takes longer marks the path as failing."""
+
+    run: Bytes = 32 * MIB
+    """How much of one prompt lies on one drive before the next drive goes on with it."""
+
+    def __post_init__(self) -> None:
+        super(HddConfig, self).__post_init__()
+        _check_size("hdd.run", self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +279,10 @@ class Config:
     """The memory tier."""
 
     ssd: SsdConfig | None = None
-    """The disk tier; without it the store lives in memory only."""
+    """The disk tier; without it and `hdd` the store lives in memory only."""
+
+    hdd: HddConfig | None = None
+    """The hard-drive tier, below the disk tier."""
 
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
     """How blocks get from memory to disk."""
@@ -220,6 +294,19 @@ class Config:
         _check_range("block_tokens", self.block_tokens, 1, 1 << 20)
         for name, tenant in self.tenants.items():
             _check_tenant(name, tenant)
+        paths = [path for tier in self.file_tiers for path in tier.path]
+        if len(set(paths)) != len(paths):
+            raise ConfigError("hdd.path", "names a path that ssd.path has too")
+
+    @property
+    def file_tiers(self) -> tuple[FileTierConfig, ...]:
+        """The file tiers there are, fastest first."""
+        return tuple(tier for tier in (self.ssd, self.hdd) if tier is not None)
+
+    @property
+    def read_timeout(self) -> float:
+        """How long a read may take: as long as the slowest tier may."""
+        return max((tier.read_timeout for tier in self.file_tiers), default=0.0)
 
 
 def load(

@@ -403,6 +403,13 @@ def _as_comment(line: str) -> str:
 @functools.cache
 def _field_docs(cls: type) -> Mapping[str, str]:
     """The string below each field, by field; empty where the source is not at hand."""
+    docs: dict[str, str] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        docs.update(_own_field_docs(owner))
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
     try:
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except OSError:

@@ -7,9 +7,12 @@ them back verified. What to keep and what to drop is decided above it.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvdepot.core.block import BlockKey
+
+TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl")
+"""Every tier there may be. Between processes a tier is its place in here."""
 
 
 class Outcome(Enum):

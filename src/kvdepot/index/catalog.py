@@ -12,7 +12,7 @@ from kvdepot.core.block import ALLOWED, BlockKey, CopyState, check_transition
 from kvdepot.core.order import Order
 from kvdepot.errors import StateError
 from kvdepot.index.leaves import LeafOrder
-from kvdepot.index.table import NONE, Bools, Keys, KeyTable, Rows, as_words
+from kvdepot.index.table import NONE, Bools, Column, Keys, KeyTable, Rows, as_words
 from kvdepot.index.tree import FEW, PrefixTree
 
 _ABSENT, _READY = int(CopyState.ABSENT), int(CopyState.READY)
@@ -21,11 +21,14 @@ _ABSENT, _READY = int(CopyState.ABSENT), int(CopyState.READY)
 class Copies:
     """The copies of blocks in one tier: their state and their place."""
 
-    def __init__(self, table: KeyTable, tier: str) -> None:
+    def __init__(self, table: KeyTable, tier: str, residency: Column, bit: int) -> None:
         self.tier = tier
         self.state = table.column(np.uint8, _ABSENT)
         self.location = table.column(np.int64, NONE)
         self.count = 0
+        self.bit = bit
+        """What this tier adds to a row's residency when its copy is ready."""
+        self._residency = residency
 
     def ready(self, row: int) -> bool:
         return bool(self.state.view[row] == _READY)
@@ -41,12 +44,21 @@ class Copies:
     def seal(self, row: int) -> None:
         """FILLING to READY: the bytes are there, lookups may see them."""
         self._go(row, CopyState.READY)
+        self._residency.view[row] |= self.bit
         self.count += 1
+
+    def seal_many(self, rows: Rows, locations: Rows) -> None:
+        """ABSENT to READY for distinct rows whose bytes are at `locations` already."""
+        self.location.array[rows] = locations
+        self.state.array[rows] = _READY
+        self._residency.array[rows] |= self.bit
+        self.count += len(rows)
 
     def drop(self, row: int) -> int:
         """READY or FILLING to ABSENT. Returns the location that is free now."""
         if self.state[row] == _READY:
             self.count -= 1
+            self._residency.view[row] &= ~self.bit
         self._go(row, CopyState.ABSENT)
         location = self.location[row]
         self.location[row] = NONE
@@ -66,18 +78,39 @@ class Copies:
 
 
 class Catalog:
-    """All blocks of a store. `order` says which of those in memory leave first."""
+    """All blocks of a store, whose tiers are named fastest first: memories, then files.
 
-    def __init__(self, order: Order | None = None) -> None:
+    `order` says which of the blocks in memory leave first.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str] = ("ssd",),
+        memories: Sequence[str] = ("dram",),
+        order: Order | None = None,
+    ) -> None:
         self.table = KeyTable()
         self.tree = PrefixTree(self.table)
         self.nbytes = self.table.column(np.uint32, 0)
         self._leases = self.table.column(np.int32, 0)
         self._doomed = self.table.column(np.uint8, 0)
-        self.memory = Copies(self.table, "dram")
-        self.disk = Copies(self.table, "ssd")
+        self.residency = self.table.column(np.uint8, 0)
+        """The tiers where a block is ready, a bit each: the lowest is the fastest."""
+        self.tiers = tuple(
+            Copies(self.table, name, self.residency, 1 << number)
+            for number, name in enumerate((*memories, *files))
+        )
+        self.memory = self.tiers[0]
+        self.files = self.tiers[len(memories) :]
+        names = [copies.tier for copies in self.tiers]
+        self._by_bits = ["", *(names[_lowest(bits)] for bits in range(1, 1 << len(names)))]
         self.leaves = LeafOrder(self.table, self.tree, order)
         self.leased = 0
+
+    @property
+    def disk(self) -> Copies:
+        """The fastest of the file tiers."""
+        return self.files[0]
 
     def row(self, key: BlockKey) -> int:
         """The key's row or NONE."""
@@ -100,14 +133,14 @@ class Catalog:
             self.leaves.adopt(row)
         return row
 
-    def recover(self, words: Keys, nbytes: Rows, locations: Rows) -> Rows:
-        """Take in distinct blocks found on disk, oldest first."""
+    def recover(
+        self, words: Keys, nbytes: Rows, locations: Rows, copies: Copies | None = None
+    ) -> Rows:
+        """Take in distinct unknown blocks found in a file tier (the fastest), oldest first."""
         alone = not self.table.live
         rows = self.table.add_many(words)
         self.nbytes.array[rows] = nbytes
-        self.disk.location.array[rows] = locations
-        self.disk.state.array[rows] = _READY
-        self.disk.count += len(rows)
+        (copies or self.disk).seal_many(rows, locations)
         if alone:
             self.tree.attach_many(rows)
         else:
@@ -122,11 +155,16 @@ class Catalog:
     def resident(self, keys: Sequence[BlockKey]) -> list[int]:
         """Rows of the longest leading run of keys that are ready in some tier."""
         rows = self.rows(keys)
-        memory, disk = self.memory.state.view, self.disk.state.view
+        residency = self.residency.view
         for index, row in enumerate(rows):
-            if row == NONE or (memory[row] != _READY and disk[row] != _READY):
+            if row == NONE or not residency[row]:
                 return rows[:index]
         return rows
+
+    def fastest(self, rows: Sequence[int]) -> list[str]:
+        """For each resident row the fastest tier that has it."""
+        residency = self.residency.view
+        return [self._by_bits[residency[row]] for row in rows]
 
     def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
@@ -144,10 +182,7 @@ class Catalog:
         self.leased += len(rows)
 
     def unlease(self, rows: Sequence[int]) -> list[int]:
-        """Undo one `lease`.
-
-        Returns the rows that nobody uses and lookups no longer find, or that have no copy.
-        """
+        """Undo one `lease`. Returns the rows that nobody uses and lookups do not find."""
         if len(rows) < FEW:
             for row in rows:
                 self._leases.view[row] -= 1
@@ -155,13 +190,8 @@ class Catalog:
             np.subtract.at(self._leases.array, rows, 1)
         self.leaves.release_all(rows)
         self.leased -= len(rows)
-        doomed, leases = self._doomed.view, self._leases.view
-        memory, disk = self.memory.state.view, self.disk.state.view
-        return [
-            row
-            for row in rows
-            if (doomed[row] or not (memory[row] or disk[row])) and not leases[row]
-        ]
+        doomed, leases, residency = self._doomed.view, self._leases.view, self.residency.view
+        return [row for row in rows if (doomed[row] or not residency[row]) and not leases[row]]
 
     def leased_rows(self, rows: Rows) -> Bools:
         """Which of the rows somebody uses."""
@@ -194,10 +224,9 @@ class Catalog:
     def forget_if_gone(self, row: int) -> None:
         """Give the row back when no tier has or awaits a copy and nobody holds it."""
         if (
-            self.memory.state[row] == _ABSENT
-            and self.disk.state[row] == _ABSENT
-            and not self._leases[row]
+            not self._leases[row]
             and not self.leaves.held(row)
+            and all(copies.absent(row) for copies in self.tiers)
         ):
             if not self._doomed[row]:
                 self._unlink(row)
@@ -207,3 +236,7 @@ class Catalog:
         self.leaves.detach(row)
         self.tree.detach(row)
         self.table.hide(row)
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1

@@ -155,7 +155,7 @@ class Connection:
             token=session.token,
             pid=os.getpid(),
             block_tokens=config.block_tokens,
-            read_timeout_s=config.ssd.read_timeout if config.ssd is not None else 0.0,
+            read_timeout_s=config.read_timeout,
             put_timeout_s=config.writeback.put_timeout,
             arena_bytes=arena_bytes,
             staging_bytes=staging_bytes,

@@ -21,10 +21,11 @@ from kvdepot.core.clock import SystemClock
 from kvdepot.errors import FormatError
 from kvdepot.store.report import CheckReport, Finding
 from kvdepot.tiers.contents import Contents, read_contents
-from kvdepot.tiers.drive import Drive, Numbers
+from kvdepot.tiers.drive import Drive
 from kvdepot.tiers.files import Files
 from kvdepot.tiers.mount import MountSettings, mount
 from kvdepot.tiers.notebook import Notebook
+from kvdepot.tiers.numbers import Numbers
 from kvdepot.tiers.recovery import Recovered, SegmentReader
 
 Progress = Callable[[int, int], None]

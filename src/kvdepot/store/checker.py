@@ -9,6 +9,7 @@ from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own, record_byt
 from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE
 from kvdepot.native import VERIFY
+from kvdepot.store.level import Level
 from kvdepot.store.report import CheckReport
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.arena import NOBODY
@@ -25,7 +26,8 @@ def check_stock(stock: Stock, *, deep: bool) -> CheckReport:
     with stock.changed:
         report.blocks = stock.catalog.table.live
         _check_memory_books(stock, report)
-        _check_disk_books(stock, report)
+        for level in stock.levels:
+            _check_file_books(level, report)
         _check_tree(stock, report)
     if deep:
         for row in _leased_rows(stock):
@@ -57,19 +59,21 @@ def _check_memory_books(stock: Stock, report: CheckReport) -> None:
     )
     if used != stock.arena.used_bytes:
         report.add("dram", f"slots take {used} bytes, the books say {stock.arena.used_bytes}")
-    waiting = sum(record_bytes(catalog.nbytes[row]) for row in stock.dirty_tickets)
-    if waiting != stock.dirty_bytes:
-        report.add("dram", f"{waiting} bytes wait to be written, the books say {stock.dirty_bytes}")
 
 
-def _check_disk_books(stock: Stock, report: CheckReport) -> None:
-    if stock.ssd is None:
-        return
-    catalog = stock.catalog
-    rows = np.flatnonzero(catalog.disk.state.array == _READY)
-    places = catalog.disk.location.array[rows]
+def _check_file_books(level: Level, report: CheckReport) -> None:
+    catalog = level.catalog
+    waiting = sum(record_bytes(catalog.nbytes[row]) for row in level.tickets)
+    if waiting != level.dirty_bytes:
+        report.add(
+            level.name, f"{waiting} bytes wait to be written, the books say {level.dirty_bytes}"
+        )
+    rows = np.flatnonzero(level.copies.state.array == _READY)
+    if not (catalog.residency.array[rows] & level.copies.bit).all():
+        report.add(level.name, "a ready block is not counted as resident")
+    places = level.copies.location.array[rows]
     sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // 4096) * 4096
-    for index, drive in enumerate(stock.ssd.drives):
+    for index, drive in enumerate(level.tier.drives):
         mine = places >> 56 == index
         for slot, segment in list(drive.segments.items()):
             here = mine & (places >> 32 & 0xFFFFFF == slot)
@@ -81,10 +85,9 @@ def _check_disk_books(stock: Stock, report: CheckReport) -> None:
                     f"{found[0]} blocks, {found[1]} bytes; the books say {books[0]}, {books[1]}",
                 )
     for location in places.tolist():
-        if slot_of(location) not in stock.ssd.drives[location >> 56].segments:
-            report.add(
-                "ssd", f"a block is said to be in slot {slot_of(location)}, which is not in use"
-            )
+        if slot_of(location) not in level.tier.drives[location >> 56].segments:
+            where = f"slot {slot_of(location)}"
+            report.add(level.name, f"a block is said to be in {where}, which is not in use")
 
 
 def _check_tree(stock: Stock, report: CheckReport) -> None:
@@ -116,26 +119,35 @@ def _leased_rows(stock: Stock) -> Iterator[int]:
 
 def _check_bytes(stock: Stock, row: int, report: CheckReport) -> None:
     catalog = stock.catalog
-    nbytes = record_bytes(catalog.nbytes[row])
     with stock.changed:
-        key = catalog.table.key(row)
         in_memory = catalog.memory.location[row] if catalog.memory.ready(row) else NONE
-        on_disk = catalog.disk.location[row] if catalog.disk.ready(row) else NONE
-        slot = stock.staging.allocate(nbytes, TEMPORARY) if on_disk != NONE else None
     report.nbytes += catalog.nbytes[row]
     if in_memory != NONE and not _memory_intact(stock, in_memory):
-        report.add("dram", f"block {key.hex()} does not match its checksum")
-    if slot is not None and stock.ssd is not None:
-        intact = stock.ssd.read_image(key, on_disk, stock.staging.image(slot, nbytes))
-        with stock.changed:
-            stock.staging.free(slot)
-            moved = catalog.disk.location[row] != on_disk
-        if not intact and not moved:
-            drive = stock.ssd.drives[on_disk >> 56]
-            report.add(
-                f"{drive.medium.label}: slot {slot_of(on_disk)}, page {on_disk & 0xFFFFFFFF}",
-                f"block {key.hex()} cannot be read back",
-            )
+        report.add("dram", f"block {catalog.table.key(row).hex()} does not match its checksum")
+    for level in stock.levels:
+        _check_copy(stock, level, row, report)
+
+
+def _check_copy(stock: Stock, level: Level, row: int, report: CheckReport) -> None:
+    """Read a block's copy in one file tier."""
+    catalog, copies = stock.catalog, level.copies
+    nbytes = record_bytes(catalog.nbytes[row])
+    with stock.changed:
+        location = copies.location[row] if copies.ready(row) else NONE
+        slot = stock.staging.allocate(nbytes, TEMPORARY) if location != NONE else None
+    if slot is None:
+        return
+    key = catalog.table.key(row)
+    intact = level.tier.read_image(key, location, stock.staging.image(slot, nbytes))
+    with stock.changed:
+        stock.staging.free(slot)
+        moved = copies.location[row] != location
+    if not intact and not moved:
+        drive = level.tier.drives[location >> 56]
+        report.add(
+            f"{drive.medium.label}: slot {slot_of(location)}, page {location & 0xFFFFFFFF}",
+            f"block {key.hex()} cannot be read back",
+        )
 
 
 def _memory_intact(stock: Stock, location: int) -> bool:

@@ -2,23 +2,27 @@
 
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from kvdepot.core.clock import SystemClock
-from kvdepot.core.config import Config, SsdConfig, load
-from kvdepot.errors import ConfigError
+from kvdepot.core.config import Config, FileTierConfig, load
+from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
+from kvdepot.store.level import Level
+from kvdepot.store.pace import Pace
 from kvdepot.store.stock import Stock
 from kvdepot.store.store import Store
 from kvdepot.tiers.arena import Arena
+from kvdepot.tiers.emulation import EmulatedFiles
 from kvdepot.tiers.files import Files
+from kvdepot.tiers.hdd import HardDriveTier
 from kvdepot.tiers.health import RetryPauses
-from kvdepot.tiers.memory import trim_heap
+from kvdepot.tiers.memory import Memory, trim_heap
 from kvdepot.tiers.mount import MountSettings
 from kvdepot.tiers.ssd import SegmentTier
 
@@ -58,9 +62,13 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
     """
     clock = SystemClock()
     _raise_open_files_limit()
-    ssd = _open_ssd(config.ssd, files, mode) if config.ssd is not None else None
-    held: list[Closable] = [ssd] if ssd is not None else []
+    held: list[Closable] = []
     try:
+        tiers: list[SegmentTier] = []
+        for settings in config.file_tiers:
+            given = files.share() if files is not None and tiers else files
+            tiers.append(_open_tier(settings, given, mode))
+            held.append(tiers[-1])
         dram = config.dram
         arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
         held.append(arena)
@@ -70,18 +78,34 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
         )
         held.append(staging)
         _lock(config, arena)
-    except ConfigError:
+    except KVDepotError:
         for part in held:
             part.close()
         raise
-    stock = Stock(config, clock, Catalog(order_named("default")), arena, staging, ssd)
-    if ssd is not None:
-        stock.take_in(ssd.take_contents())
-        trim_heap()
+    catalog = Catalog([tier.name for tier in tiers] or ["ssd"], order=order_named("default"))
+    levels = tuple(
+        Level(tier, settings, catalog, copies, Pace(clock))
+        for tier, settings, copies in zip(tiers, config.file_tiers, catalog.files, strict=False)
+    )
+    _take_in(levels)
     if config.dram.prefault:
         for memory in (arena.memory, staging.memory):
-            memory.prefault(partial(ssd.register_memory, memory) if ssd is not None else bool)
-    return Store(stock)
+            memory.prefault(partial(_register, tiers, memory))
+    return Store(Stock(config, clock, catalog, arena, staging, levels))
+
+
+def _take_in(levels: Sequence[Level]) -> None:
+    """Enter what was found, the fullest tier first: an empty index takes in millions at once."""
+    found = [(level, level.tier.take_contents()) for level in levels]
+    for level, contents in sorted(found, key=lambda one: -len(one[1].words)):
+        level.take_in(contents)
+        trim_heap()
+
+
+def _register(tiers: Sequence[SegmentTier], memory: Memory) -> None:
+    """Tell every tier's I/O engine of memory that is faulted in."""
+    for tier in tiers:
+        tier.register_memory(memory)
 
 
 class Closable(Protocol):
@@ -105,12 +129,12 @@ def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = Fals
         raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
 
 
-def _open_ssd(config: SsdConfig, files: Files | None, mode: Mode) -> SegmentTier:
+def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode) -> SegmentTier:
     try:
-        files = files or Files(config.io_engine, config.io_depth, config.write_timeout)
+        files = files or _open_files(config)
     except OSError as error:
         raise ConfigError(
-            "ssd.io_engine",
+            f"{config.TIER}.io_engine",
             f"{config.io_engine} is not available: {error.strerror}",
             hint='io_engine = "auto"',
         ) from error
@@ -122,8 +146,15 @@ def _open_ssd(config: SsdConfig, files: Files | None, mode: Mode) -> SegmentTier
         write_timeout_s=config.write_timeout,
         pauses=RetryPauses(config.retry_initial, config.retry_max),
         writable=mode == "rw",
+        tier=config.TIER,
     )
-    return SegmentTier(config.path, files, settings, SystemClock())
+    kind = HardDriveTier if config.TIER == "hdd" else SegmentTier
+    return kind(config.path, files, settings, SystemClock())
+
+
+def _open_files(config: FileTierConfig) -> Files:
+    terms = (config.io_engine, config.io_depth, config.write_timeout)
+    return EmulatedFiles(config.emulate, *terms) if config.emulate else Files(*terms)
 
 
 def _raise_open_files_limit() -> None:

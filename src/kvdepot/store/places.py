@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from kvdepot.codec.record import HEAD_BYTES, chunk_count
 from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, Put
+from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError
-from kvdepot.index.table import NONE, Bools, Keys, Rows
+from kvdepot.index.table import NONE, Keys, Rows
 from kvdepot.native import address_of
 from kvdepot.store.putter import Offer
 from kvdepot.store.reader import Arrival, Want
@@ -70,6 +71,10 @@ class Places:
         self.store = store
         self._stock = store._stock
         self._sizes: dict[int, Size] = {}
+        tiers = [TIER_NAMES.index(copies.tier) for copies in self._stock.catalog.tiers]
+        lowest = [(bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(tiers))]
+        self._codes = np.array([0, *(tiers[bit] for bit in lowest)], np.uint8)
+        """By residency, the fastest tier's place in TIER_NAMES."""
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -98,16 +103,16 @@ class Places:
         self._sizes.setdefault(_word(tag), size)
 
     def match(self, keys: Keys) -> bytes:
-        """For each block of the longest resident prefix its fastest tier: 0 memory, 1 disk."""
+        """For each block of the longest resident prefix its fastest tier: a place in TIER_NAMES."""
         with self._stock.changed:
-            in_memory = self._resident(keys)[1]
-        return (~in_memory).tobytes()
+            residency = self._stock.catalog.residency.array[self._resident(keys)]
+        return bytes(self._codes[residency])
 
     def lease(self, keys: Keys) -> Hold:
         """Hold the longest resident prefix, and count it as used."""
         catalog = self._stock.catalog
         with self._stock.changed:
-            rows = self._resident(keys)[0].tolist()
+            rows = self._resident(keys).tolist()
             catalog.use(rows)
             self._take(rows)
         return Hold(rows, keys[: len(rows)])
@@ -202,17 +207,15 @@ class Places:
         self._stock.catalog.lease(rows)
         self.store._leases += len(rows)
 
-    def _resident(self, keys: Keys) -> tuple[Rows, Bools]:
-        """Rows of the longest resident prefix, and which are in memory. Lock held."""
+    def _resident(self, keys: Keys) -> Rows:
+        """Rows of the longest resident prefix. Lock held."""
         catalog = self._stock.catalog
         rows = catalog.table.find_many(keys)
-        in_memory = catalog.memory.state.array[rows] == _READY
-        there = (rows != NONE) & (in_memory | (catalog.disk.state.array[rows] == _READY))
+        there = (rows != NONE) & (catalog.residency.array[rows] != 0)
         count = len(rows) if there.all() else int(there.argmin())
-        ssd = self._stock.ssd
-        if ssd is not None and not ssd.health().ok:
+        if not all(level.tier.is_up() for level in self._stock.levels):
             count = len(self.store._usable(rows[:count].tolist()))
-        return rows[:count], in_memory[:count]
+        return rows[:count]
 
     def _sort(self, keys: Keys, span: Span, hold: Hold) -> tuple[Arrivals, dict[int, Want]]:
         """Hold what is in memory; what is on disk becomes wants."""
@@ -223,8 +226,9 @@ class Places:
             rows = catalog.table.find_many(keys)
             known = (rows != NONE) & (catalog.nbytes.array[rows] == expected)
             hot = known & (catalog.memory.state.array[rows] == _READY)
-            cold = known & ~hot & (catalog.disk.state.array[rows] == _READY)
+            cold = known & ~hot & (catalog.residency.array[rows] != 0)
             catalog.use(rows[hot | cold].tolist())
+            stock.write_touched(rows[hot].tolist())
             hot_rows = rows[hot]
             held = hot_rows.tolist()
             self._take(held)

@@ -56,8 +56,6 @@ class Putter:
     def __init__(self, stock: Stock, room: Room) -> None:
         self._stock = stock
         self._room = room
-        limit = int(stock.config.dram.capacity * stock.config.writeback.dirty_limit)
-        self._dirty_limit = max(limit, 1)
 
     def store(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
         """Take in each offer or say why not.
@@ -172,16 +170,16 @@ class Putter:
         """Reserve a slot. THROTTLED may change with time, REFUSED will not."""
         stock, catalog = self._stock, self._stock.catalog
         row = catalog.row(offer.key)
-        if row != NONE and catalog.disk.ready(row) and catalog.memory.absent(row):
-            stock.drop_if_unreadable(row)
-        if row != NONE and not (catalog.memory.absent(row) and catalog.disk.absent(row)):
+        if row != NONE and catalog.memory.absent(row):
+            stock.drop_unreadable(row)
+        if row != NONE and not all(copies.absent(row) for copies in catalog.tiers):
             catalog.use([row])
             return Put.PRESENT
         nbytes = record_bytes(offer.payload_bytes)
         if not stock.arena.chunks_for(nbytes):
             return Put.REFUSED
         waiting = stock.dirty_bytes + pending_bytes
-        if stock.writers and waiting and waiting + nbytes > self._dirty_limit:
+        if stock.writers and waiting and waiting + nbytes > stock.dirty_limit_bytes:
             return Put.THROTTLED
         slot = self._room.slot(nbytes, NONE)
         if slot is None:
@@ -238,11 +236,10 @@ class Putter:
         for offer in wave:
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
-            if stock.writers:
-                stock.mark_dirty(offer.row)
+            stock.write_down(offer.row)
         catalog.use(rows, hit=False)
         stock.unlease(rows)
-        if stock.dirty:
+        if stock.dirty_bytes:
             stock.work.notify_all()
 
     def _abandon(self, wave: list[Offer]) -> None:

@@ -5,11 +5,12 @@ the native engine verifies each block and copies it to its target while the next
 A block that is corrupt, failed or late is a miss; the others are delivered.
 """
 
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
@@ -18,12 +19,13 @@ from kvdepot.core.tier import Load, Outcome, Pending
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
 from kvdepot.store.drainer import Drainer
+from kvdepot.store.level import Level
 from kvdepot.store.room import Room
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
+from kvdepot.tiers.ssd import drive_of
 
 _READY: Final = int(CopyState.READY)
-_WAVE_BYTES: Final = 8 << 20
 _CACHED_BYTES: Final = 8 << 20
 _WAVES_A_DRIVE: Final = 4
 _WAVES_AHEAD: Final = 2
@@ -31,8 +33,8 @@ _WAVES_AHEAD: Final = 2
 _THREADS: Final = 8
 _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""
+_LOOK_AGAIN_S: Final = 0.5
 _FROM_MEMORY: Final = Got("dram")
-_FROM_DISK: Final = Got("ssd")
 _REASONS: Final = {
     Outcome.CORRUPT: Got(None, "corrupt"),
     Outcome.FAILED: Got(None, "failed"),
@@ -90,6 +92,7 @@ class Arrival:
 
 
 Sink = Callable[[list[Arrival]], None]
+Flights = dict[tuple[Level, int], "Flight"]
 Loaded = tuple[list[Outcome], Pending | None]
 
 
@@ -102,12 +105,23 @@ class Errand:
     deadline: float
     verify: bool
     sink: Sink | None = None
-    waves_read: int = 1
-    """Waves that are read at the same time."""
-    turns: threading.Semaphore = field(init=False)
+    ahead: bool = False
+    """Nobody waits for it."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "turns", threading.Semaphore(self.waves_read))
+
+class Flight:
+    """What one errand reads from one drive: waves that are planned, and those under way."""
+
+    def __init__(self, level: Level, drive: int) -> None:
+        self.level = level
+        self.drive = drive
+        self.waiting: deque[int] = deque()
+        self.flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
+        self.turns = threading.Semaphore(_WAVES_A_DRIVE)
+        """Waves that are read at the same time."""
+
+    def has_room(self) -> bool:
+        return bool(self.waiting) and len(self.flying) < _WAVES_A_DRIVE + _WAVES_AHEAD
 
 
 class Reader:
@@ -117,11 +131,13 @@ class Reader:
         self._stock = stock
         self._room = room
         self._drainer = drainer
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvdepot-reader")
+        self._threads: dict[tuple[Level, int], ThreadPoolExecutor] = {}
+        """Of each drive, so that a slow one does not hold up the others."""
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
-        self._threads.shutdown()
+        for threads in self._threads.values():
+            threads.shutdown()
 
     def fetch(
         self,
@@ -130,39 +146,43 @@ class Reader:
         *,
         verify: bool | None = None,
         sink: Sink | None = None,
+        ahead: bool = False,
     ) -> list[Got]:
         """Fill each want's target or say why not. Never raises for a fault of a tier.
 
         Wants without a target go to `sink` as they arrive; what it raises is passed on. `verify` is
-        for what lies in memory (default: as configured); from disk everything is verified.
+        for what lies in memory (default: as configured); from disk everything is verified. `ahead`:
+        nobody waits for it, and it does not count as a use.
         """
         stock, catalog = self._stock, self._stock.catalog
         if verify is None:
             verify = stock.config.dram.verify
         deadline = stock.clock.now() + timeout_s
-        drives = 1 if stock.ssd is None else len(stock.ssd.drives)
-        waves = _WAVES_A_DRIVE * drives
-        errand = Errand(wants, [MISS] * len(wants), deadline, verify, sink, waves)
+        errand = Errand(wants, [MISS] * len(wants), deadline, verify, sink, ahead)
         hot: list[int] = []
         cold: list[int] = []
         held: list[int] = []
         with stock.changed:
-            memory, disk = catalog.memory.state.view, catalog.disk.state.view
+            memory, residency = catalog.memory.state.view, catalog.residency.view
             for index, row in enumerate(catalog.rows([want.key for want in wants])):
-                if row == NONE or (memory[row] != _READY and disk[row] != _READY):
+                if row == NONE or not residency[row]:
                     continue
                 wants[index].row = row
                 held.append(row)
                 (hot if memory[row] == _READY else cold).append(index)
-            catalog.use(held)
             catalog.lease(held)
+            if not ahead:
+                catalog.use(held)
+                stock.write_touched(held)
             slots = [catalog.memory.location.view[wants[index].row] for index in hot]
         try:
             cold += self._from_memory(errand, hot, slots)
-            self._from_disk(errand, cold)
+            if cold:
+                self._from_files(errand, cold)
         finally:
             with stock.changed:
-                self._count(wants, errand.results)
+                if not ahead:
+                    self._count(wants, errand.results)
                 stock.unlease(held)
         return errand.results
 
@@ -213,81 +233,124 @@ class Reader:
         return [index for index in bad if self._quarantine_memory(errand.wants[index].row)]
 
     def _quarantine_memory(self, row: int) -> bool:
-        """Drop a damaged copy in memory. True: the disk has another one."""
+        """Drop a damaged copy in memory. True: a file tier has another one."""
         stock, catalog = self._stock, self._stock.catalog
         with stock.changed:
             stock.counters.quarantined += 1
-            if catalog.disk.ready(row) and catalog.memory.ready(row) and catalog.leases(row) == 1:
+            lower = stock.source(row) is not None
+            if lower and catalog.memory.ready(row) and catalog.leases(row) == 1:
                 stock.drop_memory(row)
                 return True
             catalog.doom(row)
             return False
 
-    def _from_disk(self, errand: Errand, left: list[int]) -> None:
+    def _from_files(self, errand: Errand, left: list[int]) -> None:
         """Read in waves, the next one planned and started while the last is under way."""
-        flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
+        flights: Flights = {}
+        with self._stock.changed:
+            self._assign(errand, flights, left)
         try:
-            self._fly(errand, deque(left), flying)
+            self._fly(errand, flights)
         finally:
             # Only when the sink has raised: what is under way has slots to give back.
             lost = replace(errand, sink=None)
-            while flying:
-                wave, loaded = flying.popleft()
-                self._finish(lost, wave, loaded.result())
+            for flight in flights.values():
+                while flight.flying:
+                    wave, loaded = flight.flying.popleft()
+                    self._finish(lost, flight, wave, loaded.result())
 
-    def _fly(
-        self,
-        errand: Errand,
-        waiting: deque[int],
-        flying: "deque[tuple[list[Step], Future[Loaded]]]",
-    ) -> None:
-        stock, results, deadline = self._stock, errand.results, errand.deadline
+    def _assign(self, errand: Errand, flights: Flights, indices: list[int]) -> None:
+        """Choose the drive that each block is read from. Lock held."""
+        for index in indices:
+            row = errand.wants[index].row
+            level = self._stock.source(row)
+            if level is not None:
+                drive = drive_of(level.copies.location[row])
+                flight = flights.setdefault((level, drive), Flight(level, drive))
+                flight.waiting.append(index)
+
+    def _fly(self, errand: Errand, flights: Flights) -> None:
         moves: Counter[int] = Counter()
-        while waiting or flying:
-            if waiting and len(flying) < errand.waves_read + _WAVES_AHEAD:
-                with stock.changed:
-                    wave = self._plan(errand.wants, waiting)
-                    while not wave and not flying and stock.clock.now() < deadline:
-                        stock.changed.wait(deadline - stock.clock.now())
-                        wave = self._plan(errand.wants, waiting)
-                if wave:
-                    inline = not waiting and not flying
-                    flying.append((wave, self._start(wave, errand, inline=inline)))
-                    continue
-            if not flying:
-                for index in waiting:
-                    results[index] = _BUSY
+        while busy := [one for one in flights.values() if one.waiting or one.flying]:
+            if self._take_off(errand, busy):
+                continue
+            flying = [flight for flight in busy if flight.flying]
+            if not flying and not self._await_room(errand, busy):
+                for flight in busy:
+                    for index in flight.waiting:
+                        errand.results[index] = _BUSY
                 return
-            wave, loaded = flying.popleft()
-            again = self._finish(errand, wave, loaded.result())
-            moves.update(again)
-            for index in again:
-                results[index] = _BUSY
-            waiting.extend(index for index in again if moves[index] < _MOVES_MAX)
+            for flight in _landed(flying):
+                wave, loaded = flight.flying.popleft()
+                again = self._finish(errand, flight, wave, loaded.result())
+                moves.update(again)
+                for index in again:
+                    errand.results[index] = _BUSY
+                with self._stock.changed:
+                    left = [index for index in again if moves[index] < _MOVES_MAX]
+                    self._assign(errand, flights, left)
 
-    def _start(self, wave: "list[Step]", errand: Errand, *, inline: bool) -> "Future[Loaded]":
+    def _take_off(self, errand: Errand, busy: list[Flight]) -> bool:
+        """Start a wave of every tier that has one. False: there was no room for any."""
+        started = False
+        for flight in busy:
+            if not flight.has_room():
+                continue
+            with self._stock.changed:
+                wave = self._plan(errand.wants, flight)
+            if wave:
+                alone = len(busy) == 1 and not flight.waiting and not flight.flying
+                flight.flying.append((wave, self._start(wave, errand, flight, inline=alone)))
+                started = True
+        return started
+
+    def _await_room(self, errand: Errand, busy: list[Flight]) -> bool:
+        """Wait for memory to read into and start. False: time is up."""
+        stock = self._stock
+        while not self._take_off(errand, busy):
+            with stock.changed:
+                wait_s = errand.deadline - stock.clock.now()
+                if wait_s <= 0:
+                    return False
+                stock.changed.wait(min(wait_s, _LOOK_AGAIN_S))
+        return True
+
+    def _start(
+        self, wave: "list[Step]", errand: Errand, flight: Flight, *, inline: bool
+    ) -> "Future[Loaded]":
         """Begin to read a wave.
 
         Here and now if there is nothing to do meanwhile, else in a thread.
         """
-        ssd, clock = self._stock.ssd, self._stock.clock
-        assert ssd is not None
+        clock, tier = self._stock.clock, flight.level.tier
         loads = [step.load for step in wave]
 
         def load() -> Loaded:
-            with errand.turns:
-                return ssd.load(loads, max(0.0, errand.deadline - clock.now()))
+            waited_for = (
+                contextlib.nullcontext() if errand.ahead else flight.level.pace.foreground()
+            )
+            with flight.turns, waited_for:
+                return tier.load(loads, max(0.0, errand.deadline - clock.now()))
 
         if not inline:
-            return self._threads.submit(load)
+            return self._pool(flight).submit(load)
         done: Future[Loaded] = Future()
         done.set_result(load())
         return done
 
-    def _plan(self, wants: Sequence[Want], waiting: deque[int]) -> "list[Step]":
+    def _pool(self, flight: Flight) -> ThreadPoolExecutor:
+        name = (flight.level, flight.drive)
+        with self._stock.changed:
+            if name not in self._threads:
+                prefix = f"kvdepot-{flight.level.name}-reader-{flight.drive}"
+                self._threads[name] = ThreadPoolExecutor(_THREADS, thread_name_prefix=prefix)
+            return self._threads[name]
+
+    def _plan(self, wants: Sequence[Want], flight: Flight) -> "list[Step]":
         """The next wave: blocks for which there is memory to read into. Lock held."""
         stock, catalog = self._stock, self._stock.catalog
-        limit = min(_WAVE_BYTES, max(1, stock.arena.capacity_bytes // 4))
+        level, waiting = flight.level, flight.waiting
+        limit = min(level.wave_bytes, max(1, stock.arena.capacity_bytes // 4))
         wave: list[Step] = []
         total = 0
         while waiting:
@@ -297,7 +360,7 @@ class Reader:
             if wave and total + nbytes > limit:
                 break
             slot = None
-            promote = want.is_whole and self._may_promote(want.row)
+            promote = want.is_whole and level.config.promote and catalog.memory.absent(want.row)
             if promote:
                 slot = self._room.slot(nbytes, want.row)
             arena = stock.arena
@@ -308,20 +371,18 @@ class Reader:
                 break
             if promote:
                 catalog.memory.reserve(want.row, slot)
-            load = want.load(arena.image(slot, nbytes), catalog.disk.location[want.row])
+            load = want.load(arena.image(slot, nbytes), level.copies.location[want.row])
             wave.append(Step(index, load, slot, promote))
             waiting.popleft()
             total += nbytes
         return wave
 
-    def _may_promote(self, row: int) -> bool:
-        ssd = self._stock.config.ssd
-        return ssd is not None and ssd.promote and self._stock.catalog.memory.absent(row)
-
-    def _finish(self, errand: Errand, wave: "list[Step]", loaded: Loaded) -> list[int]:
+    def _finish(
+        self, errand: Errand, flight: Flight, wave: "list[Step]", loaded: Loaded
+    ) -> list[int]:
         """Take in a wave that was read.
 
-        Returns the wants to try again: their block moved meanwhile.
+        Returns the wants to try again: their block moved meanwhile, or another tier has it.
         """
         outcomes, pending = loaded
         arrivals = []
@@ -339,30 +400,28 @@ class Reader:
             _hand_over(errand, arrivals)
         finally:
             with self._stock.changed:
-                self._enter(errand, wave, outcomes, again, late)
+                for step, outcome in zip(wave, outcomes, strict=True):
+                    if outcome is Outcome.LATE:
+                        late.append(self._set_aside(step, errand.wants[step.index].row))
+                    elif self._enter(errand, flight.level, step, outcome):
+                        again.append(step.index)
+                    if outcome is not Outcome.OK:
+                        errand.results[step.index] = _REASONS[outcome]
                 self._stock.changed.notify_all()
             if pending is not None:
                 self._drainer.take(pending, late)
         return again
 
-    def _enter(
-        self,
-        errand: Errand,
-        wave: "list[Step]",
-        outcomes: list[Outcome],
-        again: list[int],
-        late: list[tuple[bool, int]],
-    ) -> None:
-        """Settle each block of a wave, collect what moved and what is late. Lock held."""
-        for step, outcome in zip(wave, outcomes, strict=True):
-            row = errand.wants[step.index].row
-            errand.results[step.index] = _FROM_DISK if outcome is Outcome.OK else _REASONS[outcome]
-            if outcome is Outcome.LATE:
-                late.append(self._set_aside(step, row))
-                continue
-            self._settle(step, row, outcome)
-            if outcome is not Outcome.OK and self._blame(step, row, outcome):
-                again.append(step.index)
+    def _enter(self, errand: Errand, level: Level, step: "Step", outcome: Outcome) -> bool:
+        """Settle a block that was read. True: read it again, from elsewhere. Lock held."""
+        row = errand.wants[step.index].row
+        self._settle(step, row, outcome)
+        if outcome is Outcome.OK and step.promote:
+            self._stock.promote(row, level)
+        if outcome is not Outcome.OK:
+            return self._blame(level, step, row, outcome)
+        errand.results[step.index] = Got(level.name)
+        return False
 
     def _settle(self, step: "Step", row: int, outcome: Outcome) -> None:
         """Make the slot a block of the memory tier, or give it back."""
@@ -387,32 +446,29 @@ class Reader:
         self._stock.counters.read_late += 1
         return step.promote, step.slot
 
-    def _blame(self, step: "Step", row: int, outcome: Outcome) -> bool:
-        """Drop the copy that could not be read. True: it only moved, read it again."""
-        stock, disk = self._stock, self._stock.catalog.disk
-        if not disk.ready(row):
-            return False
-        if disk.location[row] != step.load.location:
-            return True
-        if outcome is Outcome.CORRUPT:
-            stock.counters.quarantined += 1
-            stock.drop_disk(row)
-        else:
-            stock.counters.read_failed += 1
-            if stock.disk_usable(step.load.location):
-                stock.drop_disk(row)
-        return False
+    def _blame(self, level: Level, step: "Step", row: int, outcome: Outcome) -> bool:
+        """Drop the copy that could not be read. True: there is another, or it only moved."""
+        stock, copies = self._stock, level.copies
+        if copies.ready(row) and copies.location[row] == step.load.location:
+            if outcome is Outcome.CORRUPT:
+                stock.counters.quarantined += 1
+                level.drop(row)
+            else:
+                stock.counters.read_failed += 1
+                if level.usable(row):
+                    level.drop(row)
+        other = stock.source(row)
+        return other is not None and (
+            other is not level or copies.location[row] != step.load.location
+        )
 
     def _count(self, wants: Sequence[Want], results: Sequence[Got]) -> None:
         counters = self._stock.counters
         for want, got in zip(wants, results, strict=True):
-            if got is _FROM_MEMORY:
-                counters.get_dram += 1
-            elif got is _FROM_DISK:
-                counters.get_ssd += 1
-            else:
+            if got.tier is None:
                 counters.get_miss += 1
                 continue
+            counters.add("get", got.tier)
             counters.get_bytes += want.stop - want.start
 
 
@@ -433,6 +489,14 @@ def _copy_op(slot: int, want: Want) -> tuple[int, ...]:
     """A plain copy of the wanted range out of the record image at address `slot`."""
     source = slot + HEAD_BYTES + want.start
     return (0, source, want.target, want.stop - want.start, 0, 0, COPY)
+
+
+def _landed(flying: list[Flight]) -> list[Flight]:
+    """Those whose oldest wave has been read; waits for the first."""
+    if len(flying) > 1:
+        oldest = {flight.flying[0][1]: flight for flight in flying}
+        return [oldest[future] for future in wait(oldest, return_when=FIRST_COMPLETED).done]
+    return flying
 
 
 def _hand_over(errand: Errand, images: list[tuple[int, memoryview, bool]]) -> None:

@@ -9,12 +9,12 @@ from typing import Final
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
-from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.reclaim import SegmentFacts, coldest, keep
+from kvdepot.store.demoter import Demoter
+from kvdepot.store.level import Level
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.segments import Purpose, Segment
-from kvdepot.tiers.ssd import SegmentTier
 
 _OLDEST: Final = 8
 _NEWEST: Final = 4
@@ -28,9 +28,13 @@ _STEP: Final = 256
 class Reclaimer:
     """Frees segments of one drive. Called from that drive's writer thread only."""
 
-    def __init__(self, stock: Stock, ssd: SegmentTier, index: int) -> None:
+    def __init__(
+        self, stock: Stock, level: Level, index: int, demoter: Demoter | None = None
+    ) -> None:
         self._stock = stock
-        self._ssd = ssd
+        self._demoter = demoter
+        self._level = level
+        self._tier = level.tier
         self._index = index
 
     def reclaim(self) -> bool:
@@ -46,27 +50,29 @@ class Reclaimer:
             if self._empty(segment, rows, stays):
                 break
             tried.add(segment.slot)
-        self._ssd.release(self._index, segment.slot)
+        self._tier.release(self._index, segment.slot)
         with self._stock.changed:
             self._stock.counters.reclaimed_segments += 1
         return True
 
     def _empty(self, segment: Segment, rows: Rows, stays: Bools) -> bool:
         """Take everything out of a segment. False: some of it is needed and found no room."""
-        if not self._ssd.carry(self._index, segment.slot):
+        if not self._tier.carry(self._index, segment.slot):
             return False
+        if self._demoter is not None:
+            self._demoter.demote(rows[~stays].tolist(), urgent=True)
         for start in range(0, len(rows), _STEP):
             part = slice(start, start + _STEP)
             self._clear(segment, rows[part].tolist(), stays[part].tolist())
         with self._stock.changed:
             if len(self._live(segment)):
                 return False
-            self._stock.segment_rows.pop((self._index, segment.slot), None)
+            self._level.segment_rows.pop((self._index, segment.slot), None)
         return True
 
     def _choose(self, tried: set[int]) -> tuple[Segment, Rows, SegmentFacts] | None:
         """The segment to go, its live rows and what is known of them."""
-        sealed = [s for s in self._ssd.drives[self._index].sealed() if s.slot not in tried]
+        sealed = [s for s in self._tier.drives[self._index].sealed() if s.slot not in tried]
         candidates = []
         for segment in sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]:
             rows = self._live(segment)
@@ -80,29 +86,20 @@ class Reclaimer:
         return candidates[coldest([facts for *_, facts in candidates], now)]
 
     def _live(self, segment: Segment) -> Rows:
-        """The rows whose copy is in this segment, head first."""
-        listed = self._stock.segment_rows.get((self._index, segment.slot))
-        if not listed:
-            return np.zeros(0, dtype=np.int64)
-        rows = np.unique(np.array(listed, dtype=np.int64))
-        disk = self._stock.catalog.disk
-        places = disk.location.array[rows]
-        here = (disk.state.array[rows] == CopyState.READY) & (places >> 32 == self._place(segment))
-        live: Rows = rows[here][np.argsort(places[here])]
-        return live
+        return self._level.live(self._index, segment.slot)
 
     def _place(self, segment: Segment) -> int:
         return self._index << 24 | segment.slot
 
     def _in(self, segment: Segment, row: int) -> bool:
-        disk = self._stock.catalog.disk
-        return disk.ready(row) and disk.location[row] >> 32 == self._place(segment)
+        copies = self._level.copies
+        return copies.ready(row) and copies.location[row] >> 32 == self._place(segment)
 
     def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
         catalog = self._stock.catalog
         stamps, orphaned_bytes = self._look_below(segment, rows)
         return SegmentFacts(
-            capacity_bytes=self._ssd.drives[self._index].settings.segment_bytes,
+            capacity_bytes=self._tier.drives[self._index].settings.segment_bytes,
             sizes=HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE,
             stamps=stamps,
             hits=catalog.tree.hits.array[rows].astype(np.int64),
@@ -121,7 +118,7 @@ class Reclaimer:
             waiting = list(catalog.tree.children(int(rows[index])))
             while waiting and steps < _ORPHANS_MAX:
                 child = waiting.pop()
-                if self._in(segment, child) or not catalog.disk.ready(child):
+                if self._in(segment, child) or not self._level.copies.ready(child):
                     continue
                 steps += 1
                 total += record_bytes(catalog.nbytes[child])
@@ -133,7 +130,7 @@ class Reclaimer:
         """Which rows may have a child outside: not those whose only child is in the segment."""
         catalog = self._stock.catalog
         first, siblings = catalog.tree.only_children(rows)
-        places = catalog.disk.location.array[first] >> 32
+        places = self._level.copies.location.array[first] >> 32
         leads_out: Bools = (first != NONE) & (siblings | (places != self._place(segment)))
         return leads_out
 
@@ -162,7 +159,7 @@ class Reclaimer:
                 if self._in(segment, row) and (stay or catalog.leases(row))
             ]
             catalog.lease(kept)
-            stock.moving.update(kept)
+            self._level.moving.update(kept)
             self._drop(segment, rows)
         for row in kept:
             self._move(row)
@@ -170,22 +167,29 @@ class Reclaimer:
             for row in kept:
                 if self._in(segment, row) and catalog.leases(row) == 1:
                     self._evict(row)
-            stock.moving.difference_update(kept)
+            self._level.moving.difference_update(kept)
             stock.unlease(kept)
 
     def _drop(self, segment: Segment, rows: list[int]) -> None:
-        """Evict blocks, and before each what continues it: a tail without its head is no use."""
+        """Evict blocks, and before each what continues it: a tail without its head is no use.
+
+        What a slower tier has too leaves alone.
+        """
         catalog = self._stock.catalog
         for row in rows:
             if not self._in(segment, row) or catalog.leases(row):
                 continue
-            for victim in [row, *catalog.tree.descendants(row)][::-1]:
-                if catalog.disk.ready(victim) and not catalog.leases(victim):
+            below = [] if self._is_below(row) else catalog.tree.descendants(row)
+            for victim in [row, *below][::-1]:
+                if self._level.copies.ready(victim) and not catalog.leases(victim):
                     self._evict(victim)
 
+    def _is_below(self, row: int) -> bool:
+        return self._demoter is not None and self._demoter.lower.copies.ready(row)
+
     def _evict(self, row: int) -> None:
-        self._stock.drop_disk(row)
-        self._stock.counters.evicted_ssd += 1
+        self._level.drop(row)
+        self._stock.counters.add("evicted", self._level.name)
         self._stock.catalog.forget_if_gone(row)
 
     def _move(self, row: int) -> None:
@@ -194,24 +198,24 @@ class Reclaimer:
         nbytes = record_bytes(catalog.nbytes[row])
         with stock.changed:
             slot = stock.staging.allocate(nbytes, TEMPORARY)
-            source = catalog.disk.location[row]
+            source = self._level.copies.location[row]
         if slot is None:
             return
         image = stock.staging.image(slot, nbytes)
-        if self._ssd.read_image(catalog.table.key(row), source, image):
+        if self._tier.read_image(catalog.table.key(row), source, image):
             self._rewrite(row, image)
         with stock.changed:
             stock.staging.free(slot)
 
     def _rewrite(self, row: int, image: memoryview) -> None:
         stock, catalog = self._stock, self._stock.catalog
-        (location,) = self._ssd.append(self._index, [image], Purpose.MOVE)
+        (location,) = self._tier.append(self._index, [image], Purpose.MOVE)
         if location is None:
             return
         with stock.changed:
-            old = catalog.disk.location[row]
-            catalog.disk.move(row, location)
-            self._ssd.discard([old], [catalog.nbytes[row]])
-            stock.on_disk(row, location)
-            stock.counters.moved_ssd += 1
+            old = self._level.copies.location[row]
+            self._level.copies.move(row, location)
+            self._tier.discard([old], [catalog.nbytes[row]])
+            self._level.enter(row, location)
+            stock.counters.add("moved", self._level.name)
             catalog.tree.hits[row] = 0

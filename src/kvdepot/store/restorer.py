@@ -4,38 +4,38 @@ import numpy as np
 
 from kvdepot.errors import KVDepotError
 from kvdepot.index.table import NONE
+from kvdepot.store.level import Level
 from kvdepot.store.stock import Stock
-from kvdepot.tiers.ssd import SegmentTier
 
 
 class Restorer:
     """Brings one lost drive back. Called from that drive's writer thread only."""
 
-    def __init__(self, stock: Stock, ssd: SegmentTier, index: int) -> None:
+    def __init__(self, stock: Stock, level: Level, index: int) -> None:
         self._stock = stock
-        self._ssd = ssd
+        self._level = level
         self._index = index
 
     def restore(self) -> bool:
         """Mount the drive again. True: it can be written to."""
         try:
-            contents = self._ssd.remount(self._index, before=self._forget)
+            contents = self._level.tier.remount(self._index, before=self._forget)
         except (OSError, KVDepotError):
             return False
         if contents is not None:
             with self._stock.changed:
-                self._stock.take_in(contents)
+                self._level.take_in(contents)
         return contents is not None
 
     def _forget(self) -> None:
         """Drop every block of the drive from the books."""
-        stock, catalog = self._stock, self._stock.catalog
-        with stock.changed:
-            places = catalog.disk.location.array
+        level, catalog = self._level, self._stock.catalog
+        with self._stock.changed:
+            places = level.copies.location.array
             rows = np.flatnonzero((places != NONE) & (places >> 56 == self._index))
             for row in rows.tolist():
-                if catalog.disk.ready(row):
-                    catalog.disk.drop(row)
+                if level.copies.ready(row):
+                    level.copies.drop(row)
                     catalog.forget_if_gone(row)
-            for place in [place for place in stock.segment_rows if place[0] == self._index]:
-                del stock.segment_rows[place]
+            for place in [place for place in level.segment_rows if place[0] == self._index]:
+                del level.segment_rows[place]

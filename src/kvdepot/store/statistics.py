@@ -2,14 +2,14 @@
 
 from typing import Any
 
+from kvdepot.store.level import Level
 from kvdepot.store.stock import Stock
 
 
 def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
     """Counters, and what each tier holds and how it is. Lock held."""
     tiers = {"dram": _dram(stock)}
-    if stock.ssd is not None:
-        tiers["ssd"] = _ssd(stock)
+    tiers.update((level.name, _file_tier(level)) for level in stock.levels)
     return {
         "tiers": tiers,
         "blocks": stock.catalog.table.live,
@@ -30,15 +30,15 @@ def _dram(stock: Stock) -> dict[str, Any]:
     }
 
 
-def _ssd(stock: Stock) -> dict[str, Any]:
-    assert stock.ssd is not None
-    usage, health = stock.ssd.usage(), stock.ssd.health()
+def _file_tier(level: Level) -> dict[str, Any]:
+    usage, health = level.tier.usage(), level.tier.health()
     return {
-        "blocks": stock.catalog.disk.count,
+        "blocks": level.copies.count,
         "capacity_bytes": usage.capacity_bytes,
         "used_bytes": usage.used_bytes,
         "held_bytes": usage.held_bytes,
         "healthy": health.ok,
         "errors": health.errors,
-        "drives": [drive.describe() for drive in stock.ssd.drives],
+        "emulated": level.config.emulate is not None,
+        "drives": [drive.describe() for drive in level.tier.drives],
     }

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -11,12 +13,17 @@ from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.namespace import Namespace
+from kvdepot.core.units import parse_bytes
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE
+from kvdepot.policy.write_mode import WriteMode
 from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
+from kvdepot.store.fleet import Fleet
+from kvdepot.store.hinter import Hint, Hinter
 from kvdepot.store.lease import Lease
+from kvdepot.store.level import Level
 from kvdepot.store.putter import Putter
 from kvdepot.store.reader import Reader, Sink
 from kvdepot.store.report import CheckReport
@@ -26,16 +33,14 @@ from kvdepot.store.space import Space
 from kvdepot.store.spaces import Layout, Spaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.statistics import describe
 from kvdepot.store.stock import Stock
-from kvdepot.store.writer import Writer
 from kvdepot.tiers.notebook import NOTE_BYTES_MAX
-from kvdepot.tiers.ssd import drive_of
 
 _CLOSE_TIMEOUT_S: Final = 30.0
 _TRIES: Final = 3
 
 
 class Store:
-    """Keeps KV blocks in memory and on disk. Made by `kvdepot.open`; use as a context manager or
+    """Keeps KV blocks in memory and on drives. Made by `kvdepot.open`; use as a context manager or
     call `close`.
 
     Buffers are anything with a contiguous buffer: bytes, bytearray, memoryview, numpy, torch CPU
@@ -49,19 +54,12 @@ class Store:
         self._drainer = Drainer(stock)
         self._putter = Putter(stock, self._room)
         self._reader = Reader(stock, self._room, self._drainer)
-        self._writers: list[Writer] = []
+        self._hinter = Hinter(stock, self._reader)
+        self._fleet = Fleet(stock)
         self._given_up_seen = 0
         self._leases = 0
         self._calls = 0
         self._closed = False
-        if stock.ssd is not None and stock.ssd.writable:
-            self._writers = [
-                Writer(stock, stock.ssd, index) for index in range(len(stock.ssd.drives))
-            ]
-            threads = [thread for writer in self._writers for thread in writer.threads]
-            stock.writers = len(threads)
-            for thread in threads:
-                thread.start()
 
     def namespace(
         self,
@@ -96,9 +94,8 @@ class Store:
         """Check that blocks of a namespace fit, and write down what its tag stands for."""
         check_block_bytes(block_bytes)
         self._check_fits(record_bytes(block_bytes))
-        ssd = self._stock.ssd
-        if ssd is not None and ssd.writable:
-            ssd.remember(tag, description)
+        for level in self._fleet.writers:
+            level.tier.remember(tag, description)
 
     def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
         """Offload one block. See put_many."""
@@ -120,7 +117,9 @@ class Store:
             timeout_s = self._stock.config.writeback.put_timeout
         offers = self._spaces.offers(keys, buffers)
         with self._using():
-            return self._putter.store(offers, timeout_s)
+            answers = self._putter.store(offers, timeout_s)
+            self._write_through(timeout_s)
+            return answers
 
     def reserve(self, keys: Sequence[BlockKey], *, timeout_s: float | None = None) -> Reservation:
         """Offload without a copy: slots in memory for new blocks, which the caller fills in place.
@@ -181,8 +180,7 @@ class Store:
         catalog = self._stock.catalog
         with self._stock.changed:
             rows = self._usable(catalog.resident(checked(keys)))
-            memory = catalog.memory.state.view
-            return Match(tuple(["dram" if memory[row] == 2 else "ssd" for row in rows]))
+            return Match(tuple(catalog.fastest(rows)))
 
     def lease(self, keys: Sequence[BlockKey]) -> Lease:
         """Match, and protect what matched from eviction until the lease ends. Counts as a use."""
@@ -202,6 +200,18 @@ class Store:
             rows = self._stock.catalog.resident(checked(keys))
             self._stock.catalog.use(rows)
         return len(rows)
+
+    def hint(self, keys: Sequence[BlockKey], deadline_s: float) -> Hint:
+        """Blocks of one prompt, head first, that will be wanted within `deadline_s` seconds.
+
+        They come to memory in the background as far as there is room. Does not block.
+        """
+        self._check_open()
+        catalog = self._stock.catalog
+        with self._stock.changed:
+            rows = self._usable(catalog.resident(checked(keys)))
+            away = [key for key, row in zip(keys, rows, strict=False) if catalog.memory.absent(row)]
+        return self._hinter.take(self._spaces.looks(away), self._stock.clock.now() + deadline_s)
 
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         """Delete blocks everywhere, also after a restart. Returns how many were there.
@@ -238,6 +248,35 @@ class Store:
         self._check_open()
         return self._flush(timeout_s)
 
+    def set_write_mode(self, tier: str, mode: str) -> None:
+        """Change how a file tier gets its blocks (`write_mode` of its settings), from now on."""
+        self._check_open()
+        found = [level for level in self._stock.levels if level.name == tier]
+        if not found:
+            raise ConfigError(f"{tier}.write_mode", "this store has no such tier of files")
+        try:
+            chosen = WriteMode(mode)
+        except ValueError as error:
+            known = ", ".join(known.value for known in WriteMode)
+            raise ConfigError(f"{tier}.write_mode", f"{mode!r} is not one of {known}") from error
+        with self._stock.changed:
+            found[0].mode = chosen
+
+    def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
+        """Use one more drive, which must be empty, from now on; its capacity is the others'."""
+        with self._using():
+            self._fleet.add(tier, Path(path))
+
+    def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
+        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
+        with self._using():
+            return self._fleet.drain(tier, Path(path))
+
+    def resize(self, tier: str, capacity: int | str) -> None:
+        """Let a file tier have more or less room, as `capacity` of its settings."""
+        with self._using():
+            self._fleet.resize(tier, parse_bytes(capacity))
+
     def check(self, *, deep: bool = True) -> CheckReport:
         """Verify the books against each other and, if `deep`, every byte in memory and on disk."""
         with self._using():
@@ -257,12 +296,15 @@ class Store:
         stock = self._stock
         with stock.changed:
             self._closed = stock.closing = True
-            stock.dirty.clear()
+            for level in stock.levels:
+                level.dirty.clear()
             stock.work.notify_all()
+            stock.changed.notify_all()
             stuck = not stock.changed.wait_for(lambda: not self._calls, timeout_s)
-        for thread in [thread for writer in self._writers for thread in writer.threads]:
+        for thread in self._fleet.threads():
             thread.join(timeout_s)
             stuck = stuck or thread.is_alive()
+        self._hinter.close()
         self._reader.close()
         late = not self._drainer.wait(timeout_s)
         if stuck or late:
@@ -270,8 +312,8 @@ class Store:
             return FlushReport(False, report.waiting, report.given_up)
         stock.arena.memory.stop()
         stock.staging.memory.stop()
-        if stock.ssd is not None:
-            stock.ssd.close()
+        for level in stock.levels:
+            level.tier.close()
         stock.arena.close()
         stock.staging.close()
         return report
@@ -307,29 +349,29 @@ class Store:
             raise ConfigError(
                 "dram.capacity", f"a block takes {nbytes} bytes, more than the tier has"
             )
-        if stock.ssd is None:
+        if not stock.levels:
             return
         if not stock.staging.chunks_for(nbytes):
             raise ConfigError(
                 "writeback.staging", f"a block takes {nbytes} bytes, more than there is"
             )
-        room = min(drive.record_bytes_max for drive in stock.ssd.drives)
-        if nbytes > room:
-            raise ConfigError(
-                "ssd.segment",
-                f"a block takes {nbytes} bytes, a segment of this store holds {room}",
-                hint="make a new store with a larger ssd.segment or ssd.capacity",
-            )
+        for level in stock.levels:
+            room = min(drive.record_bytes_max for drive in level.tier.drives)
+            if nbytes > room:
+                segment = f"{level.name}.segment"
+                raise ConfigError(
+                    segment,
+                    f"a block takes {nbytes} bytes, a segment of this store holds {room}",
+                    hint=f"make a new store with a larger {segment} or {level.name}.capacity",
+                )
 
     def _usable(self, rows: list[int]) -> list[int]:
         """Cut a run of rows where it needs a drive that is known to be down."""
-        ssd = self._stock.ssd
-        if ssd is None or ssd.health().ok:
+        levels, memory = self._stock.levels, self._stock.catalog.memory
+        if all(level.tier.is_up() for level in levels):
             return rows
-        catalog = self._stock.catalog
-        up = [drive.breaker.health().ok for drive in ssd.drives]
         for index, row in enumerate(rows):
-            if not catalog.memory.ready(row) and not up[drive_of(catalog.disk.location[row])]:
+            if not memory.ready(row) and not any(level.usable(row) for level in levels):
                 return rows[:index]
         return rows
 
@@ -357,55 +399,81 @@ class Store:
             return self._reader.fetch(wants, limit_s, verify=verify, sink=sink) if wants else []
 
     def _read_timeout(self, timeout_s: float | None) -> float:
-        ssd = self._stock.config.ssd
-        if timeout_s is None:
-            timeout_s = ssd.read_timeout if ssd is not None else 0.0
-        return timeout_s
+        return self._stock.config.read_timeout if timeout_s is None else timeout_s
 
     def _doom(self, rows: list[int]) -> None:
         """Take blocks out of the books; wait for those that are being written. Lock held."""
         stock = self._stock
         for row in rows:
-            if stock.catalog.doom(row) and row not in stock.dirty_tickets:
+            if stock.catalog.doom(row) and not stock.is_waiting(row):
                 stock.drop_all(row)
         stock.counters.removed += len(rows)
-        if stock.config.ssd is not None:
-            busy = (stock.dirty_tickets, stock.moving)
-            stock.changed.wait_for(
-                lambda: not any(row in part for part in busy for row in rows),
-                stock.config.ssd.write_timeout,
-            )
+        for level in stock.levels:
+            self._await_writes(level, rows)
+
+    def _await_writes(self, level: Level, rows: list[int]) -> None:
+        """Wait until none of the rows is being written to a tier. Lock held."""
+        busy = (level.tickets, level.moving)
+        self._stock.changed.wait_for(
+            lambda: not any(row in part for part in busy for row in rows),
+            level.config.write_timeout,
+        )
 
     def _record(self, keys: Sequence[BlockKey], *, whole_namespace: bool) -> None:
-        """Write removals down on every drive: older copies may lie on any."""
-        ssd = self._stock.ssd
-        if ssd is None or not ssd.writable or not keys:
+        """Write removals down on every drive of every tier: older copies may lie on any."""
+        if not keys:
             return
-        removals = [ssd.removal(key, whole_namespace=whole_namespace) for key in keys]
-        failed = ssd.erase(removals)
-        for _ in range(_TRIES):
-            if not failed:
+        for level, writers in self._fleet.writers.items():
+            tier = level.tier
+            removals = [tier.removal(key, whole_namespace=whole_namespace) for key in keys]
+            failed = tier.erase(removals)
+            for _ in range(_TRIES):
+                for index in failed:
+                    writers[index].make_room(NOTE_BYTES_MAX)
+                failed = tier.erase(removals, failed) if failed else []
+            if failed:
+                with self._stock.changed:
+                    self._stock.counters.removal_unrecorded += 1
+
+    def _write_through(self, timeout_s: float) -> None:
+        """Where the first file tier is written through, wait until it has what was put."""
+        stock = self._stock
+        with stock.changed:
+            first = stock.levels[0] if stock.levels else None
+            if first is None or first.mode is not WriteMode.THROUGH:
                 return
-            for index in failed:
-                self._writers[index].make_room(NOTE_BYTES_MAX)
-            failed = ssd.erase(removals, failed)
-        if failed:
-            with self._stock.changed:
-                self._stock.counters.removal_unrecorded += 1
+            last = stock.tickets
+            self._hurry(last)
+            stock.changed.wait_for(
+                lambda: next(iter(first.tickets.values()), last + 1) > last, timeout_s
+            )
+
+    def _hurry(self, ticket: int) -> None:
+        """What waits to be written waits no longer for company. Lock held."""
+        for level in self._stock.levels:
+            level.hurry = max(level.hurry, ticket)
+        self._stock.work.notify_all()
 
     def _flush(self, timeout_s: float) -> FlushReport:
         stock = self._stock
         deadline = stock.clock.now() + timeout_s
         with stock.changed:
             last = stock.tickets
+            self._hurry(last)
 
             def written() -> bool:
-                return next(iter(stock.dirty_tickets.values()), last + 1) > last
+                oldest = [next(iter(level.tickets.values()), last + 1) for level in stock.levels]
+                return all(ticket > last for ticket in oldest)
 
             done = stock.changed.wait_for(written, timeout_s)
-            waiting = sum(ticket <= last for ticket in stock.dirty_tickets.values())
+            tickets = [ticket for level in stock.levels for ticket in level.tickets.values()]
+            waiting = sum(ticket <= last for ticket in tickets)
             given_up = stock.counters.write_failed - self._given_up_seen
             self._given_up_seen = stock.counters.write_failed
-        if done and stock.ssd is not None and stock.ssd.writable:
-            done = stock.ssd.flush(max(0.0, deadline - stock.clock.now()))
+        if done:
+            synced = [
+                level.tier.flush(max(0.0, deadline - stock.clock.now()))
+                for level in self._fleet.writers
+            ]
+            done = all(synced)
         return FlushReport(done and not given_up, waiting, given_up)

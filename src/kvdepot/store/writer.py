@@ -8,13 +8,18 @@ import threading
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.store.demoter import Demoter
+from kvdepot.store.level import Level
 from kvdepot.store.reclaimer import Reclaimer
 from kvdepot.store.restorer import Restorer
 from kvdepot.store.stock import Stock
-from kvdepot.tiers.ssd import SegmentTier
+from kvdepot.tiers.drive import Drive
 
 _BLOCKS_MAX: Final = 512
 _THREADS: Final = 2
+_LINGER_S: Final = 0.5
+"""How long blocks wait for others of their prompt, where these should lie together."""
+_PAUSE_S_MIN: Final = 0.001
 _TRIES_MAX: Final = 8
 """The other thread may take the room that one has made."""
 
@@ -22,17 +27,20 @@ _TRIES_MAX: Final = 8
 class Writer:
     """The background threads of one drive: while one waits for the disk, the other keeps books."""
 
-    def __init__(self, stock: Stock, ssd: SegmentTier, index: int) -> None:
+    def __init__(
+        self, stock: Stock, level: Level, index: int, demoter: Demoter | None = None
+    ) -> None:
         self._stock = stock
-        self._ssd = ssd
+        self._level = level
+        self._tier = level.tier
         self._index = index
-        self._reclaimer = Reclaimer(stock, ssd, index)
-        self._restorer = Restorer(stock, ssd, index)
+        self._reclaimer = Reclaimer(stock, level, index, demoter)
+        self._restorer = Restorer(stock, level, index)
         self._upkeep = threading.Lock()
         """Held by the thread that reclaims or restores."""
         self.threads = [
-            threading.Thread(target=self._run, name=f"kvdepot-writer-{index}", daemon=True)
-            for _ in range(_THREADS)
+            threading.Thread(target=self._run, name=f"kvdepot-{level.name}-{index}", daemon=True)
+            for _ in range(1 if level.run_bytes else _THREADS)
         ]
 
     def _run(self) -> None:
@@ -48,61 +56,99 @@ class Writer:
         batch: list[int] = []
         with stock.work:
             while not batch:
-                while not stock.closing and (not stock.dirty or self._sits_out()):
-                    stock.work.wait(self._pause_s() if stock.dirty else None)
-                if not stock.dirty:
+                while not self._ends() and (pause_s := self._pause_s()) != 0.0:
+                    stock.work.wait(pause_s)
+                if not self._level.dirty or self._drive.draining:
                     break
                 batch = self._take()
                 stock.changed.notify_all()
+                if not batch and self._level.dirty:
+                    stock.work.wait(_LINGER_S)
         return batch
+
+    @property
+    def _drive(self) -> Drive:
+        return self._tier.drives[self._index]
+
+    def _ends(self) -> bool:
+        return self._stock.closing or self._drive.draining
+
+    def _pause_s(self) -> float | None:
+        """How long to wait before work is taken: 0 not at all, None until it comes. Lock held."""
+        level = self._level
+        if not level.dirty:
+            return None
+        if self._sits_out():
+            return max(_PAUSE_S_MIN, self._tier.drives[self._index].breaker.health().retry_in_s)
+        if not level.run_bytes:
+            return 0.0
+        enough = level.dirty_bytes >= level.run_bytes * (1 + len(self._tier.drives))
+        pressed = 2 * self._stock.dirty_bytes >= self._stock.dirty_limit_bytes
+        hurried = next(iter(level.tickets.values())) <= level.hurry
+        since_s = 0.0 if enough or pressed or hurried else level.dirty_since_s
+        if level.turn != self._index:
+            since_s = max(since_s, level.turn_since_s)
+        left_s = since_s + _LINGER_S - self._stock.clock.now()
+        return left_s if left_s > _PAUSE_S_MIN else 0.0
 
     def _sits_out(self) -> bool:
         """Whether this drive is down while another one can do the work."""
         return not self._is_up(self._index) and self._another_is_up()
 
     def _another_is_up(self) -> bool:
-        others = range(len(self._ssd.drives))
+        others = range(len(self._tier.drives))
         return any(self._is_up(index) for index in others if index != self._index)
 
     def _is_up(self, index: int) -> bool:
-        health = self._ssd.drives[index].breaker.health()
+        if self._tier.drives[index].draining:
+            return False
+        health = self._tier.drives[index].breaker.health()
         return health.ok or (index == self._index and not health.retry_in_s)
-
-    def _pause_s(self) -> float:
-        return self._ssd.drives[self._index].breaker.health().retry_in_s
 
     def _give_up(self) -> None:
         """The thread ends. If that is not by plan, nothing may wait for it any longer."""
         stock = self._stock
         with stock.changed:
-            stock.writers -= 1
-            if not stock.writers:
-                for row in list(stock.dirty_tickets):
+            self._level.writers -= 1
+            if not self._level.writers:
+                for row in list(self._level.tickets):
                     stock.counters.write_failed += 1
-                    self._clean(row)
-                stock.dirty.clear()
+                    stock.mark_clean(row, self._level)
+                self._level.dirty.clear()
             stock.changed.notify_all()
 
     def _take(self) -> list[int]:
         """The next dirty blocks, now in flight. Lock held."""
         stock, catalog = self._stock, self._stock.catalog
-        segment_bytes = self._ssd.drives[self._index].settings.segment_bytes
-        budget = min(stock.config.writeback.batch, segment_bytes // 4)
+        segment_bytes = self._tier.drives[self._index].settings.segment_bytes
+        self._level.sort_dirty()
+        budget = min(self._level.run_bytes or stock.config.writeback.batch, segment_bytes // 4)
         batch: list[int] = []
-        while stock.dirty and len(batch) < _BLOCKS_MAX:
-            row = stock.dirty[0]
+        for _ in range(min(len(self._level.dirty), _BLOCKS_MAX)):
+            row = self._level.dirty[0]
             nbytes = record_bytes(catalog.nbytes[row])
             if batch and nbytes > budget:
                 break
-            stock.dirty.popleft()
-            if catalog.is_doomed(row) or not catalog.disk.absent(row):
-                self._clean(row)
+            self._level.dirty.popleft()
+            if catalog.is_doomed(row) or not self._level.copies.absent(row):
+                stock.mark_clean(row, self._level)
+                continue
+            if self._written_elsewhere(row):
+                self._level.dirty.append(row)
                 continue
             budget -= nbytes
-            catalog.disk.reserve(row, self._index << 56)
+            self._level.copies.reserve(row, self._index << 56)
             batch.append(row)
         catalog.lease(batch)
+        if batch and self._level.run_bytes:
+            self._level.pass_turn(self._index, stock.clock.now())
+            stock.work.notify_all()
         return batch
+
+    def _written_elsewhere(self, row: int) -> bool:
+        """Whether another tier's thread has the record in hand: its head is that one's now."""
+        others = [level for level in self._stock.levels if level is not self._level]
+        return any(not other.copies.absent(row) and not other.copies.ready(row) for other in others)
 
     def _write(self, batch: list[int]) -> None:
         """Append blocks, making room as long as that helps."""
@@ -124,25 +170,31 @@ class Writer:
             )
             for row in rows
         ]
-        locations = self._ssd.append(self._index, images)
+        locations = self._tier.append(self._index, images)
         return {row: at for row, at in zip(rows, locations, strict=True) if at is not None}
 
     def make_room(self, nbytes: int) -> bool:
         """Do what lets a refused write succeed. False: nothing helps."""
         with self._upkeep:
-            drive = self._ssd.drives[self._index]
+            drive = self._tier.drives[self._index]
             if drive.lost:
                 return self._restorer.restore()
             if not drive.breaker.health().ok:
                 return False
             return drive.has_room(nbytes) or self._reclaimer.reclaim()
 
+    def shrink(self) -> None:
+        """Reclaim until the drive has no more segments than it may."""
+        with self._upkeep:
+            while not self._drive.trim() and self._reclaimer.reclaim():
+                pass
+
     def _keep_spare(self) -> None:
         """Reclaim ahead of need, while the new segment still has room for what is kept."""
         if not self._upkeep.acquire(blocking=False):
             return
         try:
-            drive = self._ssd.drives[self._index]
+            drive = self._tier.drives[self._index]
             while drive.breaker.health().ok and not drive.lost and drive.spare_slots() < 1:
                 if not self._reclaimer.reclaim():
                     return
@@ -158,35 +210,26 @@ class Writer:
             for row in batch:
                 location = places.get(row)
                 if location is None:
-                    catalog.disk.drop(row)
+                    self._level.copies.drop(row)
                     if pass_on:
                         passed[row] = None
                     else:
                         stock.counters.write_failed += 1
                 else:
-                    catalog.disk.location[row] = location
-                    catalog.disk.seal(row)
-                    stock.on_disk(row, location)
+                    self._level.copies.location[row] = location
+                    self._level.copies.seal(row)
+                    self._level.enter(row, location)
                     stock.counters.written += 1
                     stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
                     if catalog.is_doomed(row):
-                        removed.append(self._ssd.removal(catalog.table.key(row)))
-        unrecorded = bool(removed) and bool(self._ssd.erase(removed))
+                        removed.append(self._tier.removal(catalog.table.key(row)))
+        unrecorded = bool(removed) and bool(self._tier.erase(removed))
         with stock.changed:
             stock.counters.removal_unrecorded += unrecorded
             for row in batch:
                 if row not in passed:
-                    self._clean(row)
-            stock.dirty.extendleft(reversed(passed))
+                    stock.mark_clean(row, self._level)
+            self._level.dirty.extendleft(reversed(passed))
             stock.unlease(batch)
-            if passed:
+            if passed or len(stock.levels) > 1:
                 stock.work.notify_all()
-
-    def _clean(self, row: int) -> None:
-        """The block no longer waits to be written. Lock held."""
-        stock = self._stock
-        stock.dirty_bytes -= record_bytes(stock.catalog.nbytes[row])
-        stock.dirty_tickets.pop(row, None)
-        stock.catalog.leaves.release(row)
-        if stock.catalog.is_doomed(row) and not stock.catalog.leases(row):
-            stock.drop_all(row)

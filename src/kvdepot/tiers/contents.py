@@ -1,6 +1,7 @@
 """What the drives of a log tier hold when it is opened, as arrays: fast for millions of blocks."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,8 +43,12 @@ NOTHING: Final = Contents(
 
 
 def read_contents(notebooks: Sequence[Notebook], first_drive: int = 0) -> Contents:
-    """Recover drives, numbered from `first_drive`, fill their notebooks, count what is alive."""
-    recovered = [notebook.drive.recover() for notebook in notebooks]
+    """Recover drives, numbered from `first_drive`, fill their notebooks, count what is alive.
+
+    The drives are read at the same time.
+    """
+    with ThreadPoolExecutor(max(1, len(notebooks)), "kvdepot-recovery") as threads:
+        recovered = list(threads.map(lambda notebook: notebook.drive.recover(), notebooks))
     parts = [np.zeros(0, ENTRY)]
     places = [np.zeros(0, np.int64)]
     for index, segments in enumerate(recovered):

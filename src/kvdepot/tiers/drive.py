@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
@@ -18,38 +18,16 @@ from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, p
 from kvdepot.core.clock import Clock
 from kvdepot.native import WRITE, address_of, checksum
 from kvdepot.tiers.files import Files, io_ops
+from kvdepot.tiers.gauge import Gauge
 from kvdepot.tiers.health import Breaker, RetryPauses
 from kvdepot.tiers.medium import Medium
+from kvdepot.tiers.numbers import Numbers
 from kvdepot.tiers.recovery import Recovered, SegmentReader
 from kvdepot.tiers.segments import Appended, Purpose, Run, Segment
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _NOTE_RESERVE_MAX: Final = 64 << 10
 _GONE: Final = "the directory was removed"
-
-
-class Numbers:
-    """Segment ids and record sequences, unique in a store and growing."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._segment_id = 1
-        self._sequence = 1
-
-    def raise_to(self, segment_id: int, sequence: int) -> None:
-        with self._lock:
-            self._segment_id = max(self._segment_id, segment_id + 1)
-            self._sequence = max(self._sequence, sequence + 1)
-
-    def segment_id(self) -> int:
-        with self._lock:
-            self._segment_id += 1
-            return self._segment_id - 1
-
-    def sequence(self) -> int:
-        with self._lock:
-            self._sequence += 1
-            return self._sequence - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +53,7 @@ class Drive:
         self.files = files
         self.settings = settings
         self.breaker = Breaker(clock, settings.pauses)
+        self.gauge = Gauge(clock)
         self._growth = Breaker(clock, settings.pauses)
         self.segments: dict[int, Segment] = {}
         self.free: list[int] = []
@@ -90,6 +69,10 @@ class Drive:
         self._unproven: set[int] = set()
         """Slots that could not be made durable: until they are reused, flush says so."""
         self.lost = False
+        self.draining = False
+        """It is to go: no block is written to it any more."""
+        self.retired = False
+        """It has gone, and holds nothing."""
 
     def recover(self) -> list[Recovered]:
         """Open every slot and tell what is in it."""
@@ -177,7 +160,8 @@ class Drive:
 
     def _reserve(self, images: Sequence[memoryview], purpose: Purpose) -> "list[Run]":
         """Give images their places, as far as there is room."""
-        if self.lost or not self.breaker.allows():
+        closed = self.retired or (self.draining and purpose is not Purpose.NOTE)
+        if self.lost or closed or not self.breaker.allows():
             return []
         if not self.medium.intact():
             self._lose()
@@ -399,8 +383,8 @@ class Drive:
     def sync(self, timeout_s: float | None = None) -> bool:
         """Make what was appended durable. False: it could not be."""
         with self._turn(timeout_s) as mine:
-            if not mine:
-                return False
+            if self.retired or not mine:
+                return self.retired
             if self.lost or not self.medium.intact():
                 self._lose()
                 return False
@@ -427,6 +411,31 @@ class Drive:
                 raise
         self._unsynced.discard(slot)
 
+    def resize(self, slots_max: int) -> None:
+        """Have room for so many segments; those that are too many go one by one (`trim`)."""
+        with self._lock:
+            slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
+            self.settings = replace(self.settings, slots_max=slots_max)
+
+    def trim(self) -> bool:
+        """Give free segments that are too many back. False: there are still too many."""
+        with self._lock:
+            while len(self.segments) + len(self.free) > self.settings.slots_max:
+                if not self.free:
+                    return False
+                self.medium.remove(self.free.pop())
+            return True
+
+    def retire(self) -> None:
+        """Give everything back: the drive is used no more."""
+        with self._lock:
+            self.draining = self.retired = True
+            for slot in list(self.segments):
+                self.release(slot)
+            self.settings = replace(self.settings, slots_max=0)
+            self.trim()
+            self.medium.unlock()
+
     def held_bytes(self) -> int:
         return (len(self.segments) + len(self.free)) * self.settings.segment_bytes
 
@@ -438,11 +447,14 @@ class Drive:
             "healthy": health.ok,
             "reason": health.reason,
             "errors": health.errors,
+            "draining": self.draining,
             "retry_in_s": round(health.retry_in_s, 3),
             "segments": len(self.segments),
             "free_segments": len(self.free),
             "segment_bytes": self.settings.segment_bytes,
             "direct_io": self.medium.direct,
+            "emulated": self.files.emulated,
+            "read_bytes_per_s": round(self.gauge.bytes_per_s),
             "damage": list(self.damage),
         }
 

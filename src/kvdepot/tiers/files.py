@@ -36,6 +36,13 @@ class Files:
         self.engine = open_engine(kind, depth=depth)
         self._timeout_s = timeout_s
         self._adrift: list[tuple[Pending, object]] = []
+        self._holders = 1
+
+    emulated = False
+    """Whether these are drives that the machine does not have (tiers.emulation)."""
+
+    def attach(self, fd: int, drive: str) -> None:
+        """Know that a descriptor belongs to a drive."""
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         """Execute a batch; see native.Engine.run. GIL released."""
@@ -93,8 +100,15 @@ class Files:
                 raise
             os.ftruncate(fd, nbytes)
 
+    def share(self) -> "Files":
+        """The same for one holder more; the last to close it does so."""
+        self._holders += 1
+        return self
+
     def close(self) -> None:
-        self.engine.close()
+        self._holders -= 1
+        if not self._holders:
+            self.engine.close()
 
 
 _UNSUPPORTED = frozenset({22, 38, 95})  # EINVAL, ENOSYS, EOPNOTSUPP

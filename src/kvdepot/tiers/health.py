@@ -38,6 +38,11 @@ class Breaker:
         self._reason = ""
         self.errors = 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether the medium works, as far as is known."""
+        return not self._pause_s
+
     def allows(self) -> bool:
         """Whether to try now. When open and the pause is over, True for one caller per pause."""
         if not self._pause_s:

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
@@ -55,23 +55,40 @@ class Medium(Protocol):
     def restorable(self) -> bool:
         """Whether a medium that was taken away can be opened anew now."""
 
+    def unlock(self) -> None:
+        """Give up the lock alone: reads that are under way still have their descriptors."""
+
     def close(self) -> None:
         """Close descriptors and give up the lock. May be called twice."""
 
 
-def open_medium(path: Path, files: Files, direct: DirectIo, *, writable: bool) -> Medium:
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a medium is opened; `tier` is named where it cannot be."""
+
+    tier: str
+    direct: DirectIo
+    writable: bool
+
+    def setting(self, name: str) -> str:
+        return f"{self.tier}.{name}"
+
+
+def open_medium(path: Path, files: Files, access: Access) -> Medium:
     """The medium at `path`: a block device, or a directory (made if its parent exists)."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = stat.S_IFDIR
     except OSError as error:
-        raise ConfigError("ssd.path", f"cannot use {path}: {error.strerror}") from error
+        reason = f"cannot use {path}: {error.strerror}"
+        raise ConfigError(access.setting("path"), reason) from error
     if stat.S_ISBLK(mode):
-        return DeviceMedium(path, files, direct, writable=writable)
+        return DeviceMedium(path, files, access)
     if not stat.S_ISDIR(mode):
-        raise ConfigError("ssd.path", f"{path} is neither a directory nor a block device")
-    return DirectoryMedium(path, files, direct, writable=writable)
+        reason = f"{path} is neither a directory nor a block device"
+        raise ConfigError(access.setting("path"), reason)
+    return DirectoryMedium(path, files, access)
 
 
 def _lock(fd: int, label: str) -> None:
@@ -92,23 +109,28 @@ def _lock(fd: int, label: str) -> None:
 class DirectoryMedium:
     """One file a slot, of fixed size, reused in place."""
 
-    def __init__(self, path: Path, files: Files, direct: DirectIo, *, writable: bool) -> None:
+    def __init__(self, path: Path, files: Files, access: Access) -> None:
         self.label = str(path)
         self._path = path
         self._files = files
-        self._writable = writable
+        self._access = access
+        self._writable = access.writable
         self._fds: dict[int, int] = {}
+        self._parted: list[int] = []
+        """Of slots that are gone. A read may be about to use one: its number must not be reused."""
         self._lock_fd = -1
-        if writable:
+        if self._writable:
             self._prepare()
         elif not path.is_dir():
             raise FormatError(self.label, "there is no store here")
         self._device = path.stat().st_dev
-        self.direct = direct != "never" and self._accepts_direct()
-        if direct == "always" and not self.direct:
+        self.direct = access.direct != "never" and self._accepts_direct()
+        if access.direct == "always" and not self.direct:
             self.close()
             raise ConfigError(
-                "ssd.direct_io", f"{path} does not support O_DIRECT", hint='direct_io = "auto"'
+                access.setting("direct_io"),
+                f"{path} does not support O_DIRECT",
+                hint='direct_io = "auto"',
             )
 
     def read_superblock(self) -> bytes | None:
@@ -162,9 +184,10 @@ class DirectoryMedium:
 
     def remove(self, slot: int) -> None:
         fd = self._fds.pop(slot)
-        os.close(fd)
+        self._parted.append(fd)
         self._register()
         self._name(slot).unlink(missing_ok=True)
+        os.ftruncate(fd, 0)
 
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fds[slot], 0
@@ -196,9 +219,13 @@ class DirectoryMedium:
                 yield file.read(PAGE)
 
     def close(self) -> None:
-        for fd in self._fds.values():
+        for fd in [*self._fds.values(), *self._parted]:
             os.close(fd)
         self._fds.clear()
+        self._parted.clear()
+        self.unlock()
+
+    def unlock(self) -> None:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -222,7 +249,7 @@ class DirectoryMedium:
             )
         except OSError as error:
             raise ConfigError(
-                "ssd.path",
+                self._access.setting("path"),
                 f"cannot write to {self._path}: {error.strerror}",
                 hint="make the parent directory, check permissions, or open with mode='r'",
             ) from error
@@ -247,7 +274,9 @@ class DirectoryMedium:
 
     def _open(self, slot: int, flags: int) -> int:
         flags |= os.O_CLOEXEC | (os.O_RDWR if self._writable else os.O_RDONLY)
-        return os.open(self._name(slot), flags | (os.O_DIRECT if self.direct else 0), 0o600)
+        fd = os.open(self._name(slot), flags | (os.O_DIRECT if self.direct else 0), 0o600)
+        self._files.attach(fd, self.label)
+        return fd
 
     def _name(self, slot: int) -> Path:
         return self._path / f"segment-{slot:06d}.kvs"
@@ -256,12 +285,12 @@ class DirectoryMedium:
 class DeviceMedium:
     """Extents of a block device: the superblock in the first page, slot n at (n + 1) segments."""
 
-    def __init__(self, path: Path, files: Files, direct: DirectIo, *, writable: bool) -> None:
+    def __init__(self, path: Path, files: Files, access: Access) -> None:
         self.label = str(path)
-        self.direct = direct != "never"
+        self.direct = access.direct != "never"
         self._files = files
         self._segment_bytes = 0
-        flags = (os.O_RDWR | os.O_EXCL) if writable else os.O_RDONLY
+        flags = (os.O_RDWR | os.O_EXCL) if access.writable else os.O_RDONLY
         try:
             self._fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
         except OSError as error:
@@ -269,9 +298,11 @@ class DeviceMedium:
                 raise StoreBusyError(
                     self.label, "the system or another process (mounted?)"
                 ) from error
-            raise ConfigError("ssd.path", f"cannot open {path}: {error.strerror}") from error
+            reason = f"cannot open {path}: {error.strerror}"
+            raise ConfigError(access.setting("path"), reason) from error
+        files.attach(self._fd, self.label)
         self._size = os.lseek(self._fd, 0, os.SEEK_END)
-        if writable:
+        if access.writable:
             try:
                 _lock(self._fd, self.label)
             except StoreBusyError:
@@ -312,6 +343,9 @@ class DeviceMedium:
 
     def restorable(self) -> bool:
         return False
+
+    def unlock(self) -> None:
+        """The lock is the device's own descriptor."""
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -14,10 +14,18 @@ from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
 from kvdepot.core.clock import Clock
 from kvdepot.errors import ConfigError, FormatError
-from kvdepot.tiers.drive import Drive, DriveSettings, Numbers
+from kvdepot.tiers.drive import Drive, DriveSettings
 from kvdepot.tiers.files import Files
 from kvdepot.tiers.health import RetryPauses
-from kvdepot.tiers.medium import DeviceMedium, DirectIo, DirectoryMedium, Medium, open_medium
+from kvdepot.tiers.medium import (
+    Access,
+    DeviceMedium,
+    DirectIo,
+    DirectoryMedium,
+    Medium,
+    open_medium,
+)
+from kvdepot.tiers.numbers import Numbers
 
 _BLANK_BYTES: Final = 128 << 10
 _SLOTS_MIN: Final = 3
@@ -41,6 +49,7 @@ class MountSettings:
     write_timeout_s: float = 10.0
     pauses: RetryPauses = field(default_factory=RetryPauses)
     writable: bool = True
+    tier: str = "ssd"
 
 
 def mount(
@@ -50,13 +59,15 @@ def mount(
 
     Raises ConfigError, FormatError or StoreBusyError; then nothing is held.
     """
-    medium = open_medium(path, files, settings.direct_io, writable=settings.writable)
+    access = Access(settings.tier, settings.direct_io, settings.writable)
+    medium = open_medium(path, files, access)
     try:
         superblock, damage = _superblock(medium, files, settings)
         slots = _slots(medium, superblock, settings)
     except OSError as error:
         medium.close()
-        raise ConfigError("ssd.path", f"cannot use {path}: {error.strerror}") from error
+        reason = f"cannot use {path}: {error.strerror}"
+        raise ConfigError(access.setting("path"), reason) from error
     except (ConfigError, FormatError):
         medium.close()
         raise
@@ -85,10 +96,11 @@ def _slots(medium: Medium, superblock: Superblock, settings: MountSettings) -> i
     slots = min(settings.capacity_bytes // segment_bytes, medium.slots_max(segment_bytes))
     if settings.writable and slots < _SLOTS_MIN:
         raise ConfigError(
-            "ssd.capacity",
+            f"{settings.tier}.capacity",
             f"{medium.label}: room for {slots} segments of {segment_bytes} bytes, "
             f"at least {_SLOTS_MIN} needed",
-            hint="raise ssd.capacity, or remove the store and choose a smaller ssd.segment",
+            hint=f"raise {settings.tier}.capacity, or remove the store and choose a smaller "
+            f"{settings.tier}.segment",
         )
     return slots
 

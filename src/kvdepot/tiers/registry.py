@@ -17,6 +17,7 @@ GROUP: Final = "kvdepot.tiers"
 BUILT_IN: Final = {
     "dram": "kvdepot.tiers.dram:DramTier",
     "ssd": "kvdepot.tiers.ssd:SegmentTier",
+    "hdd": "kvdepot.tiers.hdd:HardDriveTier",
 }
 
 

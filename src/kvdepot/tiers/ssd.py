@@ -8,7 +8,11 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from kvdepot.codec.notes import Removal
 from kvdepot.codec.record import (
@@ -30,21 +34,27 @@ from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Usage
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.native import READ, address_of
 from kvdepot.tiers.contents import NOTHING, Contents, read_contents
-from kvdepot.tiers.drive import Drive, Numbers
+from kvdepot.tiers.drive import Drive
 from kvdepot.tiers.files import Files, Ops, io_ops
 from kvdepot.tiers.memory import Memory
 from kvdepot.tiers.mount import MountSettings, mount
 from kvdepot.tiers.notebook import Notebook
+from kvdepot.tiers.numbers import Numbers
 from kvdepot.tiers.segments import Purpose
 
 _DRIVE_SHIFT: Final = 56
 _SLOT_SHIFT: Final = 32
 _SLOT_MASK: Final = (1 << 24) - 1
 _PAGE_MASK: Final = (1 << 32) - 1
+_STANDS_OUT: Final = 4.0
+_DRIVES_MAX: Final = 127
 _REGISTERED_MAX: Final = 8 << 30
 _STALL_S: Final = 1.0
 """Who gave a drive less time than this cannot tell whether it stalls or is slow."""
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
+
+
+Rows = npt.NDArray[np.int64]
 
 
 def pack_location(drive: int, slot: int, page: int) -> int:
@@ -72,17 +82,18 @@ class LateLoads:
 
 
 class SegmentTier:
-    """The `ssd` tier. Implements core.tier.Tier."""
-
-    name = "ssd"
+    """A file tier: `ssd`, or what `settings.tier` says. Implements core.tier.Tier."""
 
     def __init__(
         self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock
     ) -> None:
         """Open the drives at `paths`. Takes over `files`: closes it, also when this raises."""
+        self.name = settings.tier
         self.writable = settings.writable
         self.drives: list[Drive] = []
-        self._paths = paths
+        self._former: list[Drive] = []
+        """Drives that were mounted anew. Reads may still be about to use their descriptors."""
+        self._paths = list(paths)
         self._files = files
         self._settings = settings
         self._clock = clock
@@ -90,7 +101,7 @@ class SegmentTier:
         self._turn = 0
         self._closed = False
         try:
-            for index in range(len(paths)):
+            for index in range(len(self._paths)):
                 self.drives.append(self._mount(index))
             self.notebooks = [Notebook(drive) for drive in self.drives]
             self._contents = self._recover()
@@ -99,7 +110,10 @@ class SegmentTier:
             raise
         except OSError as error:
             self.close()
-            raise ConfigError("ssd.path", f"cannot read the store: {error}") from error
+            full = error.errno == errno.ENOSPC
+            hint = "make room on the disk, or give another path" if full else ""
+            reason = f"cannot open the store: {error}"
+            raise ConfigError(f"{self.name}.path", reason, hint=hint) from error
 
     def _recover(self) -> Contents:
         contents = read_contents(self.notebooks)
@@ -169,12 +183,47 @@ class SegmentTier:
             return outcomes, None
         ops = io_ops(len(rows))
         ops[:] = rows
-        pending = self._files.run(ops, timeout_s)
-        for index, code in zip(asked, ops["result"].tolist(), strict=True):
+        locations = [loads[index].location for index in asked]
+        drives = [self.drives[drive_of(location)] for location in locations]
+        if len(set(drives)) == 1:
+            pending, slow = self._timed_read(drives[0], ops, locations, timeout_s)
+        else:
+            pending, slow = self._read(ops, locations, timeout_s), False
+        for index, drive, code in zip(asked, drives, ops["result"].tolist(), strict=True):
             outcomes[index] = _outcome(code)
-            if code != -errno.ETIMEDOUT or timeout_s >= _STALL_S:
-                self._judge(self.drives[drive_of(loads[index].location)], code)
+            late = code == -errno.ETIMEDOUT and timeout_s < _STALL_S
+            if not late and (code != 0 or not slow):
+                self._judge(drive, code)
         return outcomes, LateLoads(pending, ops, expected) if pending is not None else None
+
+    def _timed_read(
+        self, drive: Drive, ops: Ops, locations: Sequence[int], timeout_s: float
+    ) -> tuple[Pending | None, bool]:
+        """`_read` from one drive, and whether that one has become too slow to be used."""
+        trial = not drive.breaker.closed
+        drive.gauge.begin()
+        pending = self._read(ops, locations, timeout_s)
+        done = np.flatnonzero(ops["result"] == 0)
+        work_bytes = self._work_bytes(ops[done], np.array(locations, dtype=np.int64)[done])
+        slow = not drive.gauge.end(work_bytes, len(done), trial=trial) and self._stands_out(drive)
+        if slow:
+            drive.breaker.failed("reads are many times slower than they were", at_once=True)
+        return pending, slow
+
+    def _stands_out(self, drive: Drive) -> bool:
+        """Whether a slow drive is slower than the others have become: else it is the machine."""
+        others = [one.gauge.slowdown for one in self.drives if one is not drive and not one.retired]
+        return bool(others) and drive.gauge.slowdown >= _STANDS_OUT * median(others)
+
+    def _work_bytes(self, ops: Ops, locations: Rows) -> int:
+        """What reads cost a drive, in bytes."""
+        del locations
+        return int(ops["nbytes"].sum())
+
+    def _read(self, ops: Ops, locations: Sequence[int], timeout_s: float) -> Pending | None:
+        """Run reads of these places; as Files.run."""
+        del locations  # flash has no order
+        return self._files.run(ops, timeout_s)
 
     def register_memory(self, memory: Memory) -> bool:
         """Tell the I/O engine about memory that transfers will use, where the machine lets it.
@@ -187,27 +236,48 @@ class SegmentTier:
         return self._files.register(memory.address, memory.nbytes)
 
     def read_image(self, key: BlockKey, location: int, image: memoryview) -> bool:
-        """Read a whole record, verified by what its own head says.
+        """`read_images` for one."""
+        return self.read_images([key], [location], [image])[0]
+
+    def read_images(
+        self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
+    ) -> list[bool]:
+        """Read whole records, each verified by what its own head says.
 
         Blocks until the medium answers.
         """
-        drive = self.drives[drive_of(location)]
-        segment = drive.segments.get(slot_of(location))
-        if segment is None or not drive.breaker.allows():
-            return False
-        fd, base = drive.medium.extent(segment.slot)
-        ops = io_ops(1)
-        ops["fd"], ops["opcode"] = fd, READ
-        ops["offset"] = base + (location & _PAGE_MASK) * PAGE
-        ops["address"], ops["nbytes"] = address_of(image)
-        pending = self._files.run(ops, drive.settings.write_timeout_s)
-        self._judge(drive, int(ops["result"][0]))
+        drives = [self.drives[drive_of(location)] for location in locations]
+        allowed = {drive for drive in dict.fromkeys(drives) if drive.breaker.allows()}
+        asked = []
+        rows = []
+        for index, (drive, location) in enumerate(zip(drives, locations, strict=True)):
+            segment = drive.segments.get(slot_of(location))
+            if segment is not None and drive in allowed:
+                fd, base = drive.medium.extent(segment.slot)
+                asked.append((index, segment.segment_id))
+                rows.append((fd, base + (location & _PAGE_MASK) * PAGE, *address_of(images[index])))
+        ops = io_ops(len(rows))
+        ops["opcode"] = READ
+        for column, name in enumerate(("fd", "offset", "address", "nbytes")):
+            ops[name] = [row[column] for row in rows]
+        self._run_through(ops, [drives[index] for index, _ in asked])
+        intact = [False] * len(keys)
+        for (index, segment_id), code in zip(asked, ops["result"].tolist(), strict=True):
+            head = parse_head(images[index]) if code == 0 else None
+            if head is not None and (head.key, head.segment_id) == (keys[index], segment_id):
+                intact[index] = payload_intact(images[index], head)
+        return intact
+
+    def _run_through(self, ops: Ops, drives: Sequence[Drive]) -> None:
+        """Run a batch to its end, however long that takes; the drives are judged by it."""
+        if not len(ops):
+            return
+        pending = self._files.run(ops, self._settings.write_timeout_s)
+        for drive, code in zip(drives, ops["result"].tolist(), strict=True):
+            self._judge(drive, code)
         while pending is not None and not pending.wait(60.0):
-            drive.breaker.failed("reads do not finish", at_once=True)
-        head = parse_head(image) if ops["result"][0] == 0 else None
-        if head is None or head.key != key or head.segment_id != segment.segment_id:
-            return False
-        return payload_intact(image, head)
+            for drive in set(drives):
+                drive.breaker.failed("reads do not finish", at_once=True)
 
     def remount(self, index: int, before: Callable[[], None]) -> Contents | None:
         """Open a lost drive again, once its pause is over. `before` is called when its old blocks
@@ -219,13 +289,40 @@ class SegmentTier:
         if not drive.medium.restorable() or not drive.breaker.allows():
             return None
         before()
-        drive.close()
+        drive.medium.unlock()
         fresh = self._mount(index)
+        self._former.append(drive)
         notebook = Notebook(fresh)
         contents = read_contents([notebook], first_drive=index)
         fresh.resume(contents.recovered[0])
         self.drives[index], self.notebooks[index] = fresh, notebook
         return contents
+
+    def add(self, path: Path) -> int:
+        """Use one more drive, which must be empty; its number. Raises what `mount` raises."""
+        setting = f"{self.name}.path"
+        if path in self._paths or len(self._paths) > _DRIVES_MAX:
+            raise ConfigError(setting, f"{path} is in use, or there are too many drives")
+        drive = mount(path, self._files, self._settings, self._numbers, self._clock)
+        notebook = Notebook(drive)
+        contents = read_contents([notebook])
+        if len(contents.words) or notebook.removals or notebook.spaces:
+            drive.close()
+            raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
+        drive.resume(contents.recovered[0])
+        known = {tag: text for other in self.notebooks for tag, (_, text) in other.spaces.items()}
+        for tag, description in known.items():
+            notebook.remember(tag, description)
+        self._paths.append(path)
+        self.notebooks.append(notebook)
+        self.drives.append(drive)
+        return len(self.drives) - 1
+
+    def index_of(self, path: Path) -> int:
+        """The number of the drive at `path`, or ConfigError."""
+        if path not in self._paths:
+            raise ConfigError(f"{self.name}.path", f"{path} is not one of this store's drives")
+        return self._paths.index(path)
 
     def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
         """See Tier.discard. The bytes stay on disk, dead, until their segment is reused."""
@@ -247,11 +344,19 @@ class SegmentTier:
         On every drive, or those given. Returns the drives on which it could not be done.
         """
         asked = range(len(self.drives)) if drives is None else drives
-        return [index for index in asked if not self.notebooks[index].remove(removals)]
+        return [
+            index
+            for index in asked
+            if not self.drives[index].retired and not self.notebooks[index].remove(removals)
+        ]
 
     def remember(self, tag: bytes, description: bytes) -> bool:
         """Record what a namespace tag stands for, on every drive that does not know it."""
-        unaware = [notebook for notebook in self.notebooks if tag not in notebook.spaces]
+        unaware = [
+            notebook
+            for notebook in self.notebooks
+            if tag not in notebook.spaces and not notebook.drive.retired
+        ]
         done = [notebook.remember(tag, description) for notebook in unaware]
         return all(done)
 
@@ -290,6 +395,10 @@ class SegmentTier:
             held_bytes=sum(drive.held_bytes() for drive in self.drives),
         )
 
+    def is_up(self) -> bool:
+        """Whether every drive works, as far as is known."""
+        return all(drive.breaker.closed for drive in self.drives)
+
     def health(self) -> Health:
         parts = [drive.breaker.health() for drive in self.drives]
         bad = [part for part in parts if not part.ok]
@@ -304,7 +413,7 @@ class SegmentTier:
         if self._closed:
             return
         self._closed = True
-        for drive in self.drives:
+        for drive in [*self.drives, *self._former]:
             drive.close()
         self._files.close()
 

@@ -32,7 +32,6 @@ SLOT_DTYPE: Final = np.dtype([("location", "<i8"), ("outcome", "<u8")])
 """Answer to one key of a reservation."""
 
 NOWHERE: Final = -1
-TIERS: Final = ("dram", "ssd")
 PUTS: Final = (Put.STORED, Put.PRESENT, Put.THROTTLED, Put.REFUSED)
 PUT_CODES: Final = {put: code for code, put in enumerate(PUTS)}
 

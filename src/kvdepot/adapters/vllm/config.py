@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from kvdepot.core.config import (
     Config,
     DramConfig,
+    HddConfig,
     Seconds,
     SsdConfig,
     TenantConfig,
@@ -30,6 +31,9 @@ class ConnectorConfig:
 
     ssd: SsdConfig | None = None
     """Its disk tier; without it nothing survives a restart."""
+
+    hdd: HddConfig | None = None
+    """Its hard drives, below the disk tier."""
 
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
     """How blocks get from memory to disk."""
@@ -84,7 +88,13 @@ class ConnectorConfig:
     @property
     def depot(self) -> Config:
         """The settings of the store itself."""
-        return Config(dram=self.dram, ssd=self.ssd, writeback=self.writeback, tenants=self.tenants)
+        return Config(
+            dram=self.dram,
+            ssd=self.ssd,
+            hdd=self.hdd,
+            writeback=self.writeback,
+            tenants=self.tenants,
+        )
 
 
 def read(extra: Mapping[str, Any]) -> ConnectorConfig:

@@ -1,6 +1,7 @@
 """The class that vLLM loads. Needs vLLM; everything else is in `scheduler` and `worker`."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ from kvdepot.adapters.vllm.worker import Worker
 from kvdepot.errors import KVDepotError
 
 _logger = logging.getLogger("vllm.kvdepot")
-_SOURCES = {"dram": CacheHitSource.HOST, "ssd": CacheHitSource.DISK}
+_IN_MEMORY = ("dram", "cxl")
 
 KVConnectorMetadata.register(StepPlan)
 KVConnectorHandshakeMetadata.register(ShardFacts)
@@ -165,8 +166,10 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        counts = self._side.sources(request.request_id, num_external_tokens)
-        return {_SOURCES[tier]: tokens for tier, tokens in counts.items()}
+        counts: Counter[Any] = Counter()
+        for tier, tokens in self._side.sources(request.request_id, num_external_tokens).items():
+            counts[CacheHitSource.HOST if tier in _IN_MEMORY else CacheHitSource.DISK] += tokens
+        return dict(counts)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         return self._side.plan(scheduler_output)

@@ -80,13 +80,14 @@ def embedded_name(config: ConnectorConfig) -> str:
 
 def default_socket(config: ConnectorConfig) -> Path:
     """Where the daemon of a depot is found when nobody says: one place for each set of disks."""
-    if config.ssd is None:
+    disks = config.depot.file_tiers
+    if not disks:
         raise ConfigError(
             f"{SETTING}.socket",
             "missing: several processes need a daemon, and a depot without disks has no place",
-            hint='"socket": "/run/kvdepot.sock", or set ssd',
+            hint='"socket": "/run/kvdepot.sock", or set ssd or hdd',
         )
-    paths = "\n".join(str(path.resolve()) for path in config.ssd.path)
+    paths = "\n".join(str(path.resolve()) for disk in disks for path in disk.path)
     digest = hashlib.blake2b(paths.encode(), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir()) / f"kvdepot-{os.getuid()}" / f"{digest}.sock"
 

@@ -15,13 +15,13 @@ from typing import Final
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
 from kvdepot.adapters.vllm.paces import Paces, read_paces, write_paces
 from kvdepot.adapters.vllm.requests import Hit, Phase, Tracked
+from kvdepot.core.tier import TIER_NAMES
 from kvdepot.policy.advisor import Advisor
 from kvdepot.policy.fetch_or_recompute import Decision
 from kvdepot.policy.prefill_model import attention_work
 from kvdepot.policy.tier_model import Transfer
 from kvdepot.policy.timetable import Engine, Prompt, Queue, Run
 
-TIERS: Final = ("dram", "ssd")
 KEEP_EVERY_S: Final = 10.0
 
 
@@ -66,12 +66,12 @@ class FetchDesk:
         paces = read_paces(kept) if kept is not None else Paces()
         self.advisor = Advisor(
             Engine(chunk_tokens=chunk_tokens),
-            {tier: paces.tiers.get(tier) for tier in TIERS},
+            {tier: paces.tiers.get(tier) for tier in TIER_NAMES},
             prefill=paces.prefill,
         )
         self._rulings: dict[str, Ruling] = {}
         self._asked: dict[str, Asked] = {}
-        self._outstanding = dict.fromkeys(TIERS, 0)
+        self._outstanding = dict.fromkeys(TIER_NAMES, 0)
         self.probes: list[tuple[str, int, int]] = []
         """Request, first block and number of blocks to be fetched for the sake of knowing."""
 

@@ -24,7 +24,7 @@ from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
 from kvdepot.store.space import Space
 
-_SLOWEST_FIRST: Final = ("ssd", "dram")
+_SLOWEST_FIRST: Final = ("hdd", "ssd", "cxl", "dram")
 PROBE: Final = "probe "
 """Before a request's id: a load that nobody waits for."""
 

@@ -1,0 +1,38 @@
+"""Rows in the order of prompts: every block right behind the one it continues."""
+
+from collections.abc import Iterable
+
+from kvdepot.index.table import NONE
+from kvdepot.index.tree import PrefixTree
+
+
+def path_order(tree: PrefixTree, rows: Iterable[int]) -> list[int]:
+    """`rows`, one path after the other, heads first; paths in the order their first row has."""
+    chosen = dict.fromkeys(rows)
+    below: dict[int, list[int]] = {}
+    heads = []
+    for row in chosen:
+        parent = tree.parent[row]
+        if parent in chosen:
+            below.setdefault(parent, []).append(row)
+        else:
+            heads.append(row)
+    ordered: list[int] = []
+    waiting = heads[::-1]
+    while waiting:
+        row = waiting.pop()
+        ordered.append(row)
+        waiting.extend(reversed(below.get(row, ())))
+    # Only made-up keys go in circles, without a head; they come last.
+    left = chosen.keys() - set(ordered) if len(ordered) < len(chosen) else ()
+    return ordered + [row for row in chosen if row in left]
+
+
+def ancestors(tree: PrefixTree, row: int) -> list[int]:
+    """The rows above `row`, head first."""
+    above: list[int] = []
+    seen = {row}
+    while (row := tree.parent[row]) != NONE and row not in seen:
+        seen.add(row)
+        above.append(row)
+    return above[::-1]

@@ -1,0 +1,113 @@
+"""The drives of a store and the threads that keep them: started, added to, drained and resized."""
+
+import threading
+from pathlib import Path
+from typing import Final
+
+from kvdepot.errors import ConfigError
+from kvdepot.store.demoter import Demoter
+from kvdepot.store.evacuator import Evacuator
+from kvdepot.store.level import Level
+from kvdepot.store.migrator import Migrator
+from kvdepot.store.stock import Stock
+from kvdepot.store.writer import Writer
+
+_SEGMENTS_MIN: Final = 3
+
+
+class Fleet:
+    """All writable drives, by tier."""
+
+    def __init__(self, stock: Stock) -> None:
+        self._stock = stock
+        self.writers: dict[Level, list[Writer]] = {}
+        self._demoters: dict[Level, Demoter] = {}
+        """By the upper tier."""
+        self._migrators: list[Migrator] = []
+        self._change = threading.Lock()
+        """Held while drives come or go."""
+        writable = [level for level in stock.levels if level.tier.writable]
+        for below, level in zip([None, *writable[::-1]], writable[::-1], strict=False):
+            if below is not None:
+                self._demoters[level] = self._demoter(level, below)
+                self._migrators.append(Migrator(stock, self._demoters[level]))
+            self.writers[level] = []
+            for index in range(len(level.tier.drives)):
+                self._add_writer(level, index)
+        for thread in self.threads():
+            thread.start()
+
+    def threads(self) -> list[threading.Thread]:
+        writers = [writer for some in self.writers.values() for writer in some]
+        threads = [thread for writer in writers for thread in writer.threads]
+        return threads + [migrator.thread for migrator in self._migrators]
+
+    def add(self, tier: str, path: Path) -> None:
+        """Use one more drive, which must be empty."""
+        level = self._level(tier)
+        with self._change:
+            index = level.tier.add(path)
+            with self._stock.changed:
+                writer = self._add_writer(level, index)
+            for thread in writer.threads:
+                thread.start()
+
+    def drain(self, tier: str, path: Path) -> int:
+        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
+        level = self._level(tier)
+        with self._change:
+            index = level.tier.index_of(path)
+            active = [drive for drive in level.tier.drives if not drive.draining]
+            if level.tier.drives[index].draining or len(active) < 2:
+                raise ConfigError(f"{tier}.path", f"{path} cannot go: no other drive is there")
+            writers = self.writers[level]
+            evacuator = Evacuator(
+                self._stock, level, index, lambda drive, nbytes: writers[drive].make_room(nbytes)
+            )
+            moved = evacuator.evacuate()
+            with self._stock.work:
+                level.tier.drives[index].retire()
+                self._stock.work.notify_all()
+            for thread in writers[index].threads:
+                thread.join()
+            return moved
+
+    def resize(self, tier: str, capacity_bytes: int) -> None:
+        """Give a tier more or less room; blocks leave where it is less."""
+        level = self._level(tier)
+        with self._change:
+            drives = [
+                (writer, drive)
+                for writer, drive in zip(self.writers[level], level.tier.drives, strict=True)
+                if not drive.draining
+            ]
+            share = capacity_bytes // len(drives)
+            for _, drive in drives:
+                if share // drive.settings.segment_bytes < _SEGMENTS_MIN:
+                    raise ConfigError(
+                        f"{tier}.capacity",
+                        f"is less than {_SEGMENTS_MIN} segments for each of {len(drives)} drives",
+                    )
+            for writer, drive in drives:
+                drive.resize(share // drive.settings.segment_bytes)
+                writer.shrink()
+
+    def _level(self, tier: str) -> Level:
+        for level in self.writers:
+            if level.name == tier:
+                return level
+        raise ConfigError(tier, "this store has no such tier of files that it may write to")
+
+    def _add_writer(self, level: Level, index: int) -> Writer:
+        writer = Writer(self._stock, level, index, self._demoters.get(level))
+        self.writers[level].append(writer)
+        level.writers += len(writer.threads)
+        return writer
+
+    def _demoter(self, upper: Level, lower: Level) -> Demoter:
+        writers = self.writers[lower]
+
+        def make_room(drive: int, nbytes: int) -> bool:
+            return writers[drive].make_room(nbytes)
+
+        return Demoter(self._stock, upper, lower, make_room)

@@ -1,0 +1,151 @@
+"""One file tier as the store sees it: its drives, its books, and what waits to be written to it."""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvdepot.codec.record import record_bytes
+from kvdepot.core.block import CopyState
+from kvdepot.core.config import FileTierConfig, HddConfig
+from kvdepot.index.catalog import Catalog, Copies
+from kvdepot.index.paths import path_order
+from kvdepot.index.table import NONE, Rows
+from kvdepot.policy.write_mode import WriteMode
+from kvdepot.store.pace import Pace
+from kvdepot.tiers.contents import Contents
+from kvdepot.tiers.ssd import SegmentTier, drive_of, slot_of
+
+_WAVE_BYTES: Final = 8 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Level:
+    """Guarded by the stock's lock, but for `tier` itself."""
+
+    tier: SegmentTier
+    config: FileTierConfig
+    catalog: Catalog
+    copies: Copies
+    pace: Pace
+    segment_rows: "dict[tuple[int, int], array[int]]" = field(default_factory=dict)
+    """(drive, slot) to the rows once written there; some have left since."""
+    dirty: deque[int] = field(default_factory=deque)
+    """Rows in memory that wait to be written to this tier, oldest first."""
+    tickets: dict[int, int] = field(default_factory=dict)
+    """Rows waiting or being written, oldest first, with the number of their arrival."""
+    dirty_bytes: int = 0
+    moving: set[int] = field(default_factory=set)
+    """Rows whose record is being written again by a reclaim."""
+    writers: int = 0
+    """Threads that write dirty blocks down; without any, blocks stay where they are."""
+    mode: WriteMode = field(init=False)
+    hurry: int = 0
+    """The last ticket that somebody waits for."""
+    dirty_since_s: float = 0.0
+    """When something began to wait."""
+    turn: int = 0
+    """The drive that gets the next run, so that a prompt spreads evenly."""
+    turn_since_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.mode = WriteMode(self.config.write_mode)
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    @property
+    def run_bytes(self) -> int:
+        """How much of one prompt should lie in one piece; 0 where that does not matter."""
+        return self.config.run if isinstance(self.config, HddConfig) else 0
+
+    @property
+    def wave_bytes(self) -> int:
+        """How much is read from a drive in one go."""
+        return 4 * self.run_bytes or _WAVE_BYTES
+
+    def usable(self, row: int) -> bool:
+        """Whether there is a copy here on a drive that works, as far as is known."""
+        if not self.copies.ready(row):
+            return False
+        return self.tier.drives[drive_of(self.copies.location[row])].breaker.closed
+
+    def drop(self, row: int) -> None:
+        """Drop a block's copy from the books; its bytes die with their segment."""
+        location = self.copies.drop(row)
+        self.tier.discard([location], [self.catalog.nbytes[row]])
+
+    def live(self, drive: int, slot: int) -> Rows:
+        """The rows whose copy is in this segment, in the order they lie in."""
+        listed = self.segment_rows.get((drive, slot))
+        if not listed:
+            return np.zeros(0, dtype=np.int64)
+        rows = np.unique(np.array(listed, dtype=np.int64))
+        places = self.copies.location.array[rows]
+        here = (self.copies.state.array[rows] == CopyState.READY) & (
+            places >> 32 == drive << 24 | slot
+        )
+        found: Rows = rows[here][np.argsort(places[here])]
+        return found
+
+    def enter(self, row: int, location: int) -> None:
+        """A block's record is at `location` now: count it, and let reclaim find it."""
+        self.tier.count(location, self.catalog.nbytes[row])
+        self._list(row, location)
+
+    def mark_dirty(self, row: int, ticket: int, now_s: float) -> None:
+        """A block in memory waits to be written; it cannot leave memory before."""
+        if not self.dirty:
+            self.dirty_since_s = now_s
+        self.catalog.leaves.hold(row)
+        self.tickets[row] = ticket
+        self.dirty.append(row)
+        self.dirty_bytes += record_bytes(self.catalog.nbytes[row])
+
+    def mark_clean(self, row: int) -> None:
+        """The block no longer waits."""
+        self.dirty_bytes -= record_bytes(self.catalog.nbytes[row])
+        self.tickets.pop(row, None)
+        self.catalog.leaves.release(row)
+
+    def pass_turn(self, drive: int, now_s: float) -> None:
+        """A drive has taken a run: the one after it is next."""
+        self.turn = (drive + 1) % len(self.tier.drives)
+        self.turn_since_s = now_s
+
+    def sort_dirty(self) -> None:
+        """Bring what waits into the order of prompts, where that matters."""
+        if self.run_bytes:
+            self.dirty = deque(path_order(self.catalog.tree, self.dirty))
+
+    def take_in(self, contents: Contents) -> None:
+        """Enter blocks that were found on the drives."""
+        words, locations = contents.words, contents.locations
+        rows = self.catalog.table.find_many(words)
+        known = np.flatnonzero(rows != NONE)
+        twice = self.copies.state.array[rows[known]] != CopyState.ABSENT
+        surplus = known[twice]
+        self.tier.discard(locations[surplus].tolist(), contents.payload_bytes[surplus].tolist())
+        known = known[~twice]
+        self.copies.seal_many(rows[known], locations[known])
+        new = np.flatnonzero(rows == NONE)
+        rows[new] = self.catalog.recover(
+            words[new], contents.payload_bytes[new], locations[new], self.copies
+        )
+        entered = np.concatenate([known, new])
+        if len(entered):
+            self._list_many(rows[entered], locations[entered])
+
+    def _list_many(self, rows: Rows, locations: Rows) -> None:
+        order = np.argsort(locations >> 32, kind="stable")
+        places, starts = np.unique(locations[order] >> 32, return_index=True)
+        for place, part in zip(places.tolist(), np.split(rows[order], starts[1:]), strict=True):
+            listed = self.segment_rows.setdefault((place >> 24, place & 0xFFFFFF), array("i"))
+            listed.frombytes(part.astype(np.int32).tobytes())
+
+    def _list(self, row: int, location: int) -> None:
+        place = (drive_of(location), slot_of(location))
+        self.segment_rows.setdefault(place, array("i")).append(row)
