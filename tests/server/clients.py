@@ -16,7 +16,7 @@ from typing import Any
 
 import kvdepot
 from kvdepot.core.block import BlockKey, Put
-from kvdepot.store.reader import Arrival
+from kvdepot.store.errand import Arrival
 from kvdepot.store.space import Space
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers

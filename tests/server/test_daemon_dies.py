@@ -15,7 +15,7 @@ from kvdepot.client.attachment import Attachment
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.block import Got, Put
 from kvdepot.errors import ConfigError, DaemonError
-from kvdepot.store.reader import Arrival
+from kvdepot.store.errand import Arrival
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for

@@ -11,7 +11,7 @@ from kvdepot.client.session import Session
 from kvdepot.codec.record import HEAD_BYTES, PAGE, TABLE_OFFSET, record_bytes
 from kvdepot.core.block import ANSWERS, MISS, BlockKey, Got
 from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
-from kvdepot.store.reader import Want
+from kvdepot.store.errand import Want
 from kvdepot.tiers.dram import read_op, transfers
 from kvdepot.tiers.memory import Memory
 from kvdepot.wire import messages

@@ -9,7 +9,7 @@ from kvdepot.client.link import DaemonAwayError, Link
 from kvdepot.client.session import Session
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.errors import LeaseError
-from kvdepot.store.reader import Arrival, Sink
+from kvdepot.store.errand import Arrival, Sink
 from kvdepot.store.scopes import LeaseScope
 from kvdepot.store.spaces import Spaces
 from kvdepot.wire import messages

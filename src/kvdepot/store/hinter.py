@@ -9,8 +9,9 @@ from collections import deque
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.store.errand import Want
 from kvdepot.store.pace import rest_s
-from kvdepot.store.reader import Reader, Want
+from kvdepot.store.reader import Reader
 from kvdepot.store.stock import Stock
 
 _STEP_BYTES: Final = 32 << 20

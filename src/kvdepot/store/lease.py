@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.errors import LeaseError
-from kvdepot.store.reader import Arrival, Sink
+from kvdepot.store.errand import Arrival, Sink
 from kvdepot.store.scopes import LeaseScope
 
 Deliver = Callable[[list[BlockKey], Sink, bool | None, float | None], list[Got]]

@@ -18,8 +18,8 @@ from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys, Rows
 from kvdepot.native import address_of
+from kvdepot.store.errand import Arrival, Want
 from kvdepot.store.putter import Offer
-from kvdepot.store.reader import Arrival, Want
 from kvdepot.store.store import Store
 
 _READY: Final = int(CopyState.READY)

@@ -14,8 +14,8 @@ from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
 from kvdepot.native import address_of
+from kvdepot.store.errand import Want
 from kvdepot.store.putter import Offer
-from kvdepot.store.reader import Want
 from kvdepot.store.space import Space
 
 BLOCK_BYTES_MAX = (1 << 32) - 1

@@ -20,12 +20,13 @@ from kvdepot.policy.write_mode import WriteMode
 from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
+from kvdepot.store.errand import Sink
 from kvdepot.store.fleet import Fleet
 from kvdepot.store.hinter import Hint, Hinter
 from kvdepot.store.lease import Lease
 from kvdepot.store.level import Level
 from kvdepot.store.putter import Putter
-from kvdepot.store.reader import Reader, Sink
+from kvdepot.store.reader import Reader
 from kvdepot.store.report import CheckReport
 from kvdepot.store.reservation import Reservation
 from kvdepot.store.room import Room
