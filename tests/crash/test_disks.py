@@ -224,6 +224,61 @@ def test_a_stalled_read_is_a_miss_within_its_deadline(tmp_path: Path) -> None:
         assert_quiet(store)
 
 
+def test_late_bytes_are_there_for_who_asks_next(tmp_path: Path) -> None:
+    store, files = open_faulty(tmp_path / "s")
+    with store:
+        key, stall = one_late_read(store, files)
+        assert store.match([key]).tiers == ("ssd",)
+        stall.release()
+        until(lambda: store.match([key]).tiers == ("dram",))
+        files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
+        assert verified_hits(store, [key]) == 1
+        files.clear()
+        assert_quiet(store)
+
+
+def test_late_bytes_of_a_removed_block_are_not_kept(tmp_path: Path) -> None:
+    store, files = open_faulty(tmp_path / "s")
+    with store:
+        key, stall = one_late_read(store, files)
+        blocks = store.stats()["tiers"]["dram"]["blocks"]
+        store.remove(key)
+        stall.release()
+        assert store._drainer.wait(10.0)
+        assert not store.match([key]).tiers
+        assert store.stats()["tiers"]["dram"]["blocks"] == blocks
+        put_all(store, [key])
+        assert verified_hits(store, [key]) == 1
+        assert store.flush()
+        assert_quiet(store)
+
+
+def test_late_bytes_that_are_damaged_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, files = open_faulty(tmp_path / "s")
+    with store:
+        key, stall = one_late_read(store, files)
+        monkeypatch.setattr("kvdepot.store.drainer.payload_intact", lambda image, head: False)
+        stall.release()
+        assert store._drainer.wait(10.0)
+        assert store.match([key]).tiers == ("ssd",)
+        until(lambda: verified_hits(store, [key]) == 1)
+        assert_quiet(store)
+
+
+def one_late_read(store: Store, files: FaultyFiles) -> tuple[BlockKey, Stall]:
+    """A block on disk that was asked for and did not come in time."""
+    keys = prompt(space_of(store), 1, 64)
+    put_all(store, keys)
+    store.flush()
+    key = next(key for key in keys if store.match([key]).tiers == ("ssd",))
+    stall = Stall()
+    files.add(Fault(Call.RUN_READ, stall, times=1))
+    assert store.get(key, bytearray(BLOCK), timeout_s=0.3).reason == "late"
+    return key, stall
+
+
 def test_a_stalled_write_blocks_nobody_beyond_its_deadline(tmp_path: Path) -> None:
     store, files = open_faulty(tmp_path / "s")
     with store:

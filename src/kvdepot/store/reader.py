@@ -18,7 +18,7 @@ from kvdepot.core.block import MISS, CopyState, Got
 from kvdepot.core.tier import Load, Outcome, Pending
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
-from kvdepot.store.drainer import Drainer
+from kvdepot.store.drainer import Drainer, LateRead
 from kvdepot.store.errand import Arrival, Errand, Sink, Want
 from kvdepot.store.level import Level
 from kvdepot.store.room import Room
@@ -334,14 +334,14 @@ class Reader:
             elif not step.load.copy_to:
                 transfers([_copy_op(address_of(step.load.image)[0], want)])
         again: list[int] = []
-        late: list[tuple[bool, int]] = []
+        late: list[LateRead] = []
         try:
             _hand_over(errand, arrivals)
         finally:
             with self._stock.changed:
                 for step, outcome in zip(wave, outcomes, strict=True):
                     if outcome is Outcome.LATE:
-                        late.append(self._set_aside(step, errand.wants[step.index].row))
+                        late.append(self._set_aside(step, errand.wants[step.index]))
                     elif self._enter(errand, flight.level, step, outcome):
                         again.append(step.index)
                     if outcome is not Outcome.OK:
@@ -374,16 +374,13 @@ class Reader:
         else:
             stock.arena.free(catalog.memory.drop(row))
 
-    def _set_aside(self, step: "Step", row: int) -> "tuple[bool, int]":
-        """The slot is busy until the kernel lets go of it.
-
-        The block is not being promoted any more.
-        """
+    def _set_aside(self, step: "Step", want: Want) -> LateRead:
+        """The slot is busy until the kernel lets go of it; the block is not in memory meanwhile."""
         if step.promote:
-            self._stock.catalog.memory.drop(row)
+            self._stock.catalog.memory.drop(want.row)
             self._stock.arena.set_owner(step.slot, TEMPORARY)
         self._stock.counters.read_late += 1
-        return step.promote, step.slot
+        return LateRead(step.slot, want.key, len(step.load.image), step.promote)
 
     def _blame(self, level: Level, step: "Step", row: int, outcome: Outcome) -> bool:
         """Drop the copy that could not be read. True: there is another, or it only moved."""

@@ -259,7 +259,9 @@ class FaultyFiles(Files):
         last: list[int] = []
         for index, effect in enumerate(effects):
             if isinstance(effect, Stall):
-                late.stalls.append((effect, ops[index : index + 1].copy()))
+                rest = ops[index : index + 1].copy()
+                rest["copy_target"] = 0  # its caller may be gone by then
+                late.stalls.append((effect, rest))
                 ops["result"][index] = -errno.ETIMEDOUT
             elif isinstance(effect, Kill) and effect.when == "without":
                 last.append(index)
