@@ -6,7 +6,7 @@ from typing import Any
 from kvdepot.cli.report.curves import Curve, Curves
 from kvdepot.cli.report.page import whole
 
-ARMS = {"fetched": "always fetched", "recomputed": "always recomputed", "decided": "decided"}
+ARMS = {"fetched": "fetch all", "recomputed": "recompute", "decided": "decide"}
 
 
 def decision_page(seen: dict[str, Any]) -> str:
