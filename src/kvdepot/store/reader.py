@@ -27,7 +27,7 @@ from kvdepot.tiers.dram import read_op, transfers
 from kvdepot.tiers.ssd import drive_of
 
 _READY: Final = int(CopyState.READY)
-_CACHED_BYTES: Final = 8 << 20
+_CACHED_BYTES: Final = 16 << 20
 _WAVES_A_DRIVE: Final = 4
 _WAVES_AHEAD: Final = 2
 """Have their memory already, and start at once when one that is being read is through."""
