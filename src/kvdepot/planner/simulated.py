@@ -24,6 +24,7 @@ from kvdepot.sim.worker import Habits
 DAY_S: Final = 86400.0
 SHARED: Final = ("hdd", "object")
 """Tiers that the nodes of a fleet have together."""
+MEMORY: Final = ("dram", "cxl")
 _HINT: Final = "--tiers dram=512GB,ssd=4,hdd=12: a size, or a number of units of the parts list"
 
 
@@ -129,7 +130,14 @@ def _tier(name: str, units: int, device: Device, machines: Machines) -> TierSetu
         backlog_s=machines.write_backlog_s,
     )
     capacity = float(units * device.unit)
-    return TierSetup(name, capacity, medium, remote=device.remote, shared=name in SHARED)
+    return TierSetup(
+        name,
+        capacity,
+        medium,
+        remote=device.remote,
+        shared=name in SHARED,
+        memory=name in MEMORY,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class TierSetup:
     """Behind the network."""
 
     shared: bool = False
+    memory: bool = False
+    """Copied from before any drive is asked, as the store does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ class Fleet:
         setup = self._setup
         blocks = min(int(tier.capacity_bytes // setup.block_bytes), self._workload.block_count)
         kept = Tier(tier.name, blocks, index, order_named(setup.policy))
-        return Shelf(kept, index, Drives(tier.medium, pipes), setup.block_bytes)
+        drives = Drives(tier.medium, pipes)
+        return Shelf(kept, index, drives, setup.block_bytes, memory=tier.memory)
 
     def _preload(self) -> None:
         """Lie there from the start, in no time."""

@@ -27,6 +27,9 @@ class Shelf:
     index: Index
     drives: Drives
     block_bytes: float
+    memory: bool = False
+    """Copied from before any drive is asked, as the store does."""
+
     bytes_read: float = 0.0
     bytes_written: float = 0.0
     blocks_dropped: int = 0
@@ -90,6 +93,15 @@ class Shelves:
             rows = np.array(shelf.put(now_s, rows)[::-1], dtype=np.int64)
             if not len(rows):
                 return
+
+    def hold(self, rows: list[int]) -> None:
+        """Nobody of them leaves until `release`."""
+        for shelf in self.shelves:
+            shelf.tier.leaves.hold_all(rows)
+
+    def release(self, rows: list[int]) -> None:
+        for shelf in self.shelves:
+            shelf.tier.leaves.release_all(rows)
 
     def use(self, rows: list[int], *, hit: bool) -> None:
         """Blocks of one prompt were used, head first; their trees have stamped them."""

@@ -57,14 +57,15 @@ class Tier:
         Call with all of the prompt held, so that it does not push itself out. Returns how many
         came in; `gone` gets the blocks that left for them.
         """
-        leaves, before = self.leaves, self.entered
-        for row in rows[~self.has(rows)].tolist():
-            if self.count >= self.capacity_blocks and not self._evict(gone):
-                break
-            leaves.enter(row, _GROUP)
-            self.count += 1
-            self.entered += 1
-        return self.entered - before
+        fresh = rows[~self.has(rows)]
+        self.shrink(max(0, self.capacity_blocks - len(fresh)), gone)
+        enter = self.leaves.enter
+        taken = fresh[: self.capacity_blocks - self.count].tolist()
+        for row in taken:
+            enter(row, _GROUP)
+        self.count += len(taken)
+        self.entered += len(taken)
+        return len(taken)
 
     def shrink(self, blocks: int, gone: list[int] | None = None) -> bool:
         """Let blocks leave until no more than `blocks` are here; False if some may not."""

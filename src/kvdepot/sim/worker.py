@@ -149,13 +149,17 @@ class Worker:
         wanted = self._wanted(visit, where) if len(where) else 0
         visit.hit = visit.local + wanted
         self._count(served, HBM, 0, visit.local)
-        shelves = self.shelves.shelves
+        shelves, copied_s, read_s = self.shelves.shelves, 0.0, 0.0
         for number in np.unique(where[:wanted]).tolist():
             at = np.flatnonzero(where[:wanted] == number)
             for start, stop in _runs(at + visit.local):
                 self._count(served, shelves[number].name, start, stop)
-            done_s = shelves[number].fetch(now_s, len(at))
-            served.fetched_s = max(served.fetched_s, done_s)
+            took_s = shelves[number].fetch(now_s, len(at)) - now_s
+            if shelves[number].memory:
+                copied_s += took_s
+            else:
+                read_s = max(read_s, took_s)
+        served.fetched_s = now_s + copied_s + read_s
         if wanted:
             nbytes = wanted * shelves[0].block_bytes
             served.fetched_s = max(served.fetched_s, self.link.push(now_s, nbytes))
@@ -201,8 +205,11 @@ class Worker:
             self._reserved -= visit.reserved
             visit.reserved = max(0, visit.reserved - self.memory.take_in(rows))
             self._reserved += visit.reserved
+        everyone = rows.tolist()
+        self.shelves.hold(everyone)
         self.shelves.keep(now_s, rows)
-        self._use(rows.tolist(), hit=False)
+        self._use(everyone[visit.hit :], hit=False)
+        self.shelves.release(everyone)
 
     def _last(self, visit: Visit) -> None:
         """All is answered: whoever waits for room may come."""
