@@ -140,9 +140,13 @@ def test_a_sample_says_its_error(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "abacus"], "not in the parts list"),
         (["--model", "no-such-model"], "no-such-model"),
         (["--prefill", "1,2"], "three times"),
+        (["--prefill", "0,nan,0"], "three times"),
+        (["--prefill", "0,-1,0"], "three times"),
+        (["--speed", "nan"], "above 0"),
         (["--policy", "optimal"], "one real order"),
         (["--nodes", "0"], "above 0"),
         (["--speed", "0"], "above 0"),
+        (["--backlog", "nan"], "above 0"),
         (["--sample", "0.5"], "multi-turn"),
     ],
 )
@@ -153,6 +157,14 @@ def test_mistakes_about_a_fleet_are_told(
     complaint = capsys.readouterr().err
     assert said in complaint
     assert "Traceback" not in complaint
+
+
+@pytest.mark.parametrize("words", [["--qps", "nan"], ["--qps", "inf"], ["--turns", "0"]])
+def test_mistakes_about_users_are_told(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--workload", "multi-turn", *words]) == 2
+    assert f"{words[0]}: should be above 0" in capsys.readouterr().err
 
 
 def test_hits_only_needs_its_input(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--parts", type=Path, metavar="FILE", help="what the tiers and GPUs can do")
     fleet.add_argument("--codec", default="raw", metavar="NAME|RATIO", help="see kvdepot size")
     fleet.add_argument("--write", choices=["through", "back"], default="through")
+    fleet.add_argument(
+        "--backlog", type=float, default=inf, metavar="S", help="drop writes that wait for longer"
+    )
     fleet.add_argument("--route", choices=ROUTES, default="prefix", help="which copy gets what")
     fleet.add_argument(
         "--prefill",
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
         return _sampled(args, machines, parts)
     if args.trace is not None:
         workload = load(args)
-        if args.speed <= 0:
+        if not 0 < args.speed < inf:
             raise ConfigError("--speed", "should be above 0")
         arrivals: Arrivals = AsRecorded(workload, args.speed)
     else:
@@ -129,6 +133,8 @@ def machines_of(args: argparse.Namespace, parts: Parts) -> Machines:
         raise ConfigError("--policy", "one real order, where times are simulated")
     if min(args.tp, args.nodes, args.copies, args.chunk, args.block_tokens) < 1:
         raise ConfigError("--tp, --nodes, --copies, --chunk, --block-tokens", "should be above 0")
+    if not args.backlog > 0:
+        raise ConfigError("--backlog", "should be above 0")
     return Machines(
         model=args.model,
         gpu=args.gpu,
@@ -144,6 +150,7 @@ def machines_of(args: argparse.Namespace, parts: Parts) -> Machines:
         keeps_memory=not args.no_hbm_reuse,
         decides=not args.fetch_all,
         chunk_tokens=args.chunk,
+        write_backlog_s=args.backlog,
         prefill=_pace(args.prefill),
         seed=args.seed,
     )
@@ -153,12 +160,13 @@ def _pace(text: str | None) -> PrefillPace | None:
     if text is None:
         return None
     try:
-        step_s, token_s, pair_s = (float(part) for part in text.split(","))
-        return PrefillPace(step_s, token_s, pair_s)
-    except ValueError as error:
-        raise ConfigError(
-            "--prefill", f"{text!r} is not three times", hint="--prefill 0.005,3.6e-5,1.2e-9"
-        ) from error
+        times = [float(part) for part in text.split(",")]
+    except ValueError:
+        times = []
+    if len(times) != 3 or not all(0 <= value < inf for value in times):
+        hint = "--prefill 0.005,3.6e-5,1.2e-9"
+        raise ConfigError("--prefill", f"{text!r} is not three times", hint=hint)
+    return PrefillPace(*times)
 
 
 def talks_of(args: argparse.Namespace) -> MultiTurn:

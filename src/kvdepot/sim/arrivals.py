@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -61,10 +62,10 @@ class MultiTurn:
 
     def __post_init__(self) -> None:
         for name in ("users", "turns", "question_tokens", "answer_tokens", "qps"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"--{name.replace('_', '-')}", "should be above 0")
         for name in ("system_tokens", "history_tokens", "think_s"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < inf:
                 raise ConfigError(f"--{name.replace('_', '-')}", "should not be below 0")
 
     @property
