@@ -1,5 +1,6 @@
 """Every eviction order over the production index, against a slow model of who may leave."""
 
+import random
 import struct
 
 import pytest
@@ -12,6 +13,9 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.policy.eviction import ORDERS, order_named
+from kvdepot.policy.eviction.density import ReuseDensity
+from kvdepot.sim.requests import NO_PARENT, Workload
+from kvdepot.sim.tiers import Index, Tier
 
 BLOCKS = 60
 GROUPS = (1, 2)
@@ -225,3 +229,26 @@ def test_a_pending_session_that_never_returns_leaves_in_the_end() -> None:
         if number >= 8:
             gone.append(memory.evict())
     assert "p" in gone
+
+
+def test_what_was_seen_at_the_ends_of_lines_is_never_out_of_date() -> None:
+    """The default order remembers them between uses; looking anew must find the same victim."""
+    draw = random.Random(11)
+    workload = Workload(16)
+    chains = [workload.new_blocks(NO_PARENT, 6) for _ in range(40)]
+    index, order = Index.of(workload), ReuseDensity()
+    tier = Tier("dram", 60, index, order)
+    for _ in range(600):
+        rows = chains[min(int(draw.expovariate(0.1)), 39)]
+        found = int(tier.has(rows).sum())
+        for some in (rows[:found], rows):
+            if len(some):
+                index.tree.use(some.tolist(), hit=some is not rows)
+                tier.leaves.used(some.tolist(), hit=some is not rows)
+        tier.take_in(rows)
+        while tier.count > 50:
+            remembered = order.victim(1)
+            order._moment = (-1, 0)
+            assert order.victim(1) == remembered
+            tier.shrink(tier.count - 1)
+    assert tier.evicted > 500

@@ -89,3 +89,92 @@ def test_a_trace_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     words = ["sim", "--trace", str(tmp_path / "no"), "--capacity", "dram=1Mtok", "--hits-only"]
     assert main(words) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_a_fleet_over_a_trace(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    words = ["sim", "--trace", str(trace), "--model", "llama-3-8b", "--tiers", "dram=64GB,hdd=12"]
+    assert main([*words, "--report", str(page), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["requests"] == 5
+    assert found["ttft_s"]["mean"] <= found["ttft_s"]["p99"]
+    assert set(found["token_hit_ratio_by_tier"]) == {"hbm", "dram", "hdd"}
+    assert found["cost_per_million_tokens"] > 0
+    text = page.read_text()
+    assert text.count("<svg") == 4
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "needs nothing else"
+
+
+def test_a_fleet_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", "--workload", "multi-turn", "--users", "8", "--turns", "3", "--poisson"]
+    words += ["--model", "llama-3-8b", "--nodes", "2", "--route", "random", "--tiers", "ssd=1"]
+    found = []
+    for seed in ("3", "3", "4"):
+        assert main([*words, "--seed", seed, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        for measured in ("elapsed_s", "block_events_per_s"):
+            del document[measured]
+        found.append(document)
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_a_sample_says_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", "--workload", "multi-turn", "--users", "60", "--turns", "3", "--nodes", "20"]
+    words += ["--model", "llama-3-8b", "--tiers", "ssd=1", "--sample", "0.1"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["nodes"], found["users"]) == (2, 6)
+    assert found["estimates"]["token hit ratio"]["error"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tiers", "tape=3"], "not in the parts list"),
+        (["--tiers", "ssd=1,ssd=2"], "twice"),
+        (["--tiers", "ssd=many"], "neither a size nor"),
+        (["--tiers", "ssd=0"], "no number of units"),
+        (["--gpu", "abacus"], "not in the parts list"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--prefill", "1,2"], "three times"),
+        (["--prefill", "0,nan,0"], "three times"),
+        (["--prefill", "0,-1,0"], "three times"),
+        (["--speed", "nan"], "above 0"),
+        (["--policy", "optimal"], "one real order"),
+        (["--nodes", "0"], "above 0"),
+        (["--speed", "0"], "above 0"),
+        (["--backlog", "nan"], "above 0"),
+        (["--sample", "0.5"], "multi-turn"),
+    ],
+)
+def test_mistakes_about_a_fleet_are_told(
+    trace: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--trace", str(trace), *words]) == 2
+    complaint = capsys.readouterr().err
+    assert said in complaint
+    assert "Traceback" not in complaint
+
+
+@pytest.mark.parametrize("words", [["--qps", "nan"], ["--qps", "inf"], ["--turns", "0"]])
+def test_mistakes_about_users_are_told(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--workload", "multi-turn", *words]) == 2
+    assert f"{words[0]}: should be above 0" in capsys.readouterr().err
+
+
+def test_hits_only_needs_its_input(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--trace", str(trace), "--hits-only"]) == 2
+    assert "--capacity" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_hybrid_paper_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--paper", "hybrid", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["figure"] for row in rows} == {str(number) for number in range(12, 23)}
+    assert all(row["why"] for row in rows if row["fits"] == "no"), "what does not fit says why"

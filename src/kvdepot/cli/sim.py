@@ -1,4 +1,4 @@
-"""`kvdepot sim`: what a trace would hit, under any eviction policy and capacity."""
+"""`kvdepot sim`: what a trace would hit, and how long a fleet would take for it."""
 
 import argparse
 import time
@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvdepot.cli import output
+from kvdepot.cli import output, sim_fleet
 from kvdepot.cli.report.curves import Curve, Curves
 from kvdepot.errors import ConfigError
 from kvdepot.sim.capacity import parse_capacity
@@ -50,36 +50,46 @@ class Outcome:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "sim",
-        description="Replay a trace against tiers of given sizes with the store's own index and "
-        "eviction code, and say how many of the tokens asked for were there.",
+        description="Replay a trace, or users of a synthetic workload, with the store's own index "
+        "and eviction code: against a fleet of GPUs and tiers under a simulated clock, or with "
+        "--hits-only against tiers of given sizes, without times.",
     )
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="what to replay")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, metavar="FILE", help="what to replay")
+    source.add_argument("--workload", choices=["multi-turn"], help="users who ask on and on")
+    source.add_argument(
+        "--paper", choices=["hybrid"], help="a paper's experiments, beside its figures"
+    )
+    parser.add_argument("--hits-only", action="store_true", help="what is hit, without times")
     parser.add_argument(
         "--capacity",
         action="append",
-        required=True,
         metavar="TIER=TOKENS",
-        help="dram=3Mtok[,ssd=50Mtok], or inf; may be given several times",
+        help="with --hits-only: dram=3Mtok[,ssd=50Mtok], or inf; may be given several times",
     )
     parser.add_argument(
         "--policy",
         action="append",
         choices=[*POLICIES, "all"],
-        help="which blocks leave first; may be given several times (default: default)",
+        help="which blocks leave first; with --hits-only also several times (default: default)",
     )
-    parser.add_argument("--hits-only", action="store_true", help="what is hit, without times")
     parser.add_argument(
         "--bad-lines",
         choices=["stop", "skip"],
         default="stop",
         help="at a line that makes no sense",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a page with curves here")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="with --hits-only: write a page with curves here"
+    )
+    sim_fleet.add_arguments(parser)
     sessions = parser.add_argument_group("traces of sessions without start times")
     sessions.add_argument(
         "--session-gap", type=float, default=GAP_S, metavar="S", help="mean seconds between starts"
     )
-    sessions.add_argument("--seed", type=int, default=0, help="for the gaps")
+    sessions.add_argument(
+        "--seed", type=int, default=0, help="for the gaps, and for --route random"
+    )
     sessions.add_argument(
         "--merge", type=int, default=1, metavar="N", help="make one block of N of the trace's"
     )
@@ -88,7 +98,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     if not args.hits_only:
-        raise ConfigError("--hits-only", "is needed: times are not simulated yet")
+        return sim_fleet.run(args, load)
+    if args.trace is None or not args.capacity:
+        raise ConfigError("--hits-only", "needs a --trace and a --capacity")
     workload = load(args)
     outcomes = [watched_play(workload, case) for case in cases(args, workload.block_tokens)]
     if args.plot is not None:

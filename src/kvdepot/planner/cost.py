@@ -17,7 +17,7 @@ class Used:
     """Units of one tier on one node, and the years until they are worn out."""
 
     device: Device
-    units: int
+    units: float
     life_years: float | None
 
 

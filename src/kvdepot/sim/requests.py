@@ -82,13 +82,14 @@ class Workload:
         self.arrivals_s = [self.arrivals_s[at] for at in order]
 
     def __iter__(self) -> Iterator[Request]:
-        return map(self._request, range(len(self)))
+        return map(self.request, range(len(self)))
 
     def backwards(self) -> Iterator[Request]:
         """The last request first."""
-        return map(self._request, range(len(self) - 1, -1, -1))
+        return map(self.request, range(len(self) - 1, -1, -1))
 
-    def _request(self, number: int) -> Request:
+    def request(self, number: int) -> Request:
+        """One request by its place in the order of arrival."""
         runs = self._runs[number].T.tolist()
         pieces = [np.arange(start, start + count) for start, count in runs]
         blocks = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)

@@ -51,20 +51,30 @@ class Tier:
         """Which of the blocks are here."""
         return self.leaves.resident_rows(rows)
 
-    def take_in(self, rows: Rows) -> None:
+    def take_in(self, rows: Rows, gone: list[int] | None = None) -> int:
         """Bring in those blocks of a prompt that are not here, head first, as far as they fit.
 
-        Call with all of the prompt held, so that it does not push itself out.
+        Call with all of the prompt held, so that it does not push itself out. Returns how many
+        came in; `gone` gets the blocks that left for them.
         """
-        leaves = self.leaves
-        for row in rows[~self.has(rows)].tolist():
-            if self.count >= self.capacity_blocks and not self._evict():
-                return
-            leaves.enter(row, _GROUP)
-            self.count += 1
-            self.entered += 1
+        fresh = rows[~self.has(rows)]
+        self.shrink(max(0, self.capacity_blocks - len(fresh)), gone)
+        enter = self.leaves.enter
+        taken = fresh[: self.capacity_blocks - self.count].tolist()
+        for row in taken:
+            enter(row, _GROUP)
+        self.count += len(taken)
+        self.entered += len(taken)
+        return len(taken)
 
-    def _evict(self) -> bool:
+    def shrink(self, blocks: int, gone: list[int] | None = None) -> bool:
+        """Let blocks leave until no more than `blocks` are here; False if some may not."""
+        while self.count > blocks:
+            if not self._evict(gone):
+                return False
+        return True
+
+    def _evict(self, gone: list[int] | None) -> bool:
         victim = self.leaves.coldest(_GROUP)
         if victim == NONE:
             return False
@@ -73,6 +83,8 @@ class Tier:
         self.leaves.leave(victim)
         self.count -= 1
         self.evicted += 1
+        if gone is not None:
+            gone.append(victim)
         return True
 
 

@@ -51,8 +51,19 @@ _LATE_WEIGHT: Final = 4.0
 _LEVEL: Final = np.array([min(n.bit_length(), _USE_LEVELS - 1) for n in range(256)], np.uint8)
 
 
+_LEVELS: Final = [n.bit_length() for n in range(1 << _USE_LEVELS - 1)]
+
+
 def _kind_of(turns: int, uses: int) -> int:
-    return min(turns, _TURNS_MAX) * _USE_LEVELS + min(uses.bit_length(), _USE_LEVELS - 1)
+    level = _LEVELS[uses] if uses < 1 << _USE_LEVELS - 1 else _USE_LEVELS - 1
+    return (turns if turns < _TURNS_MAX else _TURNS_MAX) * _USE_LEVELS + level
+
+
+_Look = tuple[int, int, int, float, float, int]
+"""The ends of a line, cold and warm; age and promise of the cold one; the smaller of the two
+promises, and whose it is."""
+_NO_MOMENT: Final = (-1, 0)
+_UNSEEN: Final[_Look] = (NOBODY, NOBODY, 0, 0.0, 0.0, NOBODY)
 
 
 class ReuseDensity:
@@ -70,6 +81,10 @@ class ReuseDensity:
         self._refreshed = 0
         self._hits = self._late = 0.0
         self._trust = _TRUST_FIRST
+        self._periods = 0
+        self._moment = _NO_MOMENT
+        self._looks = [_UNSEEN] * _LINES
+        self._filled_by_bits: dict[int, tuple[int, ...]] = {}
         self._boost = np.array(_BOOST, dtype=np.float64)
 
     def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
@@ -106,6 +121,7 @@ class ReuseDensity:
             self._kind.view[row] = _kind_of(turns + 1, uses)
         self._turns.view[row], self._uses.view[row] = turns, uses
         self._since.view[row] = now
+        self._moment = _NO_MOMENT
         self._count += 1
         if self._shadow.has(digest):
             self._learn(-self._shadow.touch([digest]))
@@ -125,8 +141,8 @@ class ReuseDensity:
 
     def left(self, row: int) -> None:
         kind, since = self._kind.view, self._since.view
-        turns, uses = min(self._turns.view[row], 15), min(self._uses.view[row], 15)
-        note = kind[row] | turns << 8 | uses << 12
+        turns, uses = self._turns.view[row], self._uses.view[row]
+        note = kind[row] | (turns if turns < 15 else 15) << 8 | (uses if uses < 15 else 15) << 12
         self._ghosts.remember(self._rows.digest(row), since[row], note)
         kind[row] = _OUT
         self._count -= 1
@@ -153,23 +169,45 @@ class ReuseDensity:
             return NOBODY
         if colds[_CLOSED] != NOBODY:
             return colds[_CLOSED]
-        now, since, density = self._tree.now, self._since.view, self._hazard.density
+        looks = self._looks_now()
         victim = least_promising = NOBODY
         oldest, promise, least = -1.0, 0.0, _MUCH
-        for row, warm, promises, boost in zip(colds, warms, density, _BOOST, strict=True):
-            if row == NOBODY:
-                continue
-            age = now - since[row]
-            promised = promises[bisect_right(AGES, age) - 1]
+        for line in self._filled(self._lines.occupied(group)):
+            look = looks[line]
+            if look[0] != colds[line] or look[1] != warms[line]:
+                look = looks[line] = self._look(line, colds[line], warms[line])
+            cold, _, age, promised, lesser, lesser_promising = look
+            boost = _BOOST[line]
             if age > oldest * boost:
-                victim, oldest, promise = row, age / boost, promised
-            if promised < least:
-                least, least_promising = promised, row
-            if warm != row:
-                promised = promises[bisect_right(AGES, now - since[warm]) - 1]
-                if promised < least:
-                    least, least_promising = promised, warm
+                victim, oldest, promise = cold, age / boost, promised
+            if lesser < least:
+                least, least_promising = lesser, lesser_promising
         return least_promising if least < promise * self.trust else victim
+
+    def _looks_now(self) -> list[_Look]:
+        """What was seen at the ends of the lines since a block last came or was used."""
+        moment = (self._tree.now, self._periods)
+        if moment != self._moment:
+            self._moment = moment
+            self._looks = [_UNSEEN] * _LINES
+        return self._looks
+
+    def _look(self, line: int, cold: int, warm: int) -> _Look:
+        now, since, promises = self._tree.now, self._since.view, self._hazard.density[line]
+        age = now - since[cold]
+        promised = promises[bisect_right(AGES, age) - 1]
+        later = promises[bisect_right(AGES, now - since[warm]) - 1] if warm != cold else promised
+        if later < promised:
+            return cold, warm, age, promised, later, warm
+        return cold, warm, age, promised, promised, cold
+
+    def _filled(self, occupied: int) -> tuple[int, ...]:
+        """The numbers of the lines that are not empty."""
+        found = self._filled_by_bits.get(occupied)
+        if found is None:
+            found = tuple(line for line in range(_LINES) if occupied >> line & 1)
+            self._filled_by_bits[occupied] = found
+        return found
 
     def _hit(self, at: Ints, stamps: Ints) -> None:
         kinds = self._kind.array[at]
@@ -204,6 +242,7 @@ class ReuseDensity:
     def _refresh(self) -> None:
         now = self._tree.now
         period, self._refreshed = now - self._refreshed, now
+        self._periods += 1
         step = max(1, len(self._kind.array) // _SAMPLE_MAX)
         kinds, since = self._kind.array[::step], self._since.array[::step]
         here = kinds != _OUT

@@ -1,0 +1,187 @@
+"""A fleet for the simulator, made of a model and of parts; and what a run of it costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Final
+
+from kvdepot.core.units import parse_bytes
+from kvdepot.errors import ConfigError
+from kvdepot.planner.cost import Servers, Used, cost_of, life_years
+from kvdepot.planner.footprint import RAW, footprint_of
+from kvdepot.planner.model import find_model
+from kvdepot.planner.outcome import Cost
+from kvdepot.planner.parts import GPU, Device, Parts
+from kvdepot.planner.prefill import Weights, engine_of
+from kvdepot.policy.prefill_model import PrefillPace
+from kvdepot.sim.drives import Medium
+from kvdepot.sim.fleet import FleetSetup, TierSetup
+from kvdepot.sim.gpu import Pace
+from kvdepot.sim.measures import Findings
+from kvdepot.sim.shelves import WriteMode
+from kvdepot.sim.worker import Habits
+
+DAY_S: Final = 86400.0
+SHARED: Final = ("hdd", "object")
+"""Tiers that the nodes of a fleet have together."""
+MEMORY: Final = ("dram", "cxl")
+_HINT: Final = "--tiers dram=512GB,ssd=4,hdd=12: a size, or a number of units of the parts list"
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What is bought, and how it is used."""
+
+    model: str = "llama-3.1-8b"
+    gpu: str = "h100"
+    tp: int = 1
+    nodes: int = 1
+    workers_per_node: int = 1
+    tiers: Mapping[str, int] | None = None
+    """Units of each tier: of a node, or of all nodes together for the shared ones."""
+
+    codec: str = RAW
+    policy: str = "default"
+    write_mode: WriteMode = "through"
+    route: str = "prefix"
+    reuse: bool = True
+    keeps_memory: bool = True
+    decides: bool = True
+    chunk_tokens: int = 2048
+    write_backlog_s: float = inf
+    prefill: PrefillPace | None = None
+    """As measured; worked out of the parts list where not given."""
+
+    seed: int = 0
+
+
+def parse_tiers(text: str, parts: Parts) -> dict[str, int]:
+    """Units of each tier, the fastest first. Raises ConfigError for what is none."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, amount = part.strip().partition("=")
+        if name not in parts.tiers or name in found:
+            known = ", ".join(parts.tiers)
+            reason = "named twice" if name in found else f"not in the parts list: {known}"
+            raise ConfigError("--tiers", f"{name!r} is {reason}", hint=_HINT)
+        found[name] = _units(amount, parts.tiers[name])
+    return {name: found[name] for name in parts.tiers if name in found}
+
+
+def _units(amount: str, device: Device) -> int:
+    try:
+        units = int(amount) if amount.isdecimal() else ceil(parse_bytes(amount) / device.unit)
+    except ValueError as error:
+        reason = f"{amount!r} is neither a size nor a number of units"
+        raise ConfigError("--tiers", reason, hint=_HINT) from error
+    if not 0 < units <= 1_000_000:
+        raise ConfigError("--tiers", f"{amount!r} is no number of units", hint=_HINT)
+    return units
+
+
+def fleet_of(machines: Machines, parts: Parts, block_tokens: int) -> FleetSetup:
+    """Raises ConfigError for what does not fit together."""
+    gpu, tp = parts.gpu(machines.gpu), machines.tp
+    model = find_model(machines.model)
+    if model.parameters is None:
+        raise ConfigError("--model", f"{machines.model} does not say how many weights it has")
+    size = footprint_of(model, block_tokens=block_tokens, codec=machines.codec, tp=tp)
+    weights = Weights(model.parameters, model.active_parameters or model.parameters, 2.0)
+    engine = engine_of(model, weights, gpu, tp, 0.0)
+    bandwidth = float(gpu.memory_bandwidth * tp)
+    pace = Pace(
+        prefill=machines.prefill or engine.pace,
+        weights_s=weights.active * weights.bytes_each / bandwidth,
+        context_token_s=size.growth_bytes_per_token / bandwidth,
+        chunk_tokens=machines.chunk_tokens,
+    )
+    return FleetSetup(
+        habits=Habits(
+            pace,
+            block_tokens,
+            reuse=machines.reuse,
+            keeps_memory=machines.keeps_memory,
+            decides=machines.decides,
+        ),
+        block_bytes=size.stored_bytes_per_token * block_tokens,
+        memory_blocks=int(engine.free_bytes // (size.bytes_per_token * block_tokens)),
+        link_bytes_per_s=float(gpu.link * tp),
+        network_bytes_per_s=float(parts.node.network),
+        tiers=tuple(
+            _tier(name, units, parts.tiers[name], machines)
+            for name, units in (machines.tiers or {}).items()
+        ),
+        nodes=machines.nodes,
+        workers_per_node=machines.workers_per_node,
+        policy=machines.policy,
+        write_mode=machines.write_mode,
+        route=machines.route,
+        seed=machines.seed,
+    )
+
+
+def _tier(name: str, units: int, device: Device, machines: Machines) -> TierSetup:
+    medium = Medium(
+        units=units,
+        read_bytes_per_s=float(device.read),
+        write_bytes_per_s=float(device.write),
+        latency_s=device.latency,
+        seek_s=device.seek,
+        backlog_s=machines.write_backlog_s,
+    )
+    capacity = float(units * device.unit)
+    return TierSetup(
+        name,
+        capacity,
+        medium,
+        remote=device.remote,
+        shared=name in SHARED,
+        memory=name in MEMORY,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a run draws and costs, if all days are like it."""
+
+    gpu_power_w: float
+    """One GPU's, on average."""
+
+    gpu_energy_kwh: float
+    """All GPUs', for the run."""
+
+    writes_bytes_per_day: dict[str, float]
+    """By tier, of all nodes."""
+
+    cost: Cost
+
+
+def bill_of(findings: Findings, machines: Machines, parts: Parts) -> Bill:
+    gpu, seconds = parts.gpu(machines.gpu), max(findings.duration_s, 1e-9)
+    watts = gpu_power_w(gpu, findings.gpu_busy)
+    gpus = machines.nodes * machines.workers_per_node * machines.tp
+    writes = {flow.tier: flow.bytes_written / seconds * DAY_S for flow in findings.tiers}
+    used = []
+    for name, units in (machines.tiers or {}).items():
+        device = parts.tiers[name]
+        owners = 1 if name in SHARED else machines.nodes
+        life = life_years(device, units * owners, writes[name])
+        used.append((owners, Used(device, units, life)))
+    tokens = (findings.tokens_asked + findings.tokens_answered) / seconds * 3600.0
+    per_node = machines.workers_per_node * machines.tp
+    servers = Servers(gpu, per_node, machines.nodes, watts)
+    cost = cost_of(parts, servers, [_share(one, owners, machines) for owners, one in used], tokens)
+    return Bill(watts, watts * gpus * seconds / 3.6e6, writes, cost)
+
+
+def gpu_power_w(gpu: GPU, busy: float) -> float:
+    """On average, when so much of the time is spent in steps."""
+    return gpu.idle_power_w + (gpu.power_w - gpu.idle_power_w) * min(1.0, busy)
+
+
+def _share(used: Used, owners: int, machines: Machines) -> Used:
+    """What is shared is bought once: each node bears its part."""
+    if owners == machines.nodes:
+        return used
+    part = used.units / machines.nodes
+    return Used(used.device, part, used.life_years)

@@ -1,0 +1,205 @@
+"""A serving fleet under a simulated clock: nodes, their workers and tiers, and who gets what."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdepot.errors import ConfigError
+from kvdepot.index.table import Rows
+from kvdepot.policy.eviction import order_named
+from kvdepot.sim.agenda import Agenda
+from kvdepot.sim.arrivals import Arrivals
+from kvdepot.sim.drives import Drives, Medium, Pipe
+from kvdepot.sim.gpu import Gpu
+from kvdepot.sim.measures import Findings, Served, TierFlow, over_time
+from kvdepot.sim.requests import Workload
+from kvdepot.sim.routing import route_named
+from kvdepot.sim.shelves import Shelf, Shelves, WriteMode
+from kvdepot.sim.tiers import Index, Tier
+from kvdepot.sim.worker import HBM, Habits, Worker
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetup:
+    """One tier of a node, or one that all nodes share."""
+
+    name: str
+    capacity_bytes: float
+    medium: Medium
+    remote: bool = False
+    """Behind the network."""
+
+    shared: bool = False
+    memory: bool = False
+    """Copied from before any drive is asked, as the store does."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSetup:
+    """What is simulated."""
+
+    habits: Habits
+    block_bytes: float
+    """Of a stored block."""
+
+    memory_blocks: int
+    """Blocks that one worker's GPU memory has room for."""
+
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    """Of a node; what is shared has as much for all of them."""
+
+    tiers: tuple[TierSetup, ...] = ()
+    nodes: int = 1
+    workers_per_node: int = 1
+    policy: str = "default"
+    write_mode: WriteMode = "through"
+    route: str = "prefix"
+    seed: int = 0
+    preload: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Blocks that lie in a tier before the first request."""
+
+
+class Fleet:
+    """Runs one workload, once."""
+
+    def __init__(self, setup: FleetSetup, workload: Workload) -> None:
+        """Raises ConfigError for what does not fit together."""
+        _check(setup)
+        self._setup, self._workload = setup, workload
+        self._agenda = Agenda()
+        self._shared_index = Index.of(workload)
+        shared_pipe = Pipe(setup.network_bytes_per_s)
+        shared = [
+            self._shelf(tier, self._shared_index, (shared_pipe,))
+            for tier in setup.tiers
+            if tier.shared
+        ]
+        self._shelves = list(shared)
+        self._workers: list[Worker] = []
+        for _ in range(setup.nodes):
+            self._add_node(shared)
+        self._route = route_named(setup.route, setup.seed)
+        self._served: list[Served] = []
+        self._preload()
+
+    def run(self, arrivals: Arrivals, progress: Progress) -> Findings:
+        """Until everybody is answered."""
+        for time_s, number in arrivals.first():
+            self._note(time_s, number, arrivals)
+        steps = 0
+        while self._agenda.next():
+            steps += 1
+            if steps % 1024 == 0:
+                progress(len(self._served))
+        return self._findings()
+
+    def _note(self, time_s: float, number: int, arrivals: Arrivals) -> None:
+        def done(served: Served) -> None:
+            self._served.append(served)
+            following = arrivals.after(served.number, served.arrival_s, self._agenda.now_s)
+            if following is not None:
+                self._note(*following, arrivals)
+
+        def come() -> None:
+            request = self._workload.request(number)
+            served = Served(number, time_s, request.input_tokens, request.output_tokens)
+            self._route(request, self._workers).arrive(request, served, done)
+
+        self._agenda.at(time_s, come)
+
+    def _add_node(self, shared: Sequence[Shelf]) -> None:
+        setup = self._setup
+        index = Index.of(self._workload)
+        network = Pipe(setup.network_bytes_per_s)
+        local = [
+            self._shelf(tier, index, (network,) if tier.remote else ())
+            for tier in setup.tiers
+            if not tier.shared
+        ]
+        self._shelves += local
+        indexes = [index, self._shared_index] if shared else [index]
+        for _ in range(setup.workers_per_node):
+            worker = Worker(
+                agenda=self._agenda,
+                habits=setup.habits,
+                gpu=Gpu(self._agenda, setup.habits.pace),
+                memory=Tier(HBM, setup.memory_blocks, index, order_named("lru")),
+                shelves=Shelves([*local, *shared], setup.write_mode),
+                indexes=indexes,
+                link=Pipe(setup.link_bytes_per_s),
+            )
+            self._workers.append(worker)
+
+    def _shelf(self, tier: TierSetup, index: Index, pipes: tuple[Pipe, ...]) -> Shelf:
+        setup = self._setup
+        blocks = min(int(tier.capacity_bytes // setup.block_bytes), self._workload.block_count)
+        kept = Tier(tier.name, blocks, index, order_named(setup.policy))
+        drives = Drives(tier.medium, pipes)
+        return Shelf(kept, index, drives, setup.block_bytes, memory=tier.memory)
+
+    def _preload(self) -> None:
+        """Lie there from the start, in no time."""
+        for name, blocks in self._setup.preload.items():
+            rows: Rows = np.array(blocks, dtype=np.int64)
+            for shelf in self._shelves:
+                if shelf.name == name:
+                    shelf.tier.take_in(rows)
+
+    def _findings(self) -> Findings:
+        start_s = min((one.arrival_s for one in self._served), default=0.0)
+        duration_s = self._agenda.now_s - start_s
+        whole_s = max(duration_s, 1e-12) * len(self._workers)
+        tiers = [worker.memory for worker in self._workers]
+        tiers += [shelf.tier for shelf in self._shelves]
+        events = sum(worker.blocks_asked for worker in self._workers)
+        events += sum(tier.entered + tier.evicted for tier in tiers)
+        return Findings(
+            served=self._served,
+            refused=sum(worker.refused for worker in self._workers),
+            duration_s=duration_s,
+            tiers=[self._flow(tier.name, start_s, duration_s) for tier in self._setup.tiers],
+            gpu_busy=sum(worker.gpu.busy_s for worker in self._workers) / whole_s,
+            gpu_prefill_busy=sum(worker.gpu.prefill_s for worker in self._workers) / whole_s,
+            block_events=events,
+        )
+
+    def _flow(self, name: str, start_s: float, duration_s: float) -> TierFlow:
+        shelves = [shelf for shelf in self._shelves if shelf.name == name]
+        for shelf in shelves:
+            shelf.drives.backlog_s(self._agenda.now_s)
+        units = sum(shelf.drives.medium.units for shelf in shelves)
+        whole_s = max(units * duration_s, 1e-12)
+        end_s = start_s + duration_s
+        reads = [one for shelf in shelves for one in shelf.reads]
+        writes = [one for shelf in shelves for one in shelf.writes]
+        return TierFlow(
+            tier=name,
+            tokens_hit=sum(one.hits.get(name, 0) for one in self._served),
+            bytes_read=sum(shelf.bytes_read for shelf in shelves),
+            bytes_written=sum(shelf.bytes_written for shelf in shelves),
+            blocks_dropped=sum(shelf.blocks_dropped for shelf in shelves),
+            read_busy=sum(shelf.drives.read_busy_s for shelf in shelves) / whole_s,
+            write_busy=sum(shelf.drives.write_busy_s for shelf in shelves) / whole_s,
+            read_bytes_per_s=over_time(reads, start_s, end_s),
+            written_bytes_per_s=over_time(writes, start_s, end_s),
+        )
+
+
+def _check(setup: FleetSetup) -> None:
+    names = [tier.name for tier in setup.tiers]
+    if len(set(names)) < len(names) or HBM in names:
+        raise ConfigError("--tier", f"tiers must have names of their own, got {', '.join(names)}")
+    if any(
+        earlier.shared and not later.shared
+        for earlier, later in zip(setup.tiers, setup.tiers[1:], strict=False)
+    ):
+        raise ConfigError("--shared", "a tier that is shared cannot be faster than a node's own")
+    if min(setup.nodes, setup.workers_per_node, setup.memory_blocks) < 1:
+        raise ConfigError("--nodes", "nodes, workers and blocks in GPU memory should be above 0")
+    for tier in setup.tiers:
+        if tier.capacity_bytes < setup.block_bytes:
+            raise ConfigError("--tier", f"{tier.name} is smaller than one block")

@@ -1,0 +1,136 @@
+"""What a simulation found out: distributions, hits, flows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+QUANTILES: Final = (50, 95, 99)
+BINS: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles of some times."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: "Sequence[float] | npt.NDArray[np.float64]") -> "Spread | None":
+        """None for no times."""
+        if not len(seconds):
+            return None
+        p50, p95, p99 = np.percentile(seconds, QUANTILES).tolist()
+        return cls(float(np.mean(seconds)), p50, p95, p99)
+
+
+@dataclass(slots=True)
+class Served:
+    """One request as it went."""
+
+    number: int
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    admitted_s: float = 0.0
+    fetched_s: float = 0.0
+    """When all that was fetched had come."""
+
+    first_s: float = 0.0
+    last_s: float = 0.0
+    hits: dict[str, int] = field(default_factory=dict)
+    """Tokens by tier."""
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.input_tokens - sum(self.hits.values())
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrival_s
+
+    @property
+    def end_to_end_s(self) -> float:
+        return self.last_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class TierFlow:
+    """What went through a tier, of all nodes together."""
+
+    tier: str
+    tokens_hit: int
+    bytes_read: float
+    bytes_written: float
+    blocks_dropped: int
+    read_busy: float
+    """Share of the units' time spent on reads, and on writes."""
+
+    write_busy: float
+    read_bytes_per_s: list[float]
+    """Over time, in `BINS` equal parts."""
+
+    written_bytes_per_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything that a run found out."""
+
+    served: list[Served]
+    refused: int
+    """Requests that are too long for GPU memory."""
+
+    duration_s: float
+    """From the first arrival to the last answer."""
+
+    tiers: list[TierFlow]
+    gpu_busy: float
+    gpu_prefill_busy: float
+    """Shares of the GPUs' time: in any step, and in steps with a prompt."""
+
+    block_events: int
+
+    @property
+    def tokens_asked(self) -> int:
+        return sum(one.input_tokens for one in self.served)
+
+    @property
+    def tokens_answered(self) -> int:
+        return sum(one.output_tokens for one in self.served)
+
+    def hit_ratio(self, tier: str | None = None) -> float:
+        """Tokens that were not computed, over tokens asked for."""
+        hit = sum(
+            sum(one.hits.values()) if tier is None else one.hits.get(tier, 0) for one in self.served
+        )
+        return hit / self.tokens_asked if self.tokens_asked else 0.0
+
+    @property
+    def ttft(self) -> Spread | None:
+        return Spread.of([one.ttft_s for one in self.served])
+
+    @property
+    def end_to_end(self) -> Spread | None:
+        return Spread.of([one.end_to_end_s for one in self.served])
+
+    @property
+    def fetch(self) -> Spread | None:
+        """Of the requests that fetched."""
+        fetches = [one for one in self.served if one.fetched_s > one.admitted_s]
+        return Spread.of([one.fetched_s - one.admitted_s for one in fetches])
+
+
+def over_time(flow: Sequence[tuple[float, float]], start_s: float, end_s: float) -> list[float]:
+    """Bytes a second in each of `BINS` equal parts of the time."""
+    if not flow or end_s <= start_s:
+        return [0.0] * BINS
+    times, nbytes = np.array(flow).T
+    sums, _ = np.histogram(times, bins=BINS, range=(start_s, end_s), weights=nbytes)
+    rates: list[Any] = (sums / ((end_s - start_s) / BINS)).tolist()
+    return rates

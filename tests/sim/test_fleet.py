@@ -1,0 +1,191 @@
+"""The fleet: nothing is lost, nothing is invented, and one seed gives one outcome."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdepot.errors import ConfigError
+from kvdepot.policy.prefill_model import PrefillPace
+from kvdepot.sim.arrivals import AsRecorded, Conversations, MultiTurn
+from kvdepot.sim.drives import Medium
+from kvdepot.sim.fleet import Fleet, FleetSetup, TierSetup
+from kvdepot.sim.gpu import Pace
+from kvdepot.sim.measures import Findings
+from kvdepot.sim.requests import Request, Workload
+from kvdepot.sim.sampling import interval_of, part_of
+from kvdepot.sim.worker import HBM, Habits
+
+PACE = Pace(PrefillPace(0.001, 1e-4, 1e-8), weights_s=0.005, context_token_s=1e-8)
+SSD = TierSetup("ssd", 100e6, Medium(2, 1e9, 5e8, latency_s=1e-4))
+HDD = TierSetup("hdd", 400e6, Medium(3, 1e8, 1e8, seek_s=0.01), remote=True, shared=True)
+SETUP = FleetSetup(
+    habits=Habits(PACE, 64),
+    block_bytes=1e6,
+    memory_blocks=40,
+    link_bytes_per_s=1e10,
+    network_bytes_per_s=1e9,
+    tiers=(SSD, HDD),
+)
+TALKS = MultiTurn(users=6, turns=4, system_tokens=128, history_tokens=512, qps=2.0)
+
+
+def run(setup: FleetSetup, talks: MultiTurn = TALKS, seed: int = 0) -> Findings:
+    workload = talks.workload(setup.habits.block_tokens)
+    return Fleet(setup, workload).run(Conversations(talks, seed), lambda done: None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    nodes=st.integers(1, 3),
+    workers=st.integers(1, 2),
+    memory=st.integers(25, 60),
+    ssd=st.integers(1, 60),
+    back=st.booleans(),
+    policy=st.sampled_from(["lru", "default", "s3fifo"]),
+    route=st.sampled_from(["prefix", "random"]),
+    decides=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_what_is_asked_is_hit_or_computed(
+    nodes: int,
+    workers: int,
+    memory: int,
+    ssd: int,
+    back: bool,
+    policy: str,
+    route: str,
+    decides: bool,
+    seed: int,
+) -> None:
+    setup = replace(
+        SETUP,
+        habits=Habits(PACE, 64, decides=decides),
+        nodes=nodes,
+        workers_per_node=workers,
+        memory_blocks=memory,
+        tiers=(replace(SSD, capacity_bytes=ssd * 1e6), HDD),
+        write_mode="back" if back else "through",
+        policy=policy,
+        route=route,
+        seed=seed,
+    )
+    found = run(setup, replace(TALKS, poisson=True), seed)
+    assert len(found.served) + found.refused == TALKS.users * TALKS.turns
+    assert found.refused == 0
+    for one in found.served:
+        assert all(tokens > 0 for tokens in one.hits.values())
+        assert 0 < one.computed_tokens <= one.input_tokens
+        assert one.arrival_s <= one.admitted_s <= one.fetched_s < one.first_s <= one.last_s
+    hit = sum(found.hit_ratio(name) for name in (HBM, "ssd", "hdd"))
+    assert hit == pytest.approx(found.hit_ratio())
+    assert 0.0 <= found.gpu_prefill_busy <= found.gpu_busy <= 1.0 + 1e-9
+    for flow in found.tiers:
+        blocks = flow.tokens_hit / 64
+        assert flow.bytes_read / 1e6 >= blocks - 1e-9, "every hit was read"
+        assert flow.read_busy <= 1.0 + 1e-9
+
+
+def test_one_seed_one_outcome() -> None:
+    talks = replace(TALKS, poisson=True)
+    setup = replace(SETUP, nodes=2, route="random", seed=7)
+    assert run(setup, talks, 7) == run(setup, talks, 7)
+    assert run(setup, talks, 7) != run(replace(setup, seed=8), talks, 8)
+
+
+def test_without_reuse_all_is_computed() -> None:
+    found = run(replace(SETUP, habits=Habits(PACE, 64, reuse=False)))
+    assert found.hit_ratio() == 0.0
+    assert all(flow.bytes_written == 0 for flow in found.tiers)
+    assert run(SETUP).hit_ratio() > 0.5
+
+
+def _two_prompts(gap_s: float) -> Workload:
+    """The same prompt of four blocks twice."""
+    workload = Workload(64)
+    blocks = workload.new_blocks(-1, 4)
+    for arrival_s in (0.0, gap_s):
+        workload.add(Request(arrival_s, 256, 1, blocks))
+    return workload
+
+
+def test_times_of_a_fetch_by_hand() -> None:
+    """Nothing is kept in GPU memory, so the second prompt comes from the SSDs."""
+    habits = Habits(PACE, 64, keeps_memory=False, decides=False)
+    workload = _two_prompts(10.0)
+    setup = replace(SETUP, habits=habits, tiers=(SSD,))
+    cold, warm = Fleet(setup, workload).run(AsRecorded(workload), lambda done: None).served
+    # 256 tokens: a step, 256 tokens, 256 * 128 pairs.
+    assert cold.ttft_s == pytest.approx(0.001 + 0.0256 + 1e-8 * 256 * 128)
+    # Four blocks of 1 MB on two drives of 1 GB/s: 2 ms, and 0.1 ms of latency.
+    assert warm.fetched_s - warm.admitted_s == pytest.approx(0.0021)
+    # The last token is computed; reading the weights takes longer.
+    assert warm.hits == {"ssd": 255}
+    assert warm.ttft_s == pytest.approx(0.0021 + 0.001 + 0.005)
+
+
+def test_a_slow_tier_is_not_fetched_from() -> None:
+    slow = TierSetup("hdd", 400e6, Medium(1, 1e6, 1e8), remote=True, shared=True)
+    workload = _two_prompts(10.0)
+    habits = Habits(PACE, 64, keeps_memory=False)
+    setup = replace(SETUP, habits=habits, tiers=(slow,))
+    _, warm = Fleet(setup, workload).run(AsRecorded(workload), lambda done: None).served
+    assert not warm.hits, "1 s a block, and all is computed in 30 ms"
+
+
+def test_write_back_writes_what_leaves_and_write_through_all() -> None:
+    tiers = (replace(SSD, capacity_bytes=30e6), HDD)
+    through, back = (
+        run(replace(SETUP, tiers=tiers, write_mode=mode)).tiers[1].bytes_written
+        for mode in ("through", "back")
+    )
+    assert 0 < back < through
+
+
+def test_prefix_routing_hits_more_than_random() -> None:
+    setup = replace(SETUP, nodes=4, tiers=(SSD,))
+    assert run(setup).hit_ratio() > run(replace(setup, route="random")).hit_ratio()
+
+
+def test_a_shared_tier_serves_what_another_node_computed() -> None:
+    setup = replace(SETUP, nodes=4, route="random", tiers=(HDD,))
+    habits = Habits(PACE, 64, decides=False, keeps_memory=False)
+    assert run(replace(setup, habits=habits)).hit_ratio("hdd") > 0.5
+
+
+def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    found = run(replace(SETUP, memory_blocks=5))
+    assert not found.served
+    assert found.refused == TALKS.users
+
+
+def test_setups_that_make_no_sense() -> None:
+    workload = TALKS.workload(64)
+    for setup in (
+        replace(SETUP, nodes=0),
+        replace(SETUP, tiers=(HDD, SSD)),
+        replace(SETUP, tiers=(SSD, SSD)),
+        replace(SETUP, tiers=(replace(SSD, capacity_bytes=1.0),)),
+    ):
+        with pytest.raises(ConfigError):
+            Fleet(setup, workload)
+    with pytest.raises(ConfigError):
+        MultiTurn(users=0)
+
+
+def test_a_sample_has_the_same_load_on_each_node() -> None:
+    talks = MultiTurn(users=1000, qps=50.0)
+    part, nodes = part_of(talks, 100, 0.05, "prefix")
+    assert (part.users, nodes) == (50, 5)
+    assert part.gap_s == pytest.approx(talks.gap_s)
+    for share, route in ((0.0, "prefix"), (1.5, "prefix"), (1e-5, "prefix"), (0.1, "random")):
+        with pytest.raises(ConfigError):
+            part_of(talks, 100, share, route)
+
+
+def test_the_interval_is_students() -> None:
+    found = interval_of([1.0, 2.0, 3.0, 4.0])
+    assert found.mean == 2.5
+    # Standard deviation sqrt(5 / 3), over sqrt(4), times 3.182.
+    assert found.error == pytest.approx(2.0540, abs=1e-3)
