@@ -68,6 +68,7 @@ def test_kill_at_every_write_boundary(
     assert sum(killed) >= 0.9 * len(plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["write-back", "write-through", "pass-through"])
 def test_kill_in_the_middle_of_demotion_and_promotion(
     forks: Children, tmp_path: Path, seed: int, mode: str

@@ -133,6 +133,7 @@ def is_up(store: Store, drive: int) -> bool:
     return store._stock.levels[0].tier.drives[drive].breaker.closed
 
 
+@pytest.mark.slow
 def test_a_slow_drive_is_left_alone_and_taken_back(
     emulated: tuple[Store, EmulatedFiles], tmp_path: Path
 ) -> None:

@@ -230,6 +230,7 @@ def test_six_threads_for_three_seconds(tmp_path: Path, seed: int) -> None:
     stress(tmp_path, seed, threads=6, seconds=3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.stress
 @pytest.mark.parametrize(
     "below", ["write-back", "write-through", "write-through-selective", "pass-through"]
