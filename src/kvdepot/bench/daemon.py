@@ -130,6 +130,7 @@ def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int)
         segment_bytes = max(MIB, min(256 * MIB, 3 * set_bytes // 8)) // MIB * MIB
         settings = {
             "dram.capacity": max(set_bytes // 4, MIB),
+            "dram.eviction": "lru",
             "ssd.capacity": 3 * set_bytes,
             "ssd.segment": segment_bytes,
         }

@@ -94,7 +94,9 @@ def disk_store(directory: Path, block_bytes: int, set_bytes: int) -> Iterator[Di
     segment_bytes = max(MIB, min(256 * MIB, capacity_bytes // 8)) // MIB * MIB
     ssd: dict[str, Any] = {"path": directory, "capacity": capacity_bytes, "segment": segment_bytes}
     try:
-        with open_store(dram=dram_bytes, ssd=ssd) as store:
+        # The least recently used leave first: a set that is read in turn is never in memory.
+        dram = {"capacity": dram_bytes, "eviction": "lru"}
+        with open_store(dram=dram, ssd=ssd) as store:
             store._stock.arena.memory.prefaulted()
             prompts = prompts_for(store, block_bytes, batch_bytes)
             count = max(1, set_bytes // (prompts.blocks * block_bytes))

@@ -48,6 +48,9 @@ class DramConfig:
     verify: bool = True
     """Check the checksum of every block read from memory."""
 
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    """Which block leaves first when there is no room; `kvdepot sim` compares them on a trace."""
+
     shared: bool = False
     """Back the memory by a descriptor that other processes can map. As fast as private memory where
     the kernel makes huge pages of it: 6.1 or newer while it is prefaulted, or reserved ones."""

@@ -82,7 +82,9 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
         for part in held:
             part.close()
         raise
-    catalog = Catalog([tier.name for tier in tiers] or ["ssd"], order=order_named("default"))
+    catalog = Catalog(
+        [tier.name for tier in tiers] or ["ssd"], order=order_named(config.dram.eviction)
+    )
     levels = tuple(
         Level(tier, settings, catalog, copies, Pace(clock))
         for tier, settings, copies in zip(tiers, config.file_tiers, catalog.files, strict=False)
