@@ -184,9 +184,10 @@ def bad_input(run: Run) -> None:
             extra = {"extra": {"ssd": {**disk, "path": str(full / "kv")}}}
             refused(run, "full disk at start", extra, "No space left on device")
     # One depot serves many models: another one's blocks are misses, and its own go beside them.
+    options = json.dumps({"extra": {"block_tokens": 64}})
+    run.scenario("roundtrip", "shared", "--extra", options)
     other = replace(run, model=tiny_model(run, "mistral"))
-    options = {"extra": {"block_tokens": 64}}
-    seen = other.scenario("roundtrip", "kept", "--extra", json.dumps(options))
+    seen = other.scenario("roundtrip", "shared", "--extra", options)
     run.point("10 a depot of another model: nothing of it is used", seen["cold"] == 0)
     run.same("10 a depot of another model serves this one too", seen, [960])
 

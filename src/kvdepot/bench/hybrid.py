@@ -32,7 +32,7 @@ TOKEN_BYTES: Final = 128 << 10
 SSDS, HDDS = 4, 12
 SSD_BYTES_PER_S: Final = (14_500_000_000, 10_000_000_000)
 HDD_BYTES_PER_S: Final = (275_000_000, 275_000_000)
-"""Read and write: data sheets of a PCIe 5 SSD of the PS1010's class and an Exos 30 TB."""
+"""Read and write, assumed: a PCIe 5 SSD of the PS1010's class and an Exos of 30 TB."""
 SSD_LATENCY_S: Final = 0.0001
 HDD_SEEK_S: Final = 0.0125
 """Average seek and half a turn."""

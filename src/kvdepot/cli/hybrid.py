@@ -4,7 +4,6 @@ import argparse
 import datetime
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from kvdepot.bench.bars import HYBRID_GAP, HYBRID_RETAINED, HYBRID_SCALING, HYBR
 from kvdepot.bench.hybrid import Hybrid, HybridPlan, Size
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
+from kvdepot.cli.report.page import whole
 from kvdepot.cli.report.svg import Bars, Series
 
 QUICK: Final = Size(users=3, turns=5, retained_sessions=24)
@@ -95,7 +95,6 @@ def _figure(what: str, value: float, unit: str, bar: float = 0.0, *, least: bool
 
 def page(result: Hybrid, size: Size) -> str:
     """Two plots and how they were made."""
-    style = resources.files("kvdepot.cli.report").joinpath("style.css").read_text("utf-8")
     title = "kvdepot: hard drives behind SSDs (emulated drives)"
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     caption = (
@@ -115,11 +114,7 @@ def page(result: Hybrid, size: Size) -> str:
             f'<div class="plot">{gap_plot(result)}</div>',
         ]
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return whole(title, body)
 
 
 def ttft_plot(result: Hybrid) -> str:
