@@ -16,8 +16,7 @@ from kvdepot.policy.admission import (
     price,
     wanted,
 )
-from kvdepot.policy.placement import DROP, TierFacts, break_even_s, place
-from kvdepot.policy.reuse import Expectation, ReuseEstimator, middle_s, octave
+from kvdepot.policy.reuse import ReuseEstimator, middle_s, octave
 from kvdepot.policy.thrash import ThrashDetector
 
 Writes = st.lists(
@@ -155,41 +154,6 @@ def test_chances_are_chances(uses: list[tuple[int, float]]) -> None:
         found = estimator.expect(session, now_s, 500.0)
         assert 0.0 <= found.chance <= 1.0 + 1e-9
         assert found.interval_s >= 0.0
-
-
-DRAM = TierFacts("dram", fetch_s=0.001, keep_cost_per_s=1e-3)
-CXL = TierFacts("cxl", fetch_s=0.002, keep_cost_per_s=3e-4)
-SSD = TierFacts("ssd", fetch_s=0.01, keep_cost_per_s=1e-5)
-HDD = TierFacts("hdd", fetch_s=0.2, keep_cost_per_s=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("interval_s", "tier"), [(0.1, "dram"), (5.0, "cxl"), (600.0, "ssd"), (86_400.0, "hdd")]
-)
-def test_the_later_the_reuse_the_lower_the_tier(interval_s: float, tier: str) -> None:
-    chosen = place([DRAM, CXL, SSD, HDD], Expectation(1.0, interval_s), recompute_s=1.0)
-    assert chosen == tier
-
-
-@given(st.floats(0.01, 1e6), st.floats(0.01, 1e6), st.floats(0.01, 1.0))
-def test_a_longer_wait_never_leads_to_a_faster_tier(a_s: float, b_s: float, chance: float) -> None:
-    tiers = [DRAM, CXL, SSD, HDD]
-    names = [*(tier.name for tier in tiers), DROP]
-    soon, late = sorted((a_s, b_s))
-    first = place(tiers, Expectation(chance, soon), 1.0)
-    second = place(tiers, Expectation(chance, late), 1.0)
-    assert names.index(first) <= names.index(second)
-
-
-def test_what_is_cheaper_to_recompute_or_never_returns_is_dropped() -> None:
-    assert place([HDD], Expectation(1.0, 1.0), recompute_s=0.1) == DROP
-    assert place([DRAM, HDD], Expectation(0.0, inf), recompute_s=10.0) == DROP
-
-
-def test_break_even_is_where_the_choice_changes() -> None:
-    at_s = break_even_s(DRAM, CXL)
-    assert place([DRAM, CXL], Expectation(1.0, at_s * 0.99), 1.0) == "dram"
-    assert place([DRAM, CXL], Expectation(1.0, at_s * 1.01), 1.0) == "cxl"
 
 
 def test_thrashing_starts_and_ends_once() -> None:

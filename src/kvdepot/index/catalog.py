@@ -80,7 +80,8 @@ class Copies:
 class Catalog:
     """All blocks of a store, whose tiers are named fastest first: memories, then files.
 
-    `order` says which of the blocks in memory leave first.
+    `order` says which of the blocks in the first memory leave first, `below` which of those in a
+    second one.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Catalog:
         files: Sequence[str] = ("ssd",),
         memories: Sequence[str] = ("dram",),
         order: Order | None = None,
+        below: Order | None = None,
     ) -> None:
         self.table = KeyTable()
         self.tree = PrefixTree(self.table)
@@ -101,10 +103,15 @@ class Catalog:
             for number, name in enumerate((*memories, *files))
         )
         self.memory = self.tiers[0]
+        self.memories = self.tiers[: len(memories)]
         self.files = self.tiers[len(memories) :]
+        self._memory_bits = (1 << len(memories)) - 1
         names = [copies.tier for copies in self.tiers]
         self._by_bits = ["", *(names[_lowest(bits)] for bits in range(1, 1 << len(names)))]
-        self.leaves = LeafOrder(self.table, self.tree, order)
+        orders = [order, below][: len(memories)]
+        self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
+        """Of each memory."""
+        self.leaves = self.orders[0]
         self.leased = 0
 
     @property
@@ -130,7 +137,7 @@ class Catalog:
             row = self.table.add(key)
             self.nbytes[row] = nbytes
             self.tree.attach(row)
-            self.leaves.adopt(row)
+            self._adopt(row)
         return row
 
     def recover(
@@ -146,7 +153,7 @@ class Catalog:
         else:
             for row in rows.tolist():
                 self.tree.attach(row)
-                self.leaves.adopt(row)
+                self._adopt(row)
         base = self.tree.now
         self.tree.now += len(rows)
         self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)
@@ -161,6 +168,10 @@ class Catalog:
                 return rows[:index]
         return rows
 
+    def in_memory(self, row: int) -> bool:
+        """Whether the block can be read where it is."""
+        return bool(self.residency.view[row] & self._memory_bits)
+
     def fastest(self, rows: Sequence[int]) -> list[str]:
         """For each resident row the fastest tier that has it."""
         residency = self.residency.view
@@ -169,7 +180,8 @@ class Catalog:
     def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
         self.tree.use(rows, hit=hit)
-        self.leaves.used(rows, hit=hit)
+        for leaves in self.orders:
+            leaves.used(rows, hit=hit)
 
     def lease(self, rows: Sequence[int]) -> None:
         """Protect rows from eviction until `unlease`."""
@@ -178,7 +190,8 @@ class Catalog:
                 self._leases.view[row] += 1
         else:
             np.add.at(self._leases.array, rows, 1)
-        self.leaves.hold_all(rows)
+        for leaves in self.orders:
+            leaves.hold_all(rows)
         self.leased += len(rows)
 
     def unlease(self, rows: Sequence[int]) -> list[int]:
@@ -188,7 +201,8 @@ class Catalog:
                 self._leases.view[row] -= 1
         else:
             np.subtract.at(self._leases.array, rows, 1)
-        self.leaves.release_all(rows)
+        for leaves in self.orders:
+            leaves.release_all(rows)
         self.leased -= len(rows)
         doomed, leases, residency = self._doomed.view, self._leases.view, self.residency.view
         return [row for row in rows if (doomed[row] or not residency[row]) and not leases[row]]
@@ -232,8 +246,13 @@ class Catalog:
                 self._unlink(row)
             self.table.free(row)
 
+    def _adopt(self, row: int) -> None:
+        for leaves in self.orders:
+            leaves.adopt(row)
+
     def _unlink(self, row: int) -> None:
-        self.leaves.detach(row)
+        for leaves in self.orders:
+            leaves.detach(row)
         self.tree.detach(row)
         self.table.hide(row)
 

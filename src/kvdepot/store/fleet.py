@@ -1,4 +1,4 @@
-"""The drives of a store and the threads that keep them: started, added to, drained and resized."""
+"""The drives of a store and the threads of its tiers: started, added to, drained and resized."""
 
 import threading
 from pathlib import Path
@@ -9,6 +9,7 @@ from kvdepot.store.demoter import Demoter
 from kvdepot.store.evacuator import Evacuator
 from kvdepot.store.level import Level
 from kvdepot.store.migrator import Migrator
+from kvdepot.store.porter import Porter
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
 
@@ -34,13 +35,24 @@ class Fleet:
             self.writers[level] = []
             for index in range(len(level.tier.drives)):
                 self._add_writer(level, index)
+        self._porters = [Porter(stock)] if len(stock.pools) > 1 else []
         for thread in self.threads():
             thread.start()
 
     def threads(self) -> list[threading.Thread]:
         writers = [writer for some in self.writers.values() for writer in some]
         threads = [thread for writer in writers for thread in writer.threads]
-        return threads + [migrator.thread for migrator in self._migrators]
+        threads += [migrator.thread for migrator in self._migrators]
+        return threads + [porter.thread for porter in self._porters]
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads of a store that closes. False: one is still busy."""
+        for porter in self._porters:
+            porter.call()
+        threads = self.threads()
+        for thread in threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in threads)
 
     def add(self, tier: str, path: Path) -> None:
         """Use one more drive, which must be empty."""
