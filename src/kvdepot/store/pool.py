@@ -57,12 +57,18 @@ class Pool:
 
     def wish(self, rows: list[int]) -> None:
         """Blocks were read in the memory below."""
+        if not self.hits:
+            self.call.set()
         self.hits.extend(rows)
-        self.call.set()
+
+    def spare(self, nbytes: int) -> int:
+        """How much is to be free for blocks of this size: two of them, at the least."""
+        return max(self.spare_bytes, 2 * nbytes)
 
     def watch(self, nbytes: int, *, full: bool) -> None:
         """A slot was asked for: call the porter where few are left."""
         self.overruns += full
-        if full or self.arena.capacity_bytes - self.arena.used_bytes < self.spare_bytes:
-            self.short[self.arena.slot_bytes(nbytes)] = None
+        group = self.arena.slot_bytes(nbytes)
+        if full or self.arena.room(group) < self.spare(group):
+            self.short[group] = None
             self.call.set()

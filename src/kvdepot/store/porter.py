@@ -21,6 +21,8 @@ from kvdepot.tiers.dram import transfers
 _PIECE_BYTES: Final = 8 << 20
 _BLOCKS_MAX: Final = 32
 """Copied in one go; and looked at in one go, lock held."""
+_PAUSE_S: Final = 0.05
+"""Between two looks at what was read in the slower memory: whoever reads should not notice."""
 _SPARE_SHARE: Final = 64
 """One part in as many of the faster memory is kept free, and twice that when there is time."""
 _SPARE_SHARE_MAX: Final = 8
@@ -48,6 +50,7 @@ class Porter:
         self._room = Room(stock, self._lower)
         self._upper.spare_bytes = max(1, self._upper.arena.capacity_bytes // _SPARE_SHARE)
         self._full = 0
+        self._since_s = 0.0
         self.thread = threading.Thread(target=self._run, name="kvdepot-cxl-porter", daemon=True)
 
     def call(self) -> None:
@@ -55,10 +58,20 @@ class Porter:
         self._upper.call.set()
 
     def _run(self) -> None:
-        while not self._stock.closing:
-            if not (self._bring_down() or self._bring_up()):
-                self._upper.call.wait()
-                self._upper.call.clear()
+        try:
+            while not self._stock.closing:
+                if not self._bring_down() and not (self._is_time() and self._bring_up()):
+                    self._upper.call.wait(_PAUSE_S if self._upper.hits else None)
+                    self._upper.call.clear()
+        finally:
+            self._upper.spare_bytes = 0  # nobody waits for it any longer
+
+    def _is_time(self) -> bool:
+        """Whether readers have been left alone for a while: what they read can wait to come up."""
+        now_s = self._stock.clock.now()
+        if not self._upper.hits:
+            self._since_s = now_s
+        return now_s - self._since_s >= _PAUSE_S
 
     def _bring_down(self) -> bool:
         """Free some of the faster memory. False: there was nothing to do."""
@@ -91,7 +104,7 @@ class Porter:
         upper = self._upper
         for group in list(upper.short):
             row = upper.leaves.coldest(group)
-            if upper.arena.room(group) >= 2 * upper.spare_bytes or row == NONE:
+            if upper.arena.room(group) >= 2 * upper.spare(group) or row == NONE:
                 del upper.short[group]
                 continue
             rows = upper.leaves.chain(row, min(_BLOCKS_MAX, max(1, _PIECE_BYTES // group)))
@@ -114,10 +127,9 @@ class Porter:
                 continue
             nbytes = record_bytes(catalog.nbytes[row])
             slot = upper.arena.allocate(nbytes, row)
-            if slot is None:
-                upper.watch(nbytes, full=True)
-                continue
             upper.watch(nbytes, full=False)
+            if slot is None:
+                continue
             upper.copies.reserve(row, slot)
             rows.append(row)
             total += nbytes
@@ -148,8 +160,8 @@ class Porter:
     def _belongs_above(self, row: int) -> bool:
         upper = self._upper
         group = upper.arena.slot_bytes(record_bytes(self._stock.catalog.nbytes[row]))
-        if upper.arena.room(group) > 2 * upper.spare_bytes:
-            return True
+        if upper.arena.room(group) > 2 * upper.spare(group) + _PIECE_BYTES:
+            return True  # more than is kept free
         incumbent = upper.leaves.coldest(group)
         return incumbent != NONE and is_promoted(self._outlook(row), self._outlook(incumbent))
 
@@ -191,10 +203,11 @@ class Porter:
             else:
                 target.drop(row)
                 counters.quarantined += intact.get(row) is False
-        for row, stamp in zip(load.rows, load.stamps, strict=True):
+        stamps = stock.catalog.tree.stamp
+        used = [stamps[row] != stamp for row, stamp in zip(load.rows, load.stamps, strict=True)]
+        for row, again in zip(load.rows, used, strict=True):
             damaged = intact.get(row) is False
-            used = stock.catalog.tree.stamp[row] != stamp
-            if self._may_go(row, source, damaged=damaged, used=used):
+            if self._may_go(row, source, damaged=damaged, used=again):
                 source.drop(row)
                 counters.evicted_dram += source is self._upper and not damaged
         stock.unlease(load.rows)

@@ -114,10 +114,11 @@ class Reader:
                 catalog.use(held)
                 stock.write_touched(held)
             slots = [catalog.memory.location.view[wants[index].row] for index in hot]
+            warm = self._look_below(errand, cold) if len(stock.pools) > 1 else {}
         try:
             cold += self._from_memory(errand, stock.pools[0], hot, slots)
-            for pool in stock.pools[1:]:
-                cold = self._from_below(errand, pool, cold) if cold else cold
+            if warm or (cold and len(stock.pools) > 1):
+                cold = self._from_below(errand, warm, cold)
             if cold:
                 self._from_files(errand, cold)
         finally:
@@ -127,17 +128,28 @@ class Reader:
                 stock.unlease(held)
         return errand.results
 
-    def _from_below(self, errand: Errand, pool: Pool, left: list[int]) -> list[int]:
-        """Serve what is in a slower memory, where it lies. Returns what is not, or is damaged."""
-        wants, copies = errand.wants, pool.copies
-        with self._stock.changed:
-            hits = [index for index in left if copies.ready(wants[index].row)]
-            places = [copies.location.view[wants[index].row] for index in hits]
-            if hits and not errand.ahead:
-                self._stock.pools[0].wish([wants[index].row for index in hits])
-        found = set(hits)
-        bad = self._from_memory(errand, pool, hits, places) if hits else []
-        return [index for index in left if index not in found] + bad
+    def _look_below(self, errand: Errand, indices: list[int]) -> dict[int, int]:
+        """Those of the wants that are in the slower memory, and where. Lock held."""
+        upper, lower = self._stock.pools
+        wants, copies = errand.wants, lower.copies
+        found = {
+            index: int(copies.location.view[wants[index].row])
+            for index in indices
+            if copies.ready(wants[index].row)
+        }
+        if found and not errand.ahead:
+            upper.wish([wants[index].row for index in found])
+        return found
+
+    def _from_below(self, errand: Errand, warm: dict[int, int], left: list[int]) -> list[int]:
+        """Serve what is in the slower memory, where it lies. Returns what is not, or is damaged."""
+        damaged = [index for index in left if errand.results[index] is _REASONS[Outcome.CORRUPT]]
+        if damaged:
+            with self._stock.changed:
+                warm |= self._look_below(errand, damaged)
+        pool = self._stock.pools[1]
+        bad = self._from_memory(errand, pool, list(warm), list(warm.values())) if warm else []
+        return [index for index in left if index not in warm] + bad
 
     def _from_memory(
         self, errand: Errand, pool: Pool, hits: list[int], places: list[int]

@@ -29,12 +29,17 @@ class Room:
         self._pool = pool
         self._since_look = 0
 
-    def slot(self, nbytes: int, owner: int) -> int | None:
-        """A slot of memory for `owner`, evicting if need be. None: everything is in use."""
+    def slot(self, nbytes: int, owner: int, *, patient: bool = False) -> int | None:
+        """A slot of memory for `owner`, evicting if need be. None: everything is in use.
+
+        `patient`: None also where a porter is about to free some without a loss.
+        """
         arena = self._pool.arena
         location = arena.allocate(nbytes, owner)
         if self._pool.spare_bytes:
             self._pool.watch(nbytes, full=location is None)
+            if location is None and patient and self._pool.leaves.coldest(nbytes) != NONE:
+                return None
         if location is None:
             location = self._reuse(arena.slot_bytes(nbytes), owner)
         if location is None and arena.has_others(nbytes) and self._empty_stretch(nbytes):

@@ -66,6 +66,7 @@ class Arena:
         self.chunk_count = capacity_bytes // CHUNK
         self._taken = np.zeros(self.chunk_count, dtype=bool)
         self._free_chunks = self.chunk_count
+        self._free_slots: Counter[int] = Counter()
         self._slab_at: dict[int, Slab] = {}
         self._slab_of_chunk = np.full(self.chunk_count, -1, dtype=np.int32)
         self._open: dict[int, list[Slab]] = {}
@@ -99,6 +100,7 @@ class Arena:
             slabs.append(slab)
         slab = slabs[-1]
         slot = slab.free.pop()
+        self._free_slots[slot_bytes] -= 1
         slab.owners[slot] = owner
         if not slab.free:
             slabs.pop()
@@ -111,6 +113,7 @@ class Arena:
         slot = (location - slab.start * CHUNK) // slab.slot_bytes
         slab.owners[slot] = NOBODY
         slab.free.append(slot)
+        self._free_slots[slab.slot_bytes] += 1
         self.used_bytes -= slab.slot_bytes
         if len(slab.free) == 1:
             self._open.setdefault(slab.slot_bytes, []).append(slab)
@@ -120,10 +123,11 @@ class Arena:
     def room(self, nbytes: int) -> int:
         """Bytes that are free for this size class, as far as can be told without a search."""
         slot_bytes = self.slot_bytes(nbytes)
-        slots = sum(len(slab.free) for slab in self._open.get(slot_bytes, ()))
-        if -(-slot_bytes // CHUNK) >= self._no_run_of:
-            return slots * slot_bytes
-        return slots * slot_bytes + self._free_chunks * CHUNK
+        slots = self._free_slots[slot_bytes]
+        chunks = -(-slot_bytes // CHUNK)
+        if chunks < self._no_run_of:
+            slots += self._free_chunks // chunks * (chunks * CHUNK // slot_bytes)
+        return slots * slot_bytes
 
     def set_owner(self, location: int, owner: int) -> None:
         """A slot changes hands."""
@@ -169,6 +173,7 @@ class Arena:
         slab = Slab(start, chunks, slot_bytes, [NOBODY] * slots, list(range(slots - 1, -1, -1)))
         self._taken[start : start + chunks] = True
         self._free_chunks -= chunks
+        self._free_slots[slot_bytes] += slots
         self._slab_of_chunk[start : start + chunks] = start
         self._slab_at[start] = slab
         self._slab_counts[slot_bytes] += 1
@@ -194,6 +199,7 @@ class Arena:
         self._open[slab.slot_bytes].remove(slab)
         self._taken[slab.start : slab.start + slab.chunks] = False
         self._free_chunks += slab.chunks
+        self._free_slots[slab.slot_bytes] -= len(slab.owners)
         self._slab_of_chunk[slab.start : slab.start + slab.chunks] = -1
         del self._slab_at[slab.start]
         self._slab_counts[slab.slot_bytes] -= 1
