@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -114,8 +114,7 @@ def test_leased_blocks_are_seen_in_place(store: Store) -> None:
 
 def test_two_clients_see_the_same(store: Store) -> None:
     keys = fill(store)["cxl"][:8]
-    assert isinstance(store, DaemonStore)
-    with kvdepot.open(store.daemon.address) as other:
+    with kvdepot.open(cast(Any, store).daemon.address) as other:
         space_of(other)
         assert None not in tiers(other, keys)
 

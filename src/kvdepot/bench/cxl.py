@@ -22,7 +22,7 @@ _PATIENCE_S = 30.0
 def measure_cxl(block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
     """Batches and single calls, of as many bytes out of either memory."""
     batch_bytes = max(block_bytes, min(BATCH_BYTES, set_bytes // 4))
-    memory = {"capacity": int(1.25 * set_bytes), "eviction": "lru"}
+    memory = {"capacity": int(1.75 * set_bytes), "eviction": "lru"}
     with ExitStack() as scope:
         store = scope.enter_context(open_store(dram=memory, cxl=4 * set_bytes))
         for arena in store._stock.arenas:

@@ -111,7 +111,7 @@ class Catalog:
         orders = [order, below][: len(memories)]
         self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
         """Of each memory."""
-        self.leaves = self.orders[0]
+        self.leaves, *self._below = self.orders
         self.leased = 0
 
     @property
@@ -180,7 +180,8 @@ class Catalog:
     def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
         self.tree.use(rows, hit=hit)
-        for leaves in self.orders:
+        self.leaves.used(rows, hit=hit)
+        for leaves in self._below:
             leaves.used(rows, hit=hit)
 
     def lease(self, rows: Sequence[int]) -> None:
@@ -190,7 +191,8 @@ class Catalog:
                 self._leases.view[row] += 1
         else:
             np.add.at(self._leases.array, rows, 1)
-        for leaves in self.orders:
+        self.leaves.hold_all(rows)
+        for leaves in self._below:
             leaves.hold_all(rows)
         self.leased += len(rows)
 
@@ -201,7 +203,8 @@ class Catalog:
                 self._leases.view[row] -= 1
         else:
             np.subtract.at(self._leases.array, rows, 1)
-        for leaves in self.orders:
+        self.leaves.release_all(rows)
+        for leaves in self._below:
             leaves.release_all(rows)
         self.leased -= len(rows)
         doomed, leases, residency = self._doomed.view, self._leases.view, self.residency.view

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.core.block import Got
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.tiers.arena import Arena
@@ -31,10 +32,13 @@ class Pool:
     """Rows that were read in the memory below, and may belong here."""
     call: threading.Event = field(default_factory=threading.Event)
     """Set when there is something for the porter to do."""
+    name: str = field(init=False)
+    served: Got = field(init=False)
+    """The answer for a block that is here."""
 
-    @property
-    def name(self) -> str:
-        return self.copies.tier
+    def __post_init__(self) -> None:
+        self.name = self.copies.tier
+        self.served = Got(self.name)
 
     def image(self, row: int) -> memoryview:
         """The record of a block that is here."""

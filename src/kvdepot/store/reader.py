@@ -170,7 +170,7 @@ class Reader:
         self, errand: Errand, pool: Pool, hits: list[int], places: list[int]
     ) -> list[int]:
         """Verify and copy as asked. Returns the hits that failed verification."""
-        base, served = pool.arena.address, Got(pool.name)
+        base, served = pool.arena.address, pool.served
         ops = []
         partial = []
         asked = []

@@ -27,6 +27,7 @@ class Room:
     def __init__(self, stock: Stock, pool: Pool) -> None:
         self._stock = stock
         self._pool = pool
+        self._evicted = f"evicted_{pool.name}"
         self._since_look = 0
 
     def slot(self, nbytes: int, owner: int, *, patient: bool = False) -> int | None:
@@ -65,7 +66,8 @@ class Room:
     def _evict(self, row: int, *, keep_slot: bool = False) -> int:
         pool = self._pool
         location = pool.drop(row, keep_slot=keep_slot)
-        self._stock.counters.add("evicted", pool.name)
+        counters, name = self._stock.counters, self._evicted
+        setattr(counters, name, getattr(counters, name) + 1)
         pool.catalog.forget_if_gone(row)
         return location
 
