@@ -187,6 +187,8 @@ class Reader:
         """Read in waves, the next one planned and started while the last is under way."""
         flights: Flights = {}
         with self._stock.changed:
+            if not errand.ahead:
+                self._stock.admission.read([errand.wants[index].row for index in left])
             self._assign(errand, flights, left)
         try:
             self._fly(errand, flights)
@@ -356,7 +358,7 @@ class Reader:
         row = errand.wants[step.index].row
         self._settle(step, row, outcome)
         if outcome is Outcome.OK and step.promote:
-            self._stock.promote(row, level)
+            self._stock.promote(row, level, errand.wants[-1].key[-1])
         if outcome is not Outcome.OK:
             return self._blame(level, step, row, outcome)
         errand.results[step.index] = Got(level.name)

@@ -188,6 +188,7 @@ class Reclaimer:
         return self._demoter is not None and self._demoter.lower.copies.ready(row)
 
     def _evict(self, row: int) -> None:
+        self._stock.admission.left(row, self._level)
         self._level.drop(row)
         self._stock.counters.add("evicted", self._level.name)
         self._stock.catalog.forget_if_gone(row)
