@@ -182,7 +182,7 @@ class TestBypass:
             ready = store._stock.levels[0].copies.ready
             kept_again = sum(ready(row) for row in rows(again)) / len(again)
             kept_once = sum(ready(row) for row in rows(once)) / len(once)
-            assert kept_again > 2 * kept_once
+            assert kept_again > 0.2 > 2 * kept_once
 
     def test_without_hard_drives_they_stay_in_memory(self, tmp_path: Path) -> None:
         tree = settings(tmp_path, ssd={"writes_per_day": 0.5})
