@@ -250,6 +250,17 @@ def test_new_blocks_alone_are_no_thrashing() -> None:
     assert detector.late_share == 0.0
 
 
+def test_where_new_blocks_push_others_out_promotion_goes_on() -> None:
+    detector = ThrashDetector(window_uses=100)
+    tier: list[int] = []
+    for block in list(range(150)) * 3:
+        serve(detector, tier, [block], 100)
+        for new in range(2):
+            detector.made(10_000 + 2 * block + new)
+    assert detector.late_share > 0.5
+    assert not detector.thrashing
+
+
 def test_what_left_long_ago_came_too_late_for_a_larger_tier_too() -> None:
     detector = ThrashDetector(window_uses=100)
     serve(detector, [], list(range(400)) * 4, 100)

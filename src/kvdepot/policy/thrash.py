@@ -1,7 +1,7 @@
 """Whether a tier thrashes: it moves blocks in and out, and they are gone when they are wanted.
 
-Pure. What comes into such a tier only pushes out what would have been hit, so little is promoted
-into it until it has calmed down.
+Pure. What is promoted into such a tier only pushes out what would have been hit, so little is
+promoted until it has calmed down. Where new blocks are what pushes others out, that would not help.
 """
 
 from typing import Final
@@ -31,6 +31,7 @@ class ThrashDetector:
         self._blocks = 0
         self._departures = 0
         self._hits = self._late = 0.0
+        self._from_below = self._new = 0.0
         self._uses = 0
         self._windows = 0
 
@@ -53,23 +54,32 @@ class ThrashDetector:
         self._passed()
 
     def missed(self, digest: int) -> None:
-        """A block was wanted that is not in the tier."""
-        ghost = self._ghosts.recall(digest)
-        if ghost is not None:
-            self._late += self._departures - ghost.stamp <= _GHOSTS_PER_BLOCK * self._blocks
-        self._passed()
+        """A block was read from below, and could be promoted into the tier."""
+        self._from_below += 1
+        self._wanted(digest)
+
+    def made(self, digest: int) -> None:
+        """A block was made, anew if the tier once had it."""
+        self._new += 1
+        self._wanted(digest)
 
     def promotes(self, sample: int) -> bool:
         """Whether a prompt may be promoted into the tier; `sample` is a byte of its own."""
         return not self.thrashing or (sample + self._windows) % _SAMPLED == 0
+
+    def _wanted(self, digest: int) -> None:
+        ghost = self._ghosts.recall(digest)
+        if ghost is not None:
+            self._late += self._departures - ghost.stamp <= _GHOSTS_PER_BLOCK * self._blocks
+        self._passed()
 
     def _passed(self) -> None:
         self._uses += 1
         if self._uses < max(self._window_uses_min, self._blocks // 2):
             return
         limit = _CALM_SHARE if self.thrashing else _LATE_SHARE
-        self.thrashing = self.late_share > limit
-        self._hits *= _FADE
-        self._late *= _FADE
+        self.thrashing = self.late_share > limit and self._from_below >= self._new
+        self._hits, self._late = self._hits * _FADE, self._late * _FADE
+        self._from_below, self._new = self._from_below * _FADE, self._new * _FADE
         self._uses = 0
         self._windows += 1

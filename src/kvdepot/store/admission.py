@@ -35,7 +35,7 @@ class Admission:
     def made(self, row: int) -> bool:
         """A block was put. True: it promises to be asked for again."""
         if self._thrash is not None:
-            self._thrash.missed(self._catalog.table.digest(row))
+            self._thrash.made(self._catalog.table.digest(row))
         history = self._learned()
         if history is None:
             return False
