@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -232,7 +232,7 @@ def _settings(folder: Path, modes: Modes, order: str, blocks: int) -> dict[str, 
         "hdd": {
             "path": [folder / f"hdd-{number}" for number in range(HDD_PATHS)],
             "capacity": int(total_bytes * HDD_SHARE),
-            "segment": MIB,
+            "segment": MIB // 2,
             "run": RECORD_BYTES,
             "write_mode": modes.hdd,
             "emulate": _emulated(
