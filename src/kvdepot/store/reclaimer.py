@@ -112,11 +112,14 @@ class Reclaimer:
     def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
         catalog = self._stock.catalog
         stamps, orphaned_bytes = self._look_below(segment, rows)
+        hits = catalog.tree.hits.array[rows].astype(np.int64)
+        closed = catalog.closed.mask(rows)
+        stamps[closed] = hits[closed] = 0
         return SegmentFacts(
             capacity_bytes=self._tier.drives[self._index].settings.segment_bytes,
             sizes=HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE,
             stamps=stamps,
-            hits=catalog.tree.hits.array[rows].astype(np.int64),
+            hits=hits,
             orphaned_bytes=orphaned_bytes,
         )
 
