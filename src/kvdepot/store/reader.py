@@ -237,12 +237,13 @@ class Reader:
         for flight in busy:
             if not flight.has_room():
                 continue
+            left = len(flight.waiting)
             with self._stock.changed:
-                wave = self._plan(errand.wants, flight)
+                wave = self._plan(errand, flight)
+            started = started or len(flight.waiting) < left
             if wave:
                 alone = len(busy) == 1 and not flight.waiting and not flight.flying
                 flight.flying.append((wave, self._start(wave, errand, flight, inline=alone)))
-                started = True
         return started
 
     def _await_room(self, errand: Errand, busy: list[Flight]) -> bool:
@@ -287,9 +288,12 @@ class Reader:
                 self._threads[name] = ThreadPoolExecutor(_THREADS, thread_name_prefix=prefix)
             return self._threads[name]
 
-    def _plan(self, wants: Sequence[Want], flight: Flight) -> "list[Step]":
-        """The next wave: blocks for which there is memory to read into. Lock held."""
-        stock, catalog = self._stock, self._stock.catalog
+    def _plan(self, errand: Errand, flight: Flight) -> "list[Step]":
+        """The next wave: blocks for which there is memory to read into. Lock held.
+
+        What nobody waits for is read only if it can stay in memory.
+        """
+        stock, catalog, wants = self._stock, self._stock.catalog, errand.wants
         level, waiting = flight.level, flight.waiting
         limit = min(level.wave_bytes, max(1, stock.arena.capacity_bytes // 4))
         wave: list[Step] = []
@@ -301,9 +305,13 @@ class Reader:
             if wave and total + nbytes > limit:
                 break
             slot = None
-            promote = want.is_whole and level.config.promote and catalog.memory.absent(want.row)
+            promote = level.config.promote or errand.ahead
+            promote = promote and want.is_whole and catalog.memory.absent(want.row)
             if promote:
                 slot = self._room.slot(nbytes, want.row)
+            if slot is None and errand.ahead:
+                errand.results[waiting.popleft()] = _BUSY
+                continue
             arena = stock.arena
             if slot is None:
                 promote, arena = False, stock.staging

@@ -42,5 +42,6 @@ def _file_tier(level: Level) -> dict[str, Any]:
         "healthy": health.ok,
         "errors": health.errors,
         "emulated": level.config.emulate is not None,
+        "write_mode": level.mode.value,
         "drives": [drive.describe() for drive in level.tier.drives],
     }

@@ -27,7 +27,6 @@ from kvdepot.tiers.segments import Appended, Purpose, Run, Segment, closing_page
 from kvdepot.tiers.wear import Wear
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_NOTE_RESERVE_MAX: Final = 64 << 10
 _GONE: Final = "the directory was removed"
 
 
@@ -153,7 +152,7 @@ class Drive:
         """
         with self._turn() as mine:
             runs = self._reserve(images, purpose) if mine else []
-        written = self._write(runs, images, wait=purpose is not Purpose.NOTE) if runs else {}
+        written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
         if self.settings.fsync == "always" and written and not self.sync():
             written = {}
         results: list[Appended | None] = [None] * len(images)
@@ -164,7 +163,7 @@ class Drive:
 
     def _reserve(self, images: Sequence[memoryview], purpose: Purpose) -> "list[Run]":
         """Give images their places, as far as there is room."""
-        closed = self.retired or (self.draining and purpose is not Purpose.NOTE)
+        closed = self.retired or (self.draining and not purpose.is_note)
         if self.lost or closed or not self.breaker.allows():
             return []
         if not self.medium.intact():
@@ -185,7 +184,7 @@ class Drive:
             segment.tail += len(image)
             segment.count += 1
             with self._books:
-                segment.unentered += purpose is not Purpose.NOTE
+                segment.unentered += not purpose.is_note
         self.wear.spend(sum(len(images[index]) for run in runs for index, _ in run.places))
         return runs
 
@@ -232,7 +231,7 @@ class Drive:
             else:
                 segment.count -= 1
                 with self._books:
-                    segment.unentered -= purpose is not Purpose.NOTE
+                    segment.unentered -= not purpose.is_note
         segment.runs -= 1
         if segment is not self._active and not segment.runs:
             self._finish(segment, sealed=True)
@@ -266,15 +265,10 @@ class Drive:
         return Appended(segment.slot, offset // PAGE, segment.segment_id)
 
     def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
-        freely = purpose is Purpose.NOTE or segment.tail == PAGE
-        kept_back = 0 if freely else self._note_reserve
-        end = self.settings.segment_bytes - footer_bytes(segment.count + 1) - kept_back
+        end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
+        if segment.tail > PAGE:
+            end -= purpose.kept_back(self.settings.segment_bytes, last=not self.spare_slots())
         return segment.tail + nbytes <= end
-
-    @property
-    def _note_reserve(self) -> int:
-        """Room in each segment for notes alone, so that removals can be kept on a full drive."""
-        return min(_NOTE_RESERVE_MAX, self.settings.segment_bytes // 8)
 
     def _segment_for(self, nbytes: int, purpose: Purpose) -> Segment | None:
         """A segment with room for `nbytes` more, or None."""
@@ -453,6 +447,9 @@ class Drive:
             "reason": health.reason,
             "errors": health.errors,
             "draining": self.draining,
+            "drained": self.retired,
+            "used_bytes": sum(segment.live_bytes for segment in list(self.segments.values())),
+            "capacity_bytes": self.settings.slots_max * self.settings.segment_bytes,
             "retry_in_s": round(health.retry_in_s, 3),
             "segments": len(self.segments),
             "free_segments": len(self.free),
