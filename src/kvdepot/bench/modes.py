@@ -41,7 +41,7 @@ DRAM_SHARE: Final = SSD_SHARE / 4
 HDD_SHARE: Final = 0.8
 """Of the blocks of all users."""
 PREFILL_S_PER_TOKEN: Final = hybrid.PREFILL_S / hybrid.TOKENS
-_WAIT_S: Final = 60.0
+_WAIT_S: Final = 300.0
 _SEED: Final = 5
 
 

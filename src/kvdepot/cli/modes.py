@@ -17,7 +17,7 @@ from kvdepot.cli import output
 from kvdepot.cli.report.page import section, table, whole
 from kvdepot.cli.report.svg import Bars, Series
 
-QUICK: Final = Size(users=40, requests=40, habits=HABITS[:1])
+QUICK: Final = Size(users=80, requests=40, habits=HABITS[:1])
 NEEDED_BYTES: Final = 1 << 30
 HEADS: Final = (
     "users", "write mode", "eviction", "dram", "ssd", "hdd", "hits",
