@@ -8,7 +8,7 @@ A block that is corrupt, failed or late is a miss; the others are delivered.
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Final
@@ -72,6 +72,8 @@ class Reader:
         self._drainer = drainer
         self._threads: dict[tuple[Level, int], ThreadPoolExecutor] = {}
         """Of each drive, so that a slow one does not hold up the others."""
+        self.follow: Callable[[Sequence[Want]], None] | None = None
+        """Told of what somebody has read."""
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
@@ -123,6 +125,8 @@ class Reader:
                 if not ahead:
                     self._count(wants, errand.results)
                 stock.unlease(held)
+        if self.follow is not None and not ahead:
+            self.follow(wants)
         return errand.results
 
     def _from_memory(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
