@@ -11,6 +11,7 @@ import numpy as np
 from kvdepot.core.block import ALLOWED, BlockKey, CopyState, check_transition
 from kvdepot.core.order import Order
 from kvdepot.errors import StateError
+from kvdepot.index.closed import Closed
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Bools, Column, Keys, KeyTable, Rows, as_words
 from kvdepot.index.tree import FEW, PrefixTree
@@ -112,6 +113,7 @@ class Catalog:
         self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
         """Of each memory."""
         self.leaves, *self._below = self.orders
+        self.closed = Closed(self.tree)
         self.leased = 0
 
     @property

@@ -147,6 +147,8 @@ class Porter:
     def _reserve_below(self, row: int, group: int) -> bool:
         """A slot in the slower memory for a block that is worth it. Lock held."""
         lower = self._lower
+        if row in self._stock.catalog.closed:
+            return False  # nobody will come back for it
         if lower.arena.room(group) < group:
             incumbent = lower.leaves.coldest(group)
             if incumbent != NONE and not is_kept(self._outlook(row), self._outlook(incumbent)):
@@ -159,6 +161,8 @@ class Porter:
 
     def _belongs_above(self, row: int) -> bool:
         upper = self._upper
+        if row in self._stock.catalog.closed:
+            return False
         group = upper.arena.slot_bytes(record_bytes(self._stock.catalog.nbytes[row]))
         if upper.arena.room(group) > 2 * upper.spare(group) + _PIECE_BYTES:
             return True  # more than is kept free

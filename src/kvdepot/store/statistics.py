@@ -14,6 +14,8 @@ def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
     if stock.config.cxl is not None:
         tiers["cxl"] |= _origin(stock.config.cxl)
     tiers.update((level.name, _file_tier(level)) for level in stock.levels)
+    for level in stock.levels[:1]:
+        tiers[level.name]["thrashing"] = stock.admission.thrashing
     return {
         "tiers": tiers,
         "blocks": stock.catalog.table.live,
@@ -49,5 +51,6 @@ def _file_tier(level: Level) -> dict[str, Any]:
         "healthy": health.ok,
         "errors": health.errors,
         "emulated": level.config.emulate is not None,
+        "write_mode": level.mode.value,
         "drives": [drive.describe() for drive in level.tier.drives],
     }
