@@ -9,8 +9,11 @@ import pytest
 from tests.unit.test_chain import settings
 
 import kvdepot
+from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError
+from kvdepot.store.errand import Want
+from kvdepot.store.hinter import Hint
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
@@ -147,3 +150,25 @@ def test_many_hints_from_many_threads(store: Store, keys: list[BlockKey]) -> Non
         thread.join()
     assert len(found) == 80 and min(found) >= 0
     assert None not in tiers(store, keys)
+
+
+def some_wants(count: int, nbytes: int = 4096) -> list[Want]:
+    return [Want(BlockKey(bytes([n]) * 32), 0, nbytes, nbytes, 0, nbytes) for n in range(count)]
+
+
+def test_a_step_takes_no_more_than_a_share_from_each_drive() -> None:
+    wants = some_wants(6)
+    record = record_bytes(4096)
+    hint = Hint(wants, 1.0)
+    drives = [None, None, None]
+    step = hint.take(drives, 100 * record, 2 * record)
+    assert step == {None: wants[:2]}
+    assert hint.first(9) == wants[2:], "what was left out comes next, in order"
+    assert hint.nbytes == 4 * record
+
+
+def test_a_step_takes_one_block_even_where_that_is_too_much() -> None:
+    wants = some_wants(3)
+    hint = Hint(wants, 1.0)
+    assert hint.take([None] * 3, 1, 1) == {None: wants[:1]}
+    assert hint.first(9) == wants[1:]

@@ -9,17 +9,26 @@ is no room in memory is not read.
 import math
 import threading
 from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.core import order
 from kvdepot.errors import ConfigError
+from kvdepot.index.table import NONE
 from kvdepot.store.errand import Want
-from kvdepot.store.pace import rest_s
+from kvdepot.store.level import Level
+from kvdepot.store.pace import FLASH_SHARE, HEAD_SHARE, Stride, rest_s
 from kvdepot.store.reader import Reader
 from kvdepot.store.stock import Stock
+from kvdepot.tiers.ssd import drive_of
 
 _STEP_BYTES: Final = 32 << 20
+_LOOK_MAX: Final = 512
+_FIRST_BYTES: Final = 1 << 20
+_ALONE_S: Final = 0.15
+"""How long somebody who comes to read may have to wait for a step that began before."""
 _MEMORY_SHARE: Final = 0.25
 """Of the memory that hints may fill before they are used."""
 _HINTS_MAX: Final = 4096
@@ -32,6 +41,12 @@ def checked_deadline(deadline_s: float) -> float:
     if math.isnan(deadline_s) or deadline_s < 0:
         raise ConfigError("deadline_s", f"must be a number of seconds from now, not {deadline_s!r}")
     return float(deadline_s)
+
+
+Place = tuple[Level, int] | None
+"""A drive of a tier; None: memory, or nowhere."""
+Step = dict[Place, list[Want]]
+"""Blocks to be read in one go."""
 
 
 class Hint:
@@ -66,16 +81,32 @@ class Hint:
         """True once everything was brought, or will not be."""
         return self._ended.wait(timeout_s)
 
-    def take(self, limit_bytes: int) -> list[Want]:
-        """The next blocks; at least one as long as there are any."""
-        step: list[Want] = []
+    def take(self, places: Sequence[Place], limit_bytes: int, each_bytes: int) -> Step:
+        """The next blocks, by the place they are read from; at least one while there are any.
+
+        `places` are those of the first that are left. No more than `each_bytes` from one of them,
+        but one block always.
+        """
+        step: Step = {}
+        later: list[Want] = []
         with self._lock:
-            while self._left and limit_bytes > 0:
-                step.append(self._left.popleft())
-                nbytes = record_bytes(step[-1].payload_bytes)
+            for place in places[: len(self._left)]:
+                want = self._left.popleft()
+                nbytes = record_bytes(want.payload_bytes)
+                mine = len(step.get(place, ()))
+                if limit_bytes <= 0 or (mine and (mine + 1) * nbytes > each_bytes):
+                    later.append(want)
+                    continue
+                step.setdefault(place, []).append(want)
                 limit_bytes -= nbytes
                 self.nbytes -= nbytes
+            self._left.extendleft(reversed(later))
         return step
+
+    def first(self, count: int) -> list[Want]:
+        """The first that are left."""
+        with self._lock:
+            return list(islice(self._left, count))
 
     def end_if_done(self) -> None:
         if not self._left:
@@ -89,6 +120,11 @@ class Hinter:
         self._stock = stock
         self._reader = reader
         self._hints: list[Hint] = []
+        self._stride = Stride(_STEP_BYTES, _ALONE_S)
+        """What is read in one go while nobody else reads."""
+        self._stride.nbytes = _FIRST_BYTES
+        self._short_stride = Stride(_STEP_BYTES)
+        """What one drive reads in one go while others read too."""
         self._thread: threading.Thread | None = None
 
     def take(
@@ -131,9 +167,11 @@ class Hinter:
 
     def _run(self) -> None:
         stock = self._stock
+        last_s = stock.clock.now()
         while hint := self._most_urgent():
-            started_s = stock.clock.now()
-            wants = hint.take(_STEP_BYTES)
+            step = self._next_step(hint, last_s)
+            wants = [want for part in step.values() for want in part]
+            last_s = started_s = stock.clock.now()
             timeout_s = min(_STEP_S_MAX, max(0.0, hint.deadline_s - started_s))
             answers = self._reader.fetch(wants, timeout_s, ahead=True)
             with stock.changed:
@@ -146,7 +184,35 @@ class Hinter:
                 stock.counters.hinted += len(brought)
                 self._pass_on(brought, hint.state)
             hint.end_if_done()
-            self._rest(hint, started_s)
+            self._learn(step, stock.clock.now() - started_s)
+            self._rest(hint, step, started_s)
+
+    def _next_step(self, hint: Hint, since_s: float) -> Step:
+        """What to read next: much while nobody else reads there, else a little from each drive."""
+        stock = self._stock
+        some = hint.first(_LOOK_MAX)
+        with stock.changed:
+            places = [self._place(row) for row in stock.catalog.rows([want.key for want in some])]
+        if self._busy(places, since_s):
+            return hint.take(places, _STEP_BYTES, self._short_stride.nbytes)
+        return hint.take(places, self._stride.nbytes, _STEP_BYTES)
+
+    def _place(self, row: int) -> Place:
+        """The drive a block is read from. Lock held."""
+        level = self._stock.source(row) if row != NONE else None
+        return (level, drive_of(level.copies.location[row])) if level is not None else None
+
+    def _busy(self, places: Iterable[Place], since_s: float) -> list[Level]:
+        """The tiers among those where somebody else has read since."""
+        levels = {place[0] for place in places if place is not None}
+        return [level for level in levels if level.pace.busy_since(since_s)]
+
+    def _learn(self, step: Step, spent_s: float) -> None:
+        """A step took so long."""
+        sizes = [sum(record_bytes(want.payload_bytes) for want in part) for part in step.values()]
+        if sizes:
+            self._stride.took(sum(sizes), spent_s)
+            self._short_stride.took(max(sizes), spent_s)
 
     def _pass_on(self, wants: list[Want], state: order.Hint) -> None:
         """Blocks that have just come to memory are in the state of their session. Lock held."""
@@ -170,11 +236,12 @@ class Hinter:
                 return None
             return min(self._hints, key=lambda hint: hint.deadline_s)
 
-    def _rest(self, hint: Hint, since_s: float) -> None:
+    def _rest(self, hint: Hint, step: Step, since_s: float) -> None:
         """Leave the drives to those who wait for them, as far as the deadline allows."""
-        stock = self._stock
-        if hint.wait(0.0) or not any(level.pace.busy_since(since_s) for level in stock.levels):
+        busy = self._busy(step, since_s)
+        if hint.wait(0.0) or not busy:
             return
-        now_s = stock.clock.now()
-        pause_s = min(rest_s(now_s - since_s), max(0.0, hint.deadline_s - now_s) / 2)
+        share = HEAD_SHARE if any(level.run_bytes for level in busy) else FLASH_SHARE
+        now_s = self._stock.clock.now()
+        pause_s = min(rest_s(now_s - since_s, share), max(0.0, hint.deadline_s - now_s) / 2)
         hint.wait(pause_s)

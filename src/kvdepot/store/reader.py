@@ -8,7 +8,7 @@ A block that is corrupt, failed or late is a miss; the others are delivered.
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Final
@@ -72,6 +72,8 @@ class Reader:
         self._drainer = drainer
         self._threads: dict[tuple[Level, int], ThreadPoolExecutor] = {}
         """Of each drive, so that a slow one does not hold up the others."""
+        self.follow: Callable[[Sequence[Want]], None] | None = None
+        """Told of what somebody has read."""
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
@@ -123,6 +125,8 @@ class Reader:
                 if not ahead:
                     self._count(wants, errand.results)
                 stock.unlease(held)
+        if self.follow is not None and not ahead:
+            self.follow(wants)
         return errand.results
 
     def _from_memory(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
@@ -187,6 +191,8 @@ class Reader:
         """Read in waves, the next one planned and started while the last is under way."""
         flights: Flights = {}
         with self._stock.changed:
+            if not errand.ahead:
+                self._stock.admission.read([errand.wants[index].row for index in left])
             self._assign(errand, flights, left)
         try:
             self._fly(errand, flights)
@@ -364,7 +370,7 @@ class Reader:
         row = errand.wants[step.index].row
         self._settle(step, row, outcome)
         if outcome is Outcome.OK and step.promote:
-            self._stock.promote(row, level)
+            self._stock.promote(row, level, errand.wants[-1].key[-1])
         if outcome is not Outcome.OK:
             return self._blame(level, step, row, outcome)
         errand.results[step.index] = Got(level.name)

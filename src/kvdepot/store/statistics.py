@@ -11,6 +11,8 @@ def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
     """Counters, and what each tier holds and how it is. Lock held."""
     tiers = {"dram": _dram(stock)}
     tiers.update((level.name, _file_tier(level)) for level in stock.levels)
+    for level in stock.levels[:1]:
+        tiers[level.name]["thrashing"] = stock.admission.thrashing
     return {
         "tiers": tiers,
         "blocks": stock.catalog.table.live,

@@ -17,6 +17,7 @@ from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE, Keys
+from kvdepot.store.ahead import ReadAhead
 from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
@@ -58,6 +59,9 @@ class Store:
         self._putter = Putter(stock, self._room)
         self._reader = Reader(stock, self._room, self._drainer)
         self._hinter = Hinter(stock, self._reader)
+        read_ahead = ReadAhead(stock, self._hinter)
+        if read_ahead.is_useful:
+            self._reader.follow = read_ahead.saw
         self._sessions = Sessions(stock.catalog)
         self._fleet = Fleet(stock)
         self._flusher = Flusher(stock)

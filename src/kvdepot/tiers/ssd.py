@@ -291,6 +291,7 @@ class SegmentTier:
         before()
         drive.medium.unlock()
         fresh = self._mount(index)
+        fresh.wear.take_over(drive.wear)
         self._former.append(drive)
         notebook = Notebook(fresh)
         contents = read_contents([notebook], first_drive=index)
