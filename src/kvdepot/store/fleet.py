@@ -129,11 +129,11 @@ class Fleet:
         for level in self.writers:
             if level.name == tier:
                 return level
-        if tier in [copies.tier for copies in self._stock.catalog.tiers]:
+        files = [copies.tier for copies in self._stock.catalog.files]
+        if tier not in files and tier in [copies.tier for copies in self._stock.catalog.tiers]:
             raise ConfigError(
                 tier,
-                "cannot change while the store is open: memory is mapped by all who use it, and "
-                "a store opened read-only writes to no drive",
+                "memory cannot change while the store is open: it is mapped by all who use it",
                 hint=f"change {tier} in the settings, and start again",
             )
         raise ConfigError(tier, "this store has no such tier of files that it may write to")

@@ -6,6 +6,7 @@ from kvdepot.core.config import CxlConfig
 from kvdepot.store.level import Level
 from kvdepot.store.pool import Pool
 from kvdepot.store.stock import Stock
+from kvdepot.tiers.drive import Drive
 
 
 def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
@@ -52,5 +53,14 @@ def _file_tier(level: Level) -> dict[str, Any]:
         "errors": health.errors,
         "emulated": level.config.emulate is not None,
         "write_mode": level.mode.value,
-        "drives": [drive.describe() for drive in level.tier.drives],
+        "drives": [_drive(drive) for drive in level.tier.drives],
+    }
+
+
+def _drive(drive: Drive) -> dict[str, Any]:
+    return {
+        **drive.describe(),
+        "drained": drive.retired,
+        "used_bytes": sum(segment.live_bytes for segment in list(drive.segments.values())),
+        "capacity_bytes": drive.settings.slots_max * drive.settings.segment_bytes,
     }
