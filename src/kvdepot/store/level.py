@@ -12,7 +12,8 @@ from kvdepot.core.block import CopyState
 from kvdepot.core.config import FileTierConfig, HddConfig
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
-from kvdepot.index.table import NONE, Rows
+from kvdepot.index.table import NONE, Column, Rows
+from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.write_mode import WriteMode
 from kvdepot.store.pace import Pace
 from kvdepot.tiers.contents import Contents
@@ -50,8 +51,12 @@ class Level:
     """The drive that gets the next run, so that a prompt spreads evenly."""
     turn_since_s: float = 0.0
 
+    hits_before: Column = field(init=False)
+    """How often each block had been asked for when its hits were last counted anew."""
+
     def __post_init__(self) -> None:
         self.mode = WriteMode(self.config.write_mode)
+        self.hits_before = self.catalog.table.column(np.uint16, 0)
 
     @property
     def name(self) -> str:
@@ -90,6 +95,16 @@ class Level:
         )
         found: Rows = rows[here][np.argsort(places[here])]
         return found
+
+    def hits(self, rows: Rows) -> Rows:
+        """How often each block was asked for, since `count_anew` where that was called."""
+        total = self.catalog.tree.hits.array[rows].astype(np.int64)
+        since: Rows = np.where(total == HITS_MAX, 1, total - self.hits_before.array[rows])
+        return since
+
+    def count_anew(self, row: int) -> None:
+        """What brought the block here says nothing of how often it will be read from here."""
+        self.hits_before.view[row] = self.catalog.tree.hits.view[row]
 
     def enter(self, row: int, location: int) -> None:
         """A block's record is at `location` now: count it, and let reclaim find it."""

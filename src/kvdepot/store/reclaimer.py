@@ -112,7 +112,7 @@ class Reclaimer:
     def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
         catalog = self._stock.catalog
         stamps, orphaned_bytes = self._look_below(segment, rows)
-        hits = catalog.tree.hits.array[rows].astype(np.int64)
+        hits = self._level.hits(rows)
         closed = catalog.closed.mask(rows)
         stamps[closed] = hits[closed] = 0
         return SegmentFacts(
@@ -235,5 +235,5 @@ class Reclaimer:
             self._level.copies.move(row, location)
             self._tier.discard([old], [catalog.nbytes[row]])
             self._level.enter(row, location)
+            self._level.count_anew(row)
             stock.counters.add("moved", self._level.name)
-            catalog.tree.hits[row] = 0

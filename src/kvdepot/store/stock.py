@@ -154,10 +154,6 @@ class Stock:
         if level.writers and level.copies.absent(row) and row not in level.tickets:
             self.tickets += 1
             level.mark_dirty(row, self.tickets, self.clock.now())
-            if level is self.levels[0]:
-                self.catalog.tree.hits[row] = (
-                    0  # what it was used before it was there tells nothing
-                )
 
     def is_waiting(self, row: int) -> bool:
         """Whether a block waits to be written anywhere."""
