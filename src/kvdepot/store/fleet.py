@@ -9,6 +9,7 @@ from kvdepot.store.demoter import Demoter
 from kvdepot.store.evacuator import Evacuator
 from kvdepot.store.level import Level
 from kvdepot.store.migrator import Migrator
+from kvdepot.store.prober import Prober
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
 
@@ -26,6 +27,7 @@ class Fleet:
         self._migrators: list[Migrator] = []
         self._change = threading.Lock()
         """Held while drives come or go."""
+        self._prober = Prober(stock, self.writers)
         writable = [level for level in stock.levels if level.tier.writable]
         for below, level in zip([None, *writable[::-1]], writable[::-1], strict=False):
             if below is not None:
@@ -40,7 +42,8 @@ class Fleet:
     def threads(self) -> list[threading.Thread]:
         writers = [writer for some in self.writers.values() for writer in some]
         threads = [thread for writer in writers for thread in writer.threads]
-        return threads + [migrator.thread for migrator in self._migrators]
+        threads += [migrator.thread for migrator in self._migrators]
+        return [*threads, self._prober.thread] if self._stock.levels else threads
 
     def add(self, tier: str, path: Path) -> None:
         """Use one more drive, which must be empty."""

@@ -1,9 +1,11 @@
 """A store in plain values, for `stats` and whoever shows them."""
 
+from dataclasses import asdict
 from typing import Any
 
 from kvdepot.store.level import Level
 from kvdepot.store.stock import Stock
+from kvdepot.tiers.drive import Drive
 
 
 def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
@@ -40,5 +42,26 @@ def _file_tier(level: Level) -> dict[str, Any]:
         "healthy": health.ok,
         "errors": health.errors,
         "emulated": level.config.emulate is not None,
-        "drives": [drive.describe() for drive in level.tier.drives],
+        "drives": [_drive(drive) for drive in level.tier.drives],
+    }
+
+
+def _drive(drive: Drive) -> dict[str, Any]:
+    health, gauge = drive.breaker.health(), drive.gauge
+    return {
+        "path": drive.medium.label,
+        "healthy": health.ok,
+        "reason": health.reason,
+        "errors": health.errors,
+        "draining": drive.draining,
+        "retry_in_s": round(health.retry_in_s, 3),
+        "segments": len(drive.segments),
+        "free_segments": len(drive.free),
+        "segment_bytes": drive.settings.segment_bytes,
+        "direct_io": drive.medium.direct,
+        "emulated": drive.files.emulated,
+        "read_bytes_per_s": round(gauge.bytes_per_s),
+        "profile": asdict(gauge.profile) if gauge.profile else None,
+        "of_profile": gauge.of_profile,
+        "damage": list(drive.damage),
     }

@@ -20,6 +20,7 @@ _THREADS: Final = 2
 _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
 _PAUSE_S_MIN: Final = 0.001
+_UPKEEP_S: Final = 1.0
 _TRIES_MAX: Final = 8
 """The other thread may take the room that one has made."""
 
@@ -182,6 +183,15 @@ class Writer:
             if not drive.breaker.health().ok:
                 return False
             return drive.has_room(nbytes) or self._reclaimer.reclaim()
+
+    def restore(self) -> bool:
+        """Start a drive that was lost anew, unless somebody does. True: it can be used."""
+        if not self._upkeep.acquire(timeout=_UPKEEP_S):
+            return False
+        try:
+            return self._drive.lost and self._restorer.restore()
+        finally:
+            self._upkeep.release()
 
     def shrink(self) -> None:
         """Reclaim until the drive has no more segments than it may."""
