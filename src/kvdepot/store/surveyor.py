@@ -12,6 +12,7 @@ from kvdepot.codec.record import PAGE
 from kvdepot.store.level import Level
 from kvdepot.store.stock import Stock
 from kvdepot.tiers.drive import Drive
+from kvdepot.tiers.profile import Profile
 from kvdepot.tiers.segments import Segment
 from kvdepot.tiers.survey import FLASH, HEAD, SURVEY_BYTES_MIN, Survey
 
@@ -77,11 +78,16 @@ class Surveyor:
                 if drive in self._met or drive.lost:
                     continue
                 self._met.add(drive)
-                known = level.tier.notebooks[index].profile
-                if known is not None and known.emulated == drive.files.emulated:
+                notebook = level.tier.notebooks[index]
+                known = notebook.profile
+                if known is not None and known.emulated != drive.files.emulated:
+                    known = None
+                if known is not None and known.is_measured:
                     drive.gauge.profile = known
                 if self._is_worth(level, drive):
                     self._waiting.append((level, index, drive))
+                elif drive.files.emulated and known is None and level.tier.writable:
+                    notebook.keep_profile(Profile.unmeasured(emulated=True))
 
     def _is_worth(self, level: Level, drive: Drive) -> bool:
         config, settings = level.config, drive.settings
@@ -152,8 +158,6 @@ class Surveyor:
     def _finish(self, site: Site) -> None:
         self.stop()
         drive = site.drive
-        profile = site.survey.profile(
-            direct_io=drive.medium.direct, emulated=drive.files.emulated
-        )
+        profile = site.survey.profile(direct_io=drive.medium.direct, emulated=drive.files.emulated)
         drive.gauge.profile = profile
         site.level.tier.notebooks[site.index].keep_profile(profile)

@@ -21,6 +21,9 @@ _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
 _PAUSE_S_MIN: Final = 0.001
 _UPKEEP_S: Final = 1.0
+_YIELD_S: Final = 0.02
+_PART_BYTES_MIN: Final = 2 << 20
+"""Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
 _TRIES_MAX: Final = 8
 """The other thread may take the room that one has made."""
 
@@ -82,14 +85,28 @@ class Writer:
         if self._sits_out():
             return max(_PAUSE_S_MIN, self._tier.drives[self._index].breaker.health().retry_in_s)
         if not level.run_bytes:
-            return 0.0
+            return self._yield_s()
         enough = level.dirty_bytes >= level.run_bytes * (1 + len(self._tier.drives))
         pressed = 2 * self._stock.dirty_bytes >= self._stock.dirty_limit_bytes
         hurried = next(iter(level.tickets.values())) <= level.hurry
         since_s = 0.0 if enough or pressed or hurried else level.dirty_since_s
-        if level.turn != self._index:
-            since_s = max(since_s, level.turn_since_s)
+        if level.turns.next() != self._index:
+            since_s = max(since_s, level.turns.passed_s)
         left_s = since_s + _LINGER_S - self._stock.clock.now()
+        return left_s if left_s > _PAUSE_S_MIN else 0.0
+
+    def _yield_s(self) -> float:
+        """How long to let a drive go first that is faster than this one. Lock held.
+
+        Where much waits everybody takes of it, and who is faster comes more often.
+        """
+        level, stock = self._level, self._stock
+        if 4 * stock.dirty_bytes >= stock.dirty_limit_bytes or not level.turns.are_uneven():
+            return 0.0
+        if level.turns.next() == self._index:
+            return 0.0
+        since_s = max(level.turns.passed_s, level.dirty_since_s)
+        left_s = since_s + _YIELD_S - stock.clock.now()
         return left_s if left_s > _PAUSE_S_MIN else 0.0
 
     def _sits_out(self) -> bool:
@@ -123,7 +140,7 @@ class Writer:
         stock, catalog = self._stock, self._stock.catalog
         segment_bytes = self._tier.drives[self._index].settings.segment_bytes
         self._level.sort_dirty()
-        budget = min(self._level.run_bytes or stock.config.writeback.batch, segment_bytes // 4)
+        budget = min(self._level.run_bytes or self._part_bytes(), segment_bytes // 4)
         batch: list[int] = []
         for _ in range(min(len(self._level.dirty), _BLOCKS_MAX)):
             row = self._level.dirty[0]
@@ -141,10 +158,19 @@ class Writer:
             self._level.copies.reserve(row, self._index << 56)
             batch.append(row)
         catalog.lease(batch)
+        if batch:
+            self._level.turns.take(self._index, self._bytes_of(batch), stock.clock.now())
         if batch and self._level.run_bytes:
-            self._level.pass_turn(self._index, stock.clock.now())
             stock.work.notify_all()
         return batch
+
+    def _part_bytes(self) -> int:
+        level = self._level
+        part = int(level.dirty_bytes * level.turns.part(self._index))
+        return min(self._stock.config.writeback.batch, max(_PART_BYTES_MIN, part))
+
+    def _bytes_of(self, rows: list[int]) -> int:
+        return sum(record_bytes(self._stock.catalog.nbytes[row]) for row in rows)
 
     def _written_elsewhere(self, row: int) -> bool:
         """Whether another tier's thread has the record in hand: its head is that one's now."""
@@ -217,6 +243,7 @@ class Writer:
         passed: dict[int, None] = {}
         pass_on = not self._is_up(self._index) and self._another_is_up()
         with stock.changed:
+            self._level.turns.done(self._index, self._bytes_of(batch))
             for row in batch:
                 location = places.get(row)
                 if location is None:

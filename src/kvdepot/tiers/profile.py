@@ -40,6 +40,16 @@ class Profile:
         except (TypeError, ValueError):
             return None
 
+    @classmethod
+    def unmeasured(cls, *, emulated: bool) -> "Profile":
+        """Says no more of a drive than whether it is emulated."""
+        return cls(
+            read_bytes_per_s=0, write_bytes_per_s=0,
+            random_read_bytes_per_s=0, random_write_bytes_per_s=0, random_bytes=0,
+            read_latency_us=0, write_latency_us=0,
+            direct_io=True, emulated=emulated, measured_at_s=0,
+        )  # fmt: skip
+
     @property
-    def random_reads_per_s(self) -> float:
-        return self.random_read_bytes_per_s / self.random_bytes
+    def is_measured(self) -> bool:
+        return self.read_bytes_per_s > 0

@@ -1,4 +1,4 @@
-"""Measuring a drive, a piece at a time, so that whoever needs the drive waits for one piece at most.
+"""Measuring a drive, a piece at a time: whoever needs the drive waits for one piece at most.
 
 Reads and writes go the way that blocks go (Files), into one extent that holds nothing: a segment
 that is free, or for reads alone one that is full. Nothing that is written here looks like a record.
@@ -21,8 +21,8 @@ SURVEY_BYTES_MIN: Final = _UNIT
 _MEMORY_BYTES: Final = 4 << 20
 _REGION_MAX: Final = 256 << 20
 """Of the extent that is used: no more bytes are written than twice this."""
-_STRIDE: Final = 0x9E3779B1
-"""A large prime: multiples of it jump about in any region."""
+_JUMP: Final = 0.6180339887
+"""Of a region, from one place to the next: never near, and never twice the same."""
 _STALL_S: Final = 2.0
 _LATENCIES: Final = 24
 
@@ -66,8 +66,9 @@ class Part:
         units = max(1, region_bytes // self.unit_bytes)
         numbers = range(self.turn, self.turn + self.at_once)
         self.turn += self.at_once
-        step = _STRIDE if self.jumping else 1
-        return [number * step % units * self.unit_bytes for number in numbers]
+        if self.jumping:
+            return [int(number * _JUMP % 1.0 * units) * self.unit_bytes for number in numbers]
+        return [number % units * self.unit_bytes for number in numbers]
 
     def bytes_per_s(self) -> int:
         """By the largest pieces: the first ones are too small for a fast drive."""
