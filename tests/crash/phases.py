@@ -51,8 +51,8 @@ class Phases:
             with self._in("promotion"):
                 return append(writer, rows)
 
-        Stock.promote = promoted  # type: ignore[method-assign]
-        Writer._append = appended  # type: ignore[method-assign]
+        setattr(Stock, "promote", promoted)  # noqa: B010
+        setattr(Writer, "_append", appended)  # noqa: B010
 
     def _wrap(self, owner: type, name: str, phase: Phase) -> None:
         inner: Callable[..., Any] = getattr(owner, name)

@@ -104,10 +104,16 @@ def test_a_disk_that_fails_costs_misses_until_it_works_again(device: Disk, tier:
         verified_hits(store, keys)
 
 
+@pytest.fixture(params=["errors", "slowed", "filled", "pulled"])
+def fault(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
-def beside(tmp_path: Path) -> Iterator[Disk]:
+def beside(tmp_path: Path, fault: str) -> Iterator[Disk]:
     """A disk that is one of three drives; the others are folders of the machine's own."""
-    disk = Disk(tmp_path / "disk", bytes_per_s=FAST)
+    disk = Disk(tmp_path / "disk", bytes_per_s=FAST, journal=fault == "pulled")
     (tmp_path / f"drive-{BAD}").symlink_to(disk.mount / "kv")
     (disk.mount / "kv").mkdir()
     yield disk
@@ -115,7 +121,6 @@ def beside(tmp_path: Path) -> Iterator[Disk]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["errors", "slowed", "filled", "pulled"])
 def test_a_real_disk_goes_bad_beside_others_and_comes_back(
     tmp_path: Path, beside: Disk, tier: str, fault: str
 ) -> None:

@@ -247,7 +247,7 @@ class Drive:
         """Tell the breaker how a batch went."""
         bad = [-code for code in codes if code < 0]
         if not bad:
-            self.breaker.succeeded()
+            self.breaker.succeeded(by_writing=True)
             return
         for code in bad:
             self.breaker.failed(

@@ -49,9 +49,11 @@ class Gauge:
         self.queued_bytes = 0
         """What is asked for and has not come."""
 
-    def begin(self, nbytes: int = 0) -> None:
-        """Somebody asks for something."""
+    def begin(self, nbytes: int = 0, *, trial: bool = False) -> None:
+        """Somebody asks for something. `trial`: what was before does not count."""
         with self._lock:
+            if trial and not self._running:
+                self._begin_anew()
             self.queued_bytes += nbytes
             if not self._running:
                 self._began_s = self._clock.now()
@@ -84,23 +86,24 @@ class Gauge:
         self._compare(sizes[1])
         kind = (sizes[0].bit_length(), sizes[1].bit_length(), sizes[2].bit_length())
         best = self._best.get(kind, 0.0) * _FORGET
-        usual = best or self._measured(sizes[1]) or (trial and self._least())
+        usual = (
+            best or self._measured(sizes[1]) or (trial and max(self._best.values(), default=0.0))
+        )
         self.slowdown = max(1.0, usual / max(self.bytes_per_s, 1e-9))
         if best or self.slowdown <= _SLOW:
             self._best[kind] = max(best, self.bytes_per_s)
+        self._begin_anew()
+        return self.slowdown > _SLOW
+
+    def _begin_anew(self) -> None:
         self._busy_s, self._work_bytes, self._reads, self._calls = 0.0, 0, 0, 0
         self._peak = self._running
-        return self.slowdown > _SLOW
 
     def _measured(self, asked_bytes: int) -> float:
         """What the drive read when it was measured, where that can be compared."""
         if self.profile is None or asked_bytes < _LARGE_BYTES or not self.profile.direct_io:
             return 0.0
         return float(self.profile.read_bytes_per_s)
-
-    def _least(self) -> float:
-        """What a trial must show that is like nothing before: half of the least seen so far."""
-        return _SLOW / 2 * min(self._best.values(), default=0.0)
 
     def _compare(self, asked_bytes: int) -> None:
         measured = self._measured(asked_bytes)

@@ -52,6 +52,7 @@ _DRIVES_MAX: Final = 127
 _REGISTERED_MAX: Final = 8 << 30
 _STALL_S: Final = 1.0
 """Who gave a drive less time than this cannot tell whether it stalls or is slow."""
+_TOO_SLOW: Final = "reads are many times slower than they were"
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
 
 
@@ -203,14 +204,14 @@ class SegmentTier:
         """`_read` from one drive, and whether that one has become too slow to be used."""
         trial = not drive.breaker.closed
         asked = int(ops["nbytes"].sum())
-        drive.gauge.begin(asked)
+        drive.gauge.begin(asked, trial=trial)
         pending = self._read(ops, locations, timeout_s)
         done = np.flatnonzero(ops["result"] == 0)
         work_bytes = self._work_bytes(ops[done], np.array(locations, dtype=np.int64)[done])
         fine = drive.gauge.end(work_bytes, len(done), asked, trial=trial)
         slow = not fine and self._stands_out(drive)
         if slow:
-            drive.breaker.failed("reads are many times slower than they were", at_once=True)
+            drive.breaker.failed(_TOO_SLOW, at_once=True, slow=True)
         return pending, slow
 
     def try_reads(
