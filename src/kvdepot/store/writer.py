@@ -21,8 +21,8 @@ _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
 _PAUSE_S_MIN: Final = 0.001
 _UPKEEP_S: Final = 1.0
-_YIELD_S: Final = 0.02
-_PART_BYTES_MIN: Final = 2 << 20
+_YIELD_S: Final = 0.1
+_PART_BYTES_MIN: Final = 1 << 20
 """Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
 _TRIES_MAX: Final = 8
 """The other thread may take the room that one has made."""
@@ -101,7 +101,7 @@ class Writer:
         Where much waits everybody takes of it, and who is faster comes more often.
         """
         level, stock = self._level, self._stock
-        if 4 * stock.dirty_bytes >= stock.dirty_limit_bytes or not level.turns.are_uneven():
+        if 2 * stock.dirty_bytes >= stock.dirty_limit_bytes or not level.turns.are_uneven():
             return 0.0
         if level.turns.next() == self._index:
             return 0.0
@@ -165,9 +165,11 @@ class Writer:
         return batch
 
     def _part_bytes(self) -> int:
-        level = self._level
-        part = int(level.dirty_bytes * level.turns.part(self._index))
-        return min(self._stock.config.writeback.batch, max(_PART_BYTES_MIN, part))
+        level, most = self._level, self._stock.config.writeback.batch
+        if len(self._tier.drives) == 1:
+            return most
+        part = int(level.dirty_bytes * level.turns.part(self._index) / len(self.threads))
+        return min(most, max(_PART_BYTES_MIN, part))
 
     def _bytes_of(self, rows: list[int]) -> int:
         return sum(record_bytes(self._stock.catalog.nbytes[row]) for row in rows)
