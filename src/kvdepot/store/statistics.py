@@ -12,6 +12,8 @@ def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
     """Counters, and what each tier holds and how it is. Lock held."""
     tiers = {"dram": _dram(stock)}
     tiers.update((level.name, _file_tier(level)) for level in stock.levels)
+    for level in stock.levels[:1]:
+        tiers[level.name]["thrashing"] = stock.admission.thrashing
     return {
         "tiers": tiers,
         "blocks": stock.catalog.table.live,
@@ -42,6 +44,7 @@ def _file_tier(level: Level) -> dict[str, Any]:
         "healthy": health.ok,
         "errors": health.errors,
         "emulated": level.config.emulate is not None,
+        "write_mode": level.mode.value,
         "drives": [_drive(drive) for drive in level.tier.drives],
     }
 
@@ -54,6 +57,9 @@ def _drive(drive: Drive) -> dict[str, Any]:
         "reason": health.reason,
         "errors": health.errors,
         "draining": drive.draining,
+        "drained": drive.retired,
+        "used_bytes": sum(segment.live_bytes for segment in list(drive.segments.values())),
+        "capacity_bytes": drive.settings.slots_max * drive.settings.segment_bytes,
         "retry_in_s": round(health.retry_in_s, 3),
         "segments": len(drive.segments),
         "free_segments": len(drive.free),
@@ -64,4 +70,5 @@ def _drive(drive: Drive) -> dict[str, Any]:
         "profile": asdict(gauge.profile) if gauge.profile else None,
         "of_profile": gauge.of_profile,
         "damage": list(drive.damage),
+        "written": drive.wear.describe(),
     }

@@ -48,7 +48,7 @@ class Turns:
         return [
             Lane(index, _speed(drive), self._writing[index] + drive.gauge.queued_bytes)
             for index, drive in enumerate(self._tier.drives)
-            if drive.breaker.closed and not drive.lost and not drive.draining
+            if drive.breaker.closed and not (drive.lost or drive.draining or drive.wear.spent)
         ]
 
 
