@@ -183,6 +183,9 @@ class FileTierConfig:
     retry_max: Seconds = 30.0
     """The longest wait before a failing path is tried again."""
 
+    profile: Literal["auto", "always", "never"] = "auto"
+    """Measure how fast each path is: once, if it has 1GiB or more, at every opening, or never."""
+
     emulate: EmulateConfig | None = None
     """Delay I/O as another kind of drive would, for tests and trials without one."""
 

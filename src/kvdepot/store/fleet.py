@@ -12,6 +12,7 @@ from kvdepot.store.evacuator import Evacuator
 from kvdepot.store.level import Level
 from kvdepot.store.migrator import Migrator
 from kvdepot.store.porter import Porter
+from kvdepot.store.prober import Prober
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
 
@@ -29,6 +30,7 @@ class Fleet:
         self._migrators: list[Migrator] = []
         self._change = threading.Lock()
         """Held while drives come or go."""
+        self._prober = Prober(stock, self.writers)
         writable = [level for level in stock.levels if level.tier.writable]
         for below, level in zip([None, *writable[::-1]], writable[::-1], strict=False):
             if below is not None:
@@ -45,7 +47,8 @@ class Fleet:
         writers = [writer for some in self.writers.values() for writer in some]
         threads = [thread for writer in writers for thread in writer.threads]
         threads += [migrator.thread for migrator in self._migrators]
-        return threads + [porter.thread for porter in self._porters]
+        threads += [porter.thread for porter in self._porters]
+        return [*threads, self._prober.thread] if self._stock.levels else threads
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads of a store that closes. False: one is still busy."""

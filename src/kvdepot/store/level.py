@@ -16,6 +16,7 @@ from kvdepot.index.table import NONE, Column, Rows
 from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.write_mode import WriteMode
 from kvdepot.store.pace import Pace
+from kvdepot.store.turns import Turns
 from kvdepot.tiers.contents import Contents
 from kvdepot.tiers.ssd import SegmentTier, drive_of, slot_of
 
@@ -47,14 +48,14 @@ class Level:
     """The last ticket that somebody waits for."""
     dirty_since_s: float = 0.0
     """When something began to wait."""
-    turn: int = 0
-    """The drive that gets the next run, so that a prompt spreads evenly."""
-    turn_since_s: float = 0.0
+    turns: Turns = field(init=False)
+    """Which drive gets the next run, so that a prompt spreads as the drives are fast."""
 
     hits_before: Column = field(init=False)
     """How often each block had been asked for when its hits were last counted anew."""
 
     def __post_init__(self) -> None:
+        self.turns = Turns(self.tier)
         self.mode = WriteMode(self.config.write_mode)
         self.hits_before = self.catalog.table.column(np.uint16, 0)
 
@@ -125,11 +126,6 @@ class Level:
         self.dirty_bytes -= record_bytes(self.catalog.nbytes[row])
         self.tickets.pop(row, None)
         self.catalog.leaves.release(row)
-
-    def pass_turn(self, drive: int, now_s: float) -> None:
-        """A drive has taken a run: the one after it is next."""
-        self.turn = (drive + 1) % len(self.tier.drives)
-        self.turn_since_s = now_s
 
     def sort_dirty(self) -> None:
         """Bring what waits into the order of prompts, where that matters."""

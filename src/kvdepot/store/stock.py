@@ -47,6 +47,8 @@ class Stock:
     """The same lock; notified when there is something to write, or the store closes."""
     tickets: int = 0
     closing: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set with `closing`, for threads that nobody else wakes."""
 
     def __post_init__(self) -> None:
         lock = threading.Lock()

@@ -318,6 +318,7 @@ class Store:
         stock = self._stock
         with stock.changed:
             self._closed = stock.closing = True
+            stock.ended.set()
             for level in stock.levels:
                 level.dirty.clear()
             stock.work.notify_all()
