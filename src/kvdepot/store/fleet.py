@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.errors import ConfigError
-from kvdepot.store.demoter import Demoter
+from kvdepot.store.demoter import Demoter, MakeRoom
 from kvdepot.store.evacuator import Evacuator
 from kvdepot.store.level import Level
 from kvdepot.store.migrator import Migrator
+from kvdepot.store.mirrorer import Mirrorer
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
 
@@ -24,6 +25,7 @@ class Fleet:
         self._demoters: dict[Level, Demoter] = {}
         """By the upper tier."""
         self._migrators: list[Migrator] = []
+        self._mirrorers: list[Mirrorer] = []
         self._change = threading.Lock()
         """Held while drives come or go."""
         writable = [level for level in stock.levels if level.tier.writable]
@@ -34,13 +36,16 @@ class Fleet:
             self.writers[level] = []
             for index in range(len(level.tier.drives)):
                 self._add_writer(level, index)
+            if level.mirrors is not None:
+                self._mirrorers.append(Mirrorer(stock, level, self._room_maker(level)))
         for thread in self.threads():
             thread.start()
 
     def threads(self) -> list[threading.Thread]:
         writers = [writer for some in self.writers.values() for writer in some]
         threads = [thread for writer in writers for thread in writer.threads]
-        return threads + [migrator.thread for migrator in self._migrators]
+        threads += [migrator.thread for migrator in self._migrators]
+        return threads + [mirrorer.thread for mirrorer in self._mirrorers]
 
     def add(self, tier: str, path: Path) -> None:
         """Use one more drive, which must be empty."""
@@ -61,9 +66,7 @@ class Fleet:
             if level.tier.drives[index].draining or len(active) < 2:
                 raise ConfigError(f"{tier}.path", f"{path} cannot go: no other drive is there")
             writers = self.writers[level]
-            evacuator = Evacuator(
-                self._stock, level, index, lambda drive, nbytes: writers[drive].make_room(nbytes)
-            )
+            evacuator = Evacuator(self._stock, level, index, self._room_maker(level))
             moved = evacuator.evacuate()
             with self._stock.work:
                 level.tier.drives[index].retire()
@@ -105,9 +108,8 @@ class Fleet:
         return writer
 
     def _demoter(self, upper: Level, lower: Level) -> Demoter:
-        writers = self.writers[lower]
+        return Demoter(self._stock, upper, lower, self._room_maker(lower))
 
-        def make_room(drive: int, nbytes: int) -> bool:
-            return writers[drive].make_room(nbytes)
-
-        return Demoter(self._stock, upper, lower, make_room)
+    def _room_maker(self, level: Level) -> MakeRoom:
+        writers = self.writers[level]
+        return lambda drive, nbytes: writers[drive].make_room(nbytes)

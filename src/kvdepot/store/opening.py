@@ -149,6 +149,7 @@ def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode) -> Segme
         pauses=RetryPauses(config.retry_initial, config.retry_max),
         writable=mode == "rw",
         tier=config.TIER,
+        mirrored=config.mirror > 0,
     )
     kind = HardDriveTier if config.TIER == "hdd" else SegmentTier
     return kind(config.path, files, settings, SystemClock())

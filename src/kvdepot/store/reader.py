@@ -18,13 +18,13 @@ from kvdepot.core.block import MISS, CopyState, Got
 from kvdepot.core.tier import Load, Outcome, Pending
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
+from kvdepot.store.choice import drive_for, place_for
 from kvdepot.store.drainer import Drainer, LateRead
 from kvdepot.store.errand import Arrival, Errand, Sink, Want
 from kvdepot.store.level import Level
 from kvdepot.store.room import Room
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
-from kvdepot.tiers.ssd import drive_of
 
 _READY: Final = int(CopyState.READY)
 _CACHED_BYTES: Final = 16 << 20
@@ -56,6 +56,7 @@ class Flight:
         self.drive = drive
         self.waiting: deque[int] = deque()
         self.flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
+        self.queued_bytes = 0
         self.turns = threading.Semaphore(_WAVES_A_DRIVE)
         """Waves that are read at the same time."""
 
@@ -122,6 +123,9 @@ class Reader:
             with stock.changed:
                 if not ahead:
                     self._count(wants, errand.results)
+                    stock.counters.get_mirror += sum(
+                        errand.results[index].tier is not None for index in errand.rescued
+                    )
                 stock.unlease(held)
         return errand.results
 
@@ -200,13 +204,17 @@ class Reader:
 
     def _assign(self, errand: Errand, flights: Flights, indices: list[int]) -> None:
         """Choose the drive that each block is read from. Lock held."""
+        drive = NONE
+        queued = {name: flight.queued_bytes for name, flight in flights.items()}
         for index in indices:
-            row = errand.wants[index].row
-            level = self._stock.source(row)
+            want = errand.wants[index]
+            level = self._stock.source(want.row)
             if level is not None:
-                drive = drive_of(level.copies.location[row])
+                drive = drive_for(errand, index, level, queued, drive)
                 flight = flights.setdefault((level, drive), Flight(level, drive))
                 flight.waiting.append(index)
+                flight.queued_bytes += want.payload_bytes
+                queued[level, drive] = flight.queued_bytes
 
     def _fly(self, errand: Errand, flights: Flights) -> None:
         moves: Counter[int] = Counter()
@@ -236,7 +244,7 @@ class Reader:
             if not flight.has_room():
                 continue
             with self._stock.changed:
-                wave = self._plan(errand.wants, flight)
+                wave = self._plan(errand, flight)
             if wave:
                 alone = len(busy) == 1 and not flight.waiting and not flight.flying
                 flight.flying.append((wave, self._start(wave, errand, flight, inline=alone)))
@@ -269,7 +277,8 @@ class Reader:
                 contextlib.nullcontext() if errand.ahead else flight.level.pace.foreground()
             )
             with flight.turns, waited_for:
-                return tier.load(loads, max(0.0, errand.deadline - clock.now()))
+                left_s = max(0.0, errand.deadline - clock.now())
+                return tier.load(loads, left_s / 2 if wave[0].hedged else left_s)
 
         if not inline:
             return self._pool(flight).submit(load)
@@ -285,7 +294,7 @@ class Reader:
                 self._threads[name] = ThreadPoolExecutor(_THREADS, thread_name_prefix=prefix)
             return self._threads[name]
 
-    def _plan(self, wants: Sequence[Want], flight: Flight) -> "list[Step]":
+    def _plan(self, errand: Errand, flight: Flight) -> "list[Step]":
         """The next wave: blocks for which there is memory to read into. Lock held."""
         stock, catalog = self._stock, self._stock.catalog
         level, waiting = flight.level, flight.waiting
@@ -294,9 +303,10 @@ class Reader:
         total = 0
         while waiting:
             index = waiting[0]
-            want = wants[index]
+            want = errand.wants[index]
             nbytes = record_bytes(want.payload_bytes)
-            if wave and total + nbytes > limit:
+            location, hedged = place_for(errand, index, level, flight.drive)
+            if wave and (total + nbytes > limit or hedged != wave[0].hedged):
                 break
             slot = None
             promote = want.is_whole and level.config.promote and catalog.memory.absent(want.row)
@@ -310,8 +320,8 @@ class Reader:
                 break
             if promote:
                 catalog.memory.reserve(want.row, slot)
-            load = want.load(arena.image(slot, nbytes), level.copies.location[want.row])
-            wave.append(Step(index, load, slot, promote))
+            load = want.load(arena.image(slot, nbytes), location)
+            wave.append(Step(index, load, slot, promote, hedged))
             waiting.popleft()
             total += nbytes
         return wave
@@ -340,9 +350,10 @@ class Reader:
         finally:
             with self._stock.changed:
                 for step, outcome in zip(wave, outcomes, strict=True):
+                    flight.queued_bytes -= errand.wants[step.index].payload_bytes
                     if outcome is Outcome.LATE:
                         late.append(self._set_aside(step, errand.wants[step.index]))
-                    elif self._enter(errand, flight.level, step, outcome):
+                    if self._enter(errand, flight.level, step, outcome):
                         again.append(step.index)
                     if outcome is not Outcome.OK:
                         errand.results[step.index] = _REASONS[outcome]
@@ -354,11 +365,15 @@ class Reader:
     def _enter(self, errand: Errand, level: Level, step: "Step", outcome: Outcome) -> bool:
         """Settle a block that was read. True: read it again, from elsewhere. Lock held."""
         row = errand.wants[step.index].row
+        if outcome is not Outcome.OK:
+            errand.tried.setdefault(step.index, set()).add(step.load.location)
+        if outcome is Outcome.LATE:
+            return step.hedged
         self._settle(step, row, outcome)
         if outcome is Outcome.OK and step.promote:
             self._stock.promote(row, level)
         if outcome is not Outcome.OK:
-            return self._blame(level, step, row, outcome)
+            return self._blame(errand, level, step, outcome)
         errand.results[step.index] = Got(level.name)
         return False
 
@@ -382,21 +397,22 @@ class Reader:
         self._stock.counters.read_late += 1
         return LateRead(step.slot, want.key, len(step.load.image), step.promote)
 
-    def _blame(self, level: Level, step: "Step", row: int, outcome: Outcome) -> bool:
+    def _blame(self, errand: Errand, level: Level, step: "Step", outcome: Outcome) -> bool:
         """Drop the copy that could not be read. True: there is another, or it only moved."""
-        stock, copies = self._stock, level.copies
-        if copies.ready(row) and copies.location[row] == step.load.location:
-            if outcome is Outcome.CORRUPT:
-                stock.counters.quarantined += 1
-                level.drop(row)
-            else:
-                stock.counters.read_failed += 1
-                if level.usable(row):
-                    level.drop(row)
+        stock, location = self._stock, step.load.location
+        row, places = errand.wants[step.index].row, level.places(errand.wants[step.index].row)
+        if location in places:
+            corrupt = outcome is Outcome.CORRUPT
+            stock.counters.quarantined += corrupt
+            stock.counters.read_failed += not corrupt
+            if corrupt or level.works(location):
+                level.lose(row, location, again=True)
+            if len(places) > 1:
+                errand.rescued.add(step.index)
         other = stock.source(row)
-        return other is not None and (
-            other is not level or copies.location[row] != step.load.location
-        )
+        if other is level:
+            return not errand.tried[step.index].issuperset(level.places(row))
+        return other is not None
 
     def _count(self, wants: Sequence[Want], results: Sequence[Got]) -> None:
         counters = self._stock.counters
@@ -416,6 +432,8 @@ class Step:
     load: Load
     slot: int
     promote: bool
+    hedged: bool = False
+    """Another drive has it too: this one is given half the time there is."""
 
 
 _NO_IMAGE: Final = memoryview(b"")

@@ -37,6 +37,11 @@ class Gauge:
         self.slowdown = 1.0
         """Of the last verdict: how many times slower than it was."""
 
+    @property
+    def running(self) -> int:
+        """How many ask for something now."""
+        return self._running
+
     def begin(self) -> None:
         """Somebody asks for something."""
         with self._lock:

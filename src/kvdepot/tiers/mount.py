@@ -50,6 +50,8 @@ class MountSettings:
     pauses: RetryPauses = field(default_factory=RetryPauses)
     writable: bool = True
     tier: str = "ssd"
+    mirrored: bool = False
+    """Whether a second copy of a block on another drive is of use."""
 
 
 def mount(
