@@ -94,4 +94,5 @@ def _copy(ops: Ops) -> None:
     columns = [
         wanted[name].tolist() for name in ("payload_address", "copy_target", "payload_bytes")
     ]
-    transfers([(0, *row, 0, 0, COPY) for row in zip(*columns, strict=True)])
+    if len(wanted):
+        transfers([(0, *row, 0, 0, COPY) for row in zip(*columns, strict=True)])
