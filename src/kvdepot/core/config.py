@@ -28,6 +28,7 @@ SEGMENTS_AUTOMATIC_MAX: Final = 4096
 SEGMENTS_MIN: Final = 3
 """One that grows, one that is kept free, one that holds something."""
 _SIZE_LIMIT: Final = 1 << 63
+_TOKENS_MAX: Final = 1 << 40
 
 Bytes = Annotated[int, Unit.BYTES]
 Seconds = Annotated[float, Unit.SECONDS]
@@ -182,7 +183,7 @@ class FileTierConfig:
             raise ConfigError(self._name("path"), "names the same path twice")
 
     def _check_mirror(self) -> None:
-        _check_range(self._name("mirror"), self.mirror, 0, _SIZE_LIMIT)
+        _check_range(self._name("mirror"), self.mirror, 0, _TOKENS_MAX)
         if self.mirror and len(self.path) < 2:
             raise ConfigError(
                 self._name("mirror"),
