@@ -1,4 +1,4 @@
-"""One of two drives is damaged, pulled, stalled, slowed or failing: mirrored prompts have no miss."""
+"""One of two drives is damaged, pulled, stalled, slow or failing: mirrored prompts do not miss."""
 
 import errno
 import random

@@ -112,11 +112,11 @@ def test_copies_that_are_found_again_are_second_ones_on_other_drives_only() -> N
 @pytest.mark.parametrize("tokens", [-1, 1 << 63])
 def test_tokens_must_make_sense(tokens: int) -> None:
     table = {"path": ["/a", "/b"], "capacity": "1GiB", "mirror": tokens}
-    with pytest.raises(ConfigError, match="ssd.mirror"):
+    with pytest.raises(ConfigError, match=r"ssd\.mirror"):
         load(overrides={"ssd": table})
 
 
 def test_one_path_has_no_mirror() -> None:
     table = {"path": ["/a"], "capacity": "1GiB", "mirror": 4096}
-    with pytest.raises(ConfigError, match="hdd.mirror: there is one path only"):
+    with pytest.raises(ConfigError, match=r"hdd\.mirror: there is one path only"):
         load(overrides={"hdd": table})

@@ -11,6 +11,7 @@ import pytest
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError
+from kvdepot.store import mirrorer
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, space_of, tiers
 from kvdepot.tiers.ssd import drive_of
@@ -23,6 +24,11 @@ LONG = 8
 def tier(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrorer, "_LOOK_S", 0.02)
 
 
 def opened(path: Path, tier: str, drives: int = 2, mode: Any = "rw", **more: Any) -> Store:
@@ -196,10 +202,6 @@ def test_a_drive_that_is_drained_leaves_one_copy_and_a_third_drive_gets_the_othe
         assert places(store, keys) == [[2]] * len(keys)
         assert tiers(store, keys) == [tier] * len(keys)
         store.add_drive(tier, tmp_path / "drive-3")
-        with store._stock.changed:
-            mirrors = store._stock.levels[0].mirrors
-            assert mirrors is not None
-            mirrors.look_at_all = True
         assert eventually(lambda: places(store, keys) == [[2, 3]] * len(keys))
         assert store.check().ok
 
@@ -222,6 +224,22 @@ def test_a_full_tier_thins_cold_prompts_out_and_drops_them_then(tmp_path: Path, 
         for number in held:
             keys = prompt(space, number, LONG)
             assert all(tiers(store, keys))
+
+
+def test_a_prompt_that_is_read_all_the_time_stays_on_two_drives(tmp_path: Path, tier: str) -> None:
+    with opened(tmp_path, tier, capacity="12MiB") as store:
+        hot = stored(store, tier, 1000)
+        space = space_of(store)
+        for number in range(120):
+            keys = prompt(space, number, LONG - 1)
+            assert all(put(store, keys))
+            assert store.flush()
+            assert all(tiers(store, hot))
+        counters = store.stats()["counters"]
+        assert counters[f"moved_{tier}"] > len(hot), "the log went round"
+        assert eventually(lambda: set(map(len, places(store, hot))) == {2})
+        assert counters["mirrored"] <= 3 * len(hot), "they are moved, not made anew"
+        assert store.check().ok
 
 
 def test_a_smaller_tier_keeps_its_books(tmp_path: Path, tier: str) -> None:

@@ -54,6 +54,7 @@ class Fleet:
             index = level.tier.add(path)
             with self._stock.changed:
                 writer = self._add_writer(level, index)
+                level.look_again()
             for thread in writer.threads:
                 thread.start()
 
@@ -94,6 +95,8 @@ class Fleet:
             for writer, drive in drives:
                 drive.resize(share // drive.settings.segment_bytes)
                 writer.shrink()
+            with self._stock.changed:
+                level.look_again()
 
     def _level(self, tier: str) -> Level:
         for level in self.writers:

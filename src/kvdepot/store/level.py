@@ -73,6 +73,8 @@ class Level:
 
     def usable(self, row: int) -> bool:
         """Whether there is a copy here on a drive that works, as far as is known."""
+        if self.mirrors is None:
+            return self.copies.ready(row) and self.works(self.copies.location[row])
         return any(self.works(place) for place in self.places(row))
 
     def works(self, location: int) -> bool:
@@ -136,9 +138,12 @@ class Level:
         places.remove(source)
         self.copies.move(row, target)
         if self.mirrors is not None and places:
+            owed = row not in self.mirrors.owed
             self.mirrors.leave(row)
             if drive_of(places[0]) != drive_of(target):
                 self.mirrors.enter(row, places.pop())
+                if owed:
+                    self.mirrors.owed.add(row)
         surplus = [source, *places]
         self.tier.discard(surplus, [self.catalog.nbytes[row]] * len(surplus))
         self.enter(row, target)
@@ -180,6 +185,11 @@ class Level:
         mirrors.enter(row, location)
         self.enter(row, location)
         return True
+
+    def look_again(self) -> None:
+        """There may be room for second copies that there was none for."""
+        if self.mirrors is not None:
+            self.mirrors.look_at_all = True
 
     def mark_dirty(self, row: int, ticket: int, now_s: float) -> None:
         """A block in memory waits to be written; it cannot leave memory before."""

@@ -22,6 +22,8 @@ class Mirrors:
         """Blocks may have lost a copy: every one is looked at again when all drives work."""
         self.writing: set[int] = set()
         """Rows whose second copy is being written."""
+        self.owed: set[int] = set()
+        """Rows of which one copy was written again because it was asked for: the other is too."""
         self._copies = copies
 
     def enter(self, row: int, location: int) -> None:
@@ -36,6 +38,7 @@ class Mirrors:
         if location != NONE:
             self.location[row] = NONE
             self.count -= 1
+            self.owed.discard(row)
         return location
 
     def take_in(self, rows: Rows, locations: Rows) -> Rows:
@@ -59,4 +62,5 @@ class Mirrors:
         first[rows] = places
         second[rows] = NONE
         self.count -= len(rows)
+        self.owed.difference_update(rows.tolist())
         self.look_at_all = True

@@ -25,6 +25,7 @@ from kvdepot.store.level import Level
 from kvdepot.store.room import Room
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
+from kvdepot.tiers.ssd import drive_of
 
 _READY: Final = int(CopyState.READY)
 _CACHED_BYTES: Final = 16 << 20
@@ -209,12 +210,18 @@ class Reader:
         for index in indices:
             want = errand.wants[index]
             level = self._stock.source(want.row)
-            if level is not None:
+            if level is None:
+                continue
+            if level.mirrors is None:
+                drive = drive_of(level.copies.location[want.row])
+            else:
                 drive = drive_for(errand, index, level, queued, drive)
-                flight = flights.setdefault((level, drive), Flight(level, drive))
-                flight.waiting.append(index)
-                flight.queued_bytes += want.payload_bytes
-                queued[level, drive] = flight.queued_bytes
+            flight = flights.get((level, drive))
+            if flight is None:
+                flight = flights[level, drive] = Flight(level, drive)
+            flight.waiting.append(index)
+            flight.queued_bytes += want.payload_bytes
+            queued[level, drive] = flight.queued_bytes
 
     def _fly(self, errand: Errand, flights: Flights) -> None:
         moves: Counter[int] = Counter()
@@ -305,7 +312,9 @@ class Reader:
             index = waiting[0]
             want = errand.wants[index]
             nbytes = record_bytes(want.payload_bytes)
-            location, hedged = place_for(errand, index, level, flight.drive)
+            location, hedged = level.copies.location[want.row], False
+            if level.mirrors is not None:
+                location, hedged = place_for(errand, index, level, flight.drive)
             if wave and (total + nbytes > limit or hedged != wave[0].hedged):
                 break
             slot = None

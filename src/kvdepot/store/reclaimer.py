@@ -107,9 +107,16 @@ class Reclaimer:
             capacity_bytes=self._tier.drives[self._index].settings.segment_bytes,
             sizes=HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE,
             stamps=stamps,
-            hits=catalog.tree.hits.array[rows].astype(np.int64),
+            hits=self._hits(rows),
             orphaned_bytes=orphaned_bytes,
         )
+
+    def _hits(self, rows: Rows) -> Rows:
+        """How often blocks were asked for; what one copy has earned counts for the other too."""
+        hits = self._stock.catalog.tree.hits.array[rows].astype(np.int64)
+        if self._level.mirrors is not None:
+            hits = np.maximum(hits, [row in self._level.mirrors.owed for row in rows.tolist()])
+        return hits
 
     def _look_below(self, segment: Segment, rows: Rows) -> tuple[Rows, int]:
         """When each block or what continues it was last used, and how much would be orphaned.
