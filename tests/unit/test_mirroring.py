@@ -24,12 +24,13 @@ def catalog_of(*links: tuple[int, int]) -> tuple[Catalog, dict[int, int]]:
     return catalog, {own: catalog.ensure(key(parent, own), 100) for parent, own in links}
 
 
-def test_long_prompts_are_worth_a_second_drive_unless_a_slower_tier_has_them() -> None:
+def test_long_prompts_are_worth_a_second_drive_if_it_is_their_only_hope() -> None:
     facts = MirrorFacts(
-        prompt_tokens=np.array([1023, 1024, 1024, 9000]),
-        below=np.array([False, False, True, False]),
+        prompt_tokens=np.array([1023, 1024, 1024, 1024, 9000]),
+        below=np.array([False, False, True, False, False]),
+        closed=np.array([False, False, False, True, False]),
     )
-    assert worth_mirroring(facts, 1024).tolist() == [False, True, False, True]
+    assert worth_mirroring(facts, 1024).tolist() == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize(

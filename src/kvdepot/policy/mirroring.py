@@ -17,15 +17,18 @@ class MirrorFacts:
     """Of the longest prompt that goes through it."""
     below: Bools
     """A slower tier has it too."""
+    closed: Bools
+    """It belongs to sessions that have ended."""
 
 
 def worth_mirroring(facts: MirrorFacts, least_tokens: int) -> Bools:
     """Which blocks get a second place in their tier.
 
     Prefill grows with the square of a prompt, and a lost head loses all that continues it: so every
-    block of a long prompt, heads too. A block that a slower tier has is safe already.
+    block of a long prompt, heads too. A block that a slower tier has is safe already, and one whose
+    session has ended is not worth it.
     """
-    worth: Bools = (facts.prompt_tokens >= least_tokens) & ~facts.below
+    worth: Bools = (facts.prompt_tokens >= least_tokens) & ~facts.below & ~facts.closed
     return worth
 
 

@@ -22,6 +22,7 @@ from kvdepot.policy.mirroring import MirrorFacts, worth_mirroring
 from kvdepot.store.demoter import MakeRoom, Piece, rest
 from kvdepot.store.level import Level
 from kvdepot.store.mirrors import Mirrors
+from kvdepot.store.pace import Stride
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import transfers
 from kvdepot.tiers.ssd import drive_of
@@ -32,7 +33,7 @@ _LOOKS_MAX: Final = 8
 _GATHER_MAX: Final = 1024
 """Blocks looked at in one go, lock held."""
 _PIECE_BYTES: Final = 4 << 20
-"""Copied in one go: short enough that a read which comes meanwhile does not notice."""
+"""Copied in one go at most: a read which comes meanwhile should not notice."""
 
 
 class Mirrorer:
@@ -48,6 +49,7 @@ class Mirrorer:
         """Rows still to be looked at again."""
         self._seen, self._looks = 0, 0
         self._turn = 0
+        self._stride = Stride(_PIECE_BYTES)
         self._block_tokens: dict[bytes, int] = {}
         name = f"kvdepot-{level.name}-mirrorer"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -120,14 +122,14 @@ class Mirrorer:
         for row in rows:
             if self._wanted(row):
                 groups.setdefault(self._tokens(row), []).append(row)
-        lowest = level.copies.bit
         chosen: list[int] = []
         for tokens, group in groups.items():
             blocks = path_blocks(catalog.tree, group, -(-level.config.mirror // tokens))
             found = np.array([row for row in blocks if self._wanted(row)], dtype=np.int64)
             facts = MirrorFacts(
                 prompt_tokens=np.array([blocks[row] for row in found.tolist()], np.int64) * tokens,
-                below=catalog.residency.array[found] >= 2 * lowest,
+                below=catalog.residency.array[found] >= 2 * level.copies.bit,
+                closed=catalog.closed.mask(found),
             )
             chosen += found[worth_mirroring(facts, level.config.mirror)].tolist()
         return path_order(catalog.tree, chosen)
@@ -178,6 +180,7 @@ class Mirrorer:
             self._mirrors.look_at_all |= bool(others)
             return None
         nbytes = max(record_bytes(self._stock.catalog.nbytes[row]) for row in run)
+        up = [index for index in up if not drives[index].wear.spent]
         roomy = [index for index in up if drives[index].has_room(nbytes)]
         found = next(iter([*roomy, *(up if reclaim else [])]), None)
         if found is not None:
@@ -193,14 +196,16 @@ class Mirrorer:
                 if not piece.rows and left:  # memory is short: some other time
                     self._mirrors.fresh.update(dict.fromkeys(left))
                     return
-            if piece.rows and not self._copy(piece, target, reclaim=reclaim):
-                return
+            if piece.rows:
+                if not self._copy(piece, target, reclaim=reclaim):
+                    return
+                self._stride.took(sum(map(len, piece.images)), self._stock.clock.now() - started_s)
             rest(self._stock, [self._level], started_s)
 
     def _claim(self, rows: list[int]) -> tuple[Piece, list[int]]:
         """Take as many rows as there is memory for. Lock held."""
         stock, catalog = self._stock, self._stock.catalog
-        budget = min(_PIECE_BYTES, max(1, stock.staging.capacity_bytes // 4))
+        budget = min(self._stride.nbytes, max(1, stock.staging.capacity_bytes // 4))
         piece = Piece([], [], [], [])
         left: list[int] = []
         for index, row in enumerate(rows):

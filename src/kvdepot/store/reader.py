@@ -6,21 +6,21 @@ A block that is corrupt, failed or late is a miss; the others are delivered.
 """
 
 import contextlib
-import threading
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import MISS, CopyState, Got
-from kvdepot.core.tier import Load, Outcome, Pending
+from kvdepot.core.tier import Outcome
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
 from kvdepot.store.choice import drive_for, place_for
 from kvdepot.store.drainer import Drainer, LateRead
 from kvdepot.store.errand import Arrival, Errand, Sink, Want
+from kvdepot.store.flight import Flight, Flights, Loaded, Step
 from kvdepot.store.level import Level
 from kvdepot.store.room import Room
 from kvdepot.store.stock import TEMPORARY, Stock
@@ -29,9 +29,6 @@ from kvdepot.tiers.ssd import drive_of
 
 _READY: Final = int(CopyState.READY)
 _CACHED_BYTES: Final = 16 << 20
-_WAVES_A_DRIVE: Final = 4
-_WAVES_AHEAD: Final = 2
-"""Have their memory already, and start at once when one that is being read is through."""
 _THREADS: Final = 8
 _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""
@@ -45,26 +42,6 @@ _REASONS: Final = {
 _BUSY: Final = Got(None, "busy")
 
 
-Flights = dict[tuple[Level, int], "Flight"]
-Loaded = tuple[list[Outcome], Pending | None]
-
-
-class Flight:
-    """What one errand reads from one drive: waves that are planned, and those under way."""
-
-    def __init__(self, level: Level, drive: int) -> None:
-        self.level = level
-        self.drive = drive
-        self.waiting: deque[int] = deque()
-        self.flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
-        self.queued_bytes = 0
-        self.turns = threading.Semaphore(_WAVES_A_DRIVE)
-        """Waves that are read at the same time."""
-
-    def has_room(self) -> bool:
-        return bool(self.waiting) and len(self.flying) < _WAVES_A_DRIVE + _WAVES_AHEAD
-
-
 class Reader:
     """Serves `get`."""
 
@@ -74,6 +51,8 @@ class Reader:
         self._drainer = drainer
         self._threads: dict[tuple[Level, int], ThreadPoolExecutor] = {}
         """Of each drive, so that a slow one does not hold up the others."""
+        self.follow: Callable[[Sequence[Want]], None] | None = None
+        """Told of what somebody has read."""
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
@@ -128,6 +107,8 @@ class Reader:
                         errand.results[index].tier is not None for index in errand.rescued
                     )
                 stock.unlease(held)
+        if self.follow is not None and not ahead:
+            self.follow(wants)
         return errand.results
 
     def _from_memory(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
@@ -192,6 +173,8 @@ class Reader:
         """Read in waves, the next one planned and started while the last is under way."""
         flights: Flights = {}
         with self._stock.changed:
+            if not errand.ahead:
+                self._stock.admission.read([errand.wants[index].row for index in left])
             self._assign(errand, flights, left)
         try:
             self._fly(errand, flights)
@@ -250,12 +233,13 @@ class Reader:
         for flight in busy:
             if not flight.has_room():
                 continue
+            left = len(flight.waiting)
             with self._stock.changed:
                 wave = self._plan(errand, flight)
+            started = started or len(flight.waiting) < left
             if wave:
                 alone = len(busy) == 1 and not flight.waiting and not flight.flying
                 flight.flying.append((wave, self._start(wave, errand, flight, inline=alone)))
-                started = True
         return started
 
     def _await_room(self, errand: Errand, busy: list[Flight]) -> bool:
@@ -302,7 +286,10 @@ class Reader:
             return self._threads[name]
 
     def _plan(self, errand: Errand, flight: Flight) -> "list[Step]":
-        """The next wave: blocks for which there is memory to read into. Lock held."""
+        """The next wave: blocks for which there is memory to read into. Lock held.
+
+        What nobody waits for is read only if it can stay in memory.
+        """
         stock, catalog = self._stock, self._stock.catalog
         level, waiting = flight.level, flight.waiting
         limit = min(level.wave_bytes, max(1, stock.arena.capacity_bytes // 4))
@@ -318,9 +305,13 @@ class Reader:
             if wave and (total + nbytes > limit or hedged != wave[0].hedged):
                 break
             slot = None
-            promote = want.is_whole and level.config.promote and catalog.memory.absent(want.row)
+            promote = level.config.promote or errand.ahead
+            promote = promote and want.is_whole and catalog.memory.absent(want.row)
             if promote:
                 slot = self._room.slot(nbytes, want.row)
+            if slot is None and errand.ahead:
+                errand.results[waiting.popleft()] = _BUSY
+                continue
             arena = stock.arena
             if slot is None:
                 promote, arena = False, stock.staging
@@ -380,7 +371,7 @@ class Reader:
             return step.hedged
         self._settle(step, row, outcome)
         if outcome is Outcome.OK and step.promote:
-            self._stock.promote(row, level)
+            self._stock.promote(row, level, errand.wants[-1].key[-1])
         if outcome is not Outcome.OK:
             return self._blame(errand, level, step, outcome)
         errand.results[step.index] = Got(level.name)
@@ -431,18 +422,6 @@ class Reader:
                 continue
             counters.add("get", got.tier)
             counters.get_bytes += want.stop - want.start
-
-
-@dataclass(slots=True)
-class Step:
-    """One block of a wave: its load and the slot it is read into."""
-
-    index: int
-    load: Load
-    slot: int
-    promote: bool
-    hedged: bool = False
-    """Another drive has it too: this one is given half the time there is."""
 
 
 _NO_IMAGE: Final = memoryview(b"")

@@ -77,13 +77,27 @@ class Reclaimer:
         for segment in sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]:
             rows = self._live(segment)
             facts = self._facts(segment, rows)
-            leased = self._stock.catalog.leased_rows(rows)
-            if facts.sizes[leased].sum() <= facts.capacity_bytes // 2:
+            if not self._in_use(rows, facts):
                 candidates.append((segment, rows, facts))
         if not candidates:
             return None
         now = self._stock.catalog.tree.now
         return candidates[coldest([facts for *_, facts in candidates], now)]
+
+    def is_held_up(self) -> bool:
+        """Whether a segment could go once others have done with its blocks. Lock held."""
+        drive = self._tier.drives[self._index]
+        if not drive.breaker.closed or drive.lost:
+            return False
+        if any(segment.sealed and segment.unentered for segment in list(drive.segments.values())):
+            return True
+        parts = [(segment, self._live(segment)) for segment in drive.sealed()]
+        return any(self._in_use(rows, self._facts(segment, rows)) for segment, rows in parts)
+
+    def _in_use(self, rows: Rows, facts: SegmentFacts) -> bool:
+        """Whether so much of a segment is leased that emptying it would gain nothing."""
+        leased = self._stock.catalog.leased_rows(rows)
+        return bool(facts.sizes[leased].sum() > facts.capacity_bytes // 2)
 
     def _live(self, segment: Segment) -> Rows:
         return self._level.live(self._index, segment.slot)
@@ -103,11 +117,14 @@ class Reclaimer:
     def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
         catalog = self._stock.catalog
         stamps, orphaned_bytes = self._look_below(segment, rows)
+        hits = self._hits(rows)
+        closed = catalog.closed.mask(rows)
+        stamps[closed] = hits[closed] = 0
         return SegmentFacts(
             capacity_bytes=self._tier.drives[self._index].settings.segment_bytes,
             sizes=HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE,
             stamps=stamps,
-            hits=self._hits(rows),
+            hits=hits,
             orphaned_bytes=orphaned_bytes,
         )
 
@@ -210,6 +227,7 @@ class Reclaimer:
         return self._demoter is not None and self._demoter.lower.copies.ready(row)
 
     def _evict(self, row: int) -> None:
+        self._stock.admission.left(row, self._level)
         self._level.drop(row)
         self._stock.counters.add("evicted", self._level.name)
         self._stock.catalog.forget_if_gone(row)

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
-from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, pack_entry
-from kvdepot.core.clock import Clock
-from kvdepot.native import WRITE, address_of, checksum
+from kvdepot.codec.segment import SegmentHeader, footer_bytes, pack_entry
+from kvdepot.core.clock import Clock, WallClock
+from kvdepot.native import WRITE, address_of
 from kvdepot.tiers.files import Files, io_ops
 from kvdepot.tiers.gauge import Gauge
 from kvdepot.tiers.health import Breaker, RetryPauses
 from kvdepot.tiers.medium import Medium
 from kvdepot.tiers.numbers import Numbers
 from kvdepot.tiers.recovery import Recovered, SegmentReader
-from kvdepot.tiers.segments import Appended, Purpose, Run, Segment
+from kvdepot.tiers.segments import Appended, Purpose, Run, Segment, closing_pages
+from kvdepot.tiers.wear import Wear
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_NOTE_RESERVE_MAX: Final = 64 << 10
 _GONE: Final = "the directory was removed"
 
 
@@ -41,6 +41,8 @@ class DriveSettings:
     write_timeout_s: float
     writable: bool = True
     pauses: RetryPauses = field(default_factory=RetryPauses)
+    daily_bytes: int = 0
+    wall: Clock = field(default_factory=WallClock)
 
 
 class Drive:
@@ -54,6 +56,7 @@ class Drive:
         self.settings = settings
         self.breaker = Breaker(clock, settings.pauses)
         self.gauge = Gauge(clock)
+        self.wear = Wear(medium, self.breaker, settings.daily_bytes, settings.wall)
         self._growth = Breaker(clock, settings.pauses)
         self.segments: dict[int, Segment] = {}
         self.free: list[int] = []
@@ -149,7 +152,7 @@ class Drive:
         """
         with self._turn() as mine:
             runs = self._reserve(images, purpose) if mine else []
-        written = self._write(runs, images, wait=purpose is not Purpose.NOTE) if runs else {}
+        written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
         if self.settings.fsync == "always" and written and not self.sync():
             written = {}
         results: list[Appended | None] = [None] * len(images)
@@ -160,7 +163,7 @@ class Drive:
 
     def _reserve(self, images: Sequence[memoryview], purpose: Purpose) -> "list[Run]":
         """Give images their places, as far as there is room."""
-        closed = self.retired or (self.draining and purpose is not Purpose.NOTE)
+        closed = self.retired or (self.draining and not purpose.is_note)
         if self.lost or closed or not self.breaker.allows():
             return []
         if not self.medium.intact():
@@ -181,7 +184,8 @@ class Drive:
             segment.tail += len(image)
             segment.count += 1
             with self._books:
-                segment.unentered += purpose is not Purpose.NOTE
+                segment.unentered += not purpose.is_note
+        self.wear.spend(sum(len(images[index]) for run in runs for index, _ in run.places))
         return runs
 
     def _write(
@@ -227,7 +231,7 @@ class Drive:
             else:
                 segment.count -= 1
                 with self._books:
-                    segment.unentered -= purpose is not Purpose.NOTE
+                    segment.unentered -= not purpose.is_note
         segment.runs -= 1
         if segment is not self._active and not segment.runs:
             self._finish(segment, sealed=True)
@@ -261,15 +265,10 @@ class Drive:
         return Appended(segment.slot, offset // PAGE, segment.segment_id)
 
     def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
-        freely = purpose is Purpose.NOTE or segment.tail == PAGE
-        kept_back = 0 if freely else self._note_reserve
-        end = self.settings.segment_bytes - footer_bytes(segment.count + 1) - kept_back
+        end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
+        if segment.tail > PAGE:
+            end -= purpose.kept_back(self.settings.segment_bytes, last=not self.spare_slots())
         return segment.tail + nbytes <= end
-
-    @property
-    def _note_reserve(self) -> int:
-        """Room in each segment for notes alone, so that removals can be kept on a full drive."""
-        return min(_NOTE_RESERVE_MAX, self.settings.segment_bytes // 8)
 
     def _segment_for(self, nbytes: int, purpose: Purpose) -> Segment | None:
         """A segment with room for `nbytes` more, or None."""
@@ -448,6 +447,9 @@ class Drive:
             "reason": health.reason,
             "errors": health.errors,
             "draining": self.draining,
+            "drained": self.retired,
+            "used_bytes": sum(segment.live_bytes for segment in list(self.segments.values())),
+            "capacity_bytes": self.settings.slots_max * self.settings.segment_bytes,
             "retry_in_s": round(health.retry_in_s, 3),
             "segments": len(self.segments),
             "free_segments": len(self.free),
@@ -456,6 +458,7 @@ class Drive:
             "emulated": self.files.emulated,
             "read_bytes_per_s": round(self.gauge.bytes_per_s),
             "damage": list(self.damage),
+            "written": self.wear.describe(),
         }
 
     def close(self) -> None:
@@ -464,27 +467,20 @@ class Drive:
             if self._active is not None and not self.lost and self.breaker.health().ok:
                 self._finish(self._active, sealed=False)
             self._active = None
+            self.wear.keep()
             self.medium.close()
 
     def _finish(self, segment: Segment, *, sealed: bool) -> None:
-        """Write a segment's footer.
-
-        Without it the segment is scanned at the next start, no more.
-        """
-        footer = b"".join(segment.entries)
-        segment.count = len(footer) // ENTRY.itemsize
-        offset = self.settings.segment_bytes - footer_bytes(segment.count)
-        trailer = Trailer(
-            segment.segment_id, segment.slot, self.settings.segment_bytes, offset,
-            segment.tail, segment.count, sealed, checksum(footer), self.settings.store,
-        )  # fmt: skip
-        padded = footer.ljust(footer_bytes(segment.count) - PAGE, b"\0")
+        """Write a segment's footer. Without it the next start scans the segment, no more."""
+        nbytes = self.settings.segment_bytes
+        offset, footer, trailer = closing_pages(segment, nbytes, self.settings.store, sealed=sealed)
+        self.wear.spend(PAGE + len(footer) + len(trailer))
         fd, base = self.medium.extent(segment.slot)
         try:
             self._sync_slot(segment.slot)
-            if padded:
-                self.files.write(fd, base + offset, padded)
-            self.files.write(fd, base + self.settings.segment_bytes - PAGE, trailer.pack())
+            if footer:
+                self.files.write(fd, base + offset, footer)
+            self.files.write(fd, base + nbytes - PAGE, trailer)
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
         segment.sealed = sealed

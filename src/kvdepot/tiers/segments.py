@@ -2,8 +2,14 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvdepot.codec.record import PAGE
+from kvdepot.codec.segment import ENTRY, Trailer, footer_bytes
+from kvdepot.native import checksum
+
+_NOTE_RESERVE_MAX: Final = 64 << 10
+_CARRY_RESERVE_MAX: Final = 256 << 10
 
 
 class Purpose(enum.Enum):
@@ -16,6 +22,22 @@ class Purpose(enum.Enum):
     """A block on its way out of a segment that is reclaimed."""
     NOTE = enum.auto()
     """May also use the room that segments keep back for notes."""
+    CARRY = enum.auto()
+    """A note on its way out of a segment that is reclaimed: may use all the room there is."""
+
+    @property
+    def is_note(self) -> bool:
+        return self in (Purpose.NOTE, Purpose.CARRY)
+
+    def kept_back(self, segment_bytes: int, *, last: bool) -> int:
+        """Room in a segment that is not for this purpose.
+
+        In each there is some for notes alone, so that removals can be kept on a full drive; in the
+        last one that can be opened some for what a reclaim must carry, so that there can be one.
+        """
+        notes = 0 if self.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
+        carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)
+        return notes + (carried if last and self is not Purpose.CARRY else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +57,20 @@ class Segment:
     """Writes under way; a segment is sealed when it is full and they have ended."""
     unentered: int = 0
     """Blocks that were given a place but are in no books yet, so that they look dead."""
+
+
+def closing_pages(
+    segment: Segment, segment_bytes: int, store: bytes, *, sealed: bool
+) -> tuple[int, bytes, bytes]:
+    """Where a segment's footer begins, the footer, and the trailer, which is its last page."""
+    footer = b"".join(segment.entries)
+    segment.count = len(footer) // ENTRY.itemsize
+    offset = segment_bytes - footer_bytes(segment.count)
+    trailer = Trailer(
+        segment.segment_id, segment.slot, segment_bytes, offset,
+        segment.tail, segment.count, sealed, checksum(footer), store,
+    )  # fmt: skip
+    return offset, footer.ljust(segment_bytes - PAGE - offset, b"\0"), trailer.pack()
 
 
 @dataclass(slots=True)
