@@ -106,13 +106,18 @@ class Reclaimer:
         return self._index << 24 | segment.slot
 
     def _in(self, segment: Segment, row: int) -> bool:
-        copies = self._level.copies
-        return copies.ready(row) and copies.location[row] >> 32 == self._place(segment)
+        return self._level.place_in(row, self._index, segment.slot) != NONE
+
+    def _spared(self, segment: Segment, row: int) -> bool:
+        """Whether another drive that works has a block of the segment too."""
+        level = self._level
+        place = level.place_in(row, self._index, segment.slot) if level.mirrors else NONE
+        return place != NONE and level.spared(row, place)
 
     def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
         catalog = self._stock.catalog
         stamps, orphaned_bytes = self._look_below(segment, rows)
-        hits = self._level.hits(rows)
+        hits = self._hits(rows)
         closed = catalog.closed.mask(rows)
         stamps[closed] = hits[closed] = 0
         return SegmentFacts(
@@ -123,6 +128,13 @@ class Reclaimer:
             orphaned_bytes=orphaned_bytes,
         )
 
+    def _hits(self, rows: Rows) -> Rows:
+        """How often blocks were asked for; what one copy has earned counts for the other too."""
+        hits = self._level.hits(rows)
+        if self._level.mirrors is not None:
+            hits = np.maximum(hits, [row in self._level.mirrors.owed for row in rows.tolist()])
+        return hits
+
     def _look_below(self, segment: Segment, rows: Rows) -> tuple[Rows, int]:
         """When each block or what continues it was last used, and how much would be orphaned.
 
@@ -132,6 +144,8 @@ class Reclaimer:
         stamps = catalog.tree.stamp.array[rows]
         total, steps = 0, 0
         for index in np.flatnonzero(self._leads_out(segment, rows)).tolist():
+            if self._spared(segment, int(rows[index])):
+                continue
             waiting = list(catalog.tree.children(int(rows[index])))
             while waiting and steps < _ORPHANS_MAX:
                 child = waiting.pop()
@@ -173,16 +187,19 @@ class Reclaimer:
             kept = [
                 row
                 for row, stay in zip(rows, stays, strict=True)
-                if self._in(segment, row) and (stay or catalog.leases(row))
+                if self._in(segment, row)
+                and (stay or (catalog.leases(row) and not self._spared(segment, row)))
             ]
             catalog.lease(kept)
             self._level.moving.update(kept)
             self._drop(segment, rows)
         for row in kept:
-            self._move(row)
+            self._move(segment, row)
         with stock.changed:
             for row in kept:
-                if self._in(segment, row) and catalog.leases(row) == 1:
+                if self._spared(segment, row):
+                    self._thin_out(segment, row)
+                elif self._in(segment, row) and catalog.leases(row) == 1:
                     self._evict(row)
             self._level.moving.difference_update(kept)
             stock.unlease(kept)
@@ -194,7 +211,12 @@ class Reclaimer:
         """
         catalog = self._stock.catalog
         for row in rows:
-            if not self._in(segment, row) or catalog.leases(row):
+            if not self._in(segment, row) or row in self._level.moving:
+                continue
+            if len(self._level.places(row)) > 1:
+                self._thin_out(segment, row)
+                continue
+            if catalog.leases(row):
                 continue
             below = [] if self._is_below(row) else catalog.tree.descendants(row)
             for victim in [row, *below][::-1]:
@@ -210,30 +232,31 @@ class Reclaimer:
         self._stock.counters.add("evicted", self._level.name)
         self._stock.catalog.forget_if_gone(row)
 
-    def _move(self, row: int) -> None:
+    def _thin_out(self, segment: Segment, row: int) -> None:
+        """Drop one of two copies: the block stays."""
+        self._level.lose(row, self._level.place_in(row, self._index, segment.slot))
+
+    def _move(self, segment: Segment, row: int) -> None:
         """Write a leased block again at the log's end."""
         stock, catalog = self._stock, self._stock.catalog
         nbytes = record_bytes(catalog.nbytes[row])
         with stock.changed:
             slot = stock.staging.allocate(nbytes, TEMPORARY)
-            source = self._level.copies.location[row]
+            source = self._level.place_in(row, self._index, segment.slot)
         if slot is None:
             return
         image = stock.staging.image(slot, nbytes)
         if self._tier.read_image(catalog.table.key(row), source, image):
-            self._rewrite(row, image)
+            self._rewrite(segment, row, image)
         with stock.changed:
             stock.staging.free(slot)
 
-    def _rewrite(self, row: int, image: memoryview) -> None:
-        stock, catalog = self._stock, self._stock.catalog
+    def _rewrite(self, segment: Segment, row: int, image: memoryview) -> None:
+        stock, level = self._stock, self._level
         (location,) = self._tier.append(self._index, [image], Purpose.MOVE)
         if location is None:
             return
         with stock.changed:
-            old = self._level.copies.location[row]
-            self._level.copies.move(row, location)
-            self._tier.discard([old], [catalog.nbytes[row]])
-            self._level.enter(row, location)
-            self._level.count_anew(row)
-            stock.counters.add("moved", self._level.name)
+            level.relocate(row, level.place_in(row, self._index, segment.slot), location)
+            stock.counters.add("moved", level.name)
+            level.count_anew(row)

@@ -47,6 +47,7 @@ def _file_tier(level: Level) -> dict[str, Any]:
     usage, health = level.tier.usage(), level.tier.health()
     return {
         "blocks": level.copies.count,
+        "mirrored": level.mirrors.count if level.mirrors is not None else 0,
         "capacity_bytes": usage.capacity_bytes,
         "used_bytes": usage.used_bytes,
         "held_bytes": usage.held_bytes,
