@@ -59,36 +59,17 @@ class Lines:
         self._insert_before(row, NONE, self._base_of(group) + line)
 
     def place(self, row: int, group: int, line: int, stamps: Column) -> None:
-        """Put a row where its stamp belongs, if that is at an end or where it stood; else last."""
+        """Put a row where its stamp belongs, if that is near an end; else at the warm end."""
         at = self._base_of(group) + line
         view, warmer = stamps.view, self._warmer.view
         stamp, place = view[row], self._cold[at]
-        if place == NONE or view[self._warm[at]] <= stamp:
-            self._insert_before(row, NONE, at)
-            return
         for _ in range(_STEPS_MAX):
-            if view[place] >= stamp:
+            if place == NONE or view[place] >= stamp:
                 break
             place = warmer[place]
         else:
-            place = self._old_place(row, at, view)
+            place = NONE
         self._insert_before(row, place, at)
-
-    def _old_place(self, row: int, at: int, stamps: memoryview) -> int:
-        """Who stands on the warm side of where a row stood when it was taken out of this line.
-
-        NONE, the warm end, if nobody of then is there or its stamp belongs elsewhere now.
-        """
-        line, stamp = self.line.view, stamps[row]
-        warmer, colder = self._warmer.view[row], self._colder.view[row]
-        if warmer != NONE and line[warmer] == at:
-            colder = self._colder.view[warmer]
-        elif colder != NONE and line[colder] == at:
-            warmer = self._warmer.view[colder]
-        else:
-            return NONE
-        fits = colder == NONE or stamps[colder] <= stamp
-        return warmer if fits and (warmer == NONE or stamps[warmer] >= stamp) else NONE
 
     def remove(self, row: int) -> None:
         line = self.line.view
