@@ -104,7 +104,7 @@ class ReuseDensity:
     def trust(self) -> float:
         """How far the counts may overrule recency, from 0 (plain LRU) to 1."""
         late = _LATE_WEIGHT * self._late / (self._hits + 1.0)
-        return min(_OVERRULE_MAX, self._trust * late)
+        return min(_OVERRULE_MAX, self._trust * late, self._trust)
 
     def line(self, row: int) -> int:
         kind: int = self._kind.view[row]
