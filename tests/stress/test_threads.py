@@ -40,7 +40,7 @@ def settings(path: Path, below: str = "") -> dict[str, Any]:
         paths = [path / "c", path / "d"]
         tree["hdd"] = {"path": paths, "capacity": DISK, "segment": "1MiB", "write_mode": below}
         tree["hdd"]["run"] = "256KiB"
-        tree["ssd"].update(capacity=DISK // 3, segment="512KiB")
+        tree["ssd"].update(capacity=DISK // 3)
     return tree
 
 

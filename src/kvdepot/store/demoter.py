@@ -16,11 +16,11 @@ from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.demotion import DemotionFacts, worth_demoting
 from kvdepot.store.level import Level
-from kvdepot.store.pace import FLASH_SHARE, HEAD_SHARE, rest_s
+from kvdepot.store.pace import FLASH_SHARE, HEAD_SHARE, Stride, rest_s
 from kvdepot.store.stock import TEMPORARY, Stock
 
 _PIECE_BYTES: Final = 4 << 20
-"""Copied in one go: short enough that a read which comes meanwhile does not notice."""
+"""Copied in one go at most: a read which comes meanwhile should not notice."""
 _GATHER_MAX: Final = 4096
 """Blocks looked at in one go, lock held."""
 
@@ -47,6 +47,7 @@ class Demoter:
         self.upper = upper
         self.lower = lower
         self._make_room = make_room
+        self._stride = Stride(_PIECE_BYTES)
         self._turn_lock = threading.Lock()
         self._turn = 0
 
@@ -118,8 +119,10 @@ class Demoter:
                 piece, left = self._claim(left)
                 if not piece.rows and left:
                     return False
-            if piece.rows and not self._copy(piece, drive):
-                return False
+            if piece.rows:
+                if not self._copy(piece, drive):
+                    return False
+                self._stride.took(sum(map(len, piece.images)), self._stock.clock.now() - started_s)
             if not urgent:
                 self._rest(started_s)
         return True
@@ -137,7 +140,7 @@ class Demoter:
     def _claim(self, rows: list[int]) -> tuple[Piece, list[int]]:
         """Take as many rows as there is memory for. Lock held."""
         stock, catalog = self._stock, self._stock.catalog
-        budget = min(_PIECE_BYTES, max(1, stock.staging.capacity_bytes // 4))
+        budget = min(self._stride.nbytes, max(1, stock.staging.capacity_bytes // 4))
         piece = Piece([], [], [], [])
         for index, row in enumerate(rows):
             nbytes = record_bytes(catalog.nbytes[row])

@@ -12,6 +12,8 @@ HEAD_SHARE: Final = 0.01
 """Of a tier's time that background work may have while somebody reads from it. Where there is a
 head, every piece of work costs a reader two seeks: few enough may meet one."""
 REST_S_MAX: Final = 5.0
+_STRIDE_S: Final = 0.05
+"""A reader who meets background work should not wait longer than that for it."""
 
 
 class Pace:
@@ -44,3 +46,16 @@ class Pace:
 def rest_s(spent_s: float, share: float = FLASH_SHARE) -> float:
     """How long background work rests after a piece that took `spent_s` beside foreground reads."""
     return min(REST_S_MAX, spent_s * (1.0 - share) / share)
+
+
+class Stride:
+    """How much background work does in one go: what takes a short while, `most_bytes` at most."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self.nbytes = most_bytes
+
+    def took(self, nbytes: int, spent_s: float) -> None:
+        """So much was done in one go: the next one is as long as should be."""
+        fitting = int(nbytes / max(spent_s, 1e-6) * _STRIDE_S)
+        self.nbytes = max(1, min(self._most_bytes, fitting))

@@ -77,13 +77,27 @@ class Reclaimer:
         for segment in sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]:
             rows = self._live(segment)
             facts = self._facts(segment, rows)
-            leased = self._stock.catalog.leased_rows(rows)
-            if facts.sizes[leased].sum() <= facts.capacity_bytes // 2:
+            if not self._in_use(rows, facts):
                 candidates.append((segment, rows, facts))
         if not candidates:
             return None
         now = self._stock.catalog.tree.now
         return candidates[coldest([facts for *_, facts in candidates], now)]
+
+    def is_held_up(self) -> bool:
+        """Whether a segment could go once others have done with its blocks. Lock held."""
+        drive = self._tier.drives[self._index]
+        if not drive.breaker.closed or drive.lost:
+            return False
+        if any(segment.sealed and segment.unentered for segment in list(drive.segments.values())):
+            return True
+        parts = [(segment, self._live(segment)) for segment in drive.sealed()]
+        return any(self._in_use(rows, self._facts(segment, rows)) for segment, rows in parts)
+
+    def _in_use(self, rows: Rows, facts: SegmentFacts) -> bool:
+        """Whether so much of a segment is leased that emptying it would gain nothing."""
+        leased = self._stock.catalog.leased_rows(rows)
+        return bool(facts.sizes[leased].sum() > facts.capacity_bytes // 2)
 
     def _live(self, segment: Segment) -> Rows:
         return self._level.live(self._index, segment.slot)

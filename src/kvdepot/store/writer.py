@@ -22,6 +22,9 @@ _LINGER_S: Final = 0.5
 _PAUSE_S_MIN: Final = 0.001
 _TRIES_MAX: Final = 8
 """The other thread may take the room that one has made."""
+_PATIENCE_S: Final = 2.0
+"""How long blocks wait for room that others have in use, before they are given up."""
+_LOOK_AGAIN_S: Final = 0.05
 
 
 class Writer:
@@ -151,15 +154,18 @@ class Writer:
         return any(not other.copies.absent(row) and not other.copies.ready(row) for other in others)
 
     def _write(self, batch: list[int]) -> None:
-        """Append blocks, making room as long as that helps."""
-        catalog = self._stock.catalog
-        places = self._append(batch)
+        """Append blocks, making room as long as that helps.
+
+        What has been written is entered before room is looked for: a segment with a block that is
+        in no books cannot be reclaimed, and the other thread may be looking too.
+        """
+        nbytes = self._stock.catalog.nbytes
+        left = self._enter(batch, self._append(batch))
         for _ in range(_TRIES_MAX):
-            left = [row for row in batch if row not in places]
-            if not left or not self.make_room(max(record_bytes(catalog.nbytes[r]) for r in left)):
+            if not left or not self._find_room(max(record_bytes(nbytes[row]) for row in left)):
                 break
-            places.update(self._append(left))
-        self._commit(batch, places)
+            left = self._enter(left, self._append(left))
+        self._pass_on(left)
         self._keep_spare()
 
     def _append(self, rows: list[int]) -> dict[int, int]:
@@ -172,6 +178,19 @@ class Writer:
         ]
         locations = self._tier.append(self._index, images)
         return {row: at for row, at in zip(rows, locations, strict=True) if at is not None}
+
+    def _find_room(self, nbytes: int) -> bool:
+        """Make room, once others have let go of it. False: nothing helps."""
+        stock = self._stock
+        deadline_s = stock.clock.now() + _PATIENCE_S
+        while not self.make_room(nbytes):
+            with stock.changed:
+                held_up = self._reclaimer.is_held_up() and stock.clock.now() < deadline_s
+                if held_up:
+                    stock.changed.wait(_LOOK_AGAIN_S)
+            if not held_up:
+                return self.make_room(nbytes)  # they may have let go just now
+        return True
 
     def make_room(self, nbytes: int) -> bool:
         """Do what lets a refused write succeed. False: nothing helps."""
@@ -201,35 +220,39 @@ class Writer:
         finally:
             self._upkeep.release()
 
-    def _commit(self, batch: list[int], places: dict[int, int]) -> None:
+    def _enter(self, rows: list[int], places: dict[int, int]) -> list[int]:
+        """Put what was written into the books. Returns what was not."""
         stock, catalog = self._stock, self._stock.catalog
         removed = []
-        passed: dict[int, None] = {}
-        pass_on = not self._is_up(self._index) and self._another_is_up()
         with stock.changed:
-            for row in batch:
-                location = places.get(row)
-                if location is None:
-                    self._level.copies.drop(row)
-                    if pass_on:
-                        passed[row] = None
-                    else:
-                        stock.counters.write_failed += 1
-                else:
-                    self._level.copies.location[row] = location
-                    self._level.copies.seal(row)
-                    self._level.enter(row, location)
-                    stock.counters.written += 1
-                    stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
-                    if catalog.is_doomed(row):
-                        removed.append(self._tier.removal(catalog.table.key(row)))
+            for row, location in places.items():
+                self._level.copies.location[row] = location
+                self._level.copies.seal(row)
+                self._level.enter(row, location)
+                stock.counters.written += 1
+                stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
+                if catalog.is_doomed(row):
+                    removed.append(self._tier.removal(catalog.table.key(row)))
         unrecorded = bool(removed) and bool(self._tier.erase(removed))
         with stock.changed:
             stock.counters.removal_unrecorded += unrecorded
-            for row in batch:
-                if row not in passed:
+            for row in places:
+                stock.mark_clean(row, self._level)
+            stock.unlease(list(places))
+        return [row for row in rows if row not in places]
+
+    def _pass_on(self, rows: list[int]) -> None:
+        """What could not be written goes to another drive, or is given up."""
+        stock = self._stock
+        another = not self._is_up(self._index) and self._another_is_up()
+        with stock.changed:
+            for row in rows:
+                self._level.copies.drop(row)
+                if not another:
+                    stock.counters.write_failed += 1
                     stock.mark_clean(row, self._level)
-            self._level.dirty.extendleft(reversed(passed))
-            stock.unlease(batch)
-            if passed or len(stock.levels) > 1:
+            if another:
+                self._level.dirty.extendleft(reversed(rows))
+            stock.unlease(rows)
+            if rows or len(stock.levels) > 1:
                 stock.work.notify_all()

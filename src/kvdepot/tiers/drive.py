@@ -26,7 +26,6 @@ from kvdepot.tiers.recovery import Recovered, SegmentReader
 from kvdepot.tiers.segments import Appended, Purpose, Run, Segment
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_NOTE_RESERVE_MAX: Final = 64 << 10
 _GONE: Final = "the directory was removed"
 
 
@@ -149,7 +148,7 @@ class Drive:
         """
         with self._turn() as mine:
             runs = self._reserve(images, purpose) if mine else []
-        written = self._write(runs, images, wait=purpose is not Purpose.NOTE) if runs else {}
+        written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
         if self.settings.fsync == "always" and written and not self.sync():
             written = {}
         results: list[Appended | None] = [None] * len(images)
@@ -160,7 +159,7 @@ class Drive:
 
     def _reserve(self, images: Sequence[memoryview], purpose: Purpose) -> "list[Run]":
         """Give images their places, as far as there is room."""
-        closed = self.retired or (self.draining and purpose is not Purpose.NOTE)
+        closed = self.retired or (self.draining and not purpose.is_note)
         if self.lost or closed or not self.breaker.allows():
             return []
         if not self.medium.intact():
@@ -181,7 +180,7 @@ class Drive:
             segment.tail += len(image)
             segment.count += 1
             with self._books:
-                segment.unentered += purpose is not Purpose.NOTE
+                segment.unentered += not purpose.is_note
         return runs
 
     def _write(
@@ -227,7 +226,7 @@ class Drive:
             else:
                 segment.count -= 1
                 with self._books:
-                    segment.unentered -= purpose is not Purpose.NOTE
+                    segment.unentered -= not purpose.is_note
         segment.runs -= 1
         if segment is not self._active and not segment.runs:
             self._finish(segment, sealed=True)
@@ -261,15 +260,10 @@ class Drive:
         return Appended(segment.slot, offset // PAGE, segment.segment_id)
 
     def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
-        freely = purpose is Purpose.NOTE or segment.tail == PAGE
-        kept_back = 0 if freely else self._note_reserve
-        end = self.settings.segment_bytes - footer_bytes(segment.count + 1) - kept_back
+        end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
+        if segment.tail > PAGE:
+            end -= purpose.kept_back(self.settings.segment_bytes, last=not self.spare_slots())
         return segment.tail + nbytes <= end
-
-    @property
-    def _note_reserve(self) -> int:
-        """Room in each segment for notes alone, so that removals can be kept on a full drive."""
-        return min(_NOTE_RESERVE_MAX, self.settings.segment_bytes // 8)
 
     def _segment_for(self, nbytes: int, purpose: Purpose) -> Segment | None:
         """A segment with room for `nbytes` more, or None."""

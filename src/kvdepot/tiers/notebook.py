@@ -32,21 +32,22 @@ class Notebook:
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held from writing a note until it is entered here: `carry` must not miss one."""
 
-    def remember(self, tag: bytes, description: bytes) -> bool:
+    def remember(self, tag: bytes, description: bytes, purpose: Purpose = Purpose.NOTE) -> bool:
         """Record what a namespace tag stands for. False: it could not be written."""
         with self.lock:
-            segment_id = self._append(Kind.SPACE, space_key(tag), description)
+            segment_id = self._append(Kind.SPACE, space_key(tag), description, purpose)
             if segment_id is not None:
                 self.spaces[tag] = (segment_id, description)
         return segment_id is not None
 
-    def remove(self, removals: list[Removal]) -> bool:
+    def remove(self, removals: list[Removal], purpose: Purpose = Purpose.NOTE) -> bool:
         """Record that blocks are gone for good. False: it could not be written."""
         done = True
         for start in range(0, len(removals), _REMOVALS_PER_NOTE):
             part = removals[start : start + _REMOVALS_PER_NOTE]
             with self.lock:
-                segment_id = self._append(Kind.REMOVAL, _REMOVAL_KEY, pack_removals(part))
+                note = pack_removals(part)
+                segment_id = self._append(Kind.REMOVAL, _REMOVAL_KEY, note, purpose)
                 if segment_id is None:
                     done = False
                 else:
@@ -63,16 +64,16 @@ class Notebook:
                 for removal in self.removals.get(segment_id, [])
                 if removal.until_segment >= oldest
             ]
-            done = self.remove(needed) if needed else True
+            done = self.remove(needed, Purpose.CARRY) if needed else True
             if done:
                 self.removals.pop(segment_id, None)
             for tag, (at, description) in list(self.spaces.items()):
                 if at == segment_id:
-                    done = self.remember(tag, description) and done
+                    done = self.remember(tag, description, Purpose.CARRY) and done
             return done
 
-    def _append(self, kind: Kind, key: BlockKey, payload: bytes) -> int | None:
+    def _append(self, kind: Kind, key: BlockKey, payload: bytes, purpose: Purpose) -> int | None:
         image = aligned(record_bytes(len(payload)))
         write_note(image, kind, key, payload)
-        (place,) = self.drive.append([image], Purpose.NOTE)
+        (place,) = self.drive.append([image], purpose)
         return place.segment_id if place is not None else None

@@ -2,8 +2,12 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvdepot.codec.record import PAGE
+
+_NOTE_RESERVE_MAX: Final = 64 << 10
+_CARRY_RESERVE_MAX: Final = 256 << 10
 
 
 class Purpose(enum.Enum):
@@ -16,6 +20,22 @@ class Purpose(enum.Enum):
     """A block on its way out of a segment that is reclaimed."""
     NOTE = enum.auto()
     """May also use the room that segments keep back for notes."""
+    CARRY = enum.auto()
+    """A note on its way out of a segment that is reclaimed: may use all the room there is."""
+
+    @property
+    def is_note(self) -> bool:
+        return self in (Purpose.NOTE, Purpose.CARRY)
+
+    def kept_back(self, segment_bytes: int, *, last: bool) -> int:
+        """Room in a segment that is not for this purpose.
+
+        In each there is some for notes alone, so that removals can be kept on a full drive; in the
+        last one that can be opened some for what a reclaim must carry, so that there can be one.
+        """
+        notes = 0 if self.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
+        carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)
+        return notes + (carried if last and self is not Purpose.CARRY else 0)
 
 
 @dataclass(slots=True, eq=False)
