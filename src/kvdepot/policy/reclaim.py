@@ -10,6 +10,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
 KEEP_SHARE_MAX: Final = 0.5
 """At most this share of a segment is written again, so that reclaiming always gains room."""
 
@@ -48,16 +51,21 @@ def _score(segment: SegmentFacts, now: int) -> float:
     return (1.0 - again) * age / (1.0 + again + lost)
 
 
-def keep(facts: SegmentFacts, forced: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def keep(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts] = ()) -> Bools:
     """Which blocks move on instead of being dropped.
 
     `forced` ones always do (leased, or above a leased one). Of the others those that were used
     since they were written, warmest first, up to KEEP_SHARE_MAX of the segment.
     """
+    return fill(facts, forced, facts.hits > 0, facts.stamps)
+
+
+def fill(facts: SegmentFacts, forced: Bools, wanted: Bools, worth: Ints) -> Bools:
+    """`forced`, and of those wanted the most worthy first, up to KEEP_SHARE_MAX of the segment."""
     kept = forced.copy()
     budget = facts.capacity_bytes * KEEP_SHARE_MAX - int(facts.sizes[kept].sum())
-    wanted = np.flatnonzero((facts.hits > 0) & ~kept)
-    wanted = wanted[np.argsort(-facts.stamps[wanted], kind="stable")]
-    fits = np.cumsum(facts.sizes[wanted]) <= budget
-    kept[wanted[fits]] = True
+    chosen = np.flatnonzero(wanted & ~kept)
+    chosen = chosen[np.argsort(-worth[chosen], kind="stable")]
+    fits = np.cumsum(facts.sizes[chosen]) <= budget
+    kept[chosen[fits]] = True
     return kept

@@ -159,6 +159,25 @@ def _templates(maker: Maker, width: int, depth: int) -> Step:
     return step
 
 
+def _batches(maker: Maker, blocks: int, length: int) -> Step:
+    """Jobs that send many prompts with one long head, a few jobs at a time, each a while."""
+    jobs = [maker.fresh(maker.about(blocks)) for _ in range(5)]
+
+    def step() -> Ints:
+        at = maker.draw.randrange(len(jobs))
+        if maker.draw.random() < 1.0 / length:
+            jobs[at] = maker.fresh(maker.about(blocks))
+        return maker.after(jobs[at], maker.about(2))
+
+    return step
+
+
+def _office(maker: Maker) -> list[Step]:
+    """Users by day and a batch that reads everything by night, in turn."""
+    day, night = _users(maker, 300, 0.9), _loop(maker, 200, 40)
+    return [day, night, day, night, day]
+
+
 def _mixed(maker: Maker, *shares: tuple[float, Step]) -> Step:
     """Each prompt from one of several loads."""
     weights, steps = [share for share, _ in shares], [step for _, step in shares]
@@ -200,17 +219,17 @@ LOADS: Final[dict[str, Load]] = {
     "agents, then users": Load(
         lambda m: [_agents(m, 60, 15, 6), _chat(m)], 12000, held_out=False
     ),
-    "flat users": Load(lambda m: [_users(m, 300, 0.0)], 8000, held_out=True),
+    "flat users": Load(lambda m: [_users(m, 300, 0.0)], 8000, held_out=False),
     "users and scans": Load(
         lambda m: [_mixed(m, (0.8, _users(m, 400, 1.1)), (0.2, _one_off(m, 100)))],
         8000,
-        held_out=True,
+        held_out=False,
     ),
-    "templates": Load(lambda m: [_templates(m, 12, 5)], 12000, held_out=True),
+    "templates": Load(lambda m: [_templates(m, 12, 5)], 12000, held_out=False),
     "loop and agents": Load(
         lambda m: [_mixed(m, (0.5, _loop(m, 200, 40)), (0.5, _agents(m, 30, 10, 4)))],
         8000,
-        held_out=True,
+        held_out=False,
     ),
     "five phases": Load(
         lambda m: [
@@ -221,7 +240,7 @@ LOADS: Final[dict[str, Load]] = {
             _documents(m, 800, 0.8, 25),
         ],
         15000,
-        held_out=True,
+        held_out=False,
     ),
     "mixture": Load(
         lambda m: [
@@ -235,6 +254,29 @@ LOADS: Final[dict[str, Load]] = {
             )
         ],
         10000,
+        held_out=False,
+    ),
+    "office hours": Load(_office, 10000, held_out=True),
+    "batches": Load(
+        lambda m: [_mixed(m, (0.7, _batches(m, 60, 80)), (0.3, _users(m, 200, 0.5)))],
+        10000,
+        held_out=True,
+    ),
+    "many tenants": Load(
+        lambda m: [
+            _mixed(
+                m,
+                (0.4, _documents(m, 1500, 0.6, 12)),
+                (0.3, _agents(m, 25, 8, 3)),
+                (0.3, _templates(m, 6, 4)),
+            )
+        ],
+        10000,
+        held_out=True,
+    ),
+    "deep agents": Load(
+        lambda m: [_agents(m, 12, 40, 2), _mixed(m, (0.5, _agents(m, 80, 5, 8)), (0.5, _chat(m)))],
+        9000,
         held_out=True,
     ),
 }

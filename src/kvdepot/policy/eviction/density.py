@@ -46,6 +46,8 @@ _MUCH: Final = 1e300
 _OVERRULE_MAX: Final = 0.8
 """Recency is overruled by a promise smaller than this share of its own, at most."""
 _TRUST_FIRST, _TRUST_MIN, _TRUST_MAX = 0.8, 0.05, 4.0
+_HASTE: Final = 4.0
+"""Trust changes by this power of e when as many hits are won or lost as the tier has blocks."""
 _LATE_WEIGHT: Final = 4.0
 """How much one reuse that came too late counts against one in time."""
 
@@ -261,7 +263,8 @@ class ReuseDensity:
     def _learn(self, gained: int) -> None:
         """So many more of the sampled keys were hit than plain LRU would have hit."""
         if gained:
-            trust = self._trust * exp(gained / self._shadow.capacity)
+            share = gained / self._shadow.capacity
+            trust = self._trust * exp(_HASTE * min(1.0, max(-1.0, share)))
             self._trust = min(_TRUST_MAX, max(_TRUST_MIN, trust))
 
     def _passed(self, events: int) -> None:
