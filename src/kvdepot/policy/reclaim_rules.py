@@ -1,8 +1,8 @@
 """The rules by which a log-structured tier makes room, by name.
 
 A rule picks a segment and says what of it is written again. Segments are given oldest first. What
-is written again costs the drive's life and the writers' time, so only the default weighs it; the
-others are there to compare with, and follow the orders of the same names (policy/eviction).
+is written again costs writes of the drive. The default is in reclaim.py; the others are there to
+compare with, and follow the orders of the same names (policy/eviction) as far as a log can.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,16 @@ class Rule:
     coldest: Callable[[Sequence[SegmentFacts], int], int]
     """Index of the segment that goes, of at least one, oldest first; the clock comes second."""
 
-    keep: Callable[[SegmentFacts, Bools, Sequence[SegmentFacts]], Bools]
-    """Which of its blocks are written again: those that must, and some; others are what stays."""
+    keep: Callable[[SegmentFacts, Bools, Sequence[SegmentFacts], int], Bools]
+    """Which of its blocks are written again: those that must, and some. Then come the segments that
+    stay, as far as they were looked at, and the clock."""
 
 
 def _oldest(segments: Sequence[SegmentFacts], now: int) -> int:
     return 0
 
 
-def _nothing(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
+def _nothing(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts], now: int) -> Bools:
     return forced.copy()
 
 
@@ -39,7 +40,9 @@ def _least_recent(segments: Sequence[SegmentFacts], now: int) -> int:
     return _smallest(segments, lambda facts: facts.stamps)
 
 
-def _more_recent(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
+def _more_recent(
+    facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts], now: int
+) -> Bools:
     """What was used later than the usual block that stays elsewhere, the latest first."""
     bar = _mean_elsewhere(others, lambda other: other.stamps)
     return fill(facts, forced, facts.stamps > bar, facts.stamps)
@@ -49,13 +52,15 @@ def _least_often(segments: Sequence[SegmentFacts], now: int) -> int:
     return _smallest(segments, lambda facts: facts.hits)
 
 
-def _more_often(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
+def _more_often(
+    facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts], now: int
+) -> Bools:
     """What was used more often than the usual block that stays elsewhere, most used first."""
     bar = _mean_elsewhere(others, lambda other: other.hits)
     return fill(facts, forced, facts.hits > bar, facts.hits)
 
 
-def _used(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
+def _used(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts], now: int) -> Bools:
     """What was used since it was written gets another round."""
     return fill(facts, forced, facts.hits > 0, facts.stamps)
 

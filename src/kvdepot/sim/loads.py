@@ -216,9 +216,7 @@ LOADS: Final[dict[str, Load]] = {
     ),
     "bursts": Load(lambda m: [_bursts(m, 1200, 6)], 9000, held_out=False),
     "agents": Load(lambda m: [_agents(m, 60, 15, 6)], 8000, held_out=False),
-    "agents, then users": Load(
-        lambda m: [_agents(m, 60, 15, 6), _chat(m)], 12000, held_out=False
-    ),
+    "agents, then users": Load(lambda m: [_agents(m, 60, 15, 6), _chat(m)], 12000, held_out=False),
     "flat users": Load(lambda m: [_users(m, 300, 0.0)], 8000, held_out=False),
     "users and scans": Load(
         lambda m: [_mixed(m, (0.8, _users(m, 400, 1.1)), (0.2, _one_off(m, 100)))],

@@ -93,9 +93,10 @@ class LogDrive:
         chosen = sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]
         parts = [self._live(number) for number in chosen]
         facts = [self._facts(number, rows) for number, rows in zip(chosen, parts, strict=True)]
-        at = self._rule.coldest(facts, self._tree.now)
+        now = self._tree.now
+        at = self._rule.coldest(facts, now)
         rows, others = parts[at], facts[:at] + facts[at + 1 :]
-        stays = self._rule.keep(facts[at], np.zeros(len(rows), dtype=bool), others)
+        stays = self._rule.keep(facts[at], np.zeros(len(rows), dtype=bool), others, now)
         for row in rows[~stays].tolist():
             self._drop(row)
         del self._listed[chosen[at]]
@@ -109,16 +110,16 @@ class LogDrive:
 
     def _facts(self, number: int, rows: Rows) -> SegmentFacts:
         """As the store's reclaimer sees them: a head is as recent as what continues it."""
-        stamps, orphaned = self._tree.stamp.array[rows], 0
+        stamps, below = self._tree.stamp.array[rows], np.zeros(len(rows), dtype=np.int64)
         first, siblings = self._tree.only_children(rows)
         leads_out = (first != _NOWHERE) & (siblings | (self._place[first] != number))
         for at in np.flatnonzero(leads_out).tolist():
             for child in self._below(int(rows[at]), number):
-                orphaned += 1
+                below[at] += 1
                 stamps[at] = max(stamps[at], self._tree.stamp[child])
         hits = self._tree.hits.array[rows].astype(np.int64)
         sizes = np.ones(len(rows), dtype=np.int64)
-        return SegmentFacts(self._segment_blocks, sizes, stamps, hits, orphaned)
+        return SegmentFacts(self._segment_blocks, sizes, stamps, hits, below)
 
     def _below(self, row: int, but: int = _NOWHERE) -> Iterator[int]:
         """What continues a block here, parents first, not following those in segment `but`."""
@@ -135,9 +136,7 @@ class LogDrive:
                 self._place[gone] = _NOWHERE
 
 
-def play_log(
-    workload: Workload, capacity_blocks: int, rule: Rule, progress: Progress
-) -> LogCounts:
+def play_log(workload: Workload, capacity_blocks: int, rule: Rule, progress: Progress) -> LogCounts:
     """Every prompt's blocks are read if they are there, and written if not."""
     index = Index.of(workload)
     drive = LogDrive(capacity_blocks, index, rule)
