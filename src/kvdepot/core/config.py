@@ -127,6 +127,9 @@ class FileTierConfig:
     """When blocks come here: as the tier above makes room (or, below memory, soon), at once, when
     they are asked for a second time, or at once past the file tiers above."""
 
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    """Which segment makes room first, and what of it is written again."""
+
     read_timeout: Seconds = 2.0
     """A read that takes longer is a miss."""
 
