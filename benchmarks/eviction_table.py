@@ -29,7 +29,9 @@ from kvdepot.sim.traces import read_trace
 TRACES: Final = Path("/work/shared/data/traces")
 MILLIONS: Final = (1, 3, 10, 50)
 SHARES: Final = (0.02, 0.08, 0.25)
-FILE_SHARES: Final = (0.06, 0.2)
+FILE_SHARES: Final = (0.06, 0.15)
+FILE_LOADS: Final = ("conversation trace", "zipf users", "zipf documents", "agents", "mixture")
+"""Segments take longer to simulate than single blocks."""
 OTHERS: Final = tuple(name for name in ORDERS if name != "default")
 
 
@@ -107,11 +109,12 @@ def main() -> int:
     args = parser.parse_args()
     rows = []
     for subject in subjects(args.traces, FILE_SHARES if args.files else SHARES):
-        if args.only and subject.name not in args.only:
+        chosen = args.only or (FILE_LOADS if args.files else ())
+        if chosen and subject.name not in chosen:
             continue
         workload = subject.make()
         for label, blocks in subject.sizes(workload).items():
-            if args.files and blocks >= workload.block_count // 2:
+            if args.files and blocks > workload.block_count // 4:
                 continue
             print(f"{subject.name} at {label}", file=sys.stderr, flush=True)
             row = (files_row if args.files else orders_row)(workload, blocks)
