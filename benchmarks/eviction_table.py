@@ -3,7 +3,7 @@
     python benchmarks/eviction_table.py [--traces DIR] [--only NAME]... [--files] [--json]
 
 Hits only, with the production index and orders (`kvdepot sim --hits-only` for one trace). `--files`
-has the rules of file tiers instead: a drive of 64 segments, hits, and blocks written for each read.
+has the rules of file tiers instead: a drive of 32 segments, hits, and blocks written for each read.
 """
 
 import argparse

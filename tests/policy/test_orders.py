@@ -278,3 +278,20 @@ def test_a_few_blocks_are_counted_as_many_are(monkeypatch: pytest.MonkeyPatch) -
         )
     assert states[0] == states[1]
     assert states[0][-1] > 500
+
+
+def test_a_long_prompt_in_a_new_tier_is_no_trouble() -> None:
+    """Trust is learned in powers of e; hundreds of hits at once must not leave its bounds."""
+    memory = Memory("default")
+    names = [f"n{number}" for number in range(900)]
+    memory.enter(*names)
+    memory.catalog.use(list(memory.names))
+    assert memory.evict() is not None
+
+
+def test_recency_is_not_overruled_where_the_counts_are_not_trusted() -> None:
+    """However many reuses come too late: LRU may do no better, but the counts have done worse."""
+    order = ReuseDensity()
+    order._late, order._hits = 1e6, 1.0
+    order._learn(-(10**6))
+    assert order.trust < 0.1

@@ -18,7 +18,7 @@ from kvdepot.sim.hits import Progress
 from kvdepot.sim.requests import Workload
 from kvdepot.sim.tiers import Index
 
-SEGMENTS: Final = 64
+SEGMENTS: Final = 32
 _OLDEST: Final = 8
 _NEWEST: Final = 4
 _NOWHERE: Final = -1
@@ -51,6 +51,7 @@ class LogDrive:
         self._tree, self._rule = index.tree, rule
         self._segment_blocks = max(1, capacity_blocks // SEGMENTS)
         self._place = np.full(len(index.tree.stamp.array), _NOWHERE, dtype=np.int64)
+        self._at = self._place.data
         self._listed: dict[int, list[int]] = {}
         """Segments, oldest first, and what was written to each; some of it is gone."""
         self._active: list[int] = []
@@ -65,18 +66,18 @@ class LogDrive:
         """Append blocks of a prompt that are not here, head first."""
         for row in rows:
             parent = self._tree.parent[row]
-            if parent != _NOWHERE and self._place[parent] == _NOWHERE:
+            if parent != _NOWHERE and self._at[parent] == _NOWHERE:
                 return
             if not self._active or len(self._active) >= self._segment_blocks:
                 self._open()
-                if parent != _NOWHERE and self._place[parent] == _NOWHERE:
+                if parent != _NOWHERE and self._at[parent] == _NOWHERE:
                     return
             self.new += 1
             self._append(row)
 
     def _append(self, row: int) -> None:
         self._active.append(row)
-        self._place[row] = self._opened
+        self._at[row] = self._opened
         self._tree.hits[row] = 0
 
     def _open(self) -> None:
@@ -126,14 +127,14 @@ class LogDrive:
         waiting = list(self._tree.children(row))
         while waiting:
             child = waiting.pop()
-            if self._place[child] not in (_NOWHERE, but):
+            if self._at[child] not in (_NOWHERE, but):
                 yield child
                 waiting.extend(self._tree.children(child))
 
     def _drop(self, row: int) -> None:
-        if self._place[row] != _NOWHERE:
+        if self._at[row] != _NOWHERE:
             for gone in [row, *self._below(row)]:
-                self._place[gone] = _NOWHERE
+                self._at[gone] = _NOWHERE
 
 
 def play_log(workload: Workload, capacity_blocks: int, rule: Rule, progress: Progress) -> LogCounts:
