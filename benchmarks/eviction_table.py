@@ -116,8 +116,8 @@ def main() -> int:
         for label, blocks in subject.sizes(workload).items():
             if args.files and blocks > workload.block_count // 4:
                 continue
-            print(f"{subject.name} at {label}", file=sys.stderr, flush=True)
             row = (files_row if args.files else orders_row)(workload, blocks)
+            print(f"{subject.name} at {label}: {row['ratios']}", file=sys.stderr, flush=True)
             facts = {"load": subject.name, "size": label, "held_out": subject.held_out}
             rows.append({**facts, **row, **compared(row)})
     print(json.dumps({"rows": rows}, indent=1) if args.json else table(rows))
