@@ -1,7 +1,10 @@
 """Frames that make no sense cost their sender the connection, and nobody else anything."""
 
+import contextlib
+import os
 import random
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +20,17 @@ from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, small, space_of, tiers
 from kvdepot.wire.frames import FRAME_BYTES_MAX, KEYS_MAX, Kind
-from kvdepot.wire.messages import Deliver, Fetch, Number, Register, Seconds, with_table
+from kvdepot.wire.messages import (
+    AwaitHint,
+    Deliver,
+    Fetch,
+    Named,
+    Number,
+    Register,
+    Seconds,
+    Told,
+    with_table,
+)
 
 QUESTIONS = [kind for kind in Kind if kind < Kind.WELCOME]
 KEY = bytes(32)
@@ -55,6 +68,31 @@ NONSENSE: list[tuple[Kind, bytes]] = [
     (Kind.CHECK, b""),
     (Kind.STATS, b"x"),
     (Kind.HAS_SECRET, b"\xff\xfe"),
+    (Kind.HINT, b"short"),
+    (Kind.HINT, Seconds(NAN).body() + KEY),
+    (Kind.HINT, Seconds(1.0).body() + b"x"),
+    (Kind.HINT, Seconds(1.0).body() + KEY * (KEYS_MAX + 1)),
+    (Kind.HINT_SESSION, b"short"),
+    (Kind.HINT_SESSION, Named(bytes(8), -1.0).body() + b"name"),
+    (Kind.HINT_SESSION, Named(bytes(8), 1.0).body()),
+    (Kind.HINT_SESSION, Named(bytes(8), 1.0).body() + b"\xff\xfe"),
+    (Kind.HINT_SESSION, Named(bytes(8), 1.0).body() + b"n" * 201),
+    (Kind.AWAIT_HINT, b"short"),
+    (Kind.AWAIT_HINT, AwaitHint(1, FOREVER).body()),
+    (Kind.CANCEL_HINT, b""),
+    (Kind.SESSION, b"short"),
+    (Kind.SESSION, Told(bytes(8), 0, 4, 0).body() + b"name" + KEY),
+    (Kind.SESSION, Told(bytes(8), 9, 4, 0).body() + b"name" + KEY),
+    (Kind.SESSION, Told(bytes(8), 1, 0, 0).body() + KEY),
+    (Kind.SESSION, Told(bytes(8), 1, 4, 0).body() + b"name" + KEY[1:]),
+    (Kind.SESSION, Told(b"others..", 1, 4, 0).body() + b"name" + KEY),
+    (Kind.SESSION, Told(bytes(8), 1, 4, 0).body() + b"name" + KEY * (KEYS_MAX + 1)),
+    (Kind.CHANGE, b""),
+    (Kind.CHANGE, b"[" * 1000),
+    (Kind.CHANGE, b"[]"),
+    (Kind.CHANGE, b'{"call": "close", "tier": "ssd", "value": ""}'),
+    (Kind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": 1}'),
+    (Kind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": "1GiB", "more": ""}'),
     (Kind.REGISTER, b"short"),
     (Kind.REGISTER, Register(bytes(8), 10, 10).body() + b"no json"),
 ]
@@ -176,6 +214,61 @@ def test_a_slot_is_sealed_once_and_by_its_owner(shared_daemon: DaemonProcess) ->
                     thief.send(Kind.SEAL, with_table(number, EMPTY) + struct.pack("<I", 0))
                     assert thief.heard_out() == []
             assert len(store.match(keys)) == 0
+
+
+def test_numbers_of_hints_are_worth_nothing_to_others(shared_daemon: DaemonProcess) -> None:
+    with RawClient(shared_daemon.socket) as thief:
+        for number in range(1, 20):
+            thief.send(Kind.CANCEL_HINT, Number(number).body())
+            answer = thief.ask(Kind.AWAIT_HINT, AwaitHint(number, 0.0).body())
+            assert answer is not None and answer.kind is Kind.BROUGHT
+    check_serves(shared_daemon)
+
+
+def test_sessions_of_unknown_namespaces_are_not_kept(shared_daemon: DaemonProcess) -> None:
+    with kvdepot.open(shared_daemon.address) as store:
+        before = store.stats()["sessions"]["remembered"]
+        with RawClient(shared_daemon.socket) as client:
+            for number in range(100):
+                name = f"{number:04}".encode()
+                answer = client.ask(Kind.SESSION, Told(bytes(8), 1, 4, 0).body() + name + KEY)
+                assert answer is not None and answer.kind is Kind.NUMBER
+        assert store.stats()["sessions"]["remembered"] == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
+def test_changes_are_for_the_daemons_user_and_root() -> None:
+    """Any other user who can connect is told so, and the store stays as it is."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o711)
+        with DaemonProcess(folder, small(folder / "kv")) as daemon:
+            daemon.socket.chmod(0o666)
+            with kvdepot.open(daemon.address) as store:
+                said = resize_as(65534, daemon.socket)
+                assert "user 65534 may use the store, not change its tiers" in said
+                assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 16 << 20
+                assert resize_as(0, daemon.socket) == "NUMBER"
+                assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 32 << 20
+
+
+def resize_as(uid: int, path: Path) -> str:
+    """What another user is told who wants 32 MiB."""
+    inside, outside = os.pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(OSError, AssertionError):
+            os.setuid(uid)
+            body = b'{"call": "resize", "tier": "ssd", "value": "32MiB"}'
+            answer = RawClient(path).ask(Kind.CHANGE, body)
+            assert answer is not None
+            refused = answer.kind is Kind.REFUSED
+            os.write(outside, bytes(answer.body) if refused else answer.kind.name.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(outside)
+    with open(inside) as pipe:
+        return pipe.read()
 
 
 def frames() -> st.SearchStrategy[bytes]:

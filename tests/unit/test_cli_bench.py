@@ -165,6 +165,31 @@ def test_growth_is_measured_against_the_same_memory() -> None:
 
 
 @pytest.mark.slow
+def test_modes_are_compared_on_the_same_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    answer = run_json(capsys, "modes", "--quick", "--path", str(scratch), "--html", str(page))
+    assert answer["emulated"] is True
+    cells = {(cell["mode"], cell["order"]): cell for cell in answer["cells"]}
+    orders = {"default", "lru", "fifo", "lfu", "s3fifo"}
+    modes = {mode["name"] for mode in answer["modes"]}
+    assert cells.keys() == {(mode, order) for mode in modes for order in orders}
+    for (mode, _), cell in cells.items():
+        assert 0 < cell["hits"]["dram"] < cell["hit_ratio"] <= 1
+        assert (cell["ssd_written_bytes"] == 0) == (mode == "pass-through")
+        assert cell["ttft_s"] > 0
+    for order in orders:
+        written = {mode: cells[mode, order]["ssd_written_bytes"] for mode in modes}
+        assert written["selective"] < written["write-back"]
+    assert len(answer["figures"]) == 4 * 4
+    assert "<svg" in page.read_text() and "emulated" in page.read_text()
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_hybrid_says_that_its_drives_are_emulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -205,11 +205,12 @@ class TestWriteModes:
             store.set_write_mode("dram", "write-back")
 
 
-def test_a_prompt_of_one_block_that_nobody_asked_for_again_is_not_worth_a_seek() -> None:
+def test_single_blocks_that_nobody_asked_for_and_closed_sessions_are_not_worth_a_seek() -> None:
     facts = DemotionFacts(
-        below=np.array([False, False, False, False, True]),
-        hits=np.array([0, 1, 0, 0, 3]),
-        continues=np.array([False, False, True, False, True]),
-        continued=np.array([False, False, False, True, True]),
+        below=np.array([False, False, False, False, True, False]),
+        hits=np.array([0, 1, 0, 0, 3, 3]),
+        continues=np.array([False, False, True, False, True, True]),
+        continued=np.array([False, False, False, True, True, True]),
+        closed=np.array([False, False, False, False, False, True]),
     )
-    assert worth_demoting(facts).tolist() == [False, True, True, True, False]
+    assert worth_demoting(facts).tolist() == [False, True, True, True, False, False]

@@ -1,5 +1,6 @@
 """Blocks that will be wanted soon are in memory when they are."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,11 @@ import pytest
 from tests.unit.test_chain import settings
 
 import kvdepot
+from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
+from kvdepot.errors import ConfigError
+from kvdepot.store.errand import Want
+from kvdepot.store.hinter import Hint
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
@@ -77,3 +82,93 @@ def test_closing_calls_it_off(tmp_path: Path, keys: list[BlockKey]) -> None:
     space_of(store)
     store.hint(keys, 20.0)
     assert store.close()
+
+
+def test_a_block_without_room_in_memory_is_not_read(tmp_path: Path, keys: list[BlockKey]) -> None:
+    """Everything in memory is leased, so nothing can leave it."""
+    with kvdepot.open(**settings(tmp_path, dram={"capacity": "512KiB"})) as store:
+        others = prompt(space_of(store), 2, 30)
+        with store.lease(fill_memory(store, others)):
+            hint = store.hint(keys, 20.0)
+            assert hint.wait(10.0), "it does not wait for room"
+            assert (hint.wanted, hint.brought) == (3, 0)
+        assert store.stats()["counters"]["hinted"] == 0
+        assert store.match(keys).tiers == ("hdd",) * BLOCKS
+
+
+def fill_memory(store: Store, keys: list[BlockKey]) -> list[BlockKey]:
+    """Put as many blocks as memory holds."""
+    while store.stats()["counters"]["evicted_dram"] == 0:
+        count = store.stats()["tiers"]["dram"]["blocks"]
+        put(store, keys[count : count + 1])
+        assert store.flush()
+    here = [key for key in keys if store.match([key]).tiers == ("dram",)]
+    assert len(here) > 3
+    return here
+
+
+def test_rows_that_vanish_are_not_brought(store: Store, keys: list[BlockKey]) -> None:
+    """Removed after they were looked up."""
+    wants = store._spaces.looks(keys)
+    store.remove(keys[5:])
+    hint = store._hinter.take(wants, 20.0)
+    assert hint.wait(20.0)
+    assert (hint.wanted, hint.brought) == (10, 5)
+
+
+def test_a_hint_brings_what_is_not_promoted_otherwise(tmp_path: Path, keys: list[BlockKey]) -> None:
+    with kvdepot.open(**settings(tmp_path, hdd={"promote": False})) as store:
+        space_of(store)
+        assert tiers(store, keys) == tiers(store, keys) == ["hdd"] * BLOCKS
+        assert store.hint(keys, 20.0).wait(20.0)
+        assert tiers(store, keys) == ["dram"] * BLOCKS
+
+
+@pytest.mark.parametrize("deadline_s", [-1.0, float("nan")])
+def test_a_deadline_in_the_past_is_refused(
+    store: Store, keys: list[BlockKey], deadline_s: float
+) -> None:
+    with pytest.raises(ConfigError, match="deadline_s"):
+        store.hint(keys, deadline_s)
+
+
+def test_many_hints_from_many_threads(store: Store, keys: list[BlockKey]) -> None:
+    """Taken, called off and measured at the same time as they are served."""
+    found: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            hint = store.hint(keys[: 1 + (number + turn) % BLOCKS], 20.0)
+            if turn % 3:
+                hint.cancel()
+            found.append(hint.nbytes)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80 and min(found) >= 0
+    assert None not in tiers(store, keys)
+
+
+def some_wants(count: int, nbytes: int = 4096) -> list[Want]:
+    return [Want(BlockKey(bytes([n]) * 32), 0, nbytes, nbytes, 0, nbytes) for n in range(count)]
+
+
+def test_a_step_takes_no_more_than_a_share_from_each_drive() -> None:
+    wants = some_wants(6)
+    record = record_bytes(4096)
+    hint = Hint(wants, 1.0)
+    drives = [None, None, None]
+    step = hint.take(drives, 100 * record, 2 * record)
+    assert step == {None: wants[:2]}
+    assert hint.first(9) == wants[2:], "what was left out comes next, in order"
+    assert hint.nbytes == 4 * record
+
+
+def test_a_step_takes_one_block_even_where_that_is_too_much() -> None:
+    wants = some_wants(3)
+    hint = Hint(wants, 1.0)
+    assert hint.take([None] * 3, 1, 1) == {None: wants[:1]}
+    assert hint.first(9) == wants[1:]

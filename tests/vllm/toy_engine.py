@@ -46,6 +46,7 @@ class ToyRequest:
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
+    kv_transfer_params: dict[str, Any] | None = None
     num_prompt_tokens: int = 0
     pages: list[int] = field(default_factory=list)
     status: str = "waiting"
@@ -418,6 +419,7 @@ class ToyEngine:
         for name in sent:
             self.sent_left[name] -= 1
             if not self.sent_left[name]:
+                self.side.sent([name])
                 self.pool.give_back(self.held.pop(name))
 
     def _loaded(self, request: ToyRequest) -> None:

@@ -45,6 +45,10 @@ HYBRID_SEQUENTIAL: Final = 0.85
 HYBRID_RETAINED: Final = 11.0
 """Sessions that a hybrid store keeps, of those that its SSDs alone keep."""
 
+MODES_OF_BEST: Final = 0.98
+MODES_OF_LRU: Final = 0.99
+"""Hits of the default eviction order, of those of the best one and of LRU, in every write mode."""
+
 
 def daemon_bar(op: str, block_bytes: int) -> float | None:
     """The least share of the speed of a store in the same process, for batches."""

@@ -23,7 +23,7 @@ from kvdepot.bench.rounds import Figure, Latency, Part, Result, Row
 from kvdepot.bench.scale import ScalePlan
 from kvdepot.bench.stores import INDEXES, StorePlan
 from kvdepot.bench.ttft import PREFIX_TOKENS, TtftPlan
-from kvdepot.cli import hybrid, machine, output
+from kvdepot.cli import hybrid, machine, modes, output
 from kvdepot.cli.cache import models_folder
 from kvdepot.cli.scratch import choose_parent, scratch_directory
 from kvdepot.core.units import format_bytes, parse_bytes
@@ -64,6 +64,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     hybrid_kind = add_kind(kinds, "hybrid", "hard drives behind SSDs, on emulated drives")
     hybrid.add_arguments(hybrid_kind)
+    modes_kind = add_kind(kinds, "modes", "write modes and eviction orders, on emulated drives")
+    modes.add_arguments(modes_kind)
     ttft = add_kind(kinds, "ttft", "a model's time to first token, computed and from each tier")
     ttft.add_argument("--prefix", type=positive, metavar="TOKENS", help="prompt (default: 4000)")
     ttft.add_argument(
@@ -129,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
     with scratch_directory(parent, "kvdepot-bench-") as directory:
         if args.what == "hybrid":
             return run_hybrid(args, directory, facts)
+        if args.what == "modes":
+            return run_modes(args, directory, facts)
         results = measure(list(make_parts(args, directory)))
     if args.json:
         output.document(document(results, facts))
@@ -145,6 +149,21 @@ def run_hybrid(args: argparse.Namespace, directory: Path, facts: machine.PathFac
         output.document({**hybrid.document(result, size), "machine": describe_machine(facts)})
     else:
         output.data("on emulated drives:")
+        report(figures)
+    return 1 if args.strict and not all(figure.ok for figure in figures) else 0
+
+
+def run_modes(args: argparse.Namespace, directory: Path, facts: machine.PathFacts) -> int:
+    cells, size = modes.run(args, directory)
+    figures = modes.figures(cells)
+    found = {**modes.document(cells, size), "machine": describe_machine(facts)}
+    if args.html is not None:
+        args.html.write_text(modes.page(cells, size), encoding="utf-8")
+        output.say(f"wrote {args.html}")
+    if args.json:
+        output.document(found)
+    else:
+        output.data("on emulated drives:\n" + modes.words(cells) + "\n")
         report(figures)
     return 1 if args.strict and not all(figure.ok for figure in figures) else 0
 
@@ -177,8 +196,8 @@ def ttft_plan(args: argparse.Namespace, directory: Path) -> TtftPlan:
 def needed_bytes(args: argparse.Namespace) -> int:
     if args.what == "ttft":
         return TTFT_NEEDED_BYTES
-    if args.what == "hybrid":
-        return hybrid.NEEDED_BYTES
+    if args.what in ("hybrid", "modes"):
+        return hybrid.NEEDED_BYTES if args.what == "hybrid" else modes.NEEDED_BYTES
     if args.what == "daemon":
         return DAEMON_NEEDED_BYTES
     if args.what == "scale":

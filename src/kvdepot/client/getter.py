@@ -1,6 +1,6 @@
 """Onboarding through the daemon: it brings blocks into memory we map, we verify and copy them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +25,7 @@ _NO_IMAGE: Final = memoryview(b"")
 Array = npt.NDArray[Any]
 
 
-def batches(keys: Sequence[Any]) -> Iterator[range]:
+def batches(keys: Sized) -> Iterator[range]:
     """Keys in parts that fit in a frame, as ranges of their indices."""
     for start in range(0, len(keys), KEYS_MAX):
         yield range(start, min(start + KEYS_MAX, len(keys)))

@@ -14,7 +14,7 @@ from kvdepot.wire.frames import PROTOCOL, Flag, Frame, Kind
 
 HELLO_TIMEOUT_S: Final = 2.0
 _SERIALS: Final = 1 << 32
-_UNANSWERED: Final = (Kind.RELEASE, Kind.ABANDON)
+_UNANSWERED: Final = (Kind.RELEASE, Kind.ABANDON, Kind.CANCEL_HINT)
 
 
 class DaemonAwayError(Exception):

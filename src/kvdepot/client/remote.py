@@ -5,11 +5,15 @@ caller's mistake. While the daemon is gone, nothing is found and nothing is stor
 within `call_timeout`, and `stats` counts it; when it is back, the next call attaches anew.
 """
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from kvdepot.client.attachment import Attachment
+from kvdepot.client.foresight import Teller, hint_keys, hint_sessions
 from kvdepot.client.getter import AWAY, Getter, batches, keys_of
+from kvdepot.client.hint import RemoteHint
 from kvdepot.client.lease import Part, RemoteLease, Terms, places_of
 from kvdepot.client.link import DaemonAwayError, Link, expect
 from kvdepot.client.putter import Putter, reserved_of
@@ -20,9 +24,12 @@ from kvdepot.core.config import TenantConfig
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
+from kvdepot.index.table import Keys
 from kvdepot.store.answers import FlushReport, Match
+from kvdepot.store.hinter import checked_deadline
 from kvdepot.store.putter import Offer
 from kvdepot.store.report import CheckReport
+from kvdepot.store.sessions import by_tag, checked_name, state_of
 from kvdepot.store.space import Space
 from kvdepot.store.spaces import Layout, Spaces, check_block_bytes, checked, make_namespace
 from kvdepot.wire import messages
@@ -31,6 +38,8 @@ from kvdepot.wire.frames import Flag, Kind
 _FLUSH_TIMEOUT_S: Final = 30.0
 _LONG_S: Final = 3600.0
 """For what may take long, and cannot be given up: removals and checks."""
+_CHANGE_S: Final = 30 * 86400.0
+"""To take everything off a drive may take days. A daemon that dies closes the connection."""
 Answer = TypeVar("Answer")
 
 
@@ -207,6 +216,51 @@ class RemoteStore:
 
         return self._ask(ask, 0)
 
+    def session(
+        self,
+        name: str,
+        keys: Sequence[BlockKey] | None = None,
+        state: str = "alive",
+        *,
+        tenant: str = "",
+    ) -> int:
+        """As Store.session; 0 without a daemon. Names are the daemon's, for all its clients that
+        have the same namespaces; they outlive this client, not the daemon.
+        """
+        self._check_open()
+        hint, name = state_of(state), checked_name(name)
+        for key in checked(keys or ()):
+            self._spaces.of(key)
+        parts: Mapping[bytes, Keys | None]
+        parts = by_tag(keys) if keys else dict.fromkeys(self._spaces.tags_of(tenant))
+
+        def ask(_: Session, link: Link) -> int:
+            teller = Teller(link, name, hint, self._call_s)
+            return sum(teller.tell(tag, words) for tag, words in parts.items())
+
+        return self._ask(ask, 0)
+
+    def hint(
+        self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = ""
+    ) -> RemoteHint:
+        """As Store.hint; brings nothing without a daemon, and no more when this client is gone."""
+        self._check_open()
+        deadline_s = min(checked_deadline(deadline_s), messages.TIMEOUT_S_MAX)
+        if isinstance(keys, str):
+            name, tags = checked_name(keys), self._spaces.tags_of(tenant)
+        elif keys:
+            self._spaces.looks(checked(keys))
+
+        def ask(session: Session, link: Link) -> RemoteHint:
+            if isinstance(keys, str):
+                asked = hint_sessions(link, tags, name, deadline_s, self._call_s)
+            else:
+                asked = hint_keys(link, keys, deadline_s, self._call_s)
+            return RemoteHint(session, asked, away)
+
+        away = (self._call_s, self._attachment.count_away)
+        return self._ask(ask, RemoteHint(None, [], away))
+
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         """As Store.remove; 0 without a daemon, and then nothing is removed."""
         self._check_open()
@@ -220,8 +274,31 @@ class RemoteStore:
 
     def remove_namespace(self, space: Space) -> int:
         """As Store.remove_namespace; 0 without a daemon, and then nothing is removed."""
+        return self.remove_tag(space.tag)
+
+    def remove_tag(self, tag: bytes) -> int:
+        """`remove_namespace` by the first bytes of its keys."""
         self._check_open()
-        return self._ask(lambda _, link: link.number(Kind.REMOVE_NAMESPACE, space.tag, _LONG_S), 0)
+        return self._ask(lambda _, link: link.number(Kind.REMOVE_NAMESPACE, tag, _LONG_S), 0)
+
+    def set_write_mode(self, tier: str, mode: str) -> None:
+        """As Store.set_write_mode. For the daemon's user and root; so are the next three.
+
+        They raise DaemonError when no daemon answers: a change that was not made must be known.
+        """
+        self._change("set_write_mode", tier, mode)
+
+    def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
+        """As Store.add_drive; a path is seen from here."""
+        self._change("add_drive", tier, os.path.abspath(path))
+
+    def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
+        """As Store.drain_drive. Goes on in the daemon if this client ends before."""
+        return self._change("drain_drive", tier, os.path.abspath(path))
+
+    def resize(self, tier: str, capacity: int | str) -> None:
+        """As Store.resize."""
+        self._change("resize", tier, str(capacity))
 
     def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> FlushReport:
         """As Store.flush, for what all clients have put; false without a daemon."""
@@ -283,6 +360,20 @@ class RemoteStore:
         except DaemonAwayError:
             self._attachment.count_away()
             return away
+
+    def _change(self, call: str, tier: str, value: str) -> int:
+        self._check_open()
+        body = json.dumps({"call": call, "tier": str(tier), "value": value}).encode()
+        try:
+            with self._attachment.link() as (_, link):
+                return link.number(Kind.CHANGE, body, _CHANGE_S)
+        except DaemonAwayError as error:
+            self._attachment.count_away()
+            raise DaemonError(
+                self._attachment.path,
+                f"the daemon did not answer: {error}",
+                hint="see what became of it: kvdepot tiers list",
+            ) from error
 
     def _flush(self, timeout_s: float) -> FlushReport:
         def ask(_: Session, link: Link) -> FlushReport:

@@ -143,6 +143,10 @@ class Superblock:
     made_by: str = ""
     slots: str = ""
     """Slots that have a file, as `0-5,7`: a file of these that is not there was taken away."""
+    budget_bytes: float = 0.0
+    """What may be written, where there is a limit, at `budget_at_s`."""
+    budget_at_s: float = 0.0
+    """Seconds since 1970; 0: nothing was kept yet."""
 
     def pack(self) -> bytes:
         page = bytearray(PAGE)

@@ -11,6 +11,13 @@ class Clock(Protocol):
         """Monotonic seconds."""
 
 
+class WallClock:
+    """The time of day, which goes on across restarts; it may be set, also back."""
+
+    def now(self) -> float:
+        return time.time()
+
+
 class SystemClock:
     """The machine's monotonic clock."""
 

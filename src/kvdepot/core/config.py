@@ -202,6 +202,21 @@ class SsdConfig(FileTierConfig):
 
     TIER: ClassVar[str] = "ssd"
 
+    writes_per_day: float = 0.0
+    """How often each path may be written in full in a day, of its share of `capacity`; 0 is no
+    limit. A drive rated for one write a day of which the store uses half has 2. Blocks that are
+    least likely to be read again then go to hard drives, or stay in memory."""
+
+    def __post_init__(self) -> None:
+        super(SsdConfig, self).__post_init__()
+        if not 0 <= self.writes_per_day < float("inf"):
+            raise ConfigError("ssd.writes_per_day", "must be 0 or more")
+
+    @property
+    def daily_bytes(self) -> int:
+        """What may be written to each path in a day; 0: no limit."""
+        return int(self.path_capacity * self.writes_per_day)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HddConfig(FileTierConfig):

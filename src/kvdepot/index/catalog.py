@@ -11,6 +11,7 @@ import numpy as np
 from kvdepot.core.block import ALLOWED, BlockKey, CopyState, check_transition
 from kvdepot.core.order import Order
 from kvdepot.errors import StateError
+from kvdepot.index.closed import Closed
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Bools, Column, Keys, KeyTable, Rows, as_words
 from kvdepot.index.tree import FEW, PrefixTree
@@ -105,6 +106,7 @@ class Catalog:
         names = [copies.tier for copies in self.tiers]
         self._by_bits = ["", *(names[_lowest(bits)] for bits in range(1, 1 << len(names)))]
         self.leaves = LeafOrder(self.table, self.tree, order)
+        self.closed = Closed(self.tree)
         self.leased = 0
 
     @property

@@ -20,14 +20,17 @@ class DemotionFacts:
     """It continues a block that is there."""
     continued: Bools
     """Another block continues it."""
+    closed: Bools
+    """Its session will not come back, and nobody else's has it."""
 
 
 def worth_demoting(facts: DemotionFacts) -> Bools:
     """Which blocks are copied down.
 
     All that are not there yet, but for prompts of one block that nobody has asked for again: these
-    would cost a seek and save no more than one block of prefill.
+    would cost a seek and save no more than one block of prefill. Nor is what belongs to closed
+    sessions.
     """
     alone = ~facts.continues & ~facts.continued & (facts.hits == 0)
-    worth: Bools = ~facts.below & ~alone
+    worth: Bools = ~facts.below & ~alone & ~facts.closed
     return worth

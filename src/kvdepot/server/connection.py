@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from kvdepot.server.daemon import Daemon
 
 QUICK: Final = frozenset(
-    {Kind.MATCH, Kind.LEASE, Kind.WHERE, Kind.RELEASE, Kind.TOUCH, Kind.ABANDON}
+    {
+        Kind.MATCH,
+        Kind.LEASE,
+        Kind.WHERE,
+        Kind.RELEASE,
+        Kind.TOUCH,
+        Kind.ABANDON,
+        Kind.CANCEL_HINT,
+    }
 )
 """Requests that never wait for a disk, for room or for the client."""
 _STAY_S: Final = 0.02

@@ -8,6 +8,8 @@ import numpy as np
 
 from kvdepot.core.config import Config
 from kvdepot.errors import ConfigError, KVDepotError, WireError
+from kvdepot.server.changes import Changes
+from kvdepot.server.foresight import Foresight
 from kvdepot.server.limits import TAKE_TIMEOUT_S
 from kvdepot.server.session import Session
 from kvdepot.store.places import Arrivals, Hold, Places, Size
@@ -58,6 +60,8 @@ class Desk:
             Kind.CHECK: self._check,
             Kind.STATS: self._stats,
             Kind.HAS_SECRET: self._has_secret,
+            **Foresight(channel, session, places).verbs,
+            **Changes(channel, places.store).verbs,
         }
 
     def serve(self, frame: Frame) -> None:
@@ -220,10 +224,7 @@ class Desk:
         self._channel.send_text(frame.serial, json.dumps(stats, default=str).encode())
 
     def _has_secret(self, frame: Frame) -> None:
-        try:
-            tenant = bytes(frame.body).decode()
-        except UnicodeDecodeError as error:
-            raise WireError("a tenant's name that is no text") from error
+        tenant = messages.checked_text(bytes(frame.body), "a tenant's name")
         known = self._config.tenants.get(tenant)
         secret = known is not None and (known.secret_file is not None or known.secret_hex)
         self._number(frame, int(bool(secret)))

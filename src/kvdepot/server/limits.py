@@ -14,7 +14,9 @@ LINGER_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Beyond these, connections are refused, leases are empty and reservations throttled."""
+    """Beyond these, connections are refused, leases are empty, reservations are throttled, and
+    hints bring nothing.
+    """
 
     clients: int = 64
     connections: int = 16
@@ -25,6 +27,8 @@ class Limits:
     """Blocks in them."""
     slots: int = 1 << 16
     """Slots reserved by one client at a time."""
+    hints: int = 64
+    """Hints of one client under way at a time."""
 
 
 class Tally:

@@ -1,4 +1,4 @@
-"""What one client holds: leases and reserved slots, from its first connection to its last.
+"""What one client holds: leases, reserved slots and hints, from its first connection to its last.
 
 The connections of a session live and die together: when one ends, for whatever reason, the daemon
 hangs up on the others, and when the last is gone everything is given back. A client that was killed
@@ -14,6 +14,7 @@ from kvdepot.core.block import Put
 from kvdepot.errors import WireError
 from kvdepot.index.table import Keys
 from kvdepot.server.limits import Limits, Tally
+from kvdepot.store.hinter import Hint
 from kvdepot.store.places import Hold, Places
 from kvdepot.store.putter import Offer
 from kvdepot.wire.channel import Channel, Peer
@@ -37,6 +38,7 @@ class Session:
         self._numbers = itertools.count(NO_LEASE + 1)
         self._holds: dict[int, Hold] = {}
         self._slots: dict[int, dict[int, Offer]] = {}
+        self._hints: dict[int, Hint] = {}
         self._over = False
 
     def join(self, channel: Channel) -> bool:
@@ -56,6 +58,9 @@ class Session:
                 return False
             holds, self._holds = self._holds, {}
             slots, self._slots = self._slots, {}
+            hints, self._hints = self._hints, {}
+        for hint in hints.values():
+            hint.cancel()
         for hold in holds.values():
             self._places.release(hold)
         self._places.abandon([offer for part in slots.values() for offer in part.values()])
@@ -153,6 +158,31 @@ class Session:
             slots = self._slots.pop(number, {})
         self._places.abandon(list(slots.values()))
 
+    def may_hint(self) -> bool:
+        """Whether the client has few enough hints under way."""
+        with self._lock:
+            under_way = sum(not hint.wait(0.0) for hint in self._hints.values())
+        if under_way >= self._limits.hints:
+            self._tally.count("limited")
+        return under_way < self._limits.hints
+
+    def keep_hint(self, hint: Hint) -> int:
+        """Call a hint off when the client goes. Returns its number."""
+        if not hint.wanted:
+            return NO_LEASE
+        with self._lock:
+            while len(self._hints) >= 2 * self._limits.hints:
+                ended = [number for number, one in self._hints.items() if one.wait(0.0)]
+                self._hints.pop(ended[0] if ended else next(iter(self._hints))).cancel()
+            number = next(self._numbers)
+            self._hints[number] = hint
+        return number
+
+    def hint(self, number: int) -> Hint | None:
+        """A hint by its number; None for one that is long over."""
+        with self._lock:
+            return self._hints.get(number)
+
     def describe(self) -> dict[str, Any]:
         """For `stats`."""
         with self._lock:
@@ -163,4 +193,5 @@ class Session:
                 "leases": len(self._holds),
                 "leased": sum(len(hold.rows) for hold in self._holds.values()),
                 "reserved": sum(len(part) for part in self._slots.values()),
+                "hints": sum(not hint.wait(0.0) for hint in self._hints.values()),
             }

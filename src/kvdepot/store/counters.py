@@ -32,6 +32,10 @@ class Counters:
     moved_ssd: int = 0
     """Blocks written again because their segment was reclaimed."""
     moved_hdd: int = 0
+    bypassed: int = 0
+    """Times that a block was not worth the wear of an SSD."""
+    held_below: int = 0
+    """Times that a block was not promoted to the SSDs because these thrash."""
     reclaimed_segments: int = 0
     quarantined: int = 0
     """Copies dropped because their checksum or identity did not match."""

@@ -91,6 +91,7 @@ class Demoter:
             hits=tree.hits.array[rows].astype(np.int64),
             continues=tree.parent.array[rows] != NONE,
             continued=tree.only_children(rows)[0] != NONE,
+            closed=self._stock.catalog.closed.mask(rows),
         )
 
     def _runs(self, rows: list[int]) -> Iterator[list[int]]:

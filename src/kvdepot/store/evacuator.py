@@ -24,7 +24,8 @@ class Evacuator:
     def evacuate(self) -> int:
         """Move every block, and drop those that cannot be. Returns how many were moved.
 
-        Afterwards the drive holds nothing, and nothing new goes there.
+        Afterwards the drive holds nothing, and nothing new goes there; unless the store closes
+        meanwhile.
         """
         drive = self._level.tier.drives[self._index]
         drive.draining = True
@@ -33,11 +34,13 @@ class Evacuator:
         for slot in list(drive.segments):
             with self._stock.changed:
                 rows = self._level.live(self._index, slot).tolist()
-            while rows:
+            while rows and not self._stock.closing:
                 with self._stock.changed:
                     piece, rows = self._claim(rows)
                 moved += self._move(piece)
             with self._stock.changed:
+                if self._stock.closing:
+                    break
                 self._level.segment_rows.pop((self._index, slot), None)
         return moved
 

@@ -4,7 +4,9 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from kvdepot.errors import ConfigError
+from kvdepot.core.units import parse_bytes
+from kvdepot.errors import ConfigError, StoreClosedError
+from kvdepot.policy.write_mode import WriteMode
 from kvdepot.store.demoter import Demoter
 from kvdepot.store.evacuator import Evacuator
 from kvdepot.store.level import Level
@@ -65,6 +67,8 @@ class Fleet:
                 self._stock, level, index, lambda drive, nbytes: writers[drive].make_room(nbytes)
             )
             moved = evacuator.evacuate()
+            if self._stock.closing:
+                raise StoreClosedError(f"the store was closed before {path} was empty")
             with self._stock.work:
                 level.tier.drives[index].retire()
                 self._stock.work.notify_all()
@@ -72,9 +76,13 @@ class Fleet:
                 thread.join()
             return moved
 
-    def resize(self, tier: str, capacity_bytes: int) -> None:
+    def resize(self, tier: str, capacity: int | str) -> None:
         """Give a tier more or less room; blocks leave where it is less."""
         level = self._level(tier)
+        try:
+            capacity_bytes = parse_bytes(capacity)
+        except ValueError as error:
+            raise ConfigError(f"{tier}.capacity", str(error)) from error
         with self._change:
             drives = [
                 (writer, drive)
@@ -92,10 +100,30 @@ class Fleet:
                 drive.resize(share // drive.settings.segment_bytes)
                 writer.shrink()
 
+    def set_mode(self, tier: str, mode: str) -> None:
+        """Change how a tier gets its blocks, from now on."""
+        found = [level for level in self._stock.levels if level.name == tier]
+        if not found:
+            raise ConfigError(f"{tier}.write_mode", "this store has no such tier of files")
+        try:
+            chosen = WriteMode(mode)
+        except ValueError as error:
+            known = ", ".join(known.value for known in WriteMode)
+            raise ConfigError(f"{tier}.write_mode", f"{mode!r} is not one of {known}") from error
+        with self._stock.changed:
+            found[0].mode = chosen
+
     def _level(self, tier: str) -> Level:
         for level in self.writers:
             if level.name == tier:
                 return level
+        if tier in [copies.tier for copies in self._stock.catalog.tiers]:
+            raise ConfigError(
+                tier,
+                "cannot change while the store is open: memory is mapped by all who use it, and "
+                "a store opened read-only writes to no drive",
+                hint=f"change {tier} in the settings, and start again",
+            )
         raise ConfigError(tier, "this store has no such tier of files that it may write to")
 
     def _add_writer(self, level: Level, index: int) -> Writer:

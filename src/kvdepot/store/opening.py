@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from kvdepot.core.clock import SystemClock
-from kvdepot.core.config import Config, FileTierConfig, load
+from kvdepot.core.clock import Clock, SystemClock, WallClock
+from kvdepot.core.config import Config, FileTierConfig, SsdConfig, load
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
@@ -55,10 +55,12 @@ def open_store(
     return assemble(tree, mode=mode)
 
 
-def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -> Store:
+def assemble(
+    config: Config, *, mode: Mode = "rw", files: Files | None = None, wall: Clock | None = None
+) -> Store:
     """`open_store` for a finished configuration.
 
-    `files` puts something between the store and its disks.
+    `files` puts something between the store and its disks; `wall` tells the time of day.
     """
     clock = SystemClock()
     _raise_open_files_limit()
@@ -67,7 +69,7 @@ def assemble(config: Config, *, mode: Mode = "rw", files: Files | None = None) -
         tiers: list[SegmentTier] = []
         for settings in config.file_tiers:
             given = files.share() if files is not None and tiers else files
-            tiers.append(_open_tier(settings, given, mode))
+            tiers.append(_open_tier(settings, given, mode, wall or WallClock()))
             held.append(tiers[-1])
         dram = config.dram
         arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
@@ -131,7 +133,7 @@ def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = Fals
         raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
 
 
-def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode) -> SegmentTier:
+def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Clock) -> SegmentTier:
     try:
         files = files or _open_files(config)
     except OSError as error:
@@ -149,6 +151,8 @@ def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode) -> Segme
         pauses=RetryPauses(config.retry_initial, config.retry_max),
         writable=mode == "rw",
         tier=config.TIER,
+        daily_bytes=config.daily_bytes if isinstance(config, SsdConfig) else 0,
+        wall=wall,
     )
     kind = HardDriveTier if config.TIER == "hdd" else SegmentTier
     return kind(config.path, files, settings, SystemClock())

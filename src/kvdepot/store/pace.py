@@ -12,7 +12,7 @@ HEAD_SHARE: Final = 0.01
 """Of a tier's time that background work may have while somebody reads from it. Where there is a
 head, every piece of work costs a reader two seeks: few enough may meet one."""
 REST_S_MAX: Final = 5.0
-_STRIDE_S: Final = 0.05
+STRIDE_S: Final = 0.05
 """A reader who meets background work should not wait longer than that for it."""
 
 
@@ -49,13 +49,14 @@ def rest_s(spent_s: float, share: float = FLASH_SHARE) -> float:
 
 
 class Stride:
-    """How much background work does in one go: what takes a short while, `most_bytes` at most."""
+    """How much background work does in one go: what takes `seconds`, `most_bytes` at most."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, seconds: float = STRIDE_S) -> None:
         self._most_bytes = most_bytes
+        self._seconds = seconds
         self.nbytes = most_bytes
 
     def took(self, nbytes: int, spent_s: float) -> None:
         """So much was done in one go: the next one is as long as should be."""
-        fitting = int(nbytes / max(spent_s, 1e-6) * _STRIDE_S)
+        fitting = int(nbytes / max(spent_s, 1e-6) * self._seconds)
         self.nbytes = max(1, min(self._most_bytes, fitting))

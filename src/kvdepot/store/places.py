@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.codec.record import HEAD_BYTES, chunk_count
+from kvdepot.core import order
 from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, Put
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys, Rows
 from kvdepot.native import address_of
 from kvdepot.store.errand import Arrival, Want
+from kvdepot.store.hinter import Hint
 from kvdepot.store.putter import Offer
 from kvdepot.store.store import Store
 
@@ -99,7 +101,7 @@ class Places:
         known = self._sizes.get(_word(tag), size)
         if known != size:
             raise ConfigError("layout", f"the namespace is known with {known.block_bytes} bytes")
-        self.store.admit(tag, size.block_bytes, description)
+        self.store._admit(tag, size.block_bytes, description)
         self._sizes.setdefault(_word(tag), size)
 
     def match(self, keys: Keys) -> bytes:
@@ -201,6 +203,41 @@ class Places:
     def abandon(self, slots: list[Offer]) -> None:
         """Give slots back."""
         self.store._putter.abandon(slots)
+
+    def hint(self, keys: Keys, deadline_s: float) -> tuple[Hint, int]:
+        """`Store.hint` for keys, and how many of them are in the store."""
+        wants, resident = self._away(keys)
+        return self.store._hinter.take(wants, deadline_s), resident
+
+    def hint_session(self, tag: bytes, name: str, deadline_s: float) -> tuple[Hint, int]:
+        """`Store.hint` for a session's prompt in one namespace."""
+        with self._stock.changed:
+            prompt = self.store._sessions.find(tag, name)
+        if prompt is None:
+            return Hint([], 0.0), 0
+        wants, resident = self._away(prompt.words(tag))
+        return self.store._hinter.take(wants, deadline_s, prompt.hint), resident
+
+    def tell(self, tag: bytes, name: str, keys: Keys | None, state: order.Hint, start: int) -> int:
+        """`Store.session` for one namespace, whose prompt may come in parts."""
+        if _word(tag) not in self._sizes:
+            return 0
+        with self._stock.changed:
+            return self.store._sessions.tell(tag, name, keys, state, start)
+
+    def _away(self, keys: Keys) -> tuple[list[Want], int]:
+        """What of a prompt could come to memory, and how much of it is in the store."""
+        catalog, sizes = self._stock.catalog, self._sizes_of(keys)
+        with self._stock.changed:
+            rows = self._resident(keys)
+            absent = (catalog.memory.state.array[rows] == 0).tolist()
+            nbytes = catalog.nbytes.array[rows].tolist()
+        wants = [
+            _want(keys[index], size, _ALL)
+            for index, size in enumerate(sizes[: len(rows)])
+            if absent[index] and size is not None and size.block_bytes == nbytes[index]
+        ]
+        return wants, len(rows)
 
     def _take(self, rows: list[int]) -> None:
         """Hold rows. Lock held."""

@@ -8,7 +8,7 @@ A block that is corrupt, failed or late is a miss; the others are delivered.
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Final
@@ -72,6 +72,8 @@ class Reader:
         self._drainer = drainer
         self._threads: dict[tuple[Level, int], ThreadPoolExecutor] = {}
         """Of each drive, so that a slow one does not hold up the others."""
+        self.follow: Callable[[Sequence[Want]], None] | None = None
+        """Told of what somebody has read."""
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
@@ -123,6 +125,8 @@ class Reader:
                 if not ahead:
                     self._count(wants, errand.results)
                 stock.unlease(held)
+        if self.follow is not None and not ahead:
+            self.follow(wants)
         return errand.results
 
     def _from_memory(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
@@ -187,6 +191,8 @@ class Reader:
         """Read in waves, the next one planned and started while the last is under way."""
         flights: Flights = {}
         with self._stock.changed:
+            if not errand.ahead:
+                self._stock.admission.read([errand.wants[index].row for index in left])
             self._assign(errand, flights, left)
         try:
             self._fly(errand, flights)
@@ -235,12 +241,13 @@ class Reader:
         for flight in busy:
             if not flight.has_room():
                 continue
+            left = len(flight.waiting)
             with self._stock.changed:
-                wave = self._plan(errand.wants, flight)
+                wave = self._plan(errand, flight)
+            started = started or len(flight.waiting) < left
             if wave:
                 alone = len(busy) == 1 and not flight.waiting and not flight.flying
                 flight.flying.append((wave, self._start(wave, errand, flight, inline=alone)))
-                started = True
         return started
 
     def _await_room(self, errand: Errand, busy: list[Flight]) -> bool:
@@ -285,9 +292,12 @@ class Reader:
                 self._threads[name] = ThreadPoolExecutor(_THREADS, thread_name_prefix=prefix)
             return self._threads[name]
 
-    def _plan(self, wants: Sequence[Want], flight: Flight) -> "list[Step]":
-        """The next wave: blocks for which there is memory to read into. Lock held."""
-        stock, catalog = self._stock, self._stock.catalog
+    def _plan(self, errand: Errand, flight: Flight) -> "list[Step]":
+        """The next wave: blocks for which there is memory to read into. Lock held.
+
+        What nobody waits for is read only if it can stay in memory.
+        """
+        stock, catalog, wants = self._stock, self._stock.catalog, errand.wants
         level, waiting = flight.level, flight.waiting
         limit = min(level.wave_bytes, max(1, stock.arena.capacity_bytes // 4))
         wave: list[Step] = []
@@ -299,9 +309,13 @@ class Reader:
             if wave and total + nbytes > limit:
                 break
             slot = None
-            promote = want.is_whole and level.config.promote and catalog.memory.absent(want.row)
+            promote = level.config.promote or errand.ahead
+            promote = promote and want.is_whole and catalog.memory.absent(want.row)
             if promote:
                 slot = self._room.slot(nbytes, want.row)
+            if slot is None and errand.ahead:
+                errand.results[waiting.popleft()] = _BUSY
+                continue
             arena = stock.arena
             if slot is None:
                 promote, arena = False, stock.staging
@@ -356,7 +370,7 @@ class Reader:
         row = errand.wants[step.index].row
         self._settle(step, row, outcome)
         if outcome is Outcome.OK and step.promote:
-            self._stock.promote(row, level)
+            self._stock.promote(row, level, errand.wants[-1].key[-1])
         if outcome is not Outcome.OK:
             return self._blame(level, step, row, outcome)
         errand.results[step.index] = Got(level.name)

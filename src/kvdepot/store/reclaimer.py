@@ -117,11 +117,14 @@ class Reclaimer:
     def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
         catalog = self._stock.catalog
         stamps, below = self._look_below(segment, rows)
+        hits = catalog.tree.hits.array[rows].astype(np.int64)
+        closed = catalog.closed.mask(rows)
+        stamps[closed] = hits[closed] = 0
         return SegmentFacts(
             capacity_bytes=self._tier.drives[self._index].settings.segment_bytes,
             sizes=HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE,
             stamps=stamps,
-            hits=catalog.tree.hits.array[rows].astype(np.int64),
+            hits=hits,
             below=below,
         )
 
@@ -207,6 +210,7 @@ class Reclaimer:
         return self._demoter is not None and self._demoter.lower.copies.ready(row)
 
     def _evict(self, row: int) -> None:
+        self._stock.admission.left(row, self._level)
         self._level.drop(row)
         self._stock.counters.add("evicted", self._level.name)
         self._stock.catalog.forget_if_gone(row)

@@ -37,6 +37,11 @@ class Spaces:
     def all(self) -> list[Space]:
         return list(self._known.values())
 
+    def tags_of(self, tenant: str) -> list[bytes]:
+        """Of the namespaces of a tenant that are known here."""
+        known = self._known.values()
+        return [space.tag for space in known if space.namespace.tenant == tenant]
+
     def of(self, key: BlockKey) -> Space:
         """The namespace of a key, or KeyFormatError."""
         space = self._known.get(check_key(key)[:TAG_BYTES])

@@ -10,6 +10,8 @@ def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
     """Counters, and what each tier holds and how it is. Lock held."""
     tiers = {"dram": _dram(stock)}
     tiers.update((level.name, _file_tier(level)) for level in stock.levels)
+    for level in stock.levels[:1]:
+        tiers[level.name]["thrashing"] = stock.admission.thrashing
     return {
         "tiers": tiers,
         "blocks": stock.catalog.table.live,
@@ -40,5 +42,6 @@ def _file_tier(level: Level) -> dict[str, Any]:
         "healthy": health.ok,
         "errors": health.errors,
         "emulated": level.config.emulate is not None,
+        "write_mode": level.mode.value,
         "drives": [drive.describe() for drive in level.tier.drives],
     }

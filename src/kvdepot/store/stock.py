@@ -12,6 +12,7 @@ from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.write_mode import WriteMode, promotes, targets
+from kvdepot.store.admission import Admission
 from kvdepot.store.counters import Counters
 from kvdepot.store.level import Level
 from kvdepot.tiers.arena import Arena
@@ -32,6 +33,7 @@ class Stock:
     levels: tuple[Level, ...]
     """The file tiers, fastest first."""
     counters: Counters = field(default_factory=Counters)
+    admission: Admission = field(init=False)
     changed: threading.Condition = field(init=False)
     work: threading.Condition = field(init=False)
     """The same lock; notified when there is something to write, or the store closes."""
@@ -41,6 +43,7 @@ class Stock:
     def __post_init__(self) -> None:
         lock = threading.Lock()
         self.changed, self.work = threading.Condition(lock), threading.Condition(lock)
+        self.admission = Admission(self.catalog, self.levels, self.counters)
 
     @property
     def dirty_bytes(self) -> int:
@@ -94,30 +97,37 @@ class Stock:
 
     def write_down(self, row: int) -> None:
         """A new block in memory waits to be written to the file tiers that want it."""
-        for number in targets(self._modes(), touched=False):
-            self.mark_dirty(row, self.levels[number])
+        promising = self.admission.made(row)
+        self._write_to(row, targets(self._modes(), touched=promising))
 
     def write_touched(self, rows: list[int]) -> None:
         """Blocks were asked for again: those in memory may be worth writing now."""
         modes = self._modes()
+        self.admission.asked(rows)
         if WriteMode.SELECTIVE not in modes:
             return
         for row in rows:
             if self.catalog.memory.ready(row) and self.catalog.is_live(row):
-                for number in targets(modes, touched=True):
-                    self.mark_dirty(row, self.levels[number])
+                self._write_to(row, targets(modes, touched=True))
         self.work.notify_all()
 
-    def promote(self, row: int, source: Level) -> None:
+    def promote(self, row: int, source: Level, sample: int) -> None:
         """A block read from `source` is in memory now: it goes to the file tiers above it too.
 
-        Not while much waits to be written: a put must not wait for it.
+        Not while much waits to be written: a put must not wait for it. `sample` is a byte of the
+        prompt's own: while a tier thrashes, only some prompts enter it.
         """
         if 2 * self.dirty_bytes > self.dirty_limit_bytes or not self.catalog.is_live(row):
             return
-        for number in promotes(self._modes(), self.levels.index(source)):
-            self.mark_dirty(row, self.levels[number])
+        above = promotes(self._modes(), self.levels.index(source))
+        if above and self.admission.promotes(row, sample):
+            self._write_to(row, above)
             self.work.notify_all()
+
+    def _write_to(self, row: int, numbers: list[int]) -> None:
+        """A block in memory waits to be written to those of the file tiers that it may enter."""
+        for number in self.admission.sift(row, numbers):
+            self.mark_dirty(row, self.levels[number])
 
     @property
     def dirty_limit_bytes(self) -> int:
@@ -132,6 +142,10 @@ class Stock:
         if level.writers and level.copies.absent(row) and row not in level.tickets:
             self.tickets += 1
             level.mark_dirty(row, self.tickets, self.clock.now())
+            if level is self.levels[0]:
+                self.catalog.tree.hits[row] = (
+                    0  # what it was used before it was there tells nothing
+                )
 
     def is_waiting(self, row: int) -> bool:
         """Whether a block waits to be written anywhere."""

@@ -1,9 +1,10 @@
 """The store: what a program talks to. Thread-safe; no call fails because of a disk."""
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,18 +12,19 @@ import numpy as np
 
 from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
+from kvdepot.core import order
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.namespace import Namespace
-from kvdepot.core.units import parse_bytes
 from kvdepot.errors import ConfigError, StoreClosedError
-from kvdepot.index.table import NONE
-from kvdepot.policy.write_mode import WriteMode
+from kvdepot.index.table import NONE, Keys
+from kvdepot.store.ahead import ReadAhead
 from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.checker import check_stock
 from kvdepot.store.drainer import Drainer
 from kvdepot.store.errand import Sink
 from kvdepot.store.fleet import Fleet
-from kvdepot.store.hinter import Hint, Hinter
+from kvdepot.store.flusher import Flusher
+from kvdepot.store.hinter import Hint, Hinter, checked_deadline
 from kvdepot.store.lease import Lease
 from kvdepot.store.level import Level
 from kvdepot.store.putter import Putter
@@ -30,6 +32,7 @@ from kvdepot.store.reader import Reader
 from kvdepot.store.report import CheckReport
 from kvdepot.store.reservation import Reservation
 from kvdepot.store.room import Room
+from kvdepot.store.sessions import Sessions, by_tag, checked_name, state_of
 from kvdepot.store.space import Space
 from kvdepot.store.spaces import Layout, Spaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.statistics import describe
@@ -56,8 +59,12 @@ class Store:
         self._putter = Putter(stock, self._room)
         self._reader = Reader(stock, self._room, self._drainer)
         self._hinter = Hinter(stock, self._reader)
+        read_ahead = ReadAhead(stock, self._hinter)
+        if read_ahead.is_useful:
+            self._reader.follow = read_ahead.saw
+        self._sessions = Sessions(stock.catalog)
         self._fleet = Fleet(stock)
-        self._given_up_seen = 0
+        self._flusher = Flusher(stock)
         self._leases = 0
         self._calls = 0
         self._closed = False
@@ -88,15 +95,8 @@ class Store:
         """`namespace` for a Namespace that exists already."""
         self._check_open()
         description = json.dumps(namespace.description(), sort_keys=True).encode()
-        self.admit(namespace.tag, namespace.layout.block_bytes, description)
+        self._admit(namespace.tag, namespace.layout.block_bytes, description)
         return self._spaces.add(namespace)
-
-    def admit(self, tag: bytes, block_bytes: int, description: bytes) -> None:
-        """Check that blocks of a namespace fit, and write down what its tag stands for."""
-        check_block_bytes(block_bytes)
-        self._check_fits(record_bytes(block_bytes))
-        for level in self._fleet.writers:
-            level.tier.remember(tag, description)
 
     def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
         """Offload one block. See put_many."""
@@ -119,7 +119,7 @@ class Store:
         offers = self._spaces.offers(keys, buffers)
         with self._using():
             answers = self._putter.store(offers, timeout_s)
-            self._write_through(timeout_s)
+            self._flusher.write_through(timeout_s)
             return answers
 
     def reserve(self, keys: Sequence[BlockKey], *, timeout_s: float | None = None) -> Reservation:
@@ -202,17 +202,46 @@ class Store:
             self._stock.catalog.use(rows)
         return len(rows)
 
-    def hint(self, keys: Sequence[BlockKey], deadline_s: float) -> Hint:
-        """Blocks of one prompt, head first, that will be wanted within `deadline_s` seconds.
+    def session(
+        self,
+        name: str,
+        keys: Sequence[BlockKey] | None = None,
+        state: str = "alive",
+        *,
+        tenant: str = "",
+    ) -> int:
+        """Remember the prompt of a session, and what becomes of it: alive, pending (a tool call is
+        under way) or closed (it will not come back). Returns how many of its blocks are here.
+
+        `keys` of one prompt, head first; left out, those that `tenant` has given that name before.
+        Not a use. Names are kept in memory only, and the oldest are forgotten (store/sessions.py).
+        """
+        self._check_open()
+        hint, name = state_of(state), checked_name(name)
+        parts: Mapping[bytes, Keys | None]
+        parts = by_tag(checked(keys)) if keys else dict.fromkeys(self._spaces.tags_of(tenant))
+        for key in keys or ():
+            self._spaces.of(key)
+        with self._stock.changed:
+            told = self._sessions.tell
+            return sum(told(tag, name, words, hint) for tag, words in parts.items())
+
+    def hint(self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = "") -> Hint:
+        """Blocks of one prompt, head first, that will be wanted within `deadline_s` seconds; or the
+        name of a session of `tenant`.
 
         They come to memory in the background as far as there is room. Does not block.
         """
         self._check_open()
-        catalog = self._stock.catalog
+        deadline_s = checked_deadline(deadline_s)
         with self._stock.changed:
-            rows = self._usable(catalog.resident(checked(keys)))
-            away = [key for key, row in zip(keys, rows, strict=False) if catalog.memory.absent(row)]
-        return self._hinter.take(self._spaces.looks(away), self._stock.clock.now() + deadline_s)
+            if isinstance(keys, str):
+                tags = self._spaces.tags_of(tenant)
+                chains, state = self._sessions.recall(tags, checked_name(keys))
+            else:
+                chains, state = [list(checked(keys))], order.Hint.NONE
+            away = self._away(chains)
+        return self._hinter.take(self._spaces.looks(away), deadline_s, state)
 
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         """Delete blocks everywhere, also after a restart. Returns how many were there.
@@ -247,21 +276,12 @@ class Store:
     def flush(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
         """Wait until everything put before this call is on disk, and durable as configured."""
         self._check_open()
-        return self._flush(timeout_s)
+        return self._flusher.flush(timeout_s, self._fleet.writers)
 
     def set_write_mode(self, tier: str, mode: str) -> None:
         """Change how a file tier gets its blocks (`write_mode` of its settings), from now on."""
-        self._check_open()
-        found = [level for level in self._stock.levels if level.name == tier]
-        if not found:
-            raise ConfigError(f"{tier}.write_mode", "this store has no such tier of files")
-        try:
-            chosen = WriteMode(mode)
-        except ValueError as error:
-            known = ", ".join(known.value for known in WriteMode)
-            raise ConfigError(f"{tier}.write_mode", f"{mode!r} is not one of {known}") from error
-        with self._stock.changed:
-            found[0].mode = chosen
+        with self._using():
+            self._fleet.set_mode(tier, mode)
 
     def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
         """Use one more drive, which must be empty, from now on; its capacity is the others'."""
@@ -276,7 +296,7 @@ class Store:
     def resize(self, tier: str, capacity: int | str) -> None:
         """Let a file tier have more or less room, as `capacity` of its settings."""
         with self._using():
-            self._fleet.resize(tier, parse_bytes(capacity))
+            self._fleet.resize(tier, capacity)
 
     def check(self, *, deep: bool = True) -> CheckReport:
         """Verify the books against each other and, if `deep`, every byte in memory and on disk."""
@@ -287,13 +307,14 @@ class Store:
         """Counters, and what each tier holds and how it is, as plain values."""
         self._check_open()
         with self._stock.changed:
-            return describe(self._stock, leased=self._leases)
+            found = describe(self._stock, leased=self._leases)
+            return {**found, "sessions": self._sessions.describe()}
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
         """Write down what waits, stop the threads, release everything. May be called twice."""
         if self._closed:
             return FlushReport(True, 0, 0)
-        report = self._flush(timeout_s)
+        report = self._flusher.flush(timeout_s, self._fleet.writers)
         stock = self._stock
         with stock.changed:
             self._closed = stock.closing = True
@@ -305,8 +326,9 @@ class Store:
         for thread in self._fleet.threads():
             thread.join(timeout_s)
             stuck = stuck or thread.is_alive()
-        self._hinter.close()
-        self._reader.close()
+        stuck = not self._hinter.close(timeout_s) or stuck
+        if not stuck:
+            self._reader.close()
         late = not self._drainer.wait(timeout_s)
         if stuck or late:
             # The kernel or a caller may still use the memory: leave it to the process's end.
@@ -376,6 +398,23 @@ class Store:
                 return rows[:index]
         return rows
 
+    def _admit(self, tag: bytes, block_bytes: int, description: bytes) -> None:
+        """Check that blocks of a namespace fit, and write down what its tag stands for."""
+        check_block_bytes(block_bytes)
+        self._check_fits(record_bytes(block_bytes))
+        for level in self._fleet.writers:
+            level.tier.remember(tag, description)
+
+    def _away(self, chains: Sequence[Sequence[BlockKey]]) -> list[BlockKey]:
+        """What of prompts could come to memory, the heads of all of them first. Lock held."""
+        catalog = self._stock.catalog
+        parts = []
+        for keys in chains:
+            rows = self._usable(catalog.resident(keys))
+            pairs = zip(keys, rows, strict=False)
+            parts.append([key for key, row in pairs if catalog.memory.absent(row)])
+        return [key for some in itertools.zip_longest(*parts) for key in some if key is not None]
+
     def _release(self, rows: list[int]) -> None:
         with self._stock.changed:
             self._leases -= len(rows)
@@ -435,46 +474,3 @@ class Store:
             if failed:
                 with self._stock.changed:
                     self._stock.counters.removal_unrecorded += 1
-
-    def _write_through(self, timeout_s: float) -> None:
-        """Where the first file tier is written through, wait until it has what was put."""
-        stock = self._stock
-        with stock.changed:
-            first = stock.levels[0] if stock.levels else None
-            if first is None or first.mode is not WriteMode.THROUGH:
-                return
-            last = stock.tickets
-            self._hurry(last)
-            stock.changed.wait_for(
-                lambda: next(iter(first.tickets.values()), last + 1) > last, timeout_s
-            )
-
-    def _hurry(self, ticket: int) -> None:
-        """What waits to be written waits no longer for company. Lock held."""
-        for level in self._stock.levels:
-            level.hurry = max(level.hurry, ticket)
-        self._stock.work.notify_all()
-
-    def _flush(self, timeout_s: float) -> FlushReport:
-        stock = self._stock
-        deadline = stock.clock.now() + timeout_s
-        with stock.changed:
-            last = stock.tickets
-            self._hurry(last)
-
-            def written() -> bool:
-                oldest = [next(iter(level.tickets.values()), last + 1) for level in stock.levels]
-                return all(ticket > last for ticket in oldest)
-
-            done = stock.changed.wait_for(written, timeout_s)
-            tickets = [ticket for level in stock.levels for ticket in level.tickets.values()]
-            waiting = sum(ticket <= last for ticket in tickets)
-            given_up = stock.counters.write_failed - self._given_up_seen
-            self._given_up_seen = stock.counters.write_failed
-        if done:
-            synced = [
-                level.tier.flush(max(0.0, deadline - stock.clock.now()))
-                for level in self._fleet.writers
-            ]
-            done = all(synced)
-        return FlushReport(done and not given_up, waiting, given_up)

@@ -82,7 +82,8 @@ class Writer:
         if not level.dirty:
             return None
         if self._sits_out():
-            return max(_PAUSE_S_MIN, self._tier.drives[self._index].breaker.health().retry_in_s)
+            retry_s = self._tier.drives[self._index].breaker.health().retry_in_s
+            return max(_PAUSE_S_MIN, retry_s or _LINGER_S)
         if not level.run_bytes:
             return 0.0
         enough = level.dirty_bytes >= level.run_bytes * (1 + len(self._tier.drives))
@@ -95,7 +96,7 @@ class Writer:
         return left_s if left_s > _PAUSE_S_MIN else 0.0
 
     def _sits_out(self) -> bool:
-        """Whether this drive is down while another one can do the work."""
+        """Whether this drive is down or worn for now while another one can do the work."""
         return not self._is_up(self._index) and self._another_is_up()
 
     def _another_is_up(self) -> bool:
@@ -103,7 +104,7 @@ class Writer:
         return any(self._is_up(index) for index in others if index != self._index)
 
     def _is_up(self, index: int) -> bool:
-        if self._tier.drives[index].draining:
+        if self._tier.drives[index].draining or self._tier.drives[index].wear.spent:
             return False
         health = self._tier.drives[index].breaker.health()
         return health.ok or (index == self._index and not health.retry_in_s)

@@ -14,16 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
-from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, pack_entry
-from kvdepot.core.clock import Clock
-from kvdepot.native import WRITE, address_of, checksum
+from kvdepot.codec.segment import SegmentHeader, footer_bytes, pack_entry
+from kvdepot.core.clock import Clock, WallClock
+from kvdepot.native import WRITE, address_of
 from kvdepot.tiers.files import Files, io_ops
 from kvdepot.tiers.gauge import Gauge
 from kvdepot.tiers.health import Breaker, RetryPauses
 from kvdepot.tiers.medium import Medium
 from kvdepot.tiers.numbers import Numbers
 from kvdepot.tiers.recovery import Recovered, SegmentReader
-from kvdepot.tiers.segments import Appended, Purpose, Run, Segment
+from kvdepot.tiers.segments import Appended, Purpose, Run, Segment, closing_pages
+from kvdepot.tiers.wear import Wear
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
@@ -40,6 +41,8 @@ class DriveSettings:
     write_timeout_s: float
     writable: bool = True
     pauses: RetryPauses = field(default_factory=RetryPauses)
+    daily_bytes: int = 0
+    wall: Clock = field(default_factory=WallClock)
 
 
 class Drive:
@@ -53,6 +56,7 @@ class Drive:
         self.settings = settings
         self.breaker = Breaker(clock, settings.pauses)
         self.gauge = Gauge(clock)
+        self.wear = Wear(medium, self.breaker, settings.daily_bytes, settings.wall)
         self._growth = Breaker(clock, settings.pauses)
         self.segments: dict[int, Segment] = {}
         self.free: list[int] = []
@@ -181,6 +185,7 @@ class Drive:
             segment.count += 1
             with self._books:
                 segment.unentered += not purpose.is_note
+        self.wear.spend(sum(len(images[index]) for run in runs for index, _ in run.places))
         return runs
 
     def _write(
@@ -442,6 +447,9 @@ class Drive:
             "reason": health.reason,
             "errors": health.errors,
             "draining": self.draining,
+            "drained": self.retired,
+            "used_bytes": sum(segment.live_bytes for segment in list(self.segments.values())),
+            "capacity_bytes": self.settings.slots_max * self.settings.segment_bytes,
             "retry_in_s": round(health.retry_in_s, 3),
             "segments": len(self.segments),
             "free_segments": len(self.free),
@@ -450,6 +458,7 @@ class Drive:
             "emulated": self.files.emulated,
             "read_bytes_per_s": round(self.gauge.bytes_per_s),
             "damage": list(self.damage),
+            "written": self.wear.describe(),
         }
 
     def close(self) -> None:
@@ -458,27 +467,20 @@ class Drive:
             if self._active is not None and not self.lost and self.breaker.health().ok:
                 self._finish(self._active, sealed=False)
             self._active = None
+            self.wear.keep()
             self.medium.close()
 
     def _finish(self, segment: Segment, *, sealed: bool) -> None:
-        """Write a segment's footer.
-
-        Without it the segment is scanned at the next start, no more.
-        """
-        footer = b"".join(segment.entries)
-        segment.count = len(footer) // ENTRY.itemsize
-        offset = self.settings.segment_bytes - footer_bytes(segment.count)
-        trailer = Trailer(
-            segment.segment_id, segment.slot, self.settings.segment_bytes, offset,
-            segment.tail, segment.count, sealed, checksum(footer), self.settings.store,
-        )  # fmt: skip
-        padded = footer.ljust(footer_bytes(segment.count) - PAGE, b"\0")
+        """Write a segment's footer. Without it the next start scans the segment, no more."""
+        nbytes = self.settings.segment_bytes
+        offset, footer, trailer = closing_pages(segment, nbytes, self.settings.store, sealed=sealed)
+        self.wear.spend(PAGE + len(footer) + len(trailer))
         fd, base = self.medium.extent(segment.slot)
         try:
             self._sync_slot(segment.slot)
-            if padded:
-                self.files.write(fd, base + offset, padded)
-            self.files.write(fd, base + self.settings.segment_bytes - PAGE, trailer.pack())
+            if footer:
+                self.files.write(fd, base + offset, footer)
+            self.files.write(fd, base + nbytes - PAGE, trailer)
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
         segment.sealed = sealed

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
-from kvdepot.core.clock import Clock
+from kvdepot.core.clock import Clock, WallClock
 from kvdepot.errors import ConfigError, FormatError
 from kvdepot.tiers.drive import Drive, DriveSettings
 from kvdepot.tiers.files import Files
@@ -50,6 +50,9 @@ class MountSettings:
     pauses: RetryPauses = field(default_factory=RetryPauses)
     writable: bool = True
     tier: str = "ssd"
+    daily_bytes: int = 0
+    """What may be written to each drive in a day; 0: no limit."""
+    wall: Clock = field(default_factory=WallClock)
 
 
 def mount(
@@ -82,6 +85,8 @@ def mount(
             write_timeout_s=settings.write_timeout_s,
             pauses=settings.pauses,
             writable=settings.writable,
+            daily_bytes=settings.daily_bytes if settings.writable else 0,
+            wall=settings.wall,
         ),
         numbers,
         clock,

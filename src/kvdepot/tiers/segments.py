@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.codec.record import PAGE
+from kvdepot.codec.segment import ENTRY, Trailer, footer_bytes
+from kvdepot.native import checksum
 
 _NOTE_RESERVE_MAX: Final = 64 << 10
 _CARRY_RESERVE_MAX: Final = 256 << 10
@@ -55,6 +57,20 @@ class Segment:
     """Writes under way; a segment is sealed when it is full and they have ended."""
     unentered: int = 0
     """Blocks that were given a place but are in no books yet, so that they look dead."""
+
+
+def closing_pages(
+    segment: Segment, segment_bytes: int, store: bytes, *, sealed: bool
+) -> tuple[int, bytes, bytes]:
+    """Where a segment's footer begins, the footer, and the trailer, which is its last page."""
+    footer = b"".join(segment.entries)
+    segment.count = len(footer) // ENTRY.itemsize
+    offset = segment_bytes - footer_bytes(segment.count)
+    trailer = Trailer(
+        segment.segment_id, segment.slot, segment_bytes, offset,
+        segment.tail, segment.count, sealed, checksum(footer), store,
+    )  # fmt: skip
+    return offset, footer.ljust(segment_bytes - PAGE - offset, b"\0"), trailer.pack()
 
 
 @dataclass(slots=True)

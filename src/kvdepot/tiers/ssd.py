@@ -291,6 +291,7 @@ class SegmentTier:
         before()
         drive.medium.unlock()
         fresh = self._mount(index)
+        fresh.wear.take_over(drive.wear)
         self._former.append(drive)
         notebook = Notebook(fresh)
         contents = read_contents([notebook], first_drive=index)
@@ -320,9 +321,10 @@ class SegmentTier:
 
     def index_of(self, path: Path) -> int:
         """The number of the drive at `path`, or ConfigError."""
-        if path not in self._paths:
-            raise ConfigError(f"{self.name}.path", f"{path} is not one of this store's drives")
-        return self._paths.index(path)
+        for index, known in enumerate(self._paths):
+            if known == path or known.resolve() == path.resolve():
+                return index
+        raise ConfigError(f"{self.name}.path", f"{path} is not one of this store's drives")
 
     def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
         """See Tier.discard. The bytes stay on disk, dead, until their segment is reused."""

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from kvdepot.errors import WireError
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Raised when a frame changes its meaning. Both sides must have the same."""
 
 FRAME_BYTES_MAX: Final = 64 << 10
@@ -52,6 +52,14 @@ class Kind(IntEnum):
     CHECK = 17
     STATS = 18
     HAS_SECRET = 19
+    HINT = 20
+    HINT_SESSION = 21
+    AWAIT_HINT = 22
+    CANCEL_HINT = 23
+    """Has no answer."""
+    SESSION = 24
+    CHANGE = 25
+    """What only the daemon's own user and root may: drives, sizes, write modes."""
 
     WELCOME = 64
     REFUSED = 65
@@ -63,6 +71,8 @@ class Kind(IntEnum):
     RESERVED = 71
     FLUSHED = 72
     TEXT = 73
+    HINTED = 74
+    BROUGHT = 75
 
 
 class Flag(IntEnum):

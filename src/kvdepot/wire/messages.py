@@ -179,6 +179,62 @@ class Flushed(Fixed):
     given_up: int
 
 
+@dataclass(frozen=True, slots=True)
+class Named(Fixed):
+    """Head of HINT_SESSION; the name follows, as UTF-8."""
+
+    FORM = struct.Struct("<8sd")
+
+    tag: bytes
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Fixed):
+    """Head of SESSION; the name follows, as UTF-8, then keys from block `start` on, if any.
+
+    Without keys it is the remembered prompt whose state is told.
+    """
+
+    FORM = struct.Struct("<8sBBI")
+
+    tag: bytes
+    state: int
+    name_bytes: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hinted(Fixed):
+    """Answer to HINT and HINT_SESSION: the hint's number, 0 if there is nothing to bring."""
+
+    FORM = struct.Struct("<QII")
+
+    number: int
+    resident: int
+    """Leading blocks that are in the store."""
+    wanted: int
+    """Blocks that will be brought to memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitHint(Fixed):
+    FORM = struct.Struct("<Qd")
+
+    number: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Brought(Fixed):
+    """Answer to AWAIT_HINT."""
+
+    FORM = struct.Struct("<BQ")
+
+    ended: bool
+    brought: int
+
+
 def split(form: type[Fixed], body: memoryview) -> tuple[Any, bytes]:
     """A fixed head, and the bytes that follow it."""
     size = form.FORM.size
@@ -212,6 +268,14 @@ def checked_tag(tag: bytes) -> bytes:
     if len(tag) != TAG_BYTES:
         raise WireError(f"a tag of {len(tag)} bytes")
     return tag
+
+
+def checked_text(raw: bytes, what: str) -> str:
+    """A text from the other side, or WireError."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise WireError(f"{what} that is no text") from error
 
 
 def versions(protocol: int, store_format: int, record: int) -> str:

@@ -76,12 +76,18 @@ class ConnectorConfig:
     load_timeout: Seconds = 5.0
     """What has not come by then is recomputed."""
 
+    hint: Seconds = 30.0
+    """A request that waits for its turn has its blocks brought from hard drives to memory
+    meanwhile, for this long at most; 0: not."""
+
     def __post_init__(self) -> None:
         for name, least in (("block_tokens", 0), ("load_threads", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(name, f"must be at least {least}, got {getattr(self, name)}")
         if not self.load_timeout > 0:
             raise ConfigError("load_timeout", f"must be more than zero, got {self.load_timeout}")
+        if not self.hint >= 0:
+            raise ConfigError("hint", f"must not be negative, got {self.hint}")
         if self.tenant not in ("", *self.tenants) and self.tenants:
             raise ConfigError("tenant", f"{self.tenant!r} is not one of tenants")
 

@@ -177,6 +177,7 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         self._side.learn(connector_output.kv_connector_worker_meta)
         self._side.received(connector_output.finished_recving or ())
+        self._side.sent(connector_output.finished_sending or ())
 
     def request_finished(
         self, request: Any, block_ids: list[int]

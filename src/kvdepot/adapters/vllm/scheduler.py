@@ -14,6 +14,7 @@ from kvdepot.adapters.vllm.complaints import Complaints
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.depot import Depot
 from kvdepot.adapters.vllm.fetching import FetchDesk, step_work
+from kvdepot.adapters.vllm.foresight import Foresight
 from kvdepot.adapters.vllm.identity import adapter_of, differences, namespace_of
 from kvdepot.adapters.vllm.messages import Load, ShardFacts, StepPlan, StepReport, shards
 from kvdepot.adapters.vllm.paces import paces_file
@@ -72,6 +73,7 @@ class Scheduler:
         self._saves = saves and config.save != "none"
         self.tally = Tally()
         self._complaints = Complaints()
+        self._foresight = Foresight(depot, self._complaints, config.hint if loads else 0.0)
         self._facts: list[ShardFacts] = []
         self._spaces: dict[str, list[Space]] = {}
         self._tracked: dict[str, Tracked] = {}
@@ -114,7 +116,9 @@ class Scheduler:
             self.tally.add("unserved_requests", 1, "adapter")
             return
         chain = chain_for(spaces, request)
-        self._tracked[request.request_id] = Tracked(request, adapter, chain)
+        tracked = Tracked(request, adapter, chain)
+        self._tracked[request.request_id] = tracked
+        self._foresight.queued(tracked)
 
     def match(self, request: EngineRequest, local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own the depot has. Changes nothing in the depot.
@@ -130,6 +134,7 @@ class Scheduler:
         tracked.chain.grow(request.all_token_ids, blocks)
         first = min(local_tokens // self._block_tokens, blocks)
         if self._engine.shares_pages and self._is_loaded_by_another(tracked, first, blocks):
+            self._foresight.begun(request.request_id)
             return None
         leading = self._resident(tracked, 0, blocks)
         tiers = leading[first:] or self._resident(tracked, first, blocks)
@@ -145,6 +150,7 @@ class Scheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None or not external_tokens:
             return
+        self._foresight.begun(request_id)
         load = tracked.begin_load(external_tokens, pages, self._page_tokens)
         timeout_s = self._config.load_timeout
         if self._desk is not None and tracked.hit is not None:
@@ -180,11 +186,14 @@ class Scheduler:
             if name in self._tracked
         ]
         for tracked, tokens in step:
+            if tracked.phase is not Phase.COMPUTING:
+                self._foresight.begun(tracked.request.request_id)
             tracked.phase = Phase.COMPUTING
             if self._saves:
                 self._plan_save(plan, tracked, tokens, output.kv_connector_block_state)
         if self._desk is not None:
             self._plan_learning(plan, step, self._desk)
+        self._foresight.look_ahead()
         return plan
 
     def learn(self, report: StepReport | None) -> None:
@@ -222,6 +231,18 @@ class Scheduler:
     def finish(self, request: EngineRequest, pages: Sequence[int]) -> bool:
         """A request is over. True: its pages are kept until the workers report it sent."""
         tracked = self._tracked.pop(request.request_id, None)
+        awaited = self._finish(request, tracked, pages)
+        if tracked is not None:
+            self._foresight.finished(request, tracked, awaited=awaited)
+        return awaited
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """Saves of these requests are over on all workers."""
+        self._foresight.sent(request_ids)
+
+    def _finish(
+        self, request: EngineRequest, tracked: Tracked | None, pages: Sequence[int]
+    ) -> bool:
         if self._desk is not None and request.num_tokens > request.num_prompt_tokens:
             self._desk.answered(request.request_id)
         elif self._desk is not None:
@@ -253,6 +274,7 @@ class Scheduler:
     def close(self) -> None:
         if self._desk is not None:
             self._desk.keep()
+        self._foresight.close()
         self._depot.close()
 
     def _is_loaded_by_another(self, tracked: Tracked, first: int, blocks: int) -> bool:

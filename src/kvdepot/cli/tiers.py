@@ -1,0 +1,212 @@
+"""`kvdepot tiers`: see and change the tiers of a store that `kvdepot serve` owns, while it runs."""
+
+import argparse
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kvdepot
+from kvdepot.cli import output
+from kvdepot.core.units import exact_bytes, format_bytes, parse_bytes
+from kvdepot.errors import KVDepotError
+from kvdepot.policy.write_mode import WriteMode
+from kvdepot.store.store import Store
+
+LOOK_S = 0.5
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "tiers",
+        description="See and change the tiers of a running daemon. Changes are for its own user "
+        "and root, and last until it ends: put them into its settings too.",
+    )
+    verbs = parser.add_subparsers(title="what to do", metavar="VERB", dest="verb", required=True)
+    add_verb(verbs, "list", "what each tier and drive holds, and how it is")
+    one = add_verb(verbs, "add", "use one more drive, which must be empty")
+    add_drive(one)
+    one = add_verb(verbs, "drain", "move a drive's blocks to the others and use it no more")
+    add_drive(one)
+    one = add_verb(verbs, "resize", "give a tier more or less room; where it is less, blocks go")
+    one.add_argument("tier", metavar="TIER", help="ssd or hdd")
+    one.add_argument("capacity", type=size, metavar="SIZE", help="of all its drives, as 100TiB")
+    one = add_verb(verbs, "mode", "when blocks come to a tier from the one above")
+    one.add_argument("tier", metavar="TIER", help="ssd or hdd")
+    one.add_argument("mode", choices=[mode.value for mode in WriteMode], metavar="MODE")
+
+
+def add_verb(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", required=True, help="of the daemon: kvdepot serve"
+    )
+    output.add_json_flag(parser)
+    return parser
+
+
+def add_drive(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tier", metavar="TIER", help="ssd or hdd")
+    parser.add_argument("path", type=Path, metavar="DRIVE", help="a directory or block device")
+
+
+def size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run(args: argparse.Namespace) -> int:
+    verbs: dict[str, Callable[[Store, argparse.Namespace], int]] = {
+        "list": show,
+        "add": add,
+        "drain": drain,
+        "resize": resize,
+        "mode": set_mode,
+    }
+    store = kvdepot.open(f"unix:{args.socket}")
+    try:
+        return verbs[args.verb](store, args)
+    finally:
+        store.close(timeout_s=0.0)  # what others have put need not be on disk for us
+
+
+def show(store: Store, args: argparse.Namespace) -> int:
+    tiers = store.stats().get("tiers", {})
+    if args.json:
+        output.document({"tiers": tiers})
+        return 0
+    headings = ("tier", "drive", "state", "used", "room", "mode")
+    rows = [row for name, tier in tiers.items() for row in rows_of(name, tier)]
+    output.data(output.table(headings, rows))
+    return 0
+
+
+def rows_of(name: str, tier: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One line for each drive; a tier without drives is memory."""
+    for drive in tier.get("drives", ()):
+        used, room = format_bytes(drive["used_bytes"]), format_bytes(drive["capacity_bytes"])
+        yield name, str(drive["path"]), state_of(drive), used, room, str(tier["write_mode"])
+    if "drives" not in tier:
+        used, room = format_bytes(tier["used_bytes"]), format_bytes(tier["capacity_bytes"])
+        yield name, "memory", "ok", used, room, "-"
+
+
+def state_of(drive: dict[str, Any]) -> str:
+    if drive["drained"]:
+        return "drained"
+    if drive["draining"]:
+        return "draining"
+    state = "ok" if drive["healthy"] else f"down: {drive['reason']}"
+    return f"{state} (emulated)" if drive["emulated"] else state
+
+
+def add(store: Store, args: argparse.Namespace) -> int:
+    with waiting(f"making {args.path} ready"):
+        store.add_drive(args.tier, args.path)
+    tell(
+        {"tier": args.tier, "added": str(args.path.absolute())},
+        f"{args.tier}: {args.path} takes its share from now on",
+        args,
+    )
+    return remind(f"add {args.path.absolute()} to {args.tier}.path", args)
+
+
+def drain(store: Store, args: argparse.Namespace) -> int:
+    held = used_bytes(store, args)
+    with output.Progress(f"draining {args.path}", held) as line:
+        moved = watched(
+            lambda: store.drain_drive(args.tier, args.path),
+            lambda: line.advance(held - used_bytes(store, args) - line.done),
+        )
+    tell(
+        {"tier": args.tier, "drained": str(args.path.absolute()), "moved": moved},
+        f"{args.tier}: {moved:,} blocks moved; {args.path} can be taken away",
+        args,
+    )
+    return remind(f"take {args.path.absolute()} out of {args.tier}.path", args)
+
+
+def resize(store: Store, args: argparse.Namespace) -> int:
+    with waiting(f"resizing {args.tier}"):
+        store.resize(args.tier, args.capacity)
+    room = store.stats()["tiers"][args.tier]["capacity_bytes"]
+    tell(
+        {"tier": args.tier, "capacity_bytes": room},
+        f"{args.tier}: has {format_bytes(room)} now",
+        args,
+    )
+    return remind(f'set {args.tier}.capacity = "{exact_bytes(args.capacity)}"', args)
+
+
+def set_mode(store: Store, args: argparse.Namespace) -> int:
+    store.set_write_mode(args.tier, args.mode)
+    tell(
+        {"tier": args.tier, "write_mode": args.mode},
+        f"{args.tier}: {args.mode} from now on",
+        args,
+    )
+    return remind(f'set {args.tier}.write_mode = "{args.mode}"', args)
+
+
+def tell(facts: dict[str, Any], text: str, args: argparse.Namespace) -> None:
+    if args.json:
+        output.document(facts)
+    else:
+        output.data(text)
+
+
+def remind(what: str, args: argparse.Namespace) -> int:
+    """What was changed is not in the settings, and the next start reads those."""
+    if not args.json:
+        output.say(f"hint: for the next start, {what}")
+    return 0
+
+
+def used_bytes(store: Store, args: argparse.Namespace) -> int:
+    """What a drive holds; 0 if it is not found."""
+    drives = store.stats().get("tiers", {}).get(args.tier, {}).get("drives", ())
+    wanted = args.path.resolve()
+    return sum(drive["used_bytes"] for drive in drives if Path(drive["path"]).resolve() == wanted)
+
+
+def watched(work: Callable[[], int], look: Callable[[], None]) -> int:
+    """Do something that takes long, and look every now and then until it is done."""
+    results: list[int] = []
+    failures: list[Exception] = []
+
+    def job() -> None:
+        try:
+            results.append(work())
+        except (KVDepotError, OSError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=job, name="kvdepot-tiers", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOOK_S)
+        look()
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """A line of progress for what tells nothing of how far it is."""
+    done = threading.Event()
+    with output.Progress(label) as line:
+
+        def show_line() -> None:
+            while not done.wait(LOOK_S):
+                line.advance(0)
+
+        thread = threading.Thread(target=show_line, name="kvdepot-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()

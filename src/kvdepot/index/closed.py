@@ -1,0 +1,65 @@
+"""Blocks whose session will not come back: the first that may go, until somebody uses them again.
+
+A row and the moment of its closing; a use after that, or another block in the same row, has a newer
+stamp and makes it void. So nothing needs to be told of either, and who closes no sessions pays
+nothing.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvdepot.index.table import Bools, Rows
+from kvdepot.index.tree import PrefixTree
+
+ROWS_MAX: Final = 1 << 20
+"""Beyond these the ones closed first are forgotten."""
+
+
+class Closed:
+    """Which rows of a catalog are closed."""
+
+    def __init__(self, tree: PrefixTree, rows_max: int = ROWS_MAX) -> None:
+        self._tree = tree
+        self._rows_max = rows_max
+        self._moments: dict[int, int] = {}
+
+    def __contains__(self, row: int) -> bool:
+        """Whether a row in use is closed."""
+        moment = self._moments.get(row)
+        return moment is not None and 0 < self._tree.stamp.view[row] <= moment
+
+    def mask(self, rows: Rows) -> Bools:
+        """Which of the rows are closed."""
+        if not self._moments:
+            return np.zeros(len(rows), dtype=bool)
+        return np.fromiter((row in self for row in rows.tolist()), dtype=bool, count=len(rows))
+
+    def add(self, rows: Iterable[int]) -> None:
+        """Nobody will come back for these rows."""
+        for row in rows:
+            self._moments.pop(row, None)
+            self._moments[row] = self._tree.now
+        if len(self._moments) > self._rows_max:
+            left = [row for row in self._moments if row in self][-self._rows_max // 2 :]
+            self._moments = {row: self._moments[row] for row in left}
+
+    def discard(self, rows: Iterable[int]) -> None:
+        """Somebody may come back for these rows after all."""
+        for row in rows:
+            self._moments.pop(row, None)
+
+    def unshared(self, rows: Sequence[int], ends: Collection[int]) -> list[int]:
+        """Of the rows of one prompt, head first, the last ones that it has for itself.
+
+        What a block that is not closed continues is shared, and so is what another prompt `ends`
+        with, and all above it.
+        """
+        own: set[int] = set()
+        for row in reversed(rows):
+            others = (child not in own and child not in self for child in self._tree.children(row))
+            if row in ends or any(others):
+                break
+            own.add(row)
+        return [row for row in rows if row in own]

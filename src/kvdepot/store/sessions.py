@@ -1,0 +1,195 @@
+"""The prompts of sessions by name, and what becomes of them: alive, pending, closed.
+
+Kept in memory only; after a restart the next call with keys makes them known again. A name belongs
+to one namespace, so what one tenant calls a session is none of another's. Number and size are
+bounded: beyond that, the namespace that has most forgets its oldest.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.order import Hint
+from kvdepot.errors import ConfigError
+from kvdepot.index.catalog import Catalog
+from kvdepot.index.table import NONE, Keys, as_words
+
+NUMBER_MAX: Final = 1 << 16
+BYTES_MAX: Final = 64 << 20
+NAME_BYTES_MAX: Final = 200
+STATES: Final = {hint.name.lower(): hint for hint in Hint if hint is not Hint.NONE}
+_WORD_BYTES: Final = 8
+_PACKED_BYTES: Final = 3 * _WORD_BYTES
+"""A key without its namespace's tag."""
+_OVERHEAD_BYTES: Final = 300
+"""Of a name and its place in the books."""
+
+
+def state_of(state: str) -> Hint:
+    """The hint that a state stands for, or ConfigError."""
+    found = STATES.get(state)
+    if found is None:
+        raise ConfigError("state", f"{state!r} is not one of {', '.join(STATES)}")
+    return found
+
+
+def checked_name(name: object) -> str:
+    """The name of a session, or ConfigError."""
+    is_text = isinstance(name, str) and name.isprintable()
+    if is_text and 0 < len(str(name).encode()) <= NAME_BYTES_MAX:
+        return str(name)
+    raise ConfigError("session", f"a name is text of 1 to {NAME_BYTES_MAX} bytes, not {name!r:.40}")
+
+
+def by_tag(keys: Sequence[BlockKey]) -> dict[bytes, Keys]:
+    """The keys of each namespace among them, in their order."""
+    parts: dict[bytes, list[BlockKey]] = {}
+    for key in keys:
+        parts.setdefault(key[:TAG_BYTES], []).append(key)
+    return {tag: as_words(part) for tag, part in parts.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is remembered of a session in one namespace."""
+
+    packed: bytes
+    hint: Hint
+
+    def __len__(self) -> int:
+        return len(self.packed) // _PACKED_BYTES
+
+    @property
+    def tail(self) -> bytes:
+        return self.packed[-_PACKED_BYTES:]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.packed) + _OVERHEAD_BYTES
+
+    def words(self, tag: bytes) -> Keys:
+        """The keys, whole again."""
+        words = np.empty((len(self), 4), np.uint64)
+        words[:, 0] = np.frombuffer(tag, np.uint64)[0]
+        words[:, 1:] = np.frombuffer(self.packed, np.uint64).reshape(-1, 3)
+        return words
+
+    def keys(self, tag: bytes) -> list[BlockKey]:
+        raw = self.words(tag).tobytes()
+        return [BlockKey(raw[at : at + KEY_BYTES]) for at in range(0, len(raw), KEY_BYTES)]
+
+
+class Sessions:
+    """All sessions of a store. Call with the stock's lock held."""
+
+    def __init__(
+        self, catalog: Catalog, number_max: int = NUMBER_MAX, bytes_max: int = BYTES_MAX
+    ) -> None:
+        self._catalog = catalog
+        self._number_max = number_max
+        self._bytes_max = bytes_max
+        self._known: dict[bytes, OrderedDict[str, Prompt]] = {}
+        """By tag and name, the one told of longest ago first."""
+        self._tails: Counter[tuple[bytes, bytes]] = Counter()
+        """With what remembered prompts end: by tag, a key without it."""
+        self._held: Counter[bytes] = Counter()
+        """Bytes by tag."""
+        self._number = 0
+        self._forgotten = 0
+
+    def remember(self, tag: bytes, name: str, words: Keys, hint: Hint, start: int = 0) -> None:
+        """Know the prompt of a session from now on, or its blocks from `start` on.
+
+        What does not go on where the last one ended is ignored.
+        """
+        before = self.find(tag, name)
+        packed = np.ascontiguousarray(words[:, 1:]).tobytes()
+        if start:
+            if before is None or len(before) != start:
+                return
+            packed = before.packed + packed
+        if len(packed) > self._bytes_max // 2:
+            return
+        self.forget(tag, name)
+        prompt = Prompt(packed, hint)
+        self._known.setdefault(tag, OrderedDict())[name] = prompt
+        self._tails[tag, prompt.tail] += 1
+        self._held[tag] += prompt.nbytes
+        self._number += 1
+        while self._number > self._number_max or self._held.total() > self._bytes_max:
+            most = max(self._held, key=self._held.__getitem__)
+            self.forget(most, next(iter(self._known[most])))
+            self._forgotten += 1
+
+    def find(self, tag: bytes, name: str) -> Prompt | None:
+        names = self._known.get(tag)
+        return names.get(name) if names is not None else None
+
+    def recall(self, tags: Sequence[bytes], name: str) -> tuple[list[list[BlockKey]], Hint]:
+        """The prompts of a session, one of each namespace that has it, and its state."""
+        found = [(tag, prompt) for tag in tags if (prompt := self.find(tag, name)) is not None]
+        hint = max((prompt.hint for _, prompt in found), default=Hint.NONE)
+        return [prompt.keys(tag) for tag, prompt in found], hint
+
+    def forget(self, tag: bytes, name: str) -> None:
+        """Know a session no more. Nothing happens if it is not known."""
+        names = self._known.get(tag)
+        prompt = names.pop(name, None) if names else None
+        if prompt is None:
+            return
+        self._number -= 1
+        self._held[tag] -= prompt.nbytes
+        self._tails[tag, prompt.tail] -= 1
+        if not self._tails[tag, prompt.tail]:
+            del self._tails[tag, prompt.tail]
+        if not names:
+            del self._known[tag], self._held[tag]
+
+    def tell(self, tag: bytes, name: str, words: Keys | None, hint: Hint, start: int = 0) -> int:
+        """A session is in a state now, with this prompt or the one that is remembered.
+
+        Returns how many of its leading blocks are in the store.
+        """
+        if words is None:
+            prompt = self.find(tag, name)
+            if prompt is None:
+                return 0
+            words = prompt.words(tag)
+        if hint is Hint.CLOSED:
+            self.forget(tag, name)
+        else:
+            self.remember(tag, name, words, hint, start)
+        rows = self._resident(words)
+        self._mark(tag, words, rows, hint)
+        return len(rows)
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats`."""
+        total = self._held.total()
+        return {"remembered": self._number, "bytes": total, "forgotten": self._forgotten}
+
+    def _mark(self, tag: bytes, words: Keys, rows: list[int], hint: Hint) -> None:
+        """Let the order of leaving know, and the file tiers."""
+        catalog = self._catalog
+        if hint is not Hint.CLOSED:
+            catalog.closed.discard(rows)
+        else:
+            packed = np.ascontiguousarray(words[:, 1:]).tobytes()
+            tails = [packed[at : at + _PACKED_BYTES] for at in range(0, len(packed), _PACKED_BYTES)]
+            pairs = zip(rows, tails, strict=False)
+            rows = catalog.closed.unshared(
+                rows, {row for row, tail in pairs if (tag, tail) in self._tails}
+            )
+            catalog.closed.add(rows)
+        catalog.leaves.hint(rows, hint)
+
+    def _resident(self, words: Keys) -> list[int]:
+        catalog = self._catalog
+        rows = catalog.table.find_many(words)
+        there = (rows != NONE) & (catalog.residency.array[rows] != 0)
+        found: list[int] = rows[: len(rows) if there.all() else int(there.argmin())].tolist()
+        return found

@@ -1,0 +1,105 @@
+"""`kvdepot tiers` as the person on call meets it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server.conftest import StartDaemon
+
+import kvdepot
+from kvdepot.cli.main import main
+from kvdepot.testing.daemons import DaemonProcess
+from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
+
+Seen = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon, tmp_path: Path) -> DaemonProcess:
+    ssd: dict[str, Any] = small(tmp_path)["ssd"]
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    return start_daemon(ssd={**ssd, "path": paths, "promote": False})
+
+
+def asked(daemon: DaemonProcess, *arguments: str) -> int:
+    verb, *rest = arguments
+    return main(["tiers", verb, "--socket", str(daemon.socket), *rest])
+
+
+def listed(daemon: DaemonProcess, capsys: Seen) -> dict[str, Any]:
+    assert asked(daemon, "list", "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["tiers"]
+    return found
+
+
+def test_a_drive_is_replaced_while_blocks_are_read(
+    daemon: DaemonProcess, tmp_path: Path, capsys: Seen
+) -> None:
+    with kvdepot.open(daemon.address) as store:
+        space = space_of(store)
+        chains = [prompt(space, number, 8) for number in range(10)]
+        for keys in chains:
+            assert all(put(store, keys)) and store.flush()
+        assert asked(daemon, "add", "ssd", str(tmp_path / "c")) == 0
+        seen = capsys.readouterr()
+        assert "takes its share" in seen.out
+        assert f"hint: for the next start, add {tmp_path / 'c'} to ssd.path" in seen.err
+        assert asked(daemon, "drain", "ssd", str(tmp_path / "a"), "--json") == 0
+        said = json.loads(capsys.readouterr().out)
+        assert said["tier"] == "ssd" and said["moved"] > 0
+        assert [None in tiers(store, keys) for keys in chains] == [False] * 10
+    assert asked(daemon, "list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    states = {line.split()[1]: line.split()[2] for line in lines[2:]}
+    assert states == {
+        "memory": "ok",
+        str(tmp_path / "a"): "drained",
+        str(tmp_path / "b"): "ok",
+        str(tmp_path / "c"): "ok",
+    }
+
+
+def test_room_and_mode(daemon: DaemonProcess, capsys: Seen) -> None:
+    assert asked(daemon, "resize", "ssd", "32MiB") == 0
+    seen = capsys.readouterr()
+    assert seen.out == "ssd: has 32MiB now\n"
+    assert 'set ssd.capacity = "32MiB"' in seen.err
+    assert asked(daemon, "mode", "ssd", "write-through", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"tier": "ssd", "write_mode": "write-through"}
+    found = listed(daemon, capsys)["ssd"]
+    assert (found["write_mode"], found["capacity_bytes"]) == ("write-through", 32 << 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("drain", "ssd", "nowhere"), "is not one of this store's drives"),
+        (("add", "hdd", "x"), "no such tier"),
+        (("resize", "dram", "1GiB"), "cannot change while the store is open"),
+        (("resize", "ssd", "1MiB"), "less than 3 segments"),
+    ],
+)
+def test_mistakes(
+    daemon: DaemonProcess, capsys: Seen, arguments: tuple[str, ...], complaint: str
+) -> None:
+    assert asked(daemon, *arguments) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert seen.err.startswith("error: ") and complaint in seen.err
+
+
+@pytest.mark.parametrize("arguments", [("resize", "ssd", "much"), ("mode", "ssd", "often")])
+def test_what_cannot_be_meant_is_not_asked(
+    daemon: DaemonProcess, capsys: Seen, arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        asked(daemon, *arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_no_daemon(tmp_path: Path, capsys: Seen) -> None:
+    assert main(["tiers", "list", "--socket", str(tmp_path / "none.sock")]) == 2
+    seen = capsys.readouterr()
+    assert "no daemon answers" in seen.err and "hint: start one" in seen.err
