@@ -176,6 +176,9 @@ class FileTierConfig:
     """Blocks of prompts of at least so many tokens lie on two paths, so that losing one costs no
     recomputation; 0 for none."""
 
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    """Which segment makes room first, and what of it is written again."""
+
     read_timeout: Seconds = 2.0
     """A read that takes longer is a miss."""
 
