@@ -67,7 +67,7 @@ class Size:
     """How much is played."""
 
     users: int = 240
-    requests: int = 800
+    requests: int = 560
     habits: tuple[Habit, ...] = HABITS
 
 
@@ -224,6 +224,7 @@ def _settings(folder: Path, modes: Modes, order: str, blocks: int) -> dict[str, 
             "capacity": int(total_bytes * SSD_SHARE),
             "segment": MIB // 4,
             "write_mode": modes.ssd,
+            "eviction": order,
             "emulate": _emulated(
                 hybrid.SSD_BYTES_PER_S[0], hybrid.SSDS, latency=hybrid.SSD_LATENCY_S
             ),
@@ -235,6 +236,7 @@ def _settings(folder: Path, modes: Modes, order: str, blocks: int) -> dict[str, 
             "segment": MIB // 2,
             "run": RECORD_BYTES,
             "write_mode": modes.hdd,
+            "eviction": order,
             "emulate": _emulated(
                 hybrid.HDD_BYTES_PER_S[0], hybrid.HDDS / HDD_PATHS, seek=hybrid.HDD_SEEK_S
             ),
