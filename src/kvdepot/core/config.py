@@ -170,7 +170,7 @@ class FileTierConfig:
         "write-back", "write-through", "write-through-selective", "pass-through"
     ] = "write-back"
     """When blocks come here: as the tier above makes room (or, below memory, soon), at once, when
-    they are asked for a second time, or at once past the file tiers above."""
+    they are asked for a second time or are likely to be, or at once past the file tiers above."""
 
     mirror: int = 0
     """Blocks of prompts of at least so many tokens lie on two paths, so that losing one costs no

@@ -12,7 +12,7 @@ class WriteMode(Enum):
     THROUGH = "write-through"
     """As soon as the tier above has them. The first file tier: before a put returns."""
     SELECTIVE = "write-through-selective"
-    """As soon as they are asked for a second time."""
+    """As soon as they are asked for a second time, or at once if they are likely to be."""
     PASS = "pass-through"
     """Directly, past the tiers above, which blocks read from here do not enter either."""
 
@@ -20,7 +20,7 @@ class WriteMode(Enum):
 def targets(modes: Sequence[WriteMode], *, touched: bool) -> list[int]:
     """The file tiers, numbered fastest first, that a block in memory is written to.
 
-    `modes` are the tiers' own; `touched`: it was asked for since it was put.
+    `modes` are the tiers' own; `touched`: it was asked for since it was put, or is likely to be.
     """
     chosen: list[int] = []
     for number, mode in enumerate(modes):
