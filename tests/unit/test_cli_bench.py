@@ -179,7 +179,8 @@ def test_modes_are_compared_on_the_same_requests(
     assert cells.keys() == {(mode, order) for mode in modes for order in orders}
     for (mode, _), cell in cells.items():
         assert 0 < cell["hits"]["dram"] < cell["hit_ratio"] <= 1
-        assert (cell["ssd_written_bytes"] == 0) == (mode == "pass-through")
+        few = cell["ssd_written_bytes"] < 32 << 10  # notes, no block
+        assert few == (mode == "pass-through")
         assert cell["ttft_s"] > 0
     for order in orders:
         written = {mode: cells[mode, order]["ssd_written_bytes"] for mode in modes}
