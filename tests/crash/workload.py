@@ -174,7 +174,7 @@ class Workload:
         self.boundaries = 0
 
     def run(self) -> None:
-        mirrorer._LOOK_S = 0.005
+        vars(mirrorer)["_LOOK_S"] = 0.005
         for half in (range(ROUNDS // 2), range(ROUNDS // 2, ROUNDS)):
             self.session(half)
         self.diary.write("finished", [], boundaries=self.boundaries)

@@ -13,7 +13,7 @@ import kvdepot
 from kvdepot.core.config import load
 from kvdepot.store import mirrorer
 from kvdepot.store.opening import assemble
-from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
+from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Operation
 from kvdepot.testing.images import payload_for
 
 LONG = 8 * 16
@@ -58,6 +58,14 @@ def test_six_threads_on_mirrored_tiers(tmp_path: Path, seed: int, below: str) ->
     check_again(tmp_path, crowd, below)
 
 
+def on_a(operation: Operation) -> bool:
+    return "/a/" in operation.path
+
+
+def on_b(operation: Operation) -> bool:
+    return "/b/" in operation.path
+
+
 class Saboteur(threading.Thread):
     """Lets one drive fail its reads for a while, then the other."""
 
@@ -70,16 +78,9 @@ class Saboteur(threading.Thread):
 
     def run(self) -> None:
         while not self.stop.wait(self.random.uniform(0.05, 0.2)):
-            drive = "ab"[self.turns % 2]
             self.turns += 1
-            self.files.add(
-                Fault(
-                    Call.RUN_READ,
-                    Fail(errno.EIO),
-                    where=lambda operation, drive=drive: f"/{drive}/" in operation.path,
-                    times=None,
-                )
-            )
+            where = (on_a, on_b)[self.turns % 2]
+            self.files.add(Fault(Call.RUN_READ, Fail(errno.EIO), where=where, times=None))
             self.stop.wait(self.random.uniform(0.05, 0.2))
             self.files.clear()
 
