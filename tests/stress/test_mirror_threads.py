@@ -3,6 +3,7 @@
 import errno
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,6 @@ def test_six_threads_on_mirrored_tiers(tmp_path: Path, seed: int, below: str) ->
     check_again(tmp_path, crowd, below)
 
 
-def on_a(operation: Operation) -> bool:
-    return "/a/" in operation.path
-
-
-def on_b(operation: Operation) -> bool:
-    return "/b/" in operation.path
-
-
 class Saboteur(threading.Thread):
     """Lets one drive fail its reads for a while, then the other."""
 
@@ -78,11 +71,22 @@ class Saboteur(threading.Thread):
 
     def run(self) -> None:
         while not self.stop.wait(self.random.uniform(0.05, 0.2)):
+            drive = "ab"[self.turns % 2]
             self.turns += 1
-            where = (on_a, on_b)[self.turns % 2]
-            self.files.add(Fault(Call.RUN_READ, Fail(errno.EIO), where=where, times=None))
+            self.files.add(
+                Fault(
+                    Call.RUN_READ,
+                    Fail(errno.EIO),
+                    where=partial(_lies_on, drive),
+                    times=None,
+                )
+            )
             self.stop.wait(self.random.uniform(0.05, 0.2))
             self.files.clear()
+
+
+def _lies_on(drive: str, operation: Operation) -> bool:
+    return f"/{drive}/" in operation.path
 
 
 class Unlucky(Crowd):

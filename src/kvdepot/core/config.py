@@ -67,6 +67,50 @@ class DramConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CxlConfig:
+    """Byte-addressable memory below the memory tier. `cxl = "256GiB"` alone means its capacity.
+
+    Without `node` and `path` ordinary memory stands in, and is said to do so.
+    """
+
+    SHORTHAND: ClassVar[str] = "capacity"
+
+    capacity: Bytes
+    """Memory for blocks that will be wanted later than those in `dram`."""
+
+    node: int | None = None
+    """The NUMA node whose memory it is."""
+
+    path: Path | None = None
+    """The device it is mapped from, such as /dev/dax0.0, or a file of at least its capacity."""
+
+    lock: bool = False
+    """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""
+
+    prefault: bool = True
+    """Touch all the memory when the store opens, so that no first use is slow."""
+
+    def __post_init__(self) -> None:
+        _check_size("cxl.capacity", self.capacity)
+        if self.node is not None and self.path is not None:
+            raise ConfigError("cxl.path", "is given beside cxl.node", hint="give one of the two")
+        if self.node is not None and self.node < 0:
+            raise ConfigError("cxl.node", f"must not be negative, got {self.node}")
+
+    @property
+    def source(self) -> str:
+        """Where the memory comes from, for people."""
+        if self.node is not None:
+            return f"NUMA node {self.node}"
+        return "ordinary memory" if self.path is None else str(self.path)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether ordinary memory stands in."""
+        return self.node is None and self.path is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmulateConfig:
     """A drive that is not there: real I/O is delayed as it would delay it, and said to be so."""
 
@@ -132,6 +176,9 @@ class FileTierConfig:
     """Blocks of prompts of at least so many tokens lie on two paths, so that losing one costs no
     recomputation; 0 for none."""
 
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    """Which segment makes room first, and what of it is written again."""
+
     read_timeout: Seconds = 2.0
     """A read that takes longer is a miss."""
 
@@ -143,6 +190,9 @@ class FileTierConfig:
 
     retry_max: Seconds = 30.0
     """The longest wait before a failing path is tried again."""
+
+    profile: Literal["auto", "always", "never"] = "auto"
+    """Measure how fast each path is: once, if it has 1GiB or more, at every opening, or never."""
 
     emulate: EmulateConfig | None = None
     """Delay I/O as another kind of drive would, for tests and trials without one."""
@@ -310,6 +360,9 @@ class Config:
 
     dram: DramConfig = field(default_factory=DramConfig)
     """The memory tier."""
+
+    cxl: CxlConfig | None = None
+    """The tier of slower memory, below the memory tier."""
 
     ssd: SsdConfig | None = None
     """The disk tier; without it and `hdd` the store lives in memory only."""

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own, record_bytes
+from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Rows
-from kvdepot.native import VERIFY
+from kvdepot.native import VERIFY, address_of
 from kvdepot.store.level import Level
 from kvdepot.store.mirrors import Mirrors
+from kvdepot.store.pool import Pool
 from kvdepot.store.report import CheckReport
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.arena import NOBODY
@@ -26,7 +27,8 @@ def check_stock(stock: Stock, *, deep: bool) -> CheckReport:
     report = CheckReport()
     with stock.changed:
         report.blocks = stock.catalog.table.live
-        _check_memory_books(stock, report)
+        for pool in stock.pools:
+            _check_memory_books(pool, report)
         for level in stock.levels:
             _check_file_books(level, report)
         _check_tree(stock, report)
@@ -42,24 +44,22 @@ def _rows(stock: Stock) -> list[int]:
     return np.flatnonzero(catalog.nbytes.array > 0).tolist()
 
 
-def _check_memory_books(stock: Stock, report: CheckReport) -> None:
-    catalog = stock.catalog
+def _check_memory_books(pool: Pool, report: CheckReport) -> None:
+    catalog, arena = pool.catalog, pool.arena
     owned: Counter[int] = Counter()
-    for slab in stock.arena.slabs():
+    for slab in arena.slabs():
         for owner in slab.owners:
             if owner not in (NOBODY, TEMPORARY):
                 owned[owner] += 1
-    holders = np.flatnonzero(catalog.memory.state.array != 0).tolist()
+    holders = np.flatnonzero(pool.copies.state.array != 0).tolist()
     for row in holders:
         if owned.pop(row, 0) != 1:
-            report.add("dram", f"block {catalog.table.key(row).hex()} does not own one slot")
+            report.add(pool.name, f"block {catalog.table.key(row).hex()} does not own one slot")
     for row in owned:
-        report.add("dram", f"a slot belongs to row {row}, which has no copy in memory")
-    used = sum(
-        slab.slot_bytes * (len(slab.owners) - len(slab.free)) for slab in stock.arena.slabs()
-    )
-    if used != stock.arena.used_bytes:
-        report.add("dram", f"slots take {used} bytes, the books say {stock.arena.used_bytes}")
+        report.add(pool.name, f"a slot belongs to row {row}, which has no copy in memory")
+    used = sum(slab.slot_bytes * (len(slab.owners) - len(slab.free)) for slab in arena.slabs())
+    if used != arena.used_bytes:
+        report.add(pool.name, f"slots take {used} bytes, the books say {arena.used_bytes}")
 
 
 def _check_file_books(level: Level, report: CheckReport) -> None:
@@ -137,10 +137,12 @@ def _leased_rows(stock: Stock) -> Iterator[int]:
 def _check_bytes(stock: Stock, row: int, report: CheckReport) -> None:
     catalog = stock.catalog
     with stock.changed:
-        in_memory = catalog.memory.location[row] if catalog.memory.ready(row) else NONE
+        here = [pool for pool in stock.pools if pool.copies.ready(row)]
     report.nbytes += catalog.nbytes[row]
-    if in_memory != NONE and not _memory_intact(stock, in_memory):
-        report.add("dram", f"block {catalog.table.key(row).hex()} does not match its checksum")
+    for pool in here:
+        if not _memory_intact(pool, row):
+            what = f"block {catalog.table.key(row).hex()} does not match its checksum"
+            report.add(pool.name, what)
     for level in stock.levels:
         with stock.changed:
             places = level.places(row)
@@ -169,10 +171,11 @@ def _check_copy(stock: Stock, level: Level, row: int, location: int, report: Che
         )
 
 
-def _memory_intact(stock: Stock, location: int) -> bool:
-    head = stock.arena.image(location, HEAD_BYTES)
-    payload_bytes = parse_own(head)[3]
-    chunk_bytes = int.from_bytes(head[80:88], "little")
-    slot = stock.arena.address + location
-    op = (0, slot + HEAD_BYTES, 0, payload_bytes, chunk_bytes, slot + TABLE_OFFSET, VERIFY)
+def _memory_intact(pool: Pool, row: int) -> bool:
+    image, nbytes = pool.image(row), pool.catalog.nbytes[row]
+    chunk_bytes = own_chunk_bytes(image, pool.catalog.table.key(row), nbytes)
+    if not chunk_bytes:
+        return False
+    slot = address_of(image)[0]
+    op = (0, slot + HEAD_BYTES, 0, nbytes, chunk_bytes, slot + TABLE_OFFSET, VERIFY)
     return bool(transfers([op])[0] == 0)

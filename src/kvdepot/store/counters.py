@@ -13,6 +13,7 @@ class Counters:
     put_refused: int = 0
     put_bytes: int = 0
     get_dram: int = 0
+    get_cxl: int = 0
     get_ssd: int = 0
     get_hdd: int = 0
     get_miss: int = 0
@@ -31,6 +32,7 @@ class Counters:
     write_failed: int = 0
     """Blocks given up by write-back: they stay in dram only."""
     evicted_dram: int = 0
+    evicted_cxl: int = 0
     evicted_ssd: int = 0
     evicted_hdd: int = 0
     moved_ssd: int = 0

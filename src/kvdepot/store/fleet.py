@@ -1,4 +1,4 @@
-"""The drives of a store and the threads that keep them: started, added to, drained and resized."""
+"""The drives of a store and the threads of its tiers: started, added to, drained and resized."""
 
 import threading
 from pathlib import Path
@@ -12,6 +12,8 @@ from kvdepot.store.evacuator import Evacuator
 from kvdepot.store.level import Level
 from kvdepot.store.migrator import Migrator
 from kvdepot.store.mirrorer import Mirrorer
+from kvdepot.store.porter import Porter
+from kvdepot.store.prober import Prober
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
 
@@ -30,6 +32,7 @@ class Fleet:
         self._mirrorers: list[Mirrorer] = []
         self._change = threading.Lock()
         """Held while drives come or go."""
+        self._prober = Prober(stock, self.writers)
         writable = [level for level in stock.levels if level.tier.writable]
         for below, level in zip([None, *writable[::-1]], writable[::-1], strict=False):
             if below is not None:
@@ -40,6 +43,7 @@ class Fleet:
                 self._add_writer(level, index)
             if level.mirrors is not None:
                 self._mirrorers.append(Mirrorer(stock, level, self._room_maker(level)))
+        self._porters = [Porter(stock)] if len(stock.pools) > 1 else []
         for thread in self.threads():
             thread.start()
 
@@ -47,7 +51,18 @@ class Fleet:
         writers = [writer for some in self.writers.values() for writer in some]
         threads = [thread for writer in writers for thread in writer.threads]
         threads += [migrator.thread for migrator in self._migrators]
-        return threads + [mirrorer.thread for mirrorer in self._mirrorers]
+        threads += [mirrorer.thread for mirrorer in self._mirrorers]
+        threads += [porter.thread for porter in self._porters]
+        return [*threads, self._prober.thread] if self._stock.levels else threads
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads of a store that closes. False: one is still busy."""
+        for porter in self._porters:
+            porter.call()
+        threads = self.threads()
+        for thread in threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in threads)
 
     def add(self, tier: str, path: Path) -> None:
         """Use one more drive, which must be empty."""
@@ -123,11 +138,11 @@ class Fleet:
         for level in self.writers:
             if level.name == tier:
                 return level
-        if tier in [copies.tier for copies in self._stock.catalog.tiers]:
+        files = [copies.tier for copies in self._stock.catalog.files]
+        if tier not in files and tier in [copies.tier for copies in self._stock.catalog.tiers]:
             raise ConfigError(
                 tier,
-                "cannot change while the store is open: memory is mapped by all who use it, and "
-                "a store opened read-only writes to no drive",
+                "memory cannot change while the store is open: it is mapped by all who use it",
                 hint=f"change {tier} in the settings, and start again",
             )
         raise ConfigError(tier, "this store has no such tier of files that it may write to")

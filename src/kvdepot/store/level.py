@@ -12,10 +12,12 @@ from kvdepot.core.block import CopyState
 from kvdepot.core.config import FileTierConfig, HddConfig
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
-from kvdepot.index.table import NONE, Rows
+from kvdepot.index.table import NONE, Column, Rows
+from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.write_mode import WriteMode
 from kvdepot.store.mirrors import Mirrors
 from kvdepot.store.pace import Pace
+from kvdepot.store.turns import Turns
 from kvdepot.tiers.contents import Contents
 from kvdepot.tiers.ssd import SegmentTier, drive_of, slot_of
 
@@ -47,14 +49,18 @@ class Level:
     """The last ticket that somebody waits for."""
     dirty_since_s: float = 0.0
     """When something began to wait."""
-    turn: int = 0
-    """The drive that gets the next run, so that a prompt spreads evenly."""
-    turn_since_s: float = 0.0
+    turns: Turns = field(init=False)
+    """Which drive gets the next run, so that a prompt spreads as the drives are fast."""
+
+    hits_before: Column = field(init=False)
+    """How often each block had been asked for when its hits were last counted anew."""
     mirrors: Mirrors | None = field(init=False)
     """Second copies, where this tier keeps some."""
 
     def __post_init__(self) -> None:
+        self.turns = Turns(self.tier)
         self.mode = WriteMode(self.config.write_mode)
+        self.hits_before = self.catalog.table.column(np.uint16, 0)
         self.mirrors = Mirrors(self.catalog, self.copies) if self.config.mirror else None
 
     @property
@@ -169,6 +175,16 @@ class Level:
         found: Rows = rows[here][np.argsort(places[here])]
         return found
 
+    def hits(self, rows: Rows) -> Rows:
+        """How often each block was asked for, since `count_anew` where that was called."""
+        total = self.catalog.tree.hits.array[rows].astype(np.int64)
+        since: Rows = np.where(total == HITS_MAX, 1, total - self.hits_before.array[rows])
+        return since
+
+    def count_anew(self, row: int) -> None:
+        """What brought the block here says nothing of how often it will be read from here."""
+        self.hits_before.view[row] = self.catalog.tree.hits.view[row]
+
     def enter(self, row: int, location: int) -> None:
         """A block's record is at `location` now: count it, and let reclaim find it."""
         self.tier.count(location, self.catalog.nbytes[row])
@@ -205,11 +221,6 @@ class Level:
         self.dirty_bytes -= record_bytes(self.catalog.nbytes[row])
         self.tickets.pop(row, None)
         self.catalog.leaves.release(row)
-
-    def pass_turn(self, drive: int, now_s: float) -> None:
-        """A drive has taken a run: the one after it is next."""
-        self.turn = (drive + 1) % len(self.tier.drives)
-        self.turn_since_s = now_s
 
     def sort_dirty(self) -> None:
         """Bring what waits into the order of prompts, where that matters."""

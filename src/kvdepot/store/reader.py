@@ -22,6 +22,7 @@ from kvdepot.store.drainer import Drainer, LateRead
 from kvdepot.store.errand import Arrival, Errand, Sink, Want
 from kvdepot.store.flight import Flight, Flights, Loaded, Step
 from kvdepot.store.level import Level
+from kvdepot.store.pool import Pool
 from kvdepot.store.room import Room
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
@@ -33,7 +34,6 @@ _THREADS: Final = 8
 _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""
 _LOOK_AGAIN_S: Final = 0.5
-_FROM_MEMORY: Final = Got("dram")
 _REASONS: Final = {
     Outcome.CORRUPT: Got(None, "corrupt"),
     Outcome.FAILED: Got(None, "failed"),
@@ -95,8 +95,11 @@ class Reader:
                 catalog.use(held)
                 stock.write_touched(held)
             slots = [catalog.memory.location.view[wants[index].row] for index in hot]
+            warm = self._look_below(errand, cold) if len(stock.pools) > 1 else {}
         try:
-            cold += self._from_memory(errand, hot, slots)
+            cold += self._from_memory(errand, stock.pools[0], hot, slots)
+            if warm or (cold and len(stock.pools) > 1):
+                cold = self._from_below(errand, warm, cold)
             if cold:
                 self._from_files(errand, cold)
         finally:
@@ -111,22 +114,49 @@ class Reader:
             self.follow(wants)
         return errand.results
 
-    def _from_memory(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
+    def _look_below(self, errand: Errand, indices: list[int]) -> dict[int, int]:
+        """Those of the wants that are in the slower memory, and where. Lock held."""
+        upper, lower = self._stock.pools
+        wants, copies = errand.wants, lower.copies
+        found = {
+            index: int(copies.location.view[wants[index].row])
+            for index in indices
+            if copies.ready(wants[index].row)
+        }
+        if found and not errand.ahead:
+            upper.wish([wants[index].row for index in found])
+        return found
+
+    def _from_below(self, errand: Errand, warm: dict[int, int], left: list[int]) -> list[int]:
+        """Serve what is in the slower memory, where it lies. Returns what is not, or is damaged."""
+        damaged = [index for index in left if errand.results[index] is _REASONS[Outcome.CORRUPT]]
+        if damaged:
+            with self._stock.changed:
+                warm |= self._look_below(errand, damaged)
+        pool = self._stock.pools[1]
+        bad = self._from_memory(errand, pool, list(warm), list(warm.values())) if warm else []
+        return [index for index in left if index not in warm] + bad
+
+    def _from_memory(
+        self, errand: Errand, pool: Pool, hits: list[int], places: list[int]
+    ) -> list[int]:
         """Serve hits in leased slots. Returns those that failed verification.
 
         What is verified and then read in place by the sink goes in small parts, so that the sink
         finds it in the processor's cache.
         """
         if not (errand.verify and errand.sink is not None and hits):
-            return self._copy_out(errand, hits, places)
+            return self._copy_out(errand, pool, hits, places)
         count = max(1, _CACHED_BYTES // max(errand.wants[index].payload_bytes for index in hits))
         starts = range(0, len(hits), count)
         parts = [(hits[at : at + count], places[at : at + count]) for at in starts]
-        return [index for part in parts for index in self._copy_out(errand, *part)]
+        return [index for part in parts for index in self._copy_out(errand, pool, *part)]
 
-    def _copy_out(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
+    def _copy_out(
+        self, errand: Errand, pool: Pool, hits: list[int], places: list[int]
+    ) -> list[int]:
         """Verify and copy as asked. Returns the hits that failed verification."""
-        base = self._stock.arena.address
+        base, served = pool.arena.address, pool.served
         ops = []
         partial = []
         asked = []
@@ -148,23 +178,25 @@ class Reader:
         bad = [index for index in hits if codes.get(index, 0)]
         arrivals = []
         for index, place in zip(hits, places, strict=True):
-            errand.results[index] = _FROM_MEMORY
+            errand.results[index] = served
             if index not in bad and not errand.wants[index].target:
                 nbytes = record_bytes(errand.wants[index].payload_bytes)
-                arrivals.append((index, self._stock.arena.image(place, nbytes), True))
+                arrivals.append((index, pool.arena.image(place, nbytes), True))
         for index in bad:
             errand.results[index] = _REASONS[Outcome.CORRUPT]
         _hand_over(errand, arrivals)
-        return [index for index in bad if self._quarantine_memory(errand.wants[index].row)]
+        return [index for index in bad if self._quarantine(pool, errand.wants[index].row)]
 
-    def _quarantine_memory(self, row: int) -> bool:
-        """Drop a damaged copy in memory. True: a file tier has another one."""
+    def _quarantine(self, pool: Pool, row: int) -> bool:
+        """Drop a damaged copy in memory. True: a slower tier has another one."""
         stock, catalog = self._stock, self._stock.catalog
         with stock.changed:
             stock.counters.quarantined += 1
-            lower = stock.source(row) is not None
-            if lower and catalog.memory.ready(row) and catalog.leases(row) == 1:
-                stock.drop_memory(row)
+            below = stock.pools[stock.pools.index(pool) + 1 :]
+            other = stock.source(row) or any(one.copies.ready(row) for one in below)
+            idle = catalog.leases(row) == 1 and not stock.is_waiting(row)
+            if other and idle and pool.copies.ready(row):
+                pool.drop(row)
                 return True
             catalog.doom(row)
             return False

@@ -9,7 +9,7 @@ from kvdepot.store.stock import Stock
 
 
 class Restorer:
-    """Brings one lost drive back. Called from that drive's writer thread only."""
+    """Brings one lost drive back. For one thread at a time."""
 
     def __init__(self, stock: Stock, level: Level, index: int) -> None:
         self._stock = stock
