@@ -161,7 +161,7 @@ def test_a_drive_with_errors_costs_no_miss_and_comes_back(tmp_path: Path, tier: 
             assert eventually(lambda: not is_up(store, 1))
             assert readers.go_on(100)
             files.clear()
-            assert eventually(lambda: is_up(store, 1)), "reads try it again"
+            assert eventually(lambda: is_up(store, 1)), "it is tried again"
             assert readers.go_on()
         assert store.stats()["counters"]["get_mirror"] > 0
         assert eventually(lambda: mirrored(store, tier) == PROMPTS * LONG)

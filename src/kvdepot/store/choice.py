@@ -25,9 +25,6 @@ def drive_for(errand: Errand, index: int, level: Level, queued_bytes: Queued, la
     left = [place for place in places if place not in tried] or places
     if len(left) < len(places) or not all(map(level.works, places)):
         errand.rescued.add(index)
-    for drive in map(drive_of, left):
-        if (level, drive) not in queued_bytes and _on_trial(level, drive):
-            return drive
     nbytes = errand.wants[index].payload_bytes
     facts = [
         PlaceFacts(
@@ -47,12 +44,6 @@ def place_for(errand: Errand, index: int, level: Level, drive: int) -> tuple[int
     tried = errand.tried.get(index, ())
     chosen = next((place for place in places if drive_of(place) == drive), [*places, NONE][0])
     return chosen, any(place != chosen and place not in tried for place in places)
-
-
-def _on_trial(level: Level, drive: int) -> bool:
-    """Whether a drive that was down may be tried again: with one block, which is elsewhere too."""
-    breaker = level.tier.drives[drive].breaker
-    return not breaker.closed and not breaker.health().retry_in_s
 
 
 def _others_bytes(level: Level, drive: int) -> int:

@@ -63,7 +63,6 @@ class Mirrorer:
 
     def look(self) -> None:
         """Mirror what is new and no longer grows, then what lost a copy."""
-        self._bring_back()
         with self._stock.changed:
             fresh = self._take_fresh()
             self._list_all()
@@ -73,12 +72,6 @@ class Mirrorer:
             some = self._left[-_GATHER_MAX:].tolist()
             del self._left[-_GATHER_MAX:]
             self._mirror(some, reclaim=False)
-
-    def _bring_back(self) -> None:
-        """Start a lost drive anew as soon as that can be done, also while nobody writes."""
-        for index, drive in enumerate(self._level.tier.drives):
-            if drive.lost and not drive.draining:
-                self._make_room(index, 1)
 
     def _take_fresh(self) -> list[int]:
         """Rows that came to a place since, unless more are coming. Lock held."""
