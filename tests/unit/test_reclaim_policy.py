@@ -3,13 +3,14 @@
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.policy.reclaim import KEEP_SHARE_MAX, SegmentFacts, coldest, keep
+from kvdepot.policy.reclaim import KEEP_SHARE_MAX, SegmentFacts, abandoned, coldest, keep
 from kvdepot.policy.reclaim_rules import RULES, rule_named
 
 CAPACITY = 1000
@@ -180,3 +181,12 @@ def drawn(rng: random.Random) -> SegmentFacts:
         [rng.randrange(3) for _ in range(count)],
         [rng.randrange(3 * CAPACITY) for _ in range(count)],
     )
+
+
+def test_what_hardly_anybody_comes_back_for_goes_before_its_turn() -> None:
+    """Segments of 1000 bytes: one with half of it closed, one with nearly all, one with less."""
+    closed = [replace(full(50), closed_bytes=size) for size in (0, 500, 900, 800)]
+    assert abandoned(closed) == 2
+    assert abandoned(closed[:2]) is None, "half is not enough: others would go too"
+    assert abandoned([segment([], [], [])]) is None
+    assert abandoned([]) is None

@@ -24,6 +24,8 @@ class Closed:
         self._tree = tree
         self._rows_max = rows_max
         self._moments: dict[int, int] = {}
+        self._sorted: tuple[Rows, Rows] | None = None
+        """Rows and their moments, for `mask`; None: to be made anew."""
 
     def __contains__(self, row: int) -> bool:
         """Whether a row in use is closed."""
@@ -32,15 +34,20 @@ class Closed:
 
     def mask(self, rows: Rows) -> Bools:
         """Which of the rows are closed."""
-        if not self._moments:
+        known, moments = self._arrays()
+        if not len(known):
             return np.zeros(len(rows), dtype=bool)
-        return np.fromiter((row in self for row in rows.tolist()), dtype=bool, count=len(rows))
+        at = np.minimum(np.searchsorted(known, rows), len(known) - 1)
+        stamps = self._tree.stamp.array[rows]
+        found: Bools = (known[at] == rows) & (stamps > 0) & (stamps <= moments[at])
+        return found
 
     def add(self, rows: Iterable[int]) -> None:
         """Nobody will come back for these rows."""
         for row in rows:
             self._moments.pop(row, None)
             self._moments[row] = self._tree.now
+        self._sorted = None
         if len(self._moments) > self._rows_max:
             left = [row for row in self._moments if row in self][-self._rows_max // 2 :]
             self._moments = {row: self._moments[row] for row in left}
@@ -49,6 +56,21 @@ class Closed:
         """Somebody may come back for these rows after all."""
         for row in rows:
             self._moments.pop(row, None)
+        self._sorted = None
+
+    def _arrays(self) -> tuple[Rows, Rows]:
+        """Sorted by row; what is void is dropped on the way."""
+        if self._sorted is None:
+            known = np.fromiter(self._moments, dtype=np.int64, count=len(self._moments))
+            moments = np.fromiter(self._moments.values(), dtype=np.int64, count=len(known))
+            stamps = self._tree.stamp.array[known]
+            good = (stamps > 0) & (stamps <= moments)
+            for row in known[~good].tolist():
+                del self._moments[row]
+            known, moments = known[good], moments[good]
+            order = np.argsort(known)
+            self._sorted = known[order], moments[order]
+        return self._sorted
 
     def unshared(self, rows: Sequence[int], ends: Collection[int]) -> list[int]:
         """Of the rows of one prompt, head first, the last ones that it has for itself.

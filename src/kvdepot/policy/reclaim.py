@@ -19,6 +19,8 @@ KEEP_SHARE_MAX: Final = 0.5
 """At most this share of a segment is written again, so that reclaiming always gains room."""
 _LOST_SHARE_MAX: Final = 8.0
 """A segment is spared if it would take more than so many times its size along from elsewhere."""
+_CLOSED_SHARE_MIN: Final = 0.75
+"""Of a segment's live bytes that belong to closed sessions, for it to go before its turn."""
 _HITS_FIRST: Final = 0.5
 """What having been written counts against having been used once."""
 
@@ -35,6 +37,15 @@ class SegmentFacts:
     """How often each was asked for since it was written."""
     below: Ints
     """Bytes that continue each block elsewhere on the drive, and would be dropped with it."""
+    closed_bytes: int = 0
+    """Of blocks whose session will not come back."""
+
+
+def abandoned(segments: Sequence[SegmentFacts]) -> int | None:
+    """Index of the segment that hardly anybody will come back for, whatever the rule; or None."""
+    shares = [one.closed_bytes / max(1, int(one.sizes.sum())) for one in segments]
+    most = max(range(len(shares)), key=shares.__getitem__, default=None)
+    return most if most is not None and shares[most] >= _CLOSED_SHARE_MIN else None
 
 
 def coldest(segments: Sequence[SegmentFacts], now: int) -> int:

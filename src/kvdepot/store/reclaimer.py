@@ -10,7 +10,7 @@ import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.policy.reclaim import SegmentFacts
+from kvdepot.policy.reclaim import SegmentFacts, abandoned
 from kvdepot.policy.reclaim_rules import rule_named
 from kvdepot.store.demoter import Demoter
 from kvdepot.store.level import Level
@@ -84,7 +84,9 @@ class Reclaimer:
             return None
         now = self._stock.catalog.tree.now
         looked_at = [facts for *_, facts in candidates]
-        at = self._rule.coldest(looked_at, now)
+        at = abandoned(looked_at)
+        if at is None:
+            at = self._rule.coldest(looked_at, now)
         segment, rows, facts = candidates[at]
         others = looked_at[:at] + looked_at[at + 1 :]
         return segment, rows, self._rule.keep(facts, self._needed(rows), others, now)
@@ -125,12 +127,14 @@ class Reclaimer:
         hits = self._hits(rows)
         closed = catalog.closed.mask(rows)
         stamps[closed] = hits[closed] = 0
+        sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE
         return SegmentFacts(
             capacity_bytes=self._tier.drives[self._index].settings.segment_bytes,
-            sizes=HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE,
+            sizes=sizes,
             stamps=stamps,
             hits=hits,
             below=below,
+            closed_bytes=int(sizes[closed].sum()),
         )
 
     def _hits(self, rows: Rows) -> Rows:
