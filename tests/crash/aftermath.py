@@ -145,6 +145,18 @@ def judge_store(store: Store, plan: Plan, promises: Promises) -> set[BlockKey]:
     return present
 
 
+def judge_residency(plan: Plan, promises: Promises) -> None:
+    """What `match` says of a block is where it is read from; what it does not name is not there."""
+    with assemble(plan.config()) as store:
+        register(store)
+        for key in sorted(promises.known):
+            named = store.match([key]).tiers
+            into = bytearray(len(payload_of(key)))
+            got = store.get(key, into)
+            assert (got.tier,) == (named or (None,)), f"{key.hex()}: {named}, but {got}"
+            assert got.tier is None or into == payload_of(key)
+
+
 def find(store: Store, keys: set[BlockKey]) -> set[BlockKey]:
     """Those of the keys that the store gives back; their bytes must be right."""
     present = set()

@@ -88,7 +88,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def healthy(store: Store) -> bool:
-    return bool(store.stats()["tiers"]["ssd"]["healthy"])
+    return all(tier.get("healthy", True) for tier in store.stats()["tiers"].values())
 
 
 def works_again(store: Store, space: Space, user: int) -> None:

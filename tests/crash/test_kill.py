@@ -4,9 +4,19 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.crash.aftermath import Children, children, judge, kill, kill_at_random_instants
+from tests.crash.aftermath import (
+    KILLED,
+    Children,
+    children,
+    judge,
+    judge_residency,
+    kill,
+    kill_at_random_instants,
+)
+from tests.crash.phases import PHASES, Phase
 from tests.crash.workload import FULL, ROOMY, Moment, Plan, Promises
 
 pytestmark = pytest.mark.crash
@@ -98,6 +108,40 @@ def test_kill_in_the_middle_of_a_drain(forks: Children, tmp_path: Path, seed: in
     ]
     killed = [kill(forks, plan) for plan in plans]
     assert sum(killed) >= 0.7 * len(plans)
+
+
+PHASE_KILLS = 6
+PHASE_PLANS: dict[Phase, dict[str, Any]] = {
+    "promotion": {"segments": FULL, "below": "write-through"},
+    "demotion": {"segments": FULL, "below": "write-back"},
+    "reclaim": {"segments": FULL},
+    "drain": {"segments": 2 * ROOMY, "drives": 2, "drains": True},
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_kill_in_the_middle_of_each_phase(
+    forks: Children, tmp_path: Path, seed: int, phase: Phase
+) -> None:
+    """The diary proves it: the write that was the last one was a write of that phase."""
+    (tmp_path / "whole").mkdir()
+    plan = {"seed": WORKLOAD_SEED, "phase": phase, **PHASE_PLANS[phase]}
+    whole = Plan(str(tmp_path / "whole"), **plan)
+    assert forks.run(whole) == 0
+    count = judge(whole).in_phase
+    assert count > 0, "the workload never gets there"
+    chance = random.Random(seed)
+    killed = 0
+    for number in range(PHASE_KILLS):
+        at, moment = chance.randint(1, max(1, count // 2)), chance.choice(MOMENTS)
+        doomed = replace(whole, folder=str(tmp_path / str(number)), boundary=at, moment=moment)
+        Path(doomed.folder).mkdir()
+        died = forks.run(doomed) == KILLED
+        promises = judge(doomed)
+        assert died == (promises.died_in == phase), doomed
+        killed += died
+        judge_residency(doomed, promises)
+    assert killed >= PHASE_KILLS // 2
 
 
 def test_kill_at_random_instants(forks: Children, tmp_path: Path, seed: int) -> None:

@@ -3,15 +3,13 @@
 Emulated, but below the kernel: page tables, the block layer and ext4 see a slow disk.
 """
 
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.crash.disk import Disk, are_there
 from tests.crash.test_disks import (
     assert_quiet,
     prompt,
@@ -22,95 +20,55 @@ from tests.crash.test_disks import (
     verified_hits,
     works_again,
 )
+from tests.crash.test_tier_drives import BAD, DRIVES, Traffic, bad_drive, eventually, is_up
+from tests.crash.test_tier_drives import opened as opened_beside
+from tests.crash.test_tier_drives import spread as spread_out
 
 from kvdepot.core.block import Put
 from kvdepot.core.config import load
 from kvdepot.store.opening import assemble
 from kvdepot.store.store import Store
+from kvdepot.testing.store_contract import tiers
 
 DELAY_S = 0.02
-NEEDED = ("nbdkit", "nbdfuse", "losetup", "mkfs.ext4", "fusermount3")
+FAST, SLOW = 24_000_000, 1_200_000
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.crash,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
     pytest.mark.skipif(
-        not all(map(shutil.which, NEEDED)) or not Path("/dev/fuse").exists(),
-        reason="needs FUSE and nbdkit: apt-get install nbdkit libnbd-bin fuse3",
+        not are_there(),
+        reason="needs root, FUSE and nbdkit: apt-get install nbdkit libnbd-bin fuse3",
     ),
 ]
 
 
-@dataclass(frozen=True)
-class Device:
-    """An ext4 file system on the emulated disk."""
-
-    mount: Path
-    trigger: Path
-
-    def fail(self) -> None:
-        """Every read and write gives EIO from now on."""
-        self.trigger.touch()
-
-    def heal(self) -> None:
-        self.trigger.unlink()
-
-
-def run(*command: object) -> str:
-    done = subprocess.run(
-        list(map(str, command)), check=True, capture_output=True, text=True, timeout=60
-    )
-    return done.stdout.strip()
+@pytest.fixture(params=["ssd", "hdd"])
+def tier(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture
-def device(tmp_path: Path) -> Iterator[Device]:
+def device(tmp_path: Path) -> Iterator[Disk]:
     """A disk of 64 MiB that takes DELAY_S for each request."""
-    socket, fuse, mount = tmp_path / "socket", tmp_path / "fuse", tmp_path / "mount"
-    found = Device(mount, tmp_path / "trigger")
-    fuse.mkdir()
-    mount.mkdir()
-    delay = f"{DELAY_S * 1000:.0f}ms"
-    server = subprocess.Popen(
-        [
-            "nbdkit", "--foreground", "--unix", str(socket), "--filter=error", "--filter=delay",
-            "memory", "64M", f"delay-read={delay}", f"delay-write={delay}",
-            "error-rate=100%", f"error-file={found.trigger}", "error=EIO",
-        ],
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    until(socket.exists)
-    bridge = subprocess.Popen(["nbdfuse", str(fuse / "disk"), "--unix", str(socket)])
-    loop = ""
-    try:
-        until((fuse / "disk").exists)
-        loop = run("losetup", "--find", "--show", "--direct-io=on", fuse / "disk")
-        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", "-O", "^has_journal", loop)
-        run("mount", loop, mount)
-        yield found
-    finally:
-        found.trigger.unlink(missing_ok=True)
-        if os.path.ismount(mount):
-            run("umount", mount)
-        if loop:
-            run("losetup", "--detach", loop)
-        run("fusermount3", "-u", "-z", fuse)
-        for process in (bridge, server):
-            process.terminate()
-            process.wait(30)
+    disk = Disk(tmp_path / "disk", delay_s=DELAY_S)
+    yield disk
+    disk.remove()
 
 
-def open_store(device: Device, **ssd: object) -> Store:
-    return assemble(load(overrides=settings(device.mount / "kv", **ssd)))
+def open_store(device: Disk, tier: str, **table: object) -> Store:
+    tree = settings(device.mount / "kv", **table)
+    ssd = tree.pop("ssd")
+    return assemble(load(overrides={**tree, tier: ssd}))
 
 
-def test_a_slow_disk_keeps_its_promises_and_its_deadlines(device: Device) -> None:
-    with open_store(device, read_timeout="20s", write_timeout="20s") as store:
+def test_a_slow_disk_keeps_its_promises_and_its_deadlines(device: Disk, tier: str) -> None:
+    with open_store(device, tier, read_timeout="20s", write_timeout="20s") as store:
         keys = prompt(space_of(store), 1, 12)
         assert put_all(store, keys) == [Put.STORED] * 12
         assert store.flush(60.0)
-    with open_store(device, read_timeout="20s", write_timeout="20s") as store:
+    with open_store(device, tier, read_timeout="20s", write_timeout="20s") as store:
         space = space_of(store)
         targets = [bytearray(64 << 10) for _ in keys]
         started = time.monotonic()
@@ -123,13 +81,13 @@ def test_a_slow_disk_keeps_its_promises_and_its_deadlines(device: Device) -> Non
         assert_quiet(store)
 
 
-def test_a_disk_that_fails_costs_misses_until_it_works_again(device: Device) -> None:
-    with open_store(device, read_timeout="5s", write_timeout="5s") as store:
+def test_a_disk_that_fails_costs_misses_until_it_works_again(device: Disk, tier: str) -> None:
+    with open_store(device, tier, read_timeout="5s", write_timeout="5s") as store:
         space = space_of(store)
         keys = prompt(space, 1, 12)
         put_all(store, keys)
         assert store.flush(60.0)
-    with open_store(device, read_timeout="5s", write_timeout="5s") as store:
+    with open_store(device, tier, read_timeout="5s", write_timeout="5s") as store:
         space = space_of(store)
         device.fail()
         assert verified_hits(store, keys) == 0
@@ -140,7 +98,67 @@ def test_a_disk_that_fails_costs_misses_until_it_works_again(device: Device) -> 
         device.heal()
         works_again(store, space, 10)
         assert_quiet(store)
-    with open_store(device) as store:
+    with open_store(device, tier) as store:
         space_of(store)
         assert store.check().ok
         verified_hits(store, keys)
+
+
+@pytest.fixture(params=["errors", "slowed", "filled", "pulled"])
+def fault(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def beside(tmp_path: Path, fault: str) -> Iterator[Disk]:
+    """A disk that is one of three drives; the others are folders of the machine's own."""
+    disk = Disk(tmp_path / "disk", bytes_per_s=FAST, journal=fault == "pulled")
+    (tmp_path / f"drive-{BAD}").symlink_to(disk.mount / "kv")
+    (disk.mount / "kv").mkdir()
+    yield disk
+    disk.remove()
+
+
+@pytest.mark.slow
+def test_a_real_disk_goes_bad_beside_others_and_comes_back(
+    tmp_path: Path, beside: Disk, tier: str, fault: str
+) -> None:
+    begin: dict[str, Any] = {
+        "errors": beside.fail,
+        "slowed": lambda: beside.limit(SLOW),
+        "filled": lambda: fill(beside),
+        "pulled": beside.pull,
+    }
+    end: dict[str, Any] = {
+        "errors": beside.heal,
+        "slowed": lambda: beside.limit(FAST),
+        "filled": (beside.mount / "ballast").unlink,
+        "pulled": beside.plug,
+    }
+    with opened_beside(tmp_path, tier, None) as store:
+        by_drive = spread_out(store)
+        traffic = Traffic(store, by_drive, writes=fault in ("errors", "filled"))
+        with traffic.running():
+            assert traffic.goes_on(list(range(DRIVES)), 700)
+            begin[fault]()
+            if fault != "filled":  # its segments are there already: it goes on
+                drive = bad_drive(store)
+                assert eventually(lambda: drive.lost or not drive.breaker.closed)
+            assert traffic.goes_on([0, 2], 300)
+            end[fault]()
+            assert eventually(lambda: is_up(store), 60.0)
+            assert traffic.goes_on([BAD], 16), "with its blocks"
+        store.flush()
+        assert store.check().ok
+        tiers(store, by_drive[BAD])
+
+
+def fill(disk: Disk) -> None:
+    """Take all the room that the file system has left."""
+    with (disk.mount / "ballast").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 20))
+        except OSError:
+            return

@@ -7,17 +7,21 @@ survives the child. Everything else follows from the seed.
 import json
 import os
 import random
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from tests.crash.phases import Phase, Phases
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import Config, load
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
+from kvdepot.store import mirrorer
 from kvdepot.store.opening import assemble
 from kvdepot.store.store import Store
-from kvdepot.testing.faults import Fault, FaultyFiles, Kill
+from kvdepot.testing.faults import BOUNDARIES, Fault, FaultyFiles, Kill, Operation
 from kvdepot.testing.images import payload_for
 from kvdepot.tiers.files import EngineKind
 
@@ -54,6 +58,10 @@ class Plan:
     """Drain the first drive in the second session."""
     below: str = ""
     """The write mode of a hard drive below; none for no such drive."""
+    phase: Phase | Literal[""] = ""
+    """Count the boundaries of this phase only."""
+    mirror: int = 0
+    """Tokens from which on a prompt lies on two drives; 0 for never."""
 
     @property
     def roomy(self) -> bool:
@@ -83,6 +91,8 @@ class Plan:
             "segment": SEGMENT_BYTES,
             "io_engine": self.engine,
         }
+        if self.mirror:
+            ssd["mirror"] = self.mirror
         writeback = {"staging": 1 << 20, "put_timeout": 10.0}
         dram = {"capacity": 3 << 20, "huge_pages": "never", "prefault": False}
         tree = {"dram": dram, "ssd": ssd, "writeback": writeback}
@@ -130,6 +140,10 @@ class Promises:
     gone: set[BlockKey] = field(default_factory=set)
     boundaries: int = 0
     finished: bool = False
+    died_in: str = ""
+    """The phase that a write was in when it was to be the last."""
+    in_phase: int = 0
+    """Boundaries that were in the plan's phase."""
 
     @classmethod
     def read(cls, path: Path) -> "Promises":
@@ -154,6 +168,9 @@ class Promises:
             case "finished":
                 self.finished = True
                 self.boundaries = line["boundaries"]
+                self.in_phase = line["in_phase"]
+            case "dying":
+                self.died_in = line["phase"]
 
 
 class Workload:
@@ -166,15 +183,19 @@ class Workload:
         self.living: list[BlockKey] = []
         self.unflushed: list[BlockKey] = []
         self.boundaries = 0
+        self.in_phase = 0
+        self.phases = Phases()
 
     def run(self) -> None:
+        if self.plan.phase:
+            self.phases.install()
+        mirrorer._LOOK_S = 0.005
         for half in (range(ROUNDS // 2), range(ROUNDS // 2, ROUNDS)):
             self.session(half)
-        self.diary.write("finished", [], boundaries=self.boundaries)
+        self.diary.write("finished", [], boundaries=self.boundaries, in_phase=self.in_phase)
 
     def session(self, rounds: range) -> None:
-        fault = Fault.at_boundary(self.plan.boundary, Kill(self.plan.moment))
-        files = FaultyFiles(self.plan.engine, faults=[fault] if self.plan.boundary else [])
+        files = FaultyFiles(self.plan.engine, faults=self.faults())
         files.boundaries = self.boundaries
         store = assemble(self.plan.config(), files=files)
         register(store)
@@ -184,6 +205,24 @@ class Workload:
             self.diary.write("flushed", self.unflushed)
         self.unflushed = []
         self.boundaries = files.boundaries
+
+    def faults(self) -> list[Fault]:
+        """What is to happen, if anything."""
+        kill = Kill(self.plan.moment)
+        if self.plan.phase:
+            return [Fault(BOUNDARIES, kill, times=None, where=self.is_last_in_phase)]
+        return [Fault.at_boundary(self.plan.boundary, kill)] if self.plan.boundary else []
+
+    def is_last_in_phase(self, operation: Operation) -> bool:
+        """Whether this write is the one in the plan's phase to die at; says so in the diary."""
+        del operation
+        if not self.plan.phase or not self.phases.contains(self.plan.phase):
+            return False
+        self.in_phase += 1
+        last = self.in_phase == self.plan.boundary
+        if last:
+            self.diary.write("dying", [], phase=self.plan.phase)
+        return last
 
     def round(self, store: Store, number: int) -> None:
         if self.plan.drains and number == ROUNDS // 2 + 1:
@@ -228,6 +267,21 @@ class Workload:
             raise AssertionError("flush failed")
         self.diary.write("flushed", self.unflushed)
         self.unflushed = []
+        if self.plan.mirror and self.plan.roomy:
+            self.await_mirrors(store)
+
+    def await_mirrors(self, store: Store) -> None:
+        """Give blocks of long prompts the time to get to a second drive."""
+        level, catalog = store._stock.levels[0], store._stock.catalog
+        assert level.mirrors is not None
+        for _ in range(100):
+            time.sleep(0.005)
+            if not level.mirrors.fresh and not level.mirrors.writing:
+                break
+        with store._stock.changed:
+            places = [level.places(row) for row in catalog.rows(self.living)]
+        both = [key for key, place in zip(self.living, places, strict=True) if len(place) == 2]
+        self.diary.write("mirrored", both)
 
     def remove(self, store: Store, keys: list[BlockKey]) -> None:
         self.forget(keys)

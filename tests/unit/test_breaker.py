@@ -104,3 +104,16 @@ def test_the_failures_of_one_batch_are_one_failed_try(breaker: Breaker, clock: M
     for _ in range(10):
         breaker.failed("no space left", at_once=True)
     assert breaker.health().retry_in_s == pytest.approx(2.0)
+
+
+def test_what_is_written_does_not_bring_back_a_drive_that_reads_slowly() -> None:
+    clock = ManualClock()
+    breaker = Breaker(clock, RetryPauses(1.0, 8.0))
+    breaker.failed("slow", at_once=True, slow=True)
+    breaker.succeeded(by_writing=True)
+    assert not breaker.health().ok
+    breaker.succeeded()
+    assert breaker.health().ok
+    breaker.failed("gone", at_once=True)
+    breaker.succeeded(by_writing=True)
+    assert breaker.health().ok

@@ -9,7 +9,7 @@ import importlib
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy
 
 from kvdepot import native
-from kvdepot.cli import machine, output
+from kvdepot.cli import drives, machine, output
+from kvdepot.core import config
 from kvdepot.core.units import format_bytes
+from kvdepot.errors import ConfigError
 
 MEMLOCK_MIN_BYTES = 1 << 30
 OPEN_FILES_MIN = 4096
@@ -76,12 +78,30 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="directory or block device for a store (default: the current directory and /tmp); "
         "a directory gets a scratch file for a moment, a device is only read",
     )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a store's TOML file: its paths are looked at, and what is known of their speed",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="with --config: measure the store's drives anew, a few seconds each, and keep it",
+    )
     parser.add_argument("--quick", action="store_true", help="do not measure the paths' speed")
     output.add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    paths = args.paths or [Path.cwd(), Path("/tmp")]
+    settings = config.load(args.config, env=args.env) if args.config else None
+    if args.measure and settings is None:
+        raise ConfigError("--measure", "needs the store's settings", hint="add --config FILE")
+    if args.measure and settings is not None:
+        drives.measure(settings)
+    own = [path for tier in settings.file_tiers for path in tier.path] if settings else []
+    paths = args.paths or own or [Path.cwd(), Path("/tmp")]
+    emulated = set(drives.emulated_paths(settings)) if settings else set()
     facts = machine.read_machine(nvidia_smi=machine.find_nvidia_smi())
     checks = [
         *software_checks(read_native()),
@@ -89,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         *limit_checks(read_limits()),
         *shared_memory_checks(Path("/dev/shm")),
         *paths_checks(paths, measure=None if args.quick else speed_check),
+        *drive_checks(paths, emulated),
     ]
     healthy = all(check.status is not Status.BAD for check in checks)
     if args.json:
@@ -288,6 +309,16 @@ def path_checks(facts: machine.PathFacts) -> Iterator[Check]:
     else:
         advice = "put the store on ext4, xfs or a raw device; else the page cache holds it twice"
         yield Check(subject, Status.WARN, facts.direct_refusal, advice)
+
+
+def drive_checks(paths: Sequence[Path], emulated: Collection[Path]) -> Iterator[Check]:
+    """What stores at these paths have kept of their drives' speed."""
+    for path in paths:
+        known = drives.kept_profile(path)
+        if known is not None:
+            yield Check(f"{path} store", Status.INFO, drives.profile_text(known))
+        elif path in emulated:
+            yield Check(f"{path} store", Status.INFO, "emulated, not measured")
 
 
 def describe(disk: machine.Disk) -> str:

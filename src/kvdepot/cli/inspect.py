@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from kvdepot.cli import output
+from kvdepot.cli.drives import NOT_MEASURED, profile_text
 from kvdepot.codec.segment import FORMAT
 from kvdepot.core.units import format_bytes
 from kvdepot.store.auditor import opened, read_drive
 from kvdepot.tiers.contents import Contents
 from kvdepot.tiers.drive import Drive
 from kvdepot.tiers.notebook import Notebook
+from kvdepot.tiers.profile import PROFILE_TAG, Profile
 
 HIDDEN = ("secret",)
 """Never printed, wherever it may come from; descriptions on disk do not have it."""
@@ -63,6 +65,7 @@ class Inspection:
     blocks: int
     live_bytes: int
     removals: int
+    profile: Profile | None
     oldest_sequence: int
     newest_sequence: int
     segments: list[SegmentRow]
@@ -106,6 +109,7 @@ def inspect(path: Path, drive: Drive) -> Inspection:
         blocks=len(contents.locations),
         live_bytes=sum(segment.live_bytes for segment in in_use.values()),
         removals=sum(map(len, notebook.removals.values())),
+        profile=notebook.profile,
         oldest_sequence=int(sequences.min()),
         newest_sequence=int(sequences.max()),
         segments=[
@@ -133,7 +137,8 @@ def spaces(notebook: Notebook, contents: Contents) -> Iterator[SpaceRow]:
         tag = tags[8 * index : 8 * index + 8]
         blocks[tag] += 1
         nbytes[tag] += size
-    known = {tag: described(text) for tag, (_, text) in notebook.spaces.items()}
+    notes = {tag: text for tag, (_, text) in notebook.spaces.items() if tag != PROFILE_TAG}
+    known = {tag: described(text) for tag, text in notes.items()}
     for tag in sorted({*known, *blocks}, key=lambda tag: (-nbytes[tag], tag)):
         facts = known.get(tag, {})
         layout = facts.get("layout", {})
@@ -160,6 +165,8 @@ def show(found: Inspection) -> None:
     output.data(f"  holds     {held}, {found.free_slots} of them free")
     output.data(f"  live      {found.blocks:,} blocks, {format_bytes(found.live_bytes)}")
     output.data(f"  removals  {found.removals:,}")
+    speed = profile_text(found.profile) if found.profile else NOT_MEASURED
+    output.data(f"  speed     {speed}")
     output.data(f"  sequence  {found.oldest_sequence:,} to {found.newest_sequence:,}")
     if found.namespaces:
         output.data("\n" + spaces_table(found))

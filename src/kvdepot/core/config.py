@@ -28,6 +28,7 @@ SEGMENTS_AUTOMATIC_MAX: Final = 4096
 SEGMENTS_MIN: Final = 3
 """One that grows, one that is kept free, one that holds something."""
 _SIZE_LIMIT: Final = 1 << 63
+_TOKENS_MAX: Final = 1 << 40
 
 Bytes = Annotated[int, Unit.BYTES]
 Seconds = Annotated[float, Unit.SECONDS]
@@ -171,6 +172,13 @@ class FileTierConfig:
     """When blocks come here: as the tier above makes room (or, below memory, soon), at once, when
     they are asked for a second time, or at once past the file tiers above."""
 
+    mirror: int = 0
+    """Blocks of prompts of at least so many tokens lie on two paths, so that losing one costs no
+    recomputation; 0 for none."""
+
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    """Which segment makes room first, and what of it is written again."""
+
     read_timeout: Seconds = 2.0
     """A read that takes longer is a miss."""
 
@@ -183,6 +191,9 @@ class FileTierConfig:
     retry_max: Seconds = 30.0
     """The longest wait before a failing path is tried again."""
 
+    profile: Literal["auto", "always", "never"] = "auto"
+    """Measure how fast each path is: once, if it has 1GiB or more, at every opening, or never."""
+
     emulate: EmulateConfig | None = None
     """Delay I/O as another kind of drive would, for tests and trials without one."""
 
@@ -190,6 +201,7 @@ class FileTierConfig:
         self._check_paths()
         _check_size(self._name("capacity"), self.capacity)
         self._check_segment()
+        self._check_mirror()
         _check_range(self._name("io_depth"), self.io_depth, 1, 4096)
         for name in ("read_timeout", "write_timeout", "retry_initial", "retry_max"):
             _check_positive(self._name(name), getattr(self, name))
@@ -219,6 +231,15 @@ class FileTierConfig:
             raise ConfigError(self._name("path"), "needs at least one path")
         if len(set(self.path)) != len(self.path):
             raise ConfigError(self._name("path"), "names the same path twice")
+
+    def _check_mirror(self) -> None:
+        _check_range(self._name("mirror"), self.mirror, 0, _TOKENS_MAX)
+        if self.mirror and len(self.path) < 2:
+            raise ConfigError(
+                self._name("mirror"),
+                "there is one path only",
+                hint=f"give {self._name('path')} a list of two or more, on different drives",
+            )
 
     def _check_segment(self) -> None:
         if self.segment:

@@ -29,7 +29,7 @@ class Copies:
         self.count = 0
         self.bit = bit
         """What this tier adds to a row's residency when its copy is ready."""
-        self._residency = residency
+        self.residency = residency
 
     def ready(self, row: int) -> bool:
         return bool(self.state.view[row] == _READY)
@@ -45,21 +45,21 @@ class Copies:
     def seal(self, row: int) -> None:
         """FILLING to READY: the bytes are there, lookups may see them."""
         self._go(row, CopyState.READY)
-        self._residency.view[row] |= self.bit
+        self.residency.view[row] |= self.bit
         self.count += 1
 
     def seal_many(self, rows: Rows, locations: Rows) -> None:
         """ABSENT to READY for distinct rows whose bytes are at `locations` already."""
         self.location.array[rows] = locations
         self.state.array[rows] = _READY
-        self._residency.array[rows] |= self.bit
+        self.residency.array[rows] |= self.bit
         self.count += len(rows)
 
     def drop(self, row: int) -> int:
         """READY or FILLING to ABSENT. Returns the location that is free now."""
         if self.state[row] == _READY:
             self.count -= 1
-            self._residency.view[row] &= ~self.bit
+            self.residency.view[row] &= ~self.bit
         self._go(row, CopyState.ABSENT)
         location = self.location[row]
         self.location[row] = NONE

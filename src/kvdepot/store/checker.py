@@ -7,9 +7,10 @@ import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.core.block import CopyState
-from kvdepot.index.table import NONE
+from kvdepot.index.table import NONE, Rows
 from kvdepot.native import VERIFY, address_of
 from kvdepot.store.level import Level
+from kvdepot.store.mirrors import Mirrors
 from kvdepot.store.pool import Pool
 from kvdepot.store.report import CheckReport
 from kvdepot.store.stock import TEMPORARY, Stock
@@ -72,6 +73,8 @@ def _check_file_books(level: Level, report: CheckReport) -> None:
     if not (catalog.residency.array[rows] & level.copies.bit).all():
         report.add(level.name, "a ready block is not counted as resident")
     places = level.copies.location.array[rows]
+    if level.mirrors is not None:
+        places, rows = _with_mirrors(level, level.mirrors, report)
     sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // 4096) * 4096
     for index, drive in enumerate(level.tier.drives):
         mine = places >> 56 == index
@@ -88,6 +91,20 @@ def _check_file_books(level: Level, report: CheckReport) -> None:
         if slot_of(location) not in level.tier.drives[location >> 56].segments:
             where = f"slot {slot_of(location)}"
             report.add(level.name, f"a block is said to be in {where}, which is not in use")
+
+
+def _with_mirrors(level: Level, mirrors: Mirrors, report: CheckReport) -> tuple[Rows, Rows]:
+    """Places and rows of all copies in a tier that mirrors."""
+    first, second = level.copies.location.array, mirrors.location.array
+    ready = level.copies.state.array == _READY
+    twice = second != NONE
+    if (twice & ~ready).any() or (twice & (first >> 56 == second >> 56)).any():
+        report.add(level.name, "a second copy is without a first one on another drive")
+    if int(twice.sum()) != mirrors.count:
+        where = f"{int(twice.sum())} blocks are mirrored, the books say {mirrors.count}"
+        report.add(level.name, where)
+    rows = np.concatenate([np.flatnonzero(ready), np.flatnonzero(twice)])
+    return np.concatenate([first[ready], second[twice]]), rows
 
 
 def _check_tree(stock: Stock, report: CheckReport) -> None:
@@ -127,23 +144,25 @@ def _check_bytes(stock: Stock, row: int, report: CheckReport) -> None:
             what = f"block {catalog.table.key(row).hex()} does not match its checksum"
             report.add(pool.name, what)
     for level in stock.levels:
-        _check_copy(stock, level, row, report)
+        with stock.changed:
+            places = level.places(row)
+        for location in places:
+            _check_copy(stock, level, row, location, report)
 
 
-def _check_copy(stock: Stock, level: Level, row: int, report: CheckReport) -> None:
-    """Read a block's copy in one file tier."""
-    catalog, copies = stock.catalog, level.copies
+def _check_copy(stock: Stock, level: Level, row: int, location: int, report: CheckReport) -> None:
+    """Read a block's copy at one place of a file tier."""
+    catalog = stock.catalog
     nbytes = record_bytes(catalog.nbytes[row])
     with stock.changed:
-        location = copies.location[row] if copies.ready(row) else NONE
-        slot = stock.staging.allocate(nbytes, TEMPORARY) if location != NONE else None
+        slot = stock.staging.allocate(nbytes, TEMPORARY)
     if slot is None:
         return
     key = catalog.table.key(row)
     intact = level.tier.read_image(key, location, stock.staging.image(slot, nbytes))
     with stock.changed:
         stock.staging.free(slot)
-        moved = copies.location[row] != location
+        moved = location not in level.places(row)
     if not intact and not moved:
         drive = level.tier.drives[location >> 56]
         report.add(

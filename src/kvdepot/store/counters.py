@@ -21,6 +21,10 @@ class Counters:
     promoted: int = 0
     hinted: int = 0
     """Blocks brought to memory because of a hint."""
+    get_mirror: int = 0
+    """Blocks read from one drive because another that has them could not be read."""
+    mirrored: int = 0
+    """Blocks written to a second drive."""
     demoted: int = 0
     """Blocks copied to a slower tier."""
     written: int = 0

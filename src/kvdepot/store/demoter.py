@@ -4,7 +4,6 @@ Blocks of a path are gathered from wherever they lie and appended one behind the
 `run_bytes` on one drive, then on the next. So a returning prompt is a few long reads.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -48,8 +47,6 @@ class Demoter:
         self.lower = lower
         self._make_room = make_room
         self._stride = Stride(_PIECE_BYTES)
-        self._turn_lock = threading.Lock()
-        self._turn = 0
 
     def demote(self, rows: Sequence[int], *, urgent: bool) -> None:
         """Copy down what is worth it of `rows` and of their paths. They stay where they are.
@@ -110,9 +107,20 @@ class Demoter:
 
     def _copy_run(self, rows: list[int], *, urgent: bool) -> bool:
         """Copy rows to the next drive. False: no drive takes them."""
-        drive = self._next_drive()
-        if drive is None:
-            return False
+        stock, turns = self._stock, self.lower.turns
+        with stock.changed:
+            nbytes = sum(record_bytes(stock.catalog.nbytes[row]) for row in rows)
+            drive = turns.next()
+            if drive is None:
+                return False
+            turns.take(drive, nbytes, stock.clock.now())
+        try:
+            return self._copy_to(drive, rows, urgent=urgent)
+        finally:
+            with stock.changed:
+                turns.done(drive, nbytes)
+
+    def _copy_to(self, drive: int, rows: list[int], *, urgent: bool) -> bool:
         left = rows
         while left and not self._stock.closing:
             started_s = self._stock.clock.now()
@@ -125,18 +133,8 @@ class Demoter:
                     return False
                 self._stride.took(sum(map(len, piece.images)), self._stock.clock.now() - started_s)
             if not urgent:
-                self._rest(started_s)
+                rest(self._stock, [self.upper, self.lower], started_s)
         return True
-
-    def _next_drive(self) -> int | None:
-        drives = self.lower.tier.drives
-        with self._turn_lock:
-            for _ in drives:
-                self._turn = (self._turn + 1) % len(drives)
-                drive = drives[self._turn]
-                if drive.breaker.closed and not drive.lost and not drive.draining:
-                    return self._turn
-        return None
 
     def _claim(self, rows: list[int]) -> tuple[Piece, list[int]]:
         """Take as many rows as there is memory for. Lock held."""
@@ -187,7 +185,7 @@ class Demoter:
             rows = [piece.rows[index] for index in piece.fetch]
             found = upper.tier.read_images(
                 [table.key(row) for row in rows],
-                [upper.copies.location[row] for row in rows],
+                [upper.readable(row) for row in rows],
                 [piece.images[index] for index in piece.fetch],
             )
             for index, good in zip(piece.fetch, found, strict=True):
@@ -230,13 +228,13 @@ class Demoter:
             lower.moving.difference_update(piece.rows)
             stock.unlease(piece.rows)
 
-    def _rest(self, since_s: float) -> None:
-        """Leave the drives to those who read, if there are any."""
-        stock = self._stock
-        busy = [level for level in (self.upper, self.lower) if level.pace.busy_since(since_s)]
-        if not busy:
-            return
-        share = HEAD_SHARE if any(level.run_bytes for level in busy) else FLASH_SHARE
-        pause_s = rest_s(stock.clock.now() - since_s, share)
-        with stock.changed:
-            stock.changed.wait_for(lambda: stock.closing, pause_s)
+
+def rest(stock: Stock, levels: Sequence[Level], since_s: float) -> None:
+    """Leave drives that were worked on `since_s` to those who read, if there are any."""
+    busy = [level for level in levels if level.pace.busy_since(since_s)]
+    if not busy:
+        return
+    share = HEAD_SHARE if any(level.run_bytes for level in busy) else FLASH_SHARE
+    pause_s = rest_s(stock.clock.now() - since_s, share)
+    with stock.changed:
+        stock.changed.wait_for(lambda: stock.closing, pause_s)

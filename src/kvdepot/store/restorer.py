@@ -9,7 +9,7 @@ from kvdepot.store.stock import Stock
 
 
 class Restorer:
-    """Brings one lost drive back. Called from that drive's writer thread only."""
+    """Brings one lost drive back. For one thread at a time."""
 
     def __init__(self, stock: Stock, level: Level, index: int) -> None:
         self._stock = stock
@@ -31,6 +31,8 @@ class Restorer:
         """Drop every block of the drive from the books."""
         level, catalog = self._level, self._stock.catalog
         with self._stock.changed:
+            if level.mirrors is not None:
+                level.mirrors.forget_drive(self._index)
             places = level.copies.location.array
             rows = np.flatnonzero((places != NONE) & (places >> 56 == self._index))
             for row in rows.tolist():

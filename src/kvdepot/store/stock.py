@@ -47,6 +47,8 @@ class Stock:
     """The same lock; notified when there is something to write, or the store closes."""
     tickets: int = 0
     closing: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set with `closing`, for threads that nobody else wakes."""
 
     def __post_init__(self) -> None:
         lock = threading.Lock()
@@ -154,10 +156,6 @@ class Stock:
         if level.writers and level.copies.absent(row) and row not in level.tickets:
             self.tickets += 1
             level.mark_dirty(row, self.tickets, self.clock.now())
-            if level is self.levels[0]:
-                self.catalog.tree.hits[row] = (
-                    0  # what it was used before it was there tells nothing
-                )
 
     def is_waiting(self, row: int) -> bool:
         """Whether a block waits to be written anywhere."""

@@ -318,6 +318,7 @@ class Store:
         stock = self._stock
         with stock.changed:
             self._closed = stock.closing = True
+            stock.ended.set()
             for level in stock.levels:
                 level.dirty.clear()
             stock.work.notify_all()
@@ -452,7 +453,7 @@ class Store:
 
     def _await_writes(self, level: Level, rows: list[int]) -> None:
         """Wait until none of the rows is being written to a tier. Lock held."""
-        busy = (level.tickets, level.moving)
+        busy = (level.tickets, level.moving, level.mirrors.writing if level.mirrors else ())
         self._stock.changed.wait_for(
             lambda: not any(row in part for part in busy for row in rows),
             level.config.write_timeout,

@@ -20,6 +20,10 @@ _THREADS: Final = 2
 _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
 _PAUSE_S_MIN: Final = 0.001
+_UPKEEP_S: Final = 1.0
+_YIELD_S: Final = 0.1
+_PART_BYTES_MIN: Final = 1 << 20
+"""Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
 _TRIES_MAX: Final = 8
 """The other thread may take the room that one has made."""
 _PATIENCE_S: Final = 2.0
@@ -85,14 +89,28 @@ class Writer:
             retry_s = self._tier.drives[self._index].breaker.health().retry_in_s
             return max(_PAUSE_S_MIN, retry_s or _LINGER_S)
         if not level.run_bytes:
-            return 0.0
+            return self._yield_s()
         enough = level.dirty_bytes >= level.run_bytes * (1 + len(self._tier.drives))
         pressed = 2 * self._stock.dirty_bytes >= self._stock.dirty_limit_bytes
         hurried = next(iter(level.tickets.values())) <= level.hurry
         since_s = 0.0 if enough or pressed or hurried else level.dirty_since_s
-        if level.turn != self._index:
-            since_s = max(since_s, level.turn_since_s)
+        if level.turns.next() != self._index:
+            since_s = max(since_s, level.turns.passed_s)
         left_s = since_s + _LINGER_S - self._stock.clock.now()
+        return left_s if left_s > _PAUSE_S_MIN else 0.0
+
+    def _yield_s(self) -> float:
+        """How long to let a drive go first that is faster than this one. Lock held.
+
+        Where much waits everybody takes of it, and who is faster comes more often.
+        """
+        level, stock = self._level, self._stock
+        if 2 * stock.dirty_bytes >= stock.dirty_limit_bytes or not level.turns.are_uneven():
+            return 0.0
+        if level.turns.next() == self._index:
+            return 0.0
+        since_s = max(level.turns.passed_s, level.dirty_since_s)
+        left_s = since_s + _YIELD_S - stock.clock.now()
         return left_s if left_s > _PAUSE_S_MIN else 0.0
 
     def _sits_out(self) -> bool:
@@ -126,7 +144,7 @@ class Writer:
         stock, catalog = self._stock, self._stock.catalog
         segment_bytes = self._tier.drives[self._index].settings.segment_bytes
         self._level.sort_dirty()
-        budget = min(self._level.run_bytes or stock.config.writeback.batch, segment_bytes // 4)
+        budget = min(self._level.run_bytes or self._part_bytes(), segment_bytes // 4)
         batch: list[int] = []
         for _ in range(min(len(self._level.dirty), _BLOCKS_MAX)):
             row = self._level.dirty[0]
@@ -144,10 +162,21 @@ class Writer:
             self._level.copies.reserve(row, self._index << 56)
             batch.append(row)
         catalog.lease(batch)
+        if batch:
+            self._level.turns.take(self._index, self._bytes_of(batch), stock.clock.now())
         if batch and self._level.run_bytes:
-            self._level.pass_turn(self._index, stock.clock.now())
             stock.work.notify_all()
         return batch
+
+    def _part_bytes(self) -> int:
+        level, most = self._level, self._stock.config.writeback.batch
+        if len(self._tier.drives) == 1:
+            return most
+        part = int(level.dirty_bytes * level.turns.part(self._index) / len(self.threads))
+        return min(most, max(_PART_BYTES_MIN, part))
+
+    def _bytes_of(self, rows: list[int]) -> int:
+        return sum(record_bytes(self._stock.catalog.nbytes[row]) for row in rows)
 
     def _written_elsewhere(self, row: int) -> bool:
         """Whether another tier's thread has the record in hand: its head is that one's now."""
@@ -160,13 +189,15 @@ class Writer:
         What has been written is entered before room is looked for: a segment with a block that is
         in no books cannot be reclaimed, and the other thread may be looking too.
         """
-        nbytes = self._stock.catalog.nbytes
+        nbytes, total = self._stock.catalog.nbytes, self._bytes_of(batch)
         left = self._enter(batch, self._append(batch))
         for _ in range(_TRIES_MAX):
             if not left or not self._find_room(max(record_bytes(nbytes[row]) for row in left)):
                 break
             left = self._enter(left, self._append(left))
         self._pass_on(left)
+        with self._stock.changed:
+            self._level.turns.done(self._index, total)
         self._keep_spare()
 
     def _append(self, rows: list[int]) -> dict[int, int]:
@@ -203,6 +234,15 @@ class Writer:
                 return False
             return drive.has_room(nbytes) or self._reclaimer.reclaim()
 
+    def restore(self) -> bool:
+        """Start a drive that was lost anew, unless somebody does. True: it can be used."""
+        if not self._upkeep.acquire(timeout=_UPKEEP_S):
+            return False
+        try:
+            return self._drive.lost and self._restorer.restore()
+        finally:
+            self._upkeep.release()
+
     def shrink(self) -> None:
         """Reclaim until the drive has no more segments than it may."""
         with self._upkeep:
@@ -230,6 +270,8 @@ class Writer:
                 self._level.copies.location[row] = location
                 self._level.copies.seal(row)
                 self._level.enter(row, location)
+                if self._level is stock.levels[0]:
+                    self._level.count_anew(row)
                 stock.counters.written += 1
                 stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
                 if catalog.is_doomed(row):

@@ -167,7 +167,7 @@ class Drive:
         if self.lost or closed or not self.breaker.allows():
             return []
         if not self.medium.intact():
-            self._lose()
+            self.lose()
             return []
         runs: list[Run] = []
         for index, image in enumerate(images):
@@ -251,7 +251,7 @@ class Drive:
         """Tell the breaker how a batch went."""
         bad = [-code for code in codes if code < 0]
         if not bad:
-            self.breaker.succeeded()
+            self.breaker.succeeded(by_writing=True)
             return
         for code in bad:
             self.breaker.failed(
@@ -362,6 +362,24 @@ class Drive:
             self._unproven.discard(slot)
             self.free.append(slot)
 
+    def lend(self) -> Segment | None:
+        """A free segment that nothing is written to until it is given back (`take_back`).
+
+        None: there is none to spare.
+        """
+        with self._lock:
+            slot = None if self.lost or self.draining else self._take_slot(self._kept_back)
+            if slot is None:
+                return None
+            self.segments[slot] = Segment(self._numbers.segment_id(), slot)
+            return self.segments[slot]
+
+    def take_back(self, lent: Segment) -> None:
+        """The segment is free again."""
+        with self._lock:
+            if self.segments.get(lent.slot) is lent:
+                self.release(lent.slot)
+
     def count(self, slot: int, nbytes: int, records: int = 1) -> None:
         """Records of a segment came into use, or with negative counts went out of it."""
         segment = self.segments.get(slot)
@@ -385,7 +403,7 @@ class Drive:
             if self.retired or not mine:
                 return self.retired
             if self.lost or not self.medium.intact():
-                self._lose()
+                self.lose()
                 return False
             try:
                 for slot in list(self._unsynced):
@@ -438,29 +456,6 @@ class Drive:
     def held_bytes(self) -> int:
         return (len(self.segments) + len(self.free)) * self.settings.segment_bytes
 
-    def describe(self) -> dict[str, object]:
-        """The drive in plain values, for stats."""
-        health = self.breaker.health()
-        return {
-            "path": self.medium.label,
-            "healthy": health.ok,
-            "reason": health.reason,
-            "errors": health.errors,
-            "draining": self.draining,
-            "drained": self.retired,
-            "used_bytes": sum(segment.live_bytes for segment in list(self.segments.values())),
-            "capacity_bytes": self.settings.slots_max * self.settings.segment_bytes,
-            "retry_in_s": round(health.retry_in_s, 3),
-            "segments": len(self.segments),
-            "free_segments": len(self.free),
-            "segment_bytes": self.settings.segment_bytes,
-            "direct_io": self.medium.direct,
-            "emulated": self.files.emulated,
-            "read_bytes_per_s": round(self.gauge.bytes_per_s),
-            "damage": list(self.damage),
-            "written": self.wear.describe(),
-        }
-
     def close(self) -> None:
         """Write the open segment's footer, so that the next start need not scan it."""
         with self._lock:
@@ -486,7 +481,8 @@ class Drive:
         segment.sealed = sealed
         segment.entries = []
 
-    def _lose(self) -> None:
+    def lose(self) -> None:
+        """Its directory was taken away: it is used no more before it is opened anew."""
         if not self.lost:
             self.lost = True
             self.breaker.failed(_GONE, at_once=True)

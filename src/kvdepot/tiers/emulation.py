@@ -78,7 +78,7 @@ class EmulatedFiles(Files):
 
     def slow_down(self, drive: str, factor: float) -> None:
         """From now on a drive takes `factor` times as long; 1 is as new."""
-        self._heads[drive].slowdown = factor
+        self._heads.setdefault(drive, Head(self._model)).slowdown = factor
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         started_s = time.monotonic()

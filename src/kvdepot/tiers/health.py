@@ -35,6 +35,7 @@ class Breaker:
         self._pause_s = 0.0
         self._retry_at = 0.0
         self._trying = False
+        self._is_slow = False
         self._reason = ""
         self.errors = 0
 
@@ -55,15 +56,18 @@ class Breaker:
             self._trying = True
             return True
 
-    def succeeded(self) -> None:
-        if self._in_a_row or self._pause_s:
+    def succeeded(self, *, by_writing: bool = False) -> None:
+        """An attempt went well. What was written does not tell how slow reads are."""
+        if (self._in_a_row or self._pause_s) and not (by_writing and self._is_slow):
             with self._lock:
+                self._is_slow = False
                 self._in_a_row = 0
                 self._pause_s = 0.0
                 self._reason = ""
 
-    def failed(self, reason: str, *, at_once: bool = False) -> None:
-        """An attempt failed. `at_once`: do not wait for more failures before opening.
+    def failed(self, reason: str, *, at_once: bool = False, slow: bool = False) -> None:
+        """An attempt failed. `at_once`: do not wait for more failures before opening. `slow`: it
+        did not fail, but took too long.
 
         The many failures of one batch count as one: only a try after a pause makes it longer.
         """
@@ -75,6 +79,7 @@ class Breaker:
             if self._pause_s and not self._trying:
                 return
             self._trying = False
+            self._is_slow = slow
             self._reason = reason
             doubled = self._pause_s * 2 or self._pauses.initial_s
             self._pause_s = min(doubled, self._pauses.max_s)

@@ -119,10 +119,14 @@ class DirectoryMedium:
         self._parted: list[int] = []
         """Of slots that are gone. A read may be about to use one: its number must not be reused."""
         self._lock_fd = -1
+        """Of the lock, or where nothing is locked of the directory: tells whether it is gone."""
+        self._store = ""
         if self._writable:
             self._prepare()
         elif not path.is_dir():
             raise FormatError(self.label, "there is no store here")
+        else:
+            self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._device = path.stat().st_dev
         self.direct = access.direct != "never" and self._accepts_direct()
         if access.direct == "always" and not self.direct:
@@ -163,6 +167,7 @@ class DirectoryMedium:
                 if self._writable and os.fstat(self._fds[slot]).st_size != segment_bytes:
                     os.ftruncate(self._fds[slot], segment_bytes)
                 slots.append(slot)
+        self._store = self._store_there()
         if self._writable:
             self._register()
         return slots
@@ -195,7 +200,7 @@ class DirectoryMedium:
     def intact(self) -> bool:
         try:
             ours = os.fstat(self._lock_fd)
-            there = os.stat(self._path / "lock")
+            there = os.stat(self._path / "lock" if self._writable else self._path)
         except OSError:
             return False
         return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
@@ -203,14 +208,24 @@ class DirectoryMedium:
     def restorable(self) -> bool:
         """Whether the directory can be used anew.
 
-        It is there, or its parent is, on the same disk.
+        It is there, or its parent is, on the same disk; or the same store is there on a disk that
+        the system calls by another name now.
         """
         for place in (self._path, self._path.parent):
             try:
-                return place.stat().st_dev == self._device
+                same_disk = place.stat().st_dev == self._device
             except OSError:
                 continue
+            return same_disk or bool(self._store and self._store == self._store_there())
         return False
+
+    def _store_there(self) -> str:
+        try:
+            page = self.read_superblock()
+        except OSError:
+            return ""
+        found = Superblock.parse(page) if page is not None else None
+        return found.store if isinstance(found, Superblock) else ""
 
     def first_pages(self) -> Iterator[bytes]:
         """The first page of every segment file."""

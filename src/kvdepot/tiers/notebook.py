@@ -12,6 +12,7 @@ from kvdepot.codec.record import Kind, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.tiers.drive import Drive
 from kvdepot.tiers.files import aligned
+from kvdepot.tiers.profile import PROFILE_TAG, Profile
 from kvdepot.tiers.segments import Purpose
 
 _REMOVAL_KEY = space_key(b"")
@@ -39,6 +40,16 @@ class Notebook:
             if segment_id is not None:
                 self.spaces[tag] = (segment_id, description)
         return segment_id is not None
+
+    @property
+    def profile(self) -> Profile | None:
+        """How fast the drive is, if that was measured and kept."""
+        found = self.spaces.get(PROFILE_TAG)
+        return Profile.parse(found[1]) if found else None
+
+    def keep_profile(self, profile: Profile) -> bool:
+        """Record how fast the drive is. False: it could not be written."""
+        return self.remember(PROFILE_TAG, profile.pack())
 
     def remove(self, removals: list[Removal], purpose: Purpose = Purpose.NOTE) -> bool:
         """Record that blocks are gone for good. False: it could not be written."""

@@ -40,6 +40,7 @@ from kvdepot.tiers.memory import Memory
 from kvdepot.tiers.mount import MountSettings, mount
 from kvdepot.tiers.notebook import Notebook
 from kvdepot.tiers.numbers import Numbers
+from kvdepot.tiers.profile import PROFILE_TAG
 from kvdepot.tiers.segments import Purpose
 
 _DRIVE_SHIFT: Final = 56
@@ -51,6 +52,7 @@ _DRIVES_MAX: Final = 127
 _REGISTERED_MAX: Final = 8 << 30
 _STALL_S: Final = 1.0
 """Who gave a drive less time than this cannot tell whether it stalls or is slow."""
+_TOO_SLOW: Final = "reads are many times slower than they were"
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
 
 
@@ -116,7 +118,7 @@ class SegmentTier:
             raise ConfigError(f"{self.name}.path", reason, hint=hint) from error
 
     def _recover(self) -> Contents:
-        contents = read_contents(self.notebooks)
+        contents = read_contents(self.notebooks, mirrored=self._settings.mirrored)
         if self.writable:
             for drive, recovered in zip(self.drives, contents.recovered, strict=True):
                 drive.resume(recovered)
@@ -201,14 +203,33 @@ class SegmentTier:
     ) -> tuple[Pending | None, bool]:
         """`_read` from one drive, and whether that one has become too slow to be used."""
         trial = not drive.breaker.closed
-        drive.gauge.begin()
+        asked = int(ops["nbytes"].sum())
+        drive.gauge.begin(asked, trial=trial)
         pending = self._read(ops, locations, timeout_s)
         done = np.flatnonzero(ops["result"] == 0)
         work_bytes = self._work_bytes(ops[done], np.array(locations, dtype=np.int64)[done])
-        slow = not drive.gauge.end(work_bytes, len(done), trial=trial) and self._stands_out(drive)
+        fine = drive.gauge.end(work_bytes, len(done), asked, trial=trial)
+        slow = not fine and self._stands_out(drive)
         if slow:
-            drive.breaker.failed("reads are many times slower than they were", at_once=True)
+            drive.breaker.failed(_TOO_SLOW, at_once=True, slow=True)
         return pending, slow
+
+    def try_reads(
+        self,
+        index: int,
+        ops: Ops,
+        locations: Sequence[int],
+        timeout_s: float,
+        memory: memoryview,
+    ) -> None:
+        """Run reads of one drive that was left alone, and judge it by them alone."""
+        drive = self.drives[index]
+        pending, slow = self._timed_read(drive, ops, locations, timeout_s)
+        if pending is not None:
+            self._files.keep(pending, memory)
+        bad = next((code for code in ops["result"].tolist() if code), 0)
+        if bad or not slow:
+            self._judge(drive, bad)
 
     def _stands_out(self, drive: Drive) -> bool:
         """Whether a slow drive is slower than the others have become: else it is the machine."""
@@ -294,7 +315,8 @@ class SegmentTier:
         fresh.wear.take_over(drive.wear)
         self._former.append(drive)
         notebook = Notebook(fresh)
-        contents = read_contents([notebook], first_drive=index)
+        others = [other for other in self.notebooks if other.drive is not drive]
+        contents = read_contents([notebook], first_drive=index, others=others)
         fresh.resume(contents.recovered[0])
         self.drives[index], self.notebooks[index] = fresh, notebook
         return contents
@@ -312,6 +334,7 @@ class SegmentTier:
             raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
         drive.resume(contents.recovered[0])
         known = {tag: text for other in self.notebooks for tag, (_, text) in other.spaces.items()}
+        known.pop(PROFILE_TAG, None)
         for tag, description in known.items():
             notebook.remember(tag, description)
         self._paths.append(path)

@@ -1,0 +1,69 @@
+"""Which drive gets the next run of blocks: each has work for as long as the others.
+
+A drive's account grows by what a run costs it: its bytes, counted less where the drive is faster
+than the others. Who has spent least, with what is still in its queue, is next. So drives of speeds
+1 and 3 get 1 and 3 of 4 runs, a prompt lies on them in that proportion, and reading it keeps both
+busy until the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One drive that could take a run."""
+
+    drive: int
+    bytes_per_s: float
+    """0: not known."""
+    queued_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Shares:
+    """The accounts of one tier's drives."""
+
+    _spent: dict[int, float] = field(default_factory=dict)
+    _floor: float = 0.0
+    """What all have spent: a drive that was away does not get everything when it is back."""
+
+    def next(self, lanes: Sequence[Lane]) -> int | None:
+        """The drive whose turn it is; None where there is none."""
+        if not lanes:
+            return None
+        weights = _weights(lanes)
+
+        def busy(lane: Lane) -> tuple[float, float]:
+            weight = weights[lane.drive]
+            return self._of(lane.drive) + lane.queued_bytes / weight, -weight
+
+        return min(lanes, key=busy).drive
+
+    def take(self, drive: int, nbytes: int, lanes: Sequence[Lane]) -> None:
+        """A drive takes a run."""
+        self._floor = max(self._floor, min((self._of(lane.drive) for lane in lanes), default=0.0))
+        self._spent[drive] = self._of(drive) + nbytes / _weights(lanes).get(drive, 1.0)
+
+    def part(self, drive: int, lanes: Sequence[Lane]) -> float:
+        """Of what waits, how much falls to this drive."""
+        weights = _weights(lanes)
+        return weights.get(drive, 1.0) / max(sum(weights.values()), 1.0)
+
+    def _of(self, drive: int) -> float:
+        return max(self._floor, self._spent.get(drive, 0.0))
+
+
+def are_uneven(lanes: Sequence[Lane], ratio: float) -> bool:
+    """Whether the speeds of all are known, and one is `ratio` times another."""
+    speeds = [lane.bytes_per_s for lane in lanes]
+    return len(speeds) > 1 and min(speeds) > 0 and max(speeds) >= ratio * min(speeds)
+
+
+def _weights(lanes: Sequence[Lane]) -> dict[int, float]:
+    """Speeds against the average; all the same where one is not known."""
+    speeds = [lane.bytes_per_s for lane in lanes]
+    if not speeds or min(speeds) <= 0:
+        return {lane.drive: 1.0 for lane in lanes}
+    mean = sum(speeds) / len(speeds)
+    return {lane.drive: lane.bytes_per_s / mean for lane in lanes}
