@@ -182,7 +182,7 @@ def spread(store: Store) -> dict[int, list[BlockKey]]:
     with store._stock.changed:
         for key, row in zip(keys, store._stock.catalog.rows(keys), strict=True):
             if store._stock.catalog.memory.ready(row):
-                store._stock.drop_memory(row)
+                store._stock.pools[0].drop(row)
             found[drive_of(level.copies.location[row])].append(key)
     assert all(len(some) >= 8 for some in found.values())
     return found

@@ -7,6 +7,7 @@ survives the child. Everything else follows from the seed.
 import json
 import os
 import random
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.config import Config, load
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
+from kvdepot.store import mirrorer
 from kvdepot.store.opening import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import BOUNDARIES, Fault, FaultyFiles, Kill, Operation
@@ -58,6 +60,8 @@ class Plan:
     """The write mode of a hard drive below; none for no such drive."""
     phase: Phase | Literal[""] = ""
     """Count the boundaries of this phase only."""
+    mirror: int = 0
+    """Tokens from which on a prompt lies on two drives; 0 for never."""
 
     @property
     def roomy(self) -> bool:
@@ -87,6 +91,8 @@ class Plan:
             "segment": SEGMENT_BYTES,
             "io_engine": self.engine,
         }
+        if self.mirror:
+            ssd["mirror"] = self.mirror
         writeback = {"staging": 1 << 20, "put_timeout": 10.0}
         dram = {"capacity": 3 << 20, "huge_pages": "never", "prefault": False}
         tree = {"dram": dram, "ssd": ssd, "writeback": writeback}
@@ -183,6 +189,7 @@ class Workload:
     def run(self) -> None:
         if self.plan.phase:
             self.phases.install()
+        mirrorer._LOOK_S = 0.005
         for half in (range(ROUNDS // 2), range(ROUNDS // 2, ROUNDS)):
             self.session(half)
         self.diary.write("finished", [], boundaries=self.boundaries, in_phase=self.in_phase)
@@ -260,6 +267,21 @@ class Workload:
             raise AssertionError("flush failed")
         self.diary.write("flushed", self.unflushed)
         self.unflushed = []
+        if self.plan.mirror and self.plan.roomy:
+            self.await_mirrors(store)
+
+    def await_mirrors(self, store: Store) -> None:
+        """Give blocks of long prompts the time to get to a second drive."""
+        level, catalog = store._stock.levels[0], store._stock.catalog
+        assert level.mirrors is not None
+        for _ in range(100):
+            time.sleep(0.005)
+            if not level.mirrors.fresh and not level.mirrors.writing:
+                break
+        with store._stock.changed:
+            places = [level.places(row) for row in catalog.rows(self.living)]
+        both = [key for key, place in zip(self.living, places, strict=True) if len(place) == 2]
+        self.diary.write("mirrored", both)
 
     def remove(self, store: Store, keys: list[BlockKey]) -> None:
         self.forget(keys)

@@ -1,6 +1,4 @@
-"""Admission, promise, reuse, placement and thrash detection as pure decisions."""
-
-from math import inf
+"""Admission, promise and thrash detection as pure decisions."""
 
 import pytest
 from hypothesis import given
@@ -8,9 +6,7 @@ from hypothesis import strategies as st
 
 from kvdepot.core.endurance import DAY_S, Endurance
 from kvdepot.policy.admission import price, worth_wear
-from kvdepot.policy.placement import DROP, TierFacts, break_even_s, place
 from kvdepot.policy.promise import Promise, kind_of
-from kvdepot.policy.reuse import Expectation, ReuseEstimator, middle_s, octave
 from kvdepot.policy.thrash import ThrashDetector
 
 Writes = st.lists(
@@ -117,104 +113,6 @@ def test_a_large_tier_is_watched_in_part() -> None:
     assert len(promise._watched) <= 1 << 14
     play(promise, 100_000, 4)
     assert promise.chance(kind_of(0, 0)) > 0.8
-
-
-@given(st.floats(0, 1e8))
-def test_octaves_hold_their_gaps(gap_s: float) -> None:
-    number = octave(gap_s)
-    if 0 < number < 31:
-        assert middle_s(number) / 2**0.5 <= gap_s * (1 + 1e-9)
-        assert gap_s <= middle_s(number) * 2**0.5 * (1 + 1e-9)
-
-
-def test_a_session_with_a_rhythm_is_expected_at_its_beat() -> None:
-    estimator = ReuseEstimator()
-    for turn in range(20):
-        estimator.used("steady", 60.0 * turn)
-    for stranger in range(80):
-        estimator.used(stranger, 2000.0 + stranger)
-    steady = estimator.expect("steady", 19 * 60.0)
-    assert steady.chance > 0.8
-    assert 60 / 1.5 < steady.interval_s < 60 * 1.5
-    unknown = estimator.expect("nobody", 3000.0)
-    assert 0 < unknown.chance < 0.3
-
-
-def test_idle_time_makes_a_return_less_likely() -> None:
-    estimator = ReuseEstimator()
-    for session in range(50):
-        estimator.used(session, 0.0)
-    for session in range(25):
-        estimator.used(session, 10.0)
-    fresh = estimator.expect(49, 0.0)
-    stale = estimator.expect(49, 3600.0)
-    assert fresh.chance > stale.chance == 0.0
-    assert stale.interval_s == inf
-
-
-def test_a_return_after_the_horizon_does_not_count() -> None:
-    estimator = ReuseEstimator()
-    for turn in range(10):
-        estimator.used("s", 1000.0 * turn)
-    assert estimator.expect("s", 9000.0, horizon_s=100.0).chance == 0.0
-    assert estimator.expect("s", 9000.0, horizon_s=5000.0).chance > 0.5
-
-
-def test_sessions_are_bounded_and_closed_ones_forgotten() -> None:
-    estimator = ReuseEstimator(sessions_max=10)
-    for session in range(1000):
-        estimator.used(session, float(session))
-    assert len(estimator._sessions) == 10
-    estimator.closed(999)
-    assert 999 not in estimator._sessions
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1000)), max_size=60))
-def test_chances_are_chances(uses: list[tuple[int, float]]) -> None:
-    estimator = ReuseEstimator()
-    now_s = 0.0
-    for session, gap_s in uses:
-        now_s += gap_s
-        estimator.used(session, now_s)
-    for session in range(7):
-        found = estimator.expect(session, now_s, 500.0)
-        assert 0.0 <= found.chance <= 1.0 + 1e-9
-        assert found.interval_s >= 0.0
-
-
-DRAM = TierFacts("dram", fetch_s=0.001, keep_cost_per_s=1e-3)
-CXL = TierFacts("cxl", fetch_s=0.002, keep_cost_per_s=3e-4)
-SSD = TierFacts("ssd", fetch_s=0.01, keep_cost_per_s=1e-5)
-HDD = TierFacts("hdd", fetch_s=0.2, keep_cost_per_s=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("interval_s", "tier"), [(0.1, "dram"), (5.0, "cxl"), (600.0, "ssd"), (86_400.0, "hdd")]
-)
-def test_the_later_the_reuse_the_lower_the_tier(interval_s: float, tier: str) -> None:
-    chosen = place([DRAM, CXL, SSD, HDD], Expectation(1.0, interval_s), recompute_s=1.0)
-    assert chosen == tier
-
-
-@given(st.floats(0.01, 1e6), st.floats(0.01, 1e6), st.floats(0.01, 1.0))
-def test_a_longer_wait_never_leads_to_a_faster_tier(a_s: float, b_s: float, chance: float) -> None:
-    tiers = [DRAM, CXL, SSD, HDD]
-    names = [*(tier.name for tier in tiers), DROP]
-    soon, late = sorted((a_s, b_s))
-    first = place(tiers, Expectation(chance, soon), 1.0)
-    second = place(tiers, Expectation(chance, late), 1.0)
-    assert names.index(first) <= names.index(second)
-
-
-def test_what_is_cheaper_to_recompute_or_never_returns_is_dropped() -> None:
-    assert place([HDD], Expectation(1.0, 1.0), recompute_s=0.1) == DROP
-    assert place([DRAM, HDD], Expectation(0.0, inf), recompute_s=10.0) == DROP
-
-
-def test_break_even_is_where_the_choice_changes() -> None:
-    at_s = break_even_s(DRAM, CXL)
-    assert place([DRAM, CXL], Expectation(1.0, at_s * 0.99), 1.0) == "dram"
-    assert place([DRAM, CXL], Expectation(1.0, at_s * 1.01), 1.0) == "cxl"
 
 
 def serve(detector: ThrashDetector, tier: list[int], asked: list[int], blocks: int) -> None:

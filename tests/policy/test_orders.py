@@ -252,3 +252,46 @@ def test_what_was_seen_at_the_ends_of_lines_is_never_out_of_date() -> None:
             assert order.victim(1) == remembered
             tier.shrink(tier.count - 1)
     assert tier.evicted > 500
+
+
+def test_a_few_blocks_are_counted_as_many_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop for a few rows and numpy for many leave the same counts behind."""
+    states = []
+    for few in (0, 1000):
+        monkeypatch.setattr("kvdepot.policy.eviction.density._FEW", few)
+        draw = random.Random(5)
+        workload = Workload(16)
+        chains = [workload.new_blocks(NO_PARENT, 1 + number % 9) for number in range(50)]
+        index, order = Index.of(workload), ReuseDensity()
+        tier = Tier("dram", 80, index, order)
+        for _ in range(2000):
+            rows = chains[min(int(draw.expovariate(0.1)), 49)]
+            found = rows[: int(tier.has(rows).sum())].tolist()
+            if found:
+                index.tree.use(found)
+                tier.leaves.used(found)
+            tier.take_in(rows)
+        columns = (order._since, order._kind, order._turns, order._uses)
+        states.append(
+            [column.array.tolist() for column in columns]
+            + [order._hazard._reuses.tolist(), order.trust, order._hits, tier.evicted]
+        )
+    assert states[0] == states[1]
+    assert states[0][-1] > 500
+
+
+def test_a_long_prompt_in_a_new_tier_is_no_trouble() -> None:
+    """Trust is learned in powers of e; hundreds of hits at once must not leave its bounds."""
+    memory = Memory("default")
+    names = [f"n{number}" for number in range(900)]
+    memory.enter(*names)
+    memory.catalog.use(list(memory.names))
+    assert memory.evict() is not None
+
+
+def test_recency_is_not_overruled_where_the_counts_are_not_trusted() -> None:
+    """However many reuses come too late: LRU may do no better, but the counts have done worse."""
+    order = ReuseDensity()
+    order._late, order._hits = 1e6, 1.0
+    order._learn(-(10**6))
+    assert order.trust < 0.1

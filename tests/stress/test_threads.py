@@ -156,7 +156,7 @@ class Crowd:
 
     def _match(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
         match = self.store.match(keys)
-        assert set(match.tiers) <= {"dram", "ssd", "hdd"}
+        assert set(match.tiers) <= {"dram", "cxl", "ssd", "hdd"}
         return len(match)
 
     def _remove(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:

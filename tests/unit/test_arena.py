@@ -160,7 +160,7 @@ class TestMemory:
         assert memory.prefaulted()
         memory.view[12345:12350] = b"hello"
         before = len(os.listdir("/proc/self/fd"))
-        other = Memory.mapped(os.dup(memory.fd), memory.nbytes)
+        other = Memory.mapped((os.dup(memory.fd), memory.nbytes))
         assert bytes(other.view[12345:12350]) == b"hello"
         assert memory.address % (2 << 20) == other.address % (2 << 20) == 0
         assert memory.address != other.address
@@ -175,7 +175,7 @@ class TestMemory:
         memory = Memory(2 << 20, "never", shared=True)
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(OSError, match="to map"):
-            Memory.mapped(os.dup(memory.fd), nbytes)
+            Memory.mapped((os.dup(memory.fd), nbytes))
         assert len(os.listdir("/proc/self/fd")) == before
         memory.close()
 

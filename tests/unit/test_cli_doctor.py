@@ -80,6 +80,20 @@ def test_reads_the_machine(server: Path) -> None:
     assert facts.disks[1].rotational
     assert facts.gpus == (machine.Gpu("NVIDIA H200", "580.95.05"),)
     assert len(facts.dax_devices) == 1
+    assert facts.far_nodes == ()
+
+
+def test_memory_behind_cxl_is_offered(server: Path) -> None:
+    node = {"cpulist": "\n", "meminfo": "Node 2 MemTotal:       1024 kB\nNode 2 MemFree: 1 kB\n"}
+    lay(server, {f"sys/devices/system/node/node2/{name}": text for name, text in node.items()})
+    found = doctor.slower_memory_check(machine.read_machine(server))
+    assert found.status is doctor.Status.OK
+    assert "NUMA node 2" in found.found and "dax0.0" in found.found
+    assert found.advice.startswith("cxl.node = 2 or cxl.path = ")
+    (server / "dev/dax0.0").unlink()
+    (server / "sys/devices/system/node/node2/meminfo").unlink()
+    missing = doctor.slower_memory_check(machine.read_machine(server))
+    assert "stand in" in missing.found and not missing.advice
 
 
 def test_an_unreadable_machine_is_empty_not_an_error(tmp_path: Path) -> None:

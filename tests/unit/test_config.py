@@ -110,7 +110,7 @@ def test_tables_from_the_environment() -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "says"),
     [
-        ({"drma": 1}, "drma", "known: block_tokens, dram, ssd"),
+        ({"drma": 1}, "drma", "known: block_tokens, dram, cxl"),
         ({"dram": {"capcity": 1}}, "dram.capcity", "known: capacity, huge_pages"),
         ({"dram": {3: 1}}, "dram", "names must be text"),
         ({"dram.verify.x": 1}, "dram.verify", "not true or false"),

@@ -151,7 +151,7 @@ class TestUp:
         """Drop everything from memory."""
         with store._stock.changed:
             for row in np.flatnonzero(store._stock.catalog.memory.state.array).tolist():
-                store._stock.drop_memory(row)
+                store._stock.pools[0].drop(row)
 
 
 class TestWriteModes:

@@ -207,7 +207,7 @@ class TestBypass:
             drive.wear.spend(int(drive.wear.level_bytes))
             with store._stock.changed:
                 for row in store._stock.catalog.rows(keys):
-                    store._stock.drop_memory(row)
+                    store._stock.pools[0].drop(row)
             assert tiers(store, keys) == ["hdd"] * 4
             assert store.flush()
             assert (blocks_in(store, "ssd"), counter(store, "bypassed")) == (0, 4)

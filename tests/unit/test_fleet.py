@@ -1,6 +1,7 @@
 """Drives are added, drained and resized while the store is in use."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from tests.unit.test_chain import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
@@ -103,6 +104,36 @@ class TestDrain:
         with pytest.raises(ConfigError, match="no such tier"):
             store.drain_drive("hdd", tmp_path / "c")
 
+    def test_closing_the_store_ends_it_and_nothing_is_lost(self, tmp_path: Path) -> None:
+        slow = {"read_bandwidth": "2MB", "write_bandwidth": "100MB", "seek": "1ms"}
+        store = kvdepot.open(**two_drives(tmp_path, emulate=slow))
+        chains = fill(store, 0, 20)
+        raised: list[BaseException] = []
+
+        def drain() -> None:
+            try:
+                store.drain_drive("ssd", tmp_path / "a")
+            except StoreClosedError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        while not drive(store, 0)["draining"]:
+            time.sleep(0.001)
+        assert store.close().ok
+        thread.join()
+        assert [str(tmp_path / "a") in str(error) for error in raised] == [True]
+        with kvdepot.open(**two_drives(tmp_path)) as store:
+            space_of(store)
+            assert whole(store, chains) == [True] * 20
+            assert store.check().ok
+
+    def test_a_path_may_be_written_in_another_way(self, store: Store, tmp_path: Path) -> None:
+        fill(store, 0, 4)
+        (tmp_path / "link").symlink_to(tmp_path / "a")
+        assert store.drain_drive("ssd", tmp_path / "link") >= 0
+        assert drive(store, 0)["drained"]
+
 
 class TestAdd:
     def test_a_new_drive_takes_its_share(self, tmp_path: Path) -> None:
@@ -149,3 +180,8 @@ class TestResize:
     def test_too_little_is_refused(self, store: Store) -> None:
         with pytest.raises(ConfigError, match="3 segments"):
             store.resize("ssd", "1MiB")
+        with pytest.raises(ConfigError, match="is not a size"):
+            store.resize("ssd", "much")
+        with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
+            store.resize("dram", "1GiB")
+        assert "start again" in caught.value.hint

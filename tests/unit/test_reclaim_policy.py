@@ -1,5 +1,6 @@
 """Which segment makes room on disk, and which of its blocks are written again."""
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -7,58 +8,76 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvdepot.errors import ConfigError
 from kvdepot.policy.reclaim import KEEP_SHARE_MAX, SegmentFacts, coldest, keep
+from kvdepot.policy.reclaim_rules import RULES, rule_named
 
 CAPACITY = 1000
+NOW = 100
+
+
+def column(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
 
 
 def segment(
-    sizes: Sequence[int], stamps: Sequence[int], hits: Sequence[int], orphaned_bytes: int = 0
+    sizes: Sequence[int], stamps: Sequence[int], hits: Sequence[int], below: Sequence[int] = ()
 ) -> SegmentFacts:
-    def column(values: Sequence[int]) -> npt.NDArray[np.int64]:
-        return np.array(values, dtype=np.int64)
-
-    return SegmentFacts(CAPACITY, column(sizes), column(stamps), column(hits), orphaned_bytes)
+    rest = list(below) or [0] * len(sizes)
+    return SegmentFacts(CAPACITY, column(sizes), column(stamps), column(hits), column(rest))
 
 
-def full(stamp: int, hit_share: float = 0.0, orphaned_bytes: int = 0) -> SegmentFacts:
+def full(stamp: int, hit_share: float = 0.0, below_each: int = 0) -> SegmentFacts:
     """Ten blocks of a hundred bytes, last used at `stamp`."""
     hits = [1 if index < 10 * hit_share else 0 for index in range(10)]
-    return segment([100] * 10, [stamp] * 10, hits, orphaned_bytes)
+    return segment([100] * 10, [stamp] * 10, hits, [below_each] * 10)
 
 
-def kept(facts: SegmentFacts, forced: Sequence[bool] | None = None) -> list[int]:
+def kept(
+    facts: SegmentFacts, forced: Sequence[bool] | None = None, others: Sequence[SegmentFacts] = ()
+) -> list[int]:
     flags = np.array(forced if forced is not None else [False] * len(facts.sizes), dtype=bool)
     before = flags.copy()
-    result = keep(facts, flags)
+    result = keep(facts, flags, others, NOW)
     assert flags.tolist() == before.tolist(), "the caller's array is left alone"
     return np.flatnonzero(result).tolist()
 
 
 class TestColdest:
-    def test_an_empty_segment_goes_before_everything(self) -> None:
-        assert coldest([full(1), segment([], [], []), full(2)], now=100) == 1
+    def test_the_oldest_goes(self) -> None:
+        assert coldest([full(50), full(10), full(90)], NOW) == 0
 
-    def test_the_segment_unused_for_longest_goes(self) -> None:
-        assert coldest([full(50), full(10), full(90)], now=100) == 1
-
-    def test_of_equally_old_ones_that_with_less_to_write_again(self) -> None:
-        assert coldest([full(10, 0.4), full(10, 0.0), full(10, 0.2)], now=100) == 1
-
-    def test_of_equally_old_ones_that_whose_loss_takes_less_with_it(self) -> None:
-        assert coldest([full(10, orphaned_bytes=5000), full(10, orphaned_bytes=100)], now=100) == 1
+    def test_what_hangs_on_blocks_that_move_on_does_not_count(self) -> None:
+        """Half of the segment was used and moves on, with all that continues it."""
+        used = segment([100] * 10, [90] * 10, [9] * 5 + [0] * 5, [50 * CAPACITY] * 5 + [0] * 5)
+        assert coldest([used, full(50)], NOW) == 0
 
     def test_much_younger_tails_go_before_old_heads_that_carry_a_lot(self) -> None:
         """A prompt that outgrows the drive: dropping its head would drop everything."""
-        assert coldest([full(10, orphaned_bytes=50 * CAPACITY), full(90)], now=100) == 1
+        assert coldest([full(10, below_each=5 * CAPACITY), full(90)], NOW) == 1
+
+    def test_if_all_carry_a_lot_that_which_carries_least(self) -> None:
+        carry = [9 * CAPACITY, 2 * CAPACITY, 5 * CAPACITY]
+        assert coldest([full(10, below_each=each) for each in carry], NOW) == 1
+
+    def test_an_empty_segment_may_be_the_oldest(self) -> None:
+        assert coldest([segment([], [], []), full(2)], NOW) == 0
 
     def test_one_segment_is_the_coldest_of_one(self) -> None:
-        assert coldest([full(100, 1.0)], now=100) == 0
+        assert coldest([full(100, 1.0)], NOW) == 0
 
 
 class TestKeep:
     def test_blocks_never_used_since_they_were_written_are_dropped(self) -> None:
         assert kept(full(5)) == []
+
+    def test_used_ones_are_dropped_if_those_elsewhere_are_worth_more(self) -> None:
+        facts = segment([100] * 4, [10, 10, 90, 90], [1, 1, 1, 1])
+        assert kept(facts, others=[full(60, 1.0)]) == [2, 3]
+
+    def test_many_uses_make_up_for_age(self) -> None:
+        facts = segment([100] * 2, [40, 40], [1, 20])
+        assert kept(facts, others=[full(60, 1.0)]) == [1]
 
     def test_used_ones_are_kept_warmest_first_within_the_budget(self) -> None:
         facts = segment([200] * 5, [5, 9, 1, 7, 3], [1, 1, 1, 1, 0])
@@ -96,13 +115,68 @@ class TestKeep:
             if mine:
                 assert facts.sizes[chosen].sum() <= KEEP_SHARE_MAX * CAPACITY
             left = [i for i in range(count) if facts.hits[i] > 0 and i not in chosen]
-            if left and mine:
-                newest_left = max(facts.stamps[left])
-                assert newest_left <= min(facts.stamps[mine]), "warmest first"
+            for out, stays in itertools.product(left, mine):
+                later = facts.stamps[out] > facts.stamps[stays]
+                oftener = facts.hits[out] > facts.hits[stays]
+                assert not (later and oftener), "the most worthy first"
 
 
-@pytest.mark.parametrize(
-    ("hits", "warm_bytes"), [([0, 0, 0], 0), ([1, 0, 7], 400), ([1, 1, 1], 600)]
-)
-def test_warm_bytes_are_those_of_blocks_used_again(hits: list[int], warm_bytes: int) -> None:
-    assert segment([100, 200, 300], [1, 1, 1], hits).warm_bytes == warm_bytes
+class TestRulesByName:
+    """Three segments, oldest first: often used long ago, used once lately, never used."""
+
+    OFTEN = segment([100] * 4, [10, 10, 10, 80], [9, 9, 9, 9])
+    LATELY = segment([100] * 4, [90, 90, 90, 90], [1, 1, 0, 0])
+    NEVER = segment([100] * 4, [50, 50, 50, 50], [0, 0, 0, 0])
+    ALL = (OFTEN, LATELY, NEVER)
+
+    @pytest.mark.parametrize(
+        ("name", "goes", "stays"),
+        [
+            ("fifo", 0, []),
+            ("lru", 0, [3]),
+            ("lfu", 2, []),
+            ("s3fifo", 0, [0, 1, 2, 3]),
+        ],
+    )
+    def test_who_goes_and_what_moves_on(self, name: str, goes: int, stays: list[int]) -> None:
+        rule = rule_named(name)
+        at = rule.coldest(self.ALL, NOW)
+        assert at == goes
+        facts = self.ALL[at]
+        others = [other for other in self.ALL if other is not facts]
+        moved = rule.keep(facts, np.zeros(4, dtype=bool), others, NOW)
+        assert np.flatnonzero(moved).tolist() == stays
+
+    @pytest.mark.parametrize("name", RULES)
+    def test_every_rule_gains_room_and_keeps_what_it_must(self, name: str, seed: int) -> None:
+        rng, rule = random.Random(seed), rule_named(name)
+        for _ in range(100):
+            segments = [drawn(rng) for _ in range(rng.randrange(1, 6))]
+            at = rule.coldest(segments, NOW)
+            assert 0 <= at < len(segments)
+            facts = segments[at]
+            forced = np.array([rng.random() < 0.2 for _ in facts.sizes], dtype=bool)
+            moved = rule.keep(facts, forced, segments[:at] + segments[at + 1 :], NOW)
+            assert (moved >= forced).all()
+            if (moved & ~forced).any():
+                assert facts.sizes[moved].sum() <= KEEP_SHARE_MAX * CAPACITY
+
+    def test_an_empty_segment_is_no_trouble(self) -> None:
+        nothing = segment([], [], [])
+        for rule in RULES.values():
+            assert rule.coldest([nothing, nothing], NOW) in (0, 1)
+            assert not len(rule.keep(nothing, np.zeros(0, dtype=bool), [nothing], NOW))
+
+    def test_a_name_that_is_none_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="mru"):
+            rule_named("mru")
+
+
+def drawn(rng: random.Random) -> SegmentFacts:
+    count = rng.randrange(0, 12)
+    return segment(
+        [rng.randrange(1, 1 + CAPACITY // (count or 1)) for _ in range(count)],
+        [rng.randrange(NOW) for _ in range(count)],
+        [rng.randrange(3) for _ in range(count)],
+        [rng.randrange(3 * CAPACITY) for _ in range(count)],
+    )

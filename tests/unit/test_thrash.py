@@ -9,7 +9,7 @@ from tests.unit.test_chain import settings
 from tests.unit.test_demotion import blocks_in, counter
 
 import kvdepot
-from kvdepot.core.block import BlockKey
+from kvdepot.core.block import BlockKey, CopyState
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
@@ -26,7 +26,7 @@ def forget(store: Store) -> None:
     """Drop everything from memory."""
     with store._stock.changed:
         for row in np.flatnonzero(store._stock.catalog.memory.state.array).tolist():
-            store._stock.drop_memory(row)
+            store._stock.pools[0].drop(row)
 
 
 def read(store: Store, prompts: list[list[BlockKey]]) -> None:
@@ -93,6 +93,20 @@ class TestThrashing:
             keys = prompt(space_of(store), 1, 200)
             assert all(put(store, keys))
             assert not thrashes(store)
+
+
+class TestHits:
+    def test_what_brought_a_block_to_the_ssd_does_not_make_it_warm_there(
+        self, store: Store
+    ) -> None:
+        (keys,) = stored(store, 1)
+        ssd, hdd = store._stock.levels
+        read(store, [keys])
+        at = np.array(rows(store, keys))
+        assert (ssd.copies.state.array[at] == CopyState.READY).all()
+        assert (ssd.hits(at).tolist(), hdd.hits(at).tolist()) == ([0] * 10, [1] * 10)
+        read(store, [keys])
+        assert (ssd.hits(at).tolist(), hdd.hits(at).tolist()) == ([1] * 10, [2] * 10)
 
 
 class TestSelective:

@@ -131,7 +131,7 @@ class Bench:
             rows = stock.catalog.rows(space.keys(ids)[kept:])
             for row in reversed(rows):
                 if stock.catalog.memory.ready(row):
-                    stock.drop_memory(row)
+                    stock.pools[0].drop(row)
 
     def figures(self) -> dict[str, float]:
         """What the connector has counted since the last call, and was not taken by vLLM."""

@@ -120,6 +120,7 @@ class TestSessions:
         store = engine.side._depot.store
         params = {"kvdepot_session": "chat", "kvdepot_state": "closed"}
         ask(engine, "r", PROMPT, kv_transfer_params=params)
+        engine.step()  # everything is saved by now, and it is told of once more
         catalog = store._stock.catalog
         rows = catalog.rows(engine.side._spaces[""][0].keys(PROMPT))
         assert all(row in catalog.closed for row in rows)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from kvdepot.bench.cxl import measure_cxl
 from kvdepot.bench.disk import degrade_disk, measure_disk
 from kvdepot.bench.engines import MEMORY_BLOCKS
 from kvdepot.bench.lookups import measure_keys, measure_lookups
@@ -38,6 +39,9 @@ class StorePlan:
             if size <= memory_bytes // 4:
                 run = partial(measure_memory, size, memory_bytes, self.rounds)
                 yield Part(f"dram, {size >> 20} MiB blocks", run)
+        if memory_bytes >= 8 * MIB:
+            run = partial(measure_cxl, MIB, memory_bytes, self.rounds)
+            yield Part("cxl, 1 MiB blocks", run)
         for size in self.blocks_bytes:
             run = partial(measure_disk, self.directory, size, self.total_bytes, self.rounds)
             yield Part(f"ssd, {size >> 10} KiB blocks", run)

@@ -183,8 +183,7 @@ def machine_checks(facts: machine.Machine) -> Iterator[Check]:
     nodes = facts.numa_nodes
     yield Check("numa", Status.INFO, "1 node" if nodes == 1 else f"{nodes} nodes")
     yield huge_page_check(facts.huge_pages)
-    dax = ", ".join(facts.dax_devices)
-    yield Check("dax", Status.INFO, dax or "no /dev/dax* (CXL or persistent memory) devices")
+    yield slower_memory_check(facts)
     for disk in facts.disks:
         yield Check(f"disk {disk.name}", Status.INFO, describe(disk))
     for gpu in facts.gpus:
@@ -192,6 +191,17 @@ def machine_checks(facts: machine.Machine) -> Iterator[Check]:
     if not facts.gpus:
         advice = "for a GPU machine: install the NVIDIA driver, and give the container the GPU"
         yield Check("gpu", Status.INFO, "none found; the store itself needs none", advice)
+
+
+def slower_memory_check(facts: machine.Machine) -> Check:
+    """What a cxl tier could be made of."""
+    nodes = [f"NUMA node {node} (no processors)" for node in facts.far_nodes]
+    if not nodes and not facts.dax_devices:
+        found = "no /dev/dax* and no NUMA node without processors; ordinary memory would stand in"
+        return Check("cxl", Status.INFO, found)
+    ways = [f"cxl.node = {node}" for node in facts.far_nodes]
+    ways += [f'cxl.path = "{device}"' for device in facts.dax_devices]
+    return Check("cxl", Status.OK, ", ".join([*nodes, *facts.dax_devices]), " or ".join(ways))
 
 
 def memory_check(facts: machine.Machine) -> Check:

@@ -78,6 +78,8 @@ class Machine:
     """What the container may use; `memory_bytes` where it is not limited."""
 
     numa_nodes: int
+    far_nodes: tuple[int, ...]
+    """Those without processors: memory behind CXL, as a rule."""
     huge_pages: HugePages
     disks: tuple[Disk, ...]
     dax_devices: tuple[str, ...]
@@ -122,10 +124,22 @@ def read_machine(root: Path = HERE, *, nvidia_smi: str | None = None) -> Machine
         memory_available_bytes=kib(memory.get("MemAvailable", "0")),
         memory_limit_bytes=min(memory_bytes, read_memory_limit(root)),
         numa_nodes=max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*")))),
+        far_nodes=tuple(list_far_nodes(root)),
         huge_pages=read_huge_pages(root, memory),
         disks=tuple(list_disks(root)),
         dax_devices=tuple(sorted(str(path) for path in (root / "dev").glob("dax*"))),
         gpus=tuple(list_gpus(root, nvidia_smi)),
+    )
+
+
+def list_far_nodes(root: Path) -> list[int]:
+    """NUMA nodes that have memory and no processors."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return sorted(
+        int(folder.name.removeprefix("node"))
+        for folder in folders
+        if not read_text(folder / "cpulist")
+        and kib(read_fields(folder / "meminfo").get(f"Node {folder.name[4:]} MemTotal", "0"))
     )
 
 

@@ -94,6 +94,8 @@ def announce(daemon: Daemon, args: argparse.Namespace) -> None:
         line({**facts, "protocol": PROTOCOL, "blocks": stats["blocks"]})
     else:
         memory = format_bytes(stats["tiers"]["dram"]["capacity_bytes"])
+        if slower := stats["tiers"].get("cxl"):
+            memory += f" and {format_bytes(slower['capacity_bytes'])} of {slower['source']} as cxl"
         output.data(
             f"ready: unix:{args.socket}, {stats['blocks']:,} blocks, {memory} of memory, "
             f"process {os.getpid()}"

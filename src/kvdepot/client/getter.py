@@ -20,6 +20,7 @@ from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, Kind
 AWAY: Final = Got(None, "failed")
 """The answer for every block while there is no daemon."""
 _FROM_MEMORY: Final = ANSWERS[0]
+_FROM_CXL: Final = Got("cxl")
 _CORRUPT: Final = Got(None, "corrupt")
 _NO_IMAGE: Final = memoryview(b"")
 Array = npt.NDArray[Any]
@@ -79,7 +80,7 @@ class Getter:
             take = self._take_whole if span == (0, 0) else self._take_parts
             damaged += take(arrivals, wants, verify=bool(verify))
             if flags & Flag.LAST:
-                answers = _only(arrivals, len(wants))
+                answers = _only(arrivals, len(wants), self._session.welcome)
                 break
             if flags & Flag.LENT:
                 self._link.follow_up(serial, Kind.TAKEN)
@@ -177,13 +178,13 @@ def keys_of(keys: Sequence[BlockKey], part: range) -> bytes:
     return b"".join(keys[part.start : part.stop])
 
 
-def _only(arrivals: Array, count: int) -> list[Got]:
+def _only(arrivals: Array, count: int, welcome: messages.Welcome) -> list[Got]:
     """Answers where all that is there has come from memory at once."""
-    if len(arrivals) == count:
+    if len(arrivals) == count and not welcome.cxl_bytes:
         return [_FROM_MEMORY] * count
     answers = [MISS] * count
-    for index in arrivals["index"].tolist():
-        answers[index] = _FROM_MEMORY
+    for location, index, _ in arrivals.tolist():
+        answers[index] = _FROM_MEMORY if location < welcome.arena_bytes else _FROM_CXL
     return answers
 
 

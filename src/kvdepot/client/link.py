@@ -124,7 +124,8 @@ def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
     frame, descriptors = channel.receive_with(HELLO_TIMEOUT_S)
     try:
         welcome = _welcome(path, frame)
-        _check_descriptors(descriptors, 2 if token == messages.NO_TOKEN else 0)
+        memories = 3 if welcome.cxl_bytes else 2
+        _check_descriptors(descriptors, memories if token == messages.NO_TOKEN else 0)
     except (WireError, DaemonError):
         for fd in descriptors:
             os.close(fd)

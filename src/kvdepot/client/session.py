@@ -31,16 +31,17 @@ class Session:
     def __init__(self, path: str) -> None:
         """DaemonAwayError when nobody answers, DaemonError when they cannot be used."""
         self.path = path
-        link, (arena_fd, staging_fd) = connect(path, NO_TOKEN)
+        link, (*arena_fds, staging_fd) = connect(path, NO_TOKEN)
         self.welcome = link.welcome
+        sizes = (self.welcome.arena_bytes, self.welcome.cxl_bytes)
         try:
-            self.arena = Memory.mapped(arena_fd, self.welcome.arena_bytes)
+            self.arena = Memory.mapped(*zip(arena_fds, sizes, strict=False))
         except OSError as error:
             os.close(staging_fd)
             link.close()
             raise DaemonAwayError(str(error)) from error
         try:
-            self.staging = Memory.mapped(staging_fd, self.welcome.staging_bytes)
+            self.staging = Memory.mapped((staging_fd, self.welcome.staging_bytes))
         except OSError as error:
             self.arena.close()
             link.close()

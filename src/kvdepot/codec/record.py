@@ -141,6 +141,21 @@ def parse_own(image: memoryview) -> tuple[int, bytes, int, int]:
     return fields[3], fields[4], fields[6], fields[10]
 
 
+def own_chunk_bytes(image: memoryview, key: BlockKey, payload_bytes: int) -> int:
+    """The chunks of a block that lies in our own memory; 0 if its head is not that block's."""
+    fields = _HEAD.unpack_from(image, 0)
+    chunk_bytes, count = fields[11], fields[12]
+    known = (fields[1], fields[3], fields[4], fields[10]) == (
+        MAGIC,
+        Kind.BLOCK,
+        key,
+        payload_bytes,
+    )
+    if not known or not chunk_bytes or not 0 < count <= CHUNKS_MAX:
+        return 0
+    return int(chunk_bytes) if -(-payload_bytes // chunk_bytes) == count else 0
+
+
 def payload_intact(image: memoryview, head: Head) -> bool:
     """Whether the payload in `image` matches the checksums in its head. Reads every byte."""
     if len(image) < record_bytes(head.payload_bytes):

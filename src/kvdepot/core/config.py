@@ -28,6 +28,7 @@ SEGMENTS_AUTOMATIC_MAX: Final = 4096
 SEGMENTS_MIN: Final = 3
 """One that grows, one that is kept free, one that holds something."""
 _SIZE_LIMIT: Final = 1 << 63
+_TOKENS_MAX: Final = 1 << 40
 
 Bytes = Annotated[int, Unit.BYTES]
 Seconds = Annotated[float, Unit.SECONDS]
@@ -63,6 +64,50 @@ class DramConfig:
 
     def __post_init__(self) -> None:
         _check_size("dram.capacity", self.capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CxlConfig:
+    """Byte-addressable memory below the memory tier. `cxl = "256GiB"` alone means its capacity.
+
+    Without `node` and `path` ordinary memory stands in, and is said to do so.
+    """
+
+    SHORTHAND: ClassVar[str] = "capacity"
+
+    capacity: Bytes
+    """Memory for blocks that will be wanted later than those in `dram`."""
+
+    node: int | None = None
+    """The NUMA node whose memory it is."""
+
+    path: Path | None = None
+    """The device it is mapped from, such as /dev/dax0.0, or a file of at least its capacity."""
+
+    lock: bool = False
+    """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""
+
+    prefault: bool = True
+    """Touch all the memory when the store opens, so that no first use is slow."""
+
+    def __post_init__(self) -> None:
+        _check_size("cxl.capacity", self.capacity)
+        if self.node is not None and self.path is not None:
+            raise ConfigError("cxl.path", "is given beside cxl.node", hint="give one of the two")
+        if self.node is not None and self.node < 0:
+            raise ConfigError("cxl.node", f"must not be negative, got {self.node}")
+
+    @property
+    def source(self) -> str:
+        """Where the memory comes from, for people."""
+        if self.node is not None:
+            return f"NUMA node {self.node}"
+        return "ordinary memory" if self.path is None else str(self.path)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether ordinary memory stands in."""
+        return self.node is None and self.path is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +172,13 @@ class FileTierConfig:
     """When blocks come here: as the tier above makes room (or, below memory, soon), at once, when
     they are asked for a second time, or at once past the file tiers above."""
 
+    mirror: int = 0
+    """Blocks of prompts of at least so many tokens lie on two paths, so that losing one costs no
+    recomputation; 0 for none."""
+
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    """Which segment makes room first, and what of it is written again."""
+
     read_timeout: Seconds = 2.0
     """A read that takes longer is a miss."""
 
@@ -149,6 +201,7 @@ class FileTierConfig:
         self._check_paths()
         _check_size(self._name("capacity"), self.capacity)
         self._check_segment()
+        self._check_mirror()
         _check_range(self._name("io_depth"), self.io_depth, 1, 4096)
         for name in ("read_timeout", "write_timeout", "retry_initial", "retry_max"):
             _check_positive(self._name(name), getattr(self, name))
@@ -178,6 +231,15 @@ class FileTierConfig:
             raise ConfigError(self._name("path"), "needs at least one path")
         if len(set(self.path)) != len(self.path):
             raise ConfigError(self._name("path"), "names the same path twice")
+
+    def _check_mirror(self) -> None:
+        _check_range(self._name("mirror"), self.mirror, 0, _TOKENS_MAX)
+        if self.mirror and len(self.path) < 2:
+            raise ConfigError(
+                self._name("mirror"),
+                "there is one path only",
+                hint=f"give {self._name('path')} a list of two or more, on different drives",
+            )
 
     def _check_segment(self) -> None:
         if self.segment:
@@ -298,6 +360,9 @@ class Config:
 
     dram: DramConfig = field(default_factory=DramConfig)
     """The memory tier."""
+
+    cxl: CxlConfig | None = None
+    """The tier of slower memory, below the memory tier."""
 
     ssd: SsdConfig | None = None
     """The disk tier; without it and `hdd` the store lives in memory only."""

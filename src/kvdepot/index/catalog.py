@@ -29,7 +29,7 @@ class Copies:
         self.count = 0
         self.bit = bit
         """What this tier adds to a row's residency when its copy is ready."""
-        self._residency = residency
+        self.residency = residency
 
     def ready(self, row: int) -> bool:
         return bool(self.state.view[row] == _READY)
@@ -45,21 +45,21 @@ class Copies:
     def seal(self, row: int) -> None:
         """FILLING to READY: the bytes are there, lookups may see them."""
         self._go(row, CopyState.READY)
-        self._residency.view[row] |= self.bit
+        self.residency.view[row] |= self.bit
         self.count += 1
 
     def seal_many(self, rows: Rows, locations: Rows) -> None:
         """ABSENT to READY for distinct rows whose bytes are at `locations` already."""
         self.location.array[rows] = locations
         self.state.array[rows] = _READY
-        self._residency.array[rows] |= self.bit
+        self.residency.array[rows] |= self.bit
         self.count += len(rows)
 
     def drop(self, row: int) -> int:
         """READY or FILLING to ABSENT. Returns the location that is free now."""
         if self.state[row] == _READY:
             self.count -= 1
-            self._residency.view[row] &= ~self.bit
+            self.residency.view[row] &= ~self.bit
         self._go(row, CopyState.ABSENT)
         location = self.location[row]
         self.location[row] = NONE
@@ -81,7 +81,8 @@ class Copies:
 class Catalog:
     """All blocks of a store, whose tiers are named fastest first: memories, then files.
 
-    `order` says which of the blocks in memory leave first.
+    `order` says which of the blocks in the first memory leave first, `below` which of those in a
+    second one.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Catalog:
         files: Sequence[str] = ("ssd",),
         memories: Sequence[str] = ("dram",),
         order: Order | None = None,
+        below: Order | None = None,
     ) -> None:
         self.table = KeyTable()
         self.tree = PrefixTree(self.table)
@@ -102,10 +104,15 @@ class Catalog:
             for number, name in enumerate((*memories, *files))
         )
         self.memory = self.tiers[0]
+        self.memories = self.tiers[: len(memories)]
         self.files = self.tiers[len(memories) :]
+        self._memory_bits = (1 << len(memories)) - 1
         names = [copies.tier for copies in self.tiers]
         self._by_bits = ["", *(names[_lowest(bits)] for bits in range(1, 1 << len(names)))]
-        self.leaves = LeafOrder(self.table, self.tree, order)
+        orders = [order, below][: len(memories)]
+        self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
+        """Of each memory."""
+        self.leaves, *self._below = self.orders
         self.closed = Closed(self.tree)
         self.leased = 0
 
@@ -132,7 +139,7 @@ class Catalog:
             row = self.table.add(key)
             self.nbytes[row] = nbytes
             self.tree.attach(row)
-            self.leaves.adopt(row)
+            self._adopt(row)
         return row
 
     def recover(
@@ -148,7 +155,7 @@ class Catalog:
         else:
             for row in rows.tolist():
                 self.tree.attach(row)
-                self.leaves.adopt(row)
+                self._adopt(row)
         base = self.tree.now
         self.tree.now += len(rows)
         self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)
@@ -163,6 +170,10 @@ class Catalog:
                 return rows[:index]
         return rows
 
+    def in_memory(self, row: int) -> bool:
+        """Whether the block can be read where it is."""
+        return bool(self.residency.view[row] & self._memory_bits)
+
     def fastest(self, rows: Sequence[int]) -> list[str]:
         """For each resident row the fastest tier that has it."""
         residency = self.residency.view
@@ -172,6 +183,8 @@ class Catalog:
         """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
         self.tree.use(rows, hit=hit)
         self.leaves.used(rows, hit=hit)
+        for leaves in self._below:
+            leaves.used(rows, hit=hit)
 
     def lease(self, rows: Sequence[int]) -> None:
         """Protect rows from eviction until `unlease`."""
@@ -181,6 +194,8 @@ class Catalog:
         else:
             np.add.at(self._leases.array, rows, 1)
         self.leaves.hold_all(rows)
+        for leaves in self._below:
+            leaves.hold_all(rows)
         self.leased += len(rows)
 
     def unlease(self, rows: Sequence[int]) -> list[int]:
@@ -191,6 +206,8 @@ class Catalog:
         else:
             np.subtract.at(self._leases.array, rows, 1)
         self.leaves.release_all(rows)
+        for leaves in self._below:
+            leaves.release_all(rows)
         self.leased -= len(rows)
         doomed, leases, residency = self._doomed.view, self._leases.view, self.residency.view
         return [row for row in rows if (doomed[row] or not residency[row]) and not leases[row]]
@@ -234,8 +251,13 @@ class Catalog:
                 self._unlink(row)
             self.table.free(row)
 
+    def _adopt(self, row: int) -> None:
+        for leaves in self.orders:
+            leaves.adopt(row)
+
     def _unlink(self, row: int) -> None:
-        self.leaves.detach(row)
+        for leaves in self.orders:
+            leaves.detach(row)
         self.tree.detach(row)
         self.table.hide(row)
 

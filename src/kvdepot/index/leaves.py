@@ -144,6 +144,31 @@ class LeafOrder:
         """The row that should leave first from a size class, or NONE."""
         return self._order.victim(group)
 
+    def chain(self, row: int, count: int) -> list[int]:
+        """A row in line and, up to `count` in all, those above it that only wait for it to leave.
+
+        Tail first; as far as they were used together.
+        """
+        rows = [row]
+        stamps, parents = self._tree.stamp.view, self._tree.parent.view
+        while len(rows) < count:
+            parent = parents[row]
+            if (
+                parent == NONE
+                or self._group.view[parent] != self._group.view[row]
+                or self._kids.view[parent] != 1
+                or self._holds.view[parent]
+                or stamps[parent] - stamps[row] > 1
+            ):
+                break
+            rows.append(parent)
+            row = parent
+        return rows
+
+    def may_leave(self, row: int) -> bool:
+        """Whether nobody but a single holder keeps the block from leaving."""
+        return not self._kids.view[row] and self._holds.view[row] <= 1
+
     def _standing(self, rows: Sequence[int]) -> Sequence[int]:
         """Those of the rows that are in line."""
         if len(rows) < FEW:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 
-HITS_MAX: Final = 255
+HITS_MAX: Final = 65_535
 FEW: Final = 16
 """Below this many rows a loop is faster than numpy."""
 
@@ -24,7 +24,7 @@ class PrefixTree:
         self._table = table
         self.parent = table.column(np.int32, NONE)
         self.stamp = table.column(np.int64, 0)
-        self.hits = table.column(np.uint8, 0)
+        self.hits = table.column(np.uint16, 0)
         self._first = table.column(np.int32, NONE)
         self._next = table.column(np.int32, NONE)
         self._previous = table.column(np.int32, NONE)

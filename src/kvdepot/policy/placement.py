@@ -1,53 +1,40 @@
-"""Which tier a block belongs in: the one whose latency matches its expected reuse interval.
+"""Which of two blocks has the faster place: the one that is expected back sooner.
 
-The rule of chapter 9.7 of the seed guide, for each block: what comes back soon belongs where a
-fetch is short, what comes back late where a byte is cheap; "one tier too low for the reuse rate"
-is its first mistake on the list. Keeping a block costs its price for the time until it is used;
-fetching it costs waiting. The cheapest sum wins. Pure.
+The rule of chapter 9.7 of the seed guide, for each block: the tier whose latency matches its
+expected reuse interval. What a place costs is what the block that must leave for it would have
+brought, so a block goes where the next to leave is expected later than itself. Pure.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.policy.reuse import Expectation
+PROMOTE_MARGIN: Final = 2.0
+"""How many times sooner a block must be expected to be brought up: that costs two copies."""
 
 
 @dataclass(frozen=True, slots=True)
-class TierFacts:
-    """What the choice depends on, in any one currency."""
+class Outlook:
+    """When a block is expected to be used again."""
 
-    name: str
-    fetch_s: float
-    """To have a block back, from here."""
-    keep_cost_per_s: float
-    """What a place for one block costs per second, in the time of a waiting engine (s/s)."""
+    chance: float
+    """That it is used again at all."""
+    interval: float
+    """Until then, if so, counted in uses of blocks."""
+
+    @property
+    def rate(self) -> float:
+        """Reuses that its place brings, per use of any block."""
+        return self.chance / max(1.0, self.interval)
 
 
-DROP: Final = "drop"
+def is_kept(leaving: Outlook, incumbent: Outlook) -> bool:
+    """Whether a block that leaves a tier belongs in the next one, instead of one that is there.
 
-
-def place(tiers: Sequence[TierFacts], expected: Expectation, recompute_s: float) -> str:
-    """The tier to keep a block in until its next use, or DROP if none is worth it.
-
-    `recompute_s` is what its absence would cost. A block that may not come back at all is worth
-    that much less.
+    Where nothing is known of either, the one that was used last stays.
     """
-    best, best_gain = DROP, 0.0
-    for tier in tiers:
-        saved = expected.chance * (recompute_s - tier.fetch_s)
-        gain = saved - tier.keep_cost_per_s * _kept_s(expected) if expected.chance else 0.0
-        if gain > best_gain:
-            best, best_gain = tier.name, gain
-    return best
+    return leaving.rate >= incumbent.rate
 
 
-def _kept_s(expected: Expectation) -> float:
-    """How long a place is taken: until the reuse, or as long again when it does not come."""
-    return expected.interval_s * (2.0 - expected.chance)
-
-
-def break_even_s(fast: TierFacts, slow: TierFacts) -> float:
-    """The reuse interval up to which the faster tier is the better one, if reuse is certain."""
-    dearer = fast.keep_cost_per_s - slow.keep_cost_per_s
-    return (slow.fetch_s - fast.fetch_s) / dearer if dearer > 0 else float("inf")
+def is_promoted(used: Outlook, incumbent: Outlook) -> bool:
+    """Whether a block that was used belongs in the faster tier, instead of one that is there."""
+    return used.rate > PROMOTE_MARGIN * incumbent.rate

@@ -1,6 +1,7 @@
 """Which segment makes room on a log-structured tier, and what of it is worth writing again.
 
-Pure functions of facts, shared with the simulator.
+Pure functions of facts, shared with the simulator. This is the default; others to compare with are
+in reclaim_rules.py.
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
 KEEP_SHARE_MAX: Final = 0.5
 """At most this share of a segment is written again, so that reclaiming always gains room."""
+_LOST_SHARE_MAX: Final = 8.0
+"""A segment is spared if it would take more than so many times its size along from elsewhere."""
+_HITS_FIRST: Final = 0.5
+"""What having been written counts against having been used once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,45 +28,65 @@ class SegmentFacts:
     """What the choice depends on: the live blocks of one sealed segment."""
 
     capacity_bytes: int
-    sizes: npt.NDArray[np.int64]
-    stamps: npt.NDArray[np.int64]
-    hits: npt.NDArray[np.int64]
-    orphaned_bytes: int = 0
-    """What continues these blocks elsewhere on the drive, and would be dropped with them."""
-
-    @property
-    def warm_bytes(self) -> int:
-        return int(self.sizes[self.hits > 0].sum())
+    sizes: Ints
+    stamps: Ints
+    """When each block, or what continues it elsewhere, was last used."""
+    hits: Ints
+    """How often each was asked for since it was written."""
+    below: Ints
+    """Bytes that continue each block elsewhere on the drive, and would be dropped with it."""
 
 
 def coldest(segments: Sequence[SegmentFacts], now: int) -> int:
-    """Index of the segment to reclaim.
+    """Index of the segment to reclaim; they are given oldest first.
 
-    Most room for what is written again or lost, old blocks first.
+    The oldest, unless very much hangs on what it would drop, as on the head of a prompt that fills
+    the drive; then the next. If that is so with all of them, the one that takes least along.
     """
-    scores = [_score(segment, now) for segment in segments]
-    return max(range(len(scores)), key=scores.__getitem__)
+    lost = [_lost_share(segments, at, now) for at in range(len(segments))]
+    for at, share in enumerate(lost):
+        if share <= _LOST_SHARE_MAX:
+            return at
+    return min(range(len(lost)), key=lost.__getitem__)
 
 
-def _score(segment: SegmentFacts, now: int) -> float:
-    if not len(segment.sizes):
-        return float("inf")
-    again = min(segment.warm_bytes / segment.capacity_bytes, KEEP_SHARE_MAX)
-    lost = segment.orphaned_bytes / segment.capacity_bytes
-    age = now - float(segment.stamps.mean()) + 1.0
-    return (1.0 - again) * age / (1.0 + again + lost)
-
-
-def keep(facts: SegmentFacts, forced: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def keep(
+    facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts] = (), now: int = 0
+) -> Bools:
     """Which blocks move on instead of being dropped.
 
-    `forced` ones always do (leased, or above a leased one). Of the others those that were used
-    since they were written, warmest first, up to KEEP_SHARE_MAX of the segment.
+    `forced` ones always do (leased, or above a leased one). Of the others those that were used and
+    are worth more than the usual block of `others`, the most worthy first, up to KEEP_SHARE_MAX.
     """
+    everyone = [facts, *others]
+    ages = np.concatenate([now - one.stamps for one in everyone])
+    usual_age = float(ages.mean()) + 1.0 if len(ages) else 1.0
+    elsewhere = [_worth(one, now, usual_age) for one in others if len(one.sizes)]
+    bar = float(np.concatenate(elsewhere).mean()) if elsewhere else 0.0
+    worth = _worth(facts, now, usual_age)
+    return fill(facts, forced, (facts.hits > 0) & (worth > bar), worth)
+
+
+def fill(facts: SegmentFacts, forced: Bools, wanted: Bools, worth: Ints | Floats) -> Bools:
+    """`forced`, and of those wanted the most worthy first, up to KEEP_SHARE_MAX of the segment."""
     kept = forced.copy()
     budget = facts.capacity_bytes * KEEP_SHARE_MAX - int(facts.sizes[kept].sum())
-    wanted = np.flatnonzero((facts.hits > 0) & ~kept)
-    wanted = wanted[np.argsort(-facts.stamps[wanted], kind="stable")]
-    fits = np.cumsum(facts.sizes[wanted]) <= budget
-    kept[wanted[fits]] = True
+    chosen = np.flatnonzero(wanted & ~kept)
+    chosen = chosen[np.argsort(-worth[chosen], kind="stable")]
+    fits = np.cumsum(facts.sizes[chosen]) <= budget
+    kept[chosen[fits]] = True
     return kept
+
+
+def _worth(facts: SegmentFacts, now: int, usual_age: float) -> Floats:
+    """Uses over age, which is that of the latest use and of what is usual together."""
+    worth: Floats = (facts.hits + _HITS_FIRST) / (now - facts.stamps + usual_age)
+    return worth
+
+
+def _lost_share(segments: Sequence[SegmentFacts], at: int, now: int) -> float:
+    """How much would be dropped elsewhere, in segments."""
+    facts, others = segments[at], [*segments[:at], *segments[at + 1 :]]
+    nobody = np.zeros(len(facts.sizes), dtype=bool)
+    dropped = ~keep(facts, nobody, others, now)
+    return float(facts.below[dropped].sum()) / facts.capacity_bytes

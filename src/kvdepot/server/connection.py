@@ -158,7 +158,7 @@ class Connection:
 
     def _welcome(self, serial: int, session: Session, *, new: bool) -> None:
         config, places = self._daemon.config, self._daemon.places
-        arena_bytes, staging_bytes = places.nbytes
+        arena_bytes, *cxl_bytes, staging_bytes = places.nbytes
         body = messages.Welcome(
             token=session.token,
             pid=os.getpid(),
@@ -166,6 +166,7 @@ class Connection:
             read_timeout_s=config.read_timeout,
             put_timeout_s=config.writeback.put_timeout,
             arena_bytes=arena_bytes,
+            cxl_bytes=sum(cxl_bytes),
             staging_bytes=staging_bytes,
             verify=config.dram.verify,
             prefault=config.dram.prefault,

@@ -78,6 +78,6 @@ class ReadAhead:
                 break
             row = children[0]
             level = self._stock.source(row)
-            if catalog.memory.absent(row) and level is not None and level.run_bytes:
+            if level is not None and level.run_bytes and not catalog.in_memory(row):
                 found.append(row)
         return found

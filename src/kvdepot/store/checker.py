@@ -5,11 +5,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own, record_bytes
+from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.core.block import CopyState
-from kvdepot.index.table import NONE
-from kvdepot.native import VERIFY
+from kvdepot.index.table import NONE, Rows
+from kvdepot.native import VERIFY, address_of
 from kvdepot.store.level import Level
+from kvdepot.store.mirrors import Mirrors
+from kvdepot.store.pool import Pool
 from kvdepot.store.report import CheckReport
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.arena import NOBODY
@@ -25,7 +27,8 @@ def check_stock(stock: Stock, *, deep: bool) -> CheckReport:
     report = CheckReport()
     with stock.changed:
         report.blocks = stock.catalog.table.live
-        _check_memory_books(stock, report)
+        for pool in stock.pools:
+            _check_memory_books(pool, report)
         for level in stock.levels:
             _check_file_books(level, report)
         _check_tree(stock, report)
@@ -41,24 +44,22 @@ def _rows(stock: Stock) -> list[int]:
     return np.flatnonzero(catalog.nbytes.array > 0).tolist()
 
 
-def _check_memory_books(stock: Stock, report: CheckReport) -> None:
-    catalog = stock.catalog
+def _check_memory_books(pool: Pool, report: CheckReport) -> None:
+    catalog, arena = pool.catalog, pool.arena
     owned: Counter[int] = Counter()
-    for slab in stock.arena.slabs():
+    for slab in arena.slabs():
         for owner in slab.owners:
             if owner not in (NOBODY, TEMPORARY):
                 owned[owner] += 1
-    holders = np.flatnonzero(catalog.memory.state.array != 0).tolist()
+    holders = np.flatnonzero(pool.copies.state.array != 0).tolist()
     for row in holders:
         if owned.pop(row, 0) != 1:
-            report.add("dram", f"block {catalog.table.key(row).hex()} does not own one slot")
+            report.add(pool.name, f"block {catalog.table.key(row).hex()} does not own one slot")
     for row in owned:
-        report.add("dram", f"a slot belongs to row {row}, which has no copy in memory")
-    used = sum(
-        slab.slot_bytes * (len(slab.owners) - len(slab.free)) for slab in stock.arena.slabs()
-    )
-    if used != stock.arena.used_bytes:
-        report.add("dram", f"slots take {used} bytes, the books say {stock.arena.used_bytes}")
+        report.add(pool.name, f"a slot belongs to row {row}, which has no copy in memory")
+    used = sum(slab.slot_bytes * (len(slab.owners) - len(slab.free)) for slab in arena.slabs())
+    if used != arena.used_bytes:
+        report.add(pool.name, f"slots take {used} bytes, the books say {arena.used_bytes}")
 
 
 def _check_file_books(level: Level, report: CheckReport) -> None:
@@ -72,6 +73,8 @@ def _check_file_books(level: Level, report: CheckReport) -> None:
     if not (catalog.residency.array[rows] & level.copies.bit).all():
         report.add(level.name, "a ready block is not counted as resident")
     places = level.copies.location.array[rows]
+    if level.mirrors is not None:
+        places, rows = _with_mirrors(level, level.mirrors, report)
     sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // 4096) * 4096
     for index, drive in enumerate(level.tier.drives):
         mine = places >> 56 == index
@@ -88,6 +91,20 @@ def _check_file_books(level: Level, report: CheckReport) -> None:
         if slot_of(location) not in level.tier.drives[location >> 56].segments:
             where = f"slot {slot_of(location)}"
             report.add(level.name, f"a block is said to be in {where}, which is not in use")
+
+
+def _with_mirrors(level: Level, mirrors: Mirrors, report: CheckReport) -> tuple[Rows, Rows]:
+    """Places and rows of all copies in a tier that mirrors."""
+    first, second = level.copies.location.array, mirrors.location.array
+    ready = level.copies.state.array == _READY
+    twice = second != NONE
+    if (twice & ~ready).any() or (twice & (first >> 56 == second >> 56)).any():
+        report.add(level.name, "a second copy is without a first one on another drive")
+    if int(twice.sum()) != mirrors.count:
+        where = f"{int(twice.sum())} blocks are mirrored, the books say {mirrors.count}"
+        report.add(level.name, where)
+    rows = np.concatenate([np.flatnonzero(ready), np.flatnonzero(twice)])
+    return np.concatenate([first[ready], second[twice]]), rows
 
 
 def _check_tree(stock: Stock, report: CheckReport) -> None:
@@ -120,28 +137,32 @@ def _leased_rows(stock: Stock) -> Iterator[int]:
 def _check_bytes(stock: Stock, row: int, report: CheckReport) -> None:
     catalog = stock.catalog
     with stock.changed:
-        in_memory = catalog.memory.location[row] if catalog.memory.ready(row) else NONE
+        here = [pool for pool in stock.pools if pool.copies.ready(row)]
     report.nbytes += catalog.nbytes[row]
-    if in_memory != NONE and not _memory_intact(stock, in_memory):
-        report.add("dram", f"block {catalog.table.key(row).hex()} does not match its checksum")
+    for pool in here:
+        if not _memory_intact(pool, row):
+            what = f"block {catalog.table.key(row).hex()} does not match its checksum"
+            report.add(pool.name, what)
     for level in stock.levels:
-        _check_copy(stock, level, row, report)
+        with stock.changed:
+            places = level.places(row)
+        for location in places:
+            _check_copy(stock, level, row, location, report)
 
 
-def _check_copy(stock: Stock, level: Level, row: int, report: CheckReport) -> None:
-    """Read a block's copy in one file tier."""
-    catalog, copies = stock.catalog, level.copies
+def _check_copy(stock: Stock, level: Level, row: int, location: int, report: CheckReport) -> None:
+    """Read a block's copy at one place of a file tier."""
+    catalog = stock.catalog
     nbytes = record_bytes(catalog.nbytes[row])
     with stock.changed:
-        location = copies.location[row] if copies.ready(row) else NONE
-        slot = stock.staging.allocate(nbytes, TEMPORARY) if location != NONE else None
+        slot = stock.staging.allocate(nbytes, TEMPORARY)
     if slot is None:
         return
     key = catalog.table.key(row)
     intact = level.tier.read_image(key, location, stock.staging.image(slot, nbytes))
     with stock.changed:
         stock.staging.free(slot)
-        moved = copies.location[row] != location
+        moved = location not in level.places(row)
     if not intact and not moved:
         drive = level.tier.drives[location >> 56]
         report.add(
@@ -150,10 +171,11 @@ def _check_copy(stock: Stock, level: Level, row: int, report: CheckReport) -> No
         )
 
 
-def _memory_intact(stock: Stock, location: int) -> bool:
-    head = stock.arena.image(location, HEAD_BYTES)
-    payload_bytes = parse_own(head)[3]
-    chunk_bytes = int.from_bytes(head[80:88], "little")
-    slot = stock.arena.address + location
-    op = (0, slot + HEAD_BYTES, 0, payload_bytes, chunk_bytes, slot + TABLE_OFFSET, VERIFY)
+def _memory_intact(pool: Pool, row: int) -> bool:
+    image, nbytes = pool.image(row), pool.catalog.nbytes[row]
+    chunk_bytes = own_chunk_bytes(image, pool.catalog.table.key(row), nbytes)
+    if not chunk_bytes:
+        return False
+    slot = address_of(image)[0]
+    op = (0, slot + HEAD_BYTES, 0, nbytes, chunk_bytes, slot + TABLE_OFFSET, VERIFY)
     return bool(transfers([op])[0] == 0)

@@ -13,6 +13,7 @@ class Counters:
     put_refused: int = 0
     put_bytes: int = 0
     get_dram: int = 0
+    get_cxl: int = 0
     get_ssd: int = 0
     get_hdd: int = 0
     get_miss: int = 0
@@ -20,6 +21,10 @@ class Counters:
     promoted: int = 0
     hinted: int = 0
     """Blocks brought to memory because of a hint."""
+    get_mirror: int = 0
+    """Blocks read from one drive because another that has them could not be read."""
+    mirrored: int = 0
+    """Blocks written to a second drive."""
     demoted: int = 0
     """Blocks copied to a slower tier."""
     written: int = 0
@@ -27,6 +32,7 @@ class Counters:
     write_failed: int = 0
     """Blocks given up by write-back: they stay in dram only."""
     evicted_dram: int = 0
+    evicted_cxl: int = 0
     evicted_ssd: int = 0
     evicted_hdd: int = 0
     moved_ssd: int = 0

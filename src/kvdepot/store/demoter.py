@@ -133,7 +133,7 @@ class Demoter:
                     return False
                 self._stride.took(sum(map(len, piece.images)), self._stock.clock.now() - started_s)
             if not urgent:
-                self._rest(started_s)
+                rest(self._stock, [self.upper, self.lower], started_s)
         return True
 
     def _claim(self, rows: list[int]) -> tuple[Piece, list[int]]:
@@ -185,7 +185,7 @@ class Demoter:
             rows = [piece.rows[index] for index in piece.fetch]
             found = upper.tier.read_images(
                 [table.key(row) for row in rows],
-                [upper.copies.location[row] for row in rows],
+                [upper.readable(row) for row in rows],
                 [piece.images[index] for index in piece.fetch],
             )
             for index, good in zip(piece.fetch, found, strict=True):
@@ -228,13 +228,13 @@ class Demoter:
             lower.moving.difference_update(piece.rows)
             stock.unlease(piece.rows)
 
-    def _rest(self, since_s: float) -> None:
-        """Leave the drives to those who read, if there are any."""
-        stock = self._stock
-        busy = [level for level in (self.upper, self.lower) if level.pace.busy_since(since_s)]
-        if not busy:
-            return
-        share = HEAD_SHARE if any(level.run_bytes for level in busy) else FLASH_SHARE
-        pause_s = rest_s(stock.clock.now() - since_s, share)
-        with stock.changed:
-            stock.changed.wait_for(lambda: stock.closing, pause_s)
+
+def rest(stock: Stock, levels: Sequence[Level], since_s: float) -> None:
+    """Leave drives that were worked on `since_s` to those who read, if there are any."""
+    busy = [level for level in levels if level.pace.busy_since(since_s)]
+    if not busy:
+        return
+    share = HEAD_SHARE if any(level.run_bytes for level in busy) else FLASH_SHARE
+    pause_s = rest_s(stock.clock.now() - since_s, share)
+    with stock.changed:
+        stock.changed.wait_for(lambda: stock.closing, pause_s)

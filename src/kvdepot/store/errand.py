@@ -1,7 +1,7 @@
 """What a caller wants of the tiers, and what it gets to see of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.core.tier import Load
@@ -70,3 +70,7 @@ class Errand:
     sink: Sink | None = None
     ahead: bool = False
     """Nobody waits for it."""
+    tried: dict[int, set[int]] = field(default_factory=dict)
+    """Places where a want was not to be had."""
+    rescued: set[int] = field(default_factory=set)
+    """Wants that are read from one of two places since the other drive fails."""

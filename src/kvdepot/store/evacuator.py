@@ -3,6 +3,7 @@
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.index.table import NONE
 from kvdepot.store.demoter import MakeRoom
 from kvdepot.store.level import Level
 from kvdepot.store.stock import TEMPORARY, Stock
@@ -62,7 +63,7 @@ class Evacuator:
             nbytes = record_bytes(catalog.nbytes[row])
             if piece and nbytes > budget:
                 return self._claimed(piece), rows[number:]
-            if not self._is_here(row):
+            if not self._is_here(row) or self._thinned_out(row):
                 continue
             slot = stock.staging.allocate(nbytes, TEMPORARY)
             if slot is None:
@@ -80,8 +81,20 @@ class Evacuator:
         return piece
 
     def _is_here(self, row: int) -> bool:
-        copies = self._level.copies
-        return copies.ready(row) and drive_of(copies.location[row]) == self._index
+        return self._place(row) != NONE
+
+    def _place(self, row: int) -> int:
+        """Where on this drive a block is, or NONE."""
+        places = self._level.places(row)
+        return next((place for place in places if drive_of(place) == self._index), NONE)
+
+    def _thinned_out(self, row: int) -> bool:
+        """Drop a copy whose block another drive has: it is mirrored anew from there. Lock held."""
+        level = self._level
+        if level.mirrors is None or not level.spared(row, self._place(row)):
+            return False
+        level.lose(row, self._place(row), again=True)
+        return True
 
     def _move(self, piece: list[tuple[int, int]]) -> int:
         stock, level, catalog = self._stock, self._level, self._stock.catalog
@@ -90,7 +103,7 @@ class Evacuator:
             stock.staging.image(slot, record_bytes(catalog.nbytes[row])) for row, slot in piece
         ]
         keys = [catalog.table.key(row) for row in rows]
-        intact = level.tier.read_images(keys, [level.copies.location[row] for row in rows], images)
+        intact = level.tier.read_images(keys, [self._place(row) for row in rows], images)
         good = [index for index, fine in enumerate(intact) if fine]
         places = dict(zip(good, self._append([images[index] for index in good]), strict=True))
         moved = 0
@@ -107,12 +120,10 @@ class Evacuator:
         """A block is at a new place, or nowhere in this tier. Lock held."""
         level, stock = self._level, self._stock
         if location is None:
-            level.drop(row)
+            level.lose(row, self._place(row))
             stock.counters.add("evicted", level.name)
             return False
-        level.tier.discard([level.copies.location[row]], [stock.catalog.nbytes[row]])
-        level.copies.move(row, location)
-        level.enter(row, location)
+        level.relocate(row, self._place(row), location)
         stock.counters.add("moved", level.name)
         return True
 

@@ -1,4 +1,4 @@
-"""The drives of a store and the threads that keep them: started, added to, drained and resized."""
+"""The drives of a store and the threads of its tiers: started, added to, drained and resized."""
 
 import threading
 from pathlib import Path
@@ -7,10 +7,12 @@ from typing import Final
 from kvdepot.core.units import parse_bytes
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.policy.write_mode import WriteMode
-from kvdepot.store.demoter import Demoter
+from kvdepot.store.demoter import Demoter, MakeRoom
 from kvdepot.store.evacuator import Evacuator
 from kvdepot.store.level import Level
 from kvdepot.store.migrator import Migrator
+from kvdepot.store.mirrorer import Mirrorer
+from kvdepot.store.porter import Porter
 from kvdepot.store.prober import Prober
 from kvdepot.store.stock import Stock
 from kvdepot.store.writer import Writer
@@ -27,6 +29,7 @@ class Fleet:
         self._demoters: dict[Level, Demoter] = {}
         """By the upper tier."""
         self._migrators: list[Migrator] = []
+        self._mirrorers: list[Mirrorer] = []
         self._change = threading.Lock()
         """Held while drives come or go."""
         self._prober = Prober(stock, self.writers)
@@ -38,6 +41,9 @@ class Fleet:
             self.writers[level] = []
             for index in range(len(level.tier.drives)):
                 self._add_writer(level, index)
+            if level.mirrors is not None:
+                self._mirrorers.append(Mirrorer(stock, level, self._room_maker(level)))
+        self._porters = [Porter(stock)] if len(stock.pools) > 1 else []
         for thread in self.threads():
             thread.start()
 
@@ -45,7 +51,18 @@ class Fleet:
         writers = [writer for some in self.writers.values() for writer in some]
         threads = [thread for writer in writers for thread in writer.threads]
         threads += [migrator.thread for migrator in self._migrators]
+        threads += [mirrorer.thread for mirrorer in self._mirrorers]
+        threads += [porter.thread for porter in self._porters]
         return [*threads, self._prober.thread] if self._stock.levels else threads
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads of a store that closes. False: one is still busy."""
+        for porter in self._porters:
+            porter.call()
+        threads = self.threads()
+        for thread in threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in threads)
 
     def add(self, tier: str, path: Path) -> None:
         """Use one more drive, which must be empty."""
@@ -54,6 +71,7 @@ class Fleet:
             index = level.tier.add(path)
             with self._stock.changed:
                 writer = self._add_writer(level, index)
+                level.look_again()
             for thread in writer.threads:
                 thread.start()
 
@@ -66,9 +84,7 @@ class Fleet:
             if level.tier.drives[index].draining or len(active) < 2:
                 raise ConfigError(f"{tier}.path", f"{path} cannot go: no other drive is there")
             writers = self.writers[level]
-            evacuator = Evacuator(
-                self._stock, level, index, lambda drive, nbytes: writers[drive].make_room(nbytes)
-            )
+            evacuator = Evacuator(self._stock, level, index, self._room_maker(level))
             moved = evacuator.evacuate()
             if self._stock.closing:
                 raise StoreClosedError(f"the store was closed before {path} was empty")
@@ -102,6 +118,8 @@ class Fleet:
             for writer, drive in drives:
                 drive.resize(share // drive.settings.segment_bytes)
                 writer.shrink()
+            with self._stock.changed:
+                level.look_again()
 
     def set_mode(self, tier: str, mode: str) -> None:
         """Change how a tier gets its blocks, from now on."""
@@ -120,11 +138,11 @@ class Fleet:
         for level in self.writers:
             if level.name == tier:
                 return level
-        if tier in [copies.tier for copies in self._stock.catalog.tiers]:
+        files = [copies.tier for copies in self._stock.catalog.files]
+        if tier not in files and tier in [copies.tier for copies in self._stock.catalog.tiers]:
             raise ConfigError(
                 tier,
-                "cannot change while the store is open: memory is mapped by all who use it, and "
-                "a store opened read-only writes to no drive",
+                "memory cannot change while the store is open: it is mapped by all who use it",
                 hint=f"change {tier} in the settings, and start again",
             )
         raise ConfigError(tier, "this store has no such tier of files that it may write to")
@@ -136,9 +154,8 @@ class Fleet:
         return writer
 
     def _demoter(self, upper: Level, lower: Level) -> Demoter:
-        writers = self.writers[lower]
+        return Demoter(self._stock, upper, lower, self._room_maker(lower))
 
-        def make_room(drive: int, nbytes: int) -> bool:
-            return writers[drive].make_room(nbytes)
-
-        return Demoter(self._stock, upper, lower, make_room)
+    def _room_maker(self, level: Level) -> MakeRoom:
+        writers = self.writers[level]
+        return lambda drive, nbytes: writers[drive].make_room(nbytes)

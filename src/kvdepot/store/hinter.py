@@ -178,7 +178,7 @@ class Hinter:
                 brought = [
                     want
                     for want, answer in zip(wants, answers, strict=True)
-                    if answer and answer.tier != "dram"
+                    if answer and answer.tier not in ("dram", "cxl")
                 ]
                 hint.brought += len(brought)
                 stock.counters.hinted += len(brought)

@@ -8,22 +8,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+from kvdepot.codec.record import round_up
 from kvdepot.core.clock import Clock, SystemClock, WallClock
-from kvdepot.core.config import Config, FileTierConfig, SsdConfig, load
+from kvdepot.core.config import Config, CxlConfig, FileTierConfig, SsdConfig, load
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
+from kvdepot.policy.eviction.rhythm import Rhythm
 from kvdepot.store.level import Level
 from kvdepot.store.pace import Pace
 from kvdepot.store.stock import Stock
 from kvdepot.store.store import Store
 from kvdepot.tiers.arena import Arena
+from kvdepot.tiers.dax import open_device
 from kvdepot.tiers.emulation import EmulatedFiles
 from kvdepot.tiers.files import Files
 from kvdepot.tiers.hdd import HardDriveTier
 from kvdepot.tiers.health import RetryPauses
-from kvdepot.tiers.memory import Memory, trim_heap
+from kvdepot.tiers.memory import HUGE_BYTES, Memory, trim_heap
 from kvdepot.tiers.mount import MountSettings
+from kvdepot.tiers.numa import check_node
 from kvdepot.tiers.ssd import SegmentTier
 
 Mode = Literal["rw", "r"]
@@ -79,13 +83,19 @@ def assemble(
             "writeback.staging", config.writeback.staging, huge_pages, shared=dram.shared
         )
         held.append(staging)
-        _lock(config, arena)
+        cxl = _slower_arena(config.cxl, shared=dram.shared) if config.cxl else None
+        held += [cxl] if cxl else []
+        _lock(config, arena, cxl)
     except KVDepotError:
         for part in held:
             part.close()
         raise
+    rhythm = Rhythm()
     catalog = Catalog(
-        [tier.name for tier in tiers] or ["ssd"], order=order_named(config.dram.eviction)
+        [tier.name for tier in tiers] or ["ssd"],
+        ("dram", "cxl") if cxl else ("dram",),
+        order=order_named(config.dram.eviction),
+        below=rhythm,
     )
     levels = tuple(
         Level(tier, settings, catalog, copies, Pace(clock))
@@ -95,7 +105,9 @@ def assemble(
     if config.dram.prefault:
         for memory in (arena.memory, staging.memory):
             memory.prefault(partial(_register, tiers, memory))
-    return Store(Stock(config, clock, catalog, arena, staging, levels))
+    if cxl and config.cxl and config.cxl.prefault:
+        cxl.memory.prefault(bool)
+    return Store(Stock(config, clock, catalog, arena, staging, levels, cxl, rhythm))
 
 
 def _take_in(levels: Sequence[Level]) -> None:
@@ -119,11 +131,31 @@ class Closable(Protocol):
         """Give them up."""
 
 
-def _lock(config: Config, arena: Arena) -> None:
-    if config.dram.lock and not arena.memory.lock():
-        raise ConfigError(
-            "dram.lock", "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false"
-        )
+def _lock(config: Config, arena: Arena, cxl: Arena | None) -> None:
+    wanted = {"dram.lock": arena if config.dram.lock else None}
+    wanted["cxl.lock"] = cxl if config.cxl and config.cxl.lock else None
+    for setting, one in wanted.items():
+        if one and not one.memory.lock():
+            raise ConfigError(
+                setting, "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false"
+            )
+
+
+def _slower_arena(config: CxlConfig, *, shared: bool) -> Arena:
+    """The memory that the `cxl` settings name."""
+    nbytes = config.capacity
+    try:
+        if config.node is not None:
+            check_node("cxl.node", config.node, nbytes)
+            return Arena(nbytes, memory=Memory.on_node(nbytes, config.node, shared=shared))
+        if config.path is not None:
+            whole = round_up(nbytes, HUGE_BYTES)
+            fd = open_device("cxl.path", config.path, whole)
+            return Arena(nbytes, memory=Memory.mapped((fd, whole)))
+    except OSError as error:
+        setting = "cxl.path" if config.path is not None else "cxl.node"
+        raise ConfigError(setting, f"cannot map the memory: {error.strerror}") from error
+    return _arena("cxl.capacity", nbytes, "auto", shared=shared)
 
 
 def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = False) -> Arena:
@@ -153,6 +185,7 @@ def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Cl
         tier=config.TIER,
         daily_bytes=config.daily_bytes if isinstance(config, SsdConfig) else 0,
         wall=wall,
+        mirrored=config.mirror > 0,
     )
     kind = HardDriveTier if config.TIER == "hdd" else SegmentTier
     return kind(config.path, files, settings, SystemClock())

@@ -28,6 +28,7 @@ _READY: Final = int(CopyState.READY)
 _ALL: Final = (0, 0)
 _CODES: Final = {(answer.tier, answer.reason): code for code, answer in enumerate(ANSWERS)}
 _IN_MEMORY: Final = _CODES["dram", ""]
+_IN_CXL: Final = _CODES["cxl", ""]
 _ABSENT: Final = _CODES[None, "absent"]
 Array = npt.NDArray[Any]
 
@@ -45,6 +46,7 @@ class Arrivals:
 
     indices: Array
     locations: Array
+    """In the arena, or in the slower memory as if that began where the arena ends."""
     staged: Array
     """In staging, and good only until the call that told of it returns; else in the arena."""
     verified: bool
@@ -73,25 +75,25 @@ class Places:
         self.store = store
         self._stock = store._stock
         self._sizes: dict[int, Size] = {}
+        self._arena_bytes = self._stock.arena.memory.nbytes
         tiers = [TIER_NAMES.index(copies.tier) for copies in self._stock.catalog.tiers]
         lowest = [(bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(tiers))]
         self._codes = np.array([0, *(tiers[bit] for bit in lowest)], np.uint8)
         """By residency, the fastest tier's place in TIER_NAMES."""
 
     @property
-    def descriptors(self) -> tuple[int, int]:
-        """Of the arena and of staging, for others to map."""
-        return self._stock.arena.memory.fd, self._stock.staging.memory.fd
+    def descriptors(self) -> list[int]:
+        """Of the arena, of the slower memory if there is one, and of staging, for others to map."""
+        return [arena.memory.fd for arena in self._stock.arenas]
 
     @property
-    def nbytes(self) -> tuple[int, int]:
+    def nbytes(self) -> list[int]:
         """Lengths of what the descriptors stand for."""
-        return self._stock.arena.memory.nbytes, self._stock.staging.memory.nbytes
+        return [arena.memory.nbytes for arena in self._stock.arenas]
 
     def is_prefaulted(self) -> bool:
         """Whether all memory has been touched, or will not be."""
-        parts = (self._stock.arena.memory, self._stock.staging.memory)
-        return all(memory.prefaulted(0.0) for memory in parts)
+        return all(arena.memory.prefaulted(0.0) for arena in self._stock.arenas)
 
     def register(self, tag: bytes, size: Size, description: bytes) -> None:
         """Know a namespace. ConfigError if its blocks do not fit, or are not as they were."""
@@ -121,12 +123,9 @@ class Places:
 
     def where(self, hold: Hold) -> tuple[Array, Array]:
         """Location of each held block, -1 if it is on disk only; and its payload's length."""
-        catalog = self._stock.catalog
         rows = np.asarray(hold.rows, np.int64)
         with self._stock.changed:
-            ready = catalog.memory.state.array[rows] == _READY
-            locations = np.where(ready, catalog.memory.location.array[rows], NONE)
-            return locations, catalog.nbytes.array[rows]
+            return self._locations(rows), self._stock.catalog.nbytes.array[rows]
 
     def release(self, hold: Hold) -> None:
         """End a hold. A second time does nothing."""
@@ -144,11 +143,11 @@ class Places:
         """
         hot, cold = self._sort(keys, span, hold)
         answers = bytearray([_ABSENT]) * len(keys)
-        if len(hot.indices) == len(keys):
+        if len(hot.indices) == len(keys) and len(self._stock.pools) == 1:
             answers = bytearray(len(keys))
         else:
-            for index in hot.indices.tolist():
-                answers[index] = _IN_MEMORY
+            for index, place in zip(hot.indices.tolist(), hot.locations.tolist(), strict=True):
+                answers[index] = _IN_MEMORY if place < self._arena_bytes else _IN_CXL
         if len(hot.indices):
             arrive(hot, not cold)
         self._read(Errands(cold, timeout_s, True, hold), arrive, answers)
@@ -230,7 +229,7 @@ class Places:
         catalog, sizes = self._stock.catalog, self._sizes_of(keys)
         with self._stock.changed:
             rows = self._resident(keys)
-            absent = (catalog.memory.state.array[rows] == 0).tolist()
+            absent = (self._locations(rows) == NONE).tolist()
             nbytes = catalog.nbytes.array[rows].tolist()
         wants = [
             _want(keys[index], size, _ALL)
@@ -254,6 +253,33 @@ class Places:
             count = len(self.store._usable(rows[:count].tolist()))
         return rows[:count]
 
+    def _locations(self, rows: Rows) -> Array:
+        """Where blocks are in memory, -1 for those that are not. Lock held."""
+        first, *others = self._stock.pools
+        ready = first.copies.state.array[rows] == _READY
+        found: Array = np.where(ready, first.copies.location.array[rows], NONE)
+        for pool in others:
+            here = (found == NONE) & (pool.copies.state.array[rows] == _READY)
+            found[here] = pool.copies.location.array[rows[here]] + self._arena_bytes
+        return found
+
+    def _note_slower(self, rows: list[int]) -> None:
+        """So many of the hits were in the slower memory. Lock held."""
+        counters = self._stock.counters
+        counters.get_dram -= len(rows)
+        counters.get_cxl += len(rows)
+        self._stock.pools[0].wish(rows)
+
+    def _place(self, arrival: Arrival) -> int:
+        """Where a slot is that the reader tells of."""
+        at = address_of(arrival.view)[0] - HEAD_BYTES
+        if not arrival.lasting:
+            return at - self._stock.staging.address
+        first, *others = self._stock.pools
+        if 0 <= at - first.arena.address < self._arena_bytes:
+            return at - first.arena.address
+        return at - others[0].arena.address + self._arena_bytes
+
     def _sort(self, keys: Keys, span: Span, hold: Hold) -> tuple[Arrivals, dict[int, Want]]:
         """Hold what is in memory; what is on disk becomes wants."""
         stock, catalog = self._stock, self._stock.catalog
@@ -262,17 +288,19 @@ class Places:
         with stock.changed:
             rows = catalog.table.find_many(keys)
             known = (rows != NONE) & (catalog.nbytes.array[rows] == expected)
-            hot = known & (catalog.memory.state.array[rows] == _READY)
+            locations = self._locations(rows)
+            hot = known & (locations != NONE)
             cold = known & ~hot & (catalog.residency.array[rows] != 0)
             catalog.use(rows[hot | cold].tolist())
             stock.write_touched(rows[hot].tolist())
-            hot_rows = rows[hot]
-            held = hot_rows.tolist()
+            held = rows[hot].tolist()
             self._take(held)
             hold.rows += held
-            locations = catalog.memory.location.array[hot_rows]
+            locations = locations[hot]
             length = span[1] - span[0]
             stock.counters.get_dram += len(held)
+            if len(stock.pools) > 1:
+                self._note_slower(rows[hot][locations >= self._arena_bytes].tolist())
             stock.counters.get_bytes += length * len(held) if length else int(expected[hot].sum())
             stock.counters.get_miss += len(rows) - int((hot | cold).sum())
         indices = np.flatnonzero(hot)
@@ -297,13 +325,9 @@ class Places:
         """Have the reader fetch; what stays in memory is added to the hold."""
         stock, hold = self._stock, errands.hold
         indices, asked = list(errands.wants), list(errands.wants.values())
-        bases = (stock.arena.address, stock.staging.address)
 
         def sink(arrived: list[Arrival]) -> None:
-            places = [
-                address_of(arrival.view)[0] - HEAD_BYTES - bases[not arrival.lasting]
-                for arrival in arrived
-            ]
+            places = [self._place(arrival) for arrival in arrived]
             if hold is not None:
                 lasting = [asked[arrival.index].row for arrival in arrived if arrival.lasting]
                 with stock.changed:

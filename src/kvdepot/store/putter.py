@@ -68,7 +68,7 @@ class Putter:
         while len(results) < len(offers):
             wave: list[Offer] = []
             with stock.changed:
-                self._admit(offers, results, wave, deadline, _WAVE_BYTES)
+                self._admit(offers, results, wave, deadline, _WAVE_BYTES, patient=True)
             if wave:
                 filled = False
                 try:
@@ -144,16 +144,19 @@ class Putter:
         wave: list[Offer],
         deadline: float,
         limit_bytes: int,
+        *,
+        patient: bool = False,
     ) -> None:
         """Find slots for the next offers.
 
-        Lock held; waits for room only while the wave is empty.
+        Lock held; waits for room only while the wave is empty. `patient`: rather than let a block
+        go that could be kept in a slower memory.
         """
         stock = self._stock
         total = sum(record_bytes(offer.payload_bytes) for offer in wave)
         while len(results) < len(offers) and total < limit_bytes:
             offer = offers[len(results)]
-            outcome = self._try(offer, pending_bytes=total)
+            outcome = self._try(offer, pending_bytes=total, patient=patient)
             if outcome is Put.THROTTLED:
                 if wave:
                     return
@@ -161,12 +164,15 @@ class Putter:
                 if wait_s > 0:
                     stock.changed.wait(wait_s)
                     continue
+                if patient:
+                    patient = False
+                    continue
             results.append(outcome)
             if outcome is Put.STORED:
                 wave.append(offer)
                 total += record_bytes(offer.payload_bytes)
 
-    def _try(self, offer: Offer, pending_bytes: int) -> Put:
+    def _try(self, offer: Offer, pending_bytes: int, *, patient: bool) -> Put:
         """Reserve a slot. THROTTLED may change with time, REFUSED will not."""
         stock, catalog = self._stock, self._stock.catalog
         row = catalog.row(offer.key)
@@ -181,7 +187,7 @@ class Putter:
         waiting = stock.dirty_bytes + pending_bytes
         if stock.writers and waiting and waiting + nbytes > stock.dirty_limit_bytes:
             return Put.THROTTLED
-        slot = self._room.slot(nbytes, NONE)
+        slot = self._room.slot(nbytes, NONE, patient=patient)
         if slot is None:
             return Put.THROTTLED
         row = catalog.ensure(offer.key, offer.payload_bytes)

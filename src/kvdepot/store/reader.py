@@ -6,21 +6,23 @@ A block that is corrupt, failed or late is a miss; the others are delivered.
 """
 
 import contextlib
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import MISS, CopyState, Got
-from kvdepot.core.tier import Load, Outcome, Pending
+from kvdepot.core.tier import Outcome
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
+from kvdepot.store.choice import drive_for, place_for
 from kvdepot.store.drainer import Drainer, LateRead
 from kvdepot.store.errand import Arrival, Errand, Sink, Want
+from kvdepot.store.flight import Flight, Flights, Loaded, Step
 from kvdepot.store.level import Level
+from kvdepot.store.pool import Pool
 from kvdepot.store.room import Room
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import read_op, transfers
@@ -28,39 +30,16 @@ from kvdepot.tiers.ssd import drive_of
 
 _READY: Final = int(CopyState.READY)
 _CACHED_BYTES: Final = 16 << 20
-_WAVES_A_DRIVE: Final = 4
-_WAVES_AHEAD: Final = 2
-"""Have their memory already, and start at once when one that is being read is through."""
 _THREADS: Final = 8
 _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""
 _LOOK_AGAIN_S: Final = 0.5
-_FROM_MEMORY: Final = Got("dram")
 _REASONS: Final = {
     Outcome.CORRUPT: Got(None, "corrupt"),
     Outcome.FAILED: Got(None, "failed"),
     Outcome.LATE: Got(None, "late"),
 }
 _BUSY: Final = Got(None, "busy")
-
-
-Flights = dict[tuple[Level, int], "Flight"]
-Loaded = tuple[list[Outcome], Pending | None]
-
-
-class Flight:
-    """What one errand reads from one drive: waves that are planned, and those under way."""
-
-    def __init__(self, level: Level, drive: int) -> None:
-        self.level = level
-        self.drive = drive
-        self.waiting: deque[int] = deque()
-        self.flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
-        self.turns = threading.Semaphore(_WAVES_A_DRIVE)
-        """Waves that are read at the same time."""
-
-    def has_room(self) -> bool:
-        return bool(self.waiting) and len(self.flying) < _WAVES_A_DRIVE + _WAVES_AHEAD
 
 
 class Reader:
@@ -116,35 +95,68 @@ class Reader:
                 catalog.use(held)
                 stock.write_touched(held)
             slots = [catalog.memory.location.view[wants[index].row] for index in hot]
+            warm = self._look_below(errand, cold) if len(stock.pools) > 1 else {}
         try:
-            cold += self._from_memory(errand, hot, slots)
+            cold += self._from_memory(errand, stock.pools[0], hot, slots)
+            if warm or (cold and len(stock.pools) > 1):
+                cold = self._from_below(errand, warm, cold)
             if cold:
                 self._from_files(errand, cold)
         finally:
             with stock.changed:
                 if not ahead:
                     self._count(wants, errand.results)
+                    stock.counters.get_mirror += sum(
+                        errand.results[index].tier is not None for index in errand.rescued
+                    )
                 stock.unlease(held)
         if self.follow is not None and not ahead:
             self.follow(wants)
         return errand.results
 
-    def _from_memory(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
+    def _look_below(self, errand: Errand, indices: list[int]) -> dict[int, int]:
+        """Those of the wants that are in the slower memory, and where. Lock held."""
+        upper, lower = self._stock.pools
+        wants, copies = errand.wants, lower.copies
+        found = {
+            index: int(copies.location.view[wants[index].row])
+            for index in indices
+            if copies.ready(wants[index].row)
+        }
+        if found and not errand.ahead:
+            upper.wish([wants[index].row for index in found])
+        return found
+
+    def _from_below(self, errand: Errand, warm: dict[int, int], left: list[int]) -> list[int]:
+        """Serve what is in the slower memory, where it lies. Returns what is not, or is damaged."""
+        damaged = [index for index in left if errand.results[index] is _REASONS[Outcome.CORRUPT]]
+        if damaged:
+            with self._stock.changed:
+                warm |= self._look_below(errand, damaged)
+        pool = self._stock.pools[1]
+        bad = self._from_memory(errand, pool, list(warm), list(warm.values())) if warm else []
+        return [index for index in left if index not in warm] + bad
+
+    def _from_memory(
+        self, errand: Errand, pool: Pool, hits: list[int], places: list[int]
+    ) -> list[int]:
         """Serve hits in leased slots. Returns those that failed verification.
 
         What is verified and then read in place by the sink goes in small parts, so that the sink
         finds it in the processor's cache.
         """
         if not (errand.verify and errand.sink is not None and hits):
-            return self._copy_out(errand, hits, places)
+            return self._copy_out(errand, pool, hits, places)
         count = max(1, _CACHED_BYTES // max(errand.wants[index].payload_bytes for index in hits))
         starts = range(0, len(hits), count)
         parts = [(hits[at : at + count], places[at : at + count]) for at in starts]
-        return [index for part in parts for index in self._copy_out(errand, *part)]
+        return [index for part in parts for index in self._copy_out(errand, pool, *part)]
 
-    def _copy_out(self, errand: Errand, hits: list[int], places: list[int]) -> list[int]:
+    def _copy_out(
+        self, errand: Errand, pool: Pool, hits: list[int], places: list[int]
+    ) -> list[int]:
         """Verify and copy as asked. Returns the hits that failed verification."""
-        base = self._stock.arena.address
+        base, served = pool.arena.address, pool.served
         ops = []
         partial = []
         asked = []
@@ -166,23 +178,25 @@ class Reader:
         bad = [index for index in hits if codes.get(index, 0)]
         arrivals = []
         for index, place in zip(hits, places, strict=True):
-            errand.results[index] = _FROM_MEMORY
+            errand.results[index] = served
             if index not in bad and not errand.wants[index].target:
                 nbytes = record_bytes(errand.wants[index].payload_bytes)
-                arrivals.append((index, self._stock.arena.image(place, nbytes), True))
+                arrivals.append((index, pool.arena.image(place, nbytes), True))
         for index in bad:
             errand.results[index] = _REASONS[Outcome.CORRUPT]
         _hand_over(errand, arrivals)
-        return [index for index in bad if self._quarantine_memory(errand.wants[index].row)]
+        return [index for index in bad if self._quarantine(pool, errand.wants[index].row)]
 
-    def _quarantine_memory(self, row: int) -> bool:
-        """Drop a damaged copy in memory. True: a file tier has another one."""
+    def _quarantine(self, pool: Pool, row: int) -> bool:
+        """Drop a damaged copy in memory. True: a slower tier has another one."""
         stock, catalog = self._stock, self._stock.catalog
         with stock.changed:
             stock.counters.quarantined += 1
-            lower = stock.source(row) is not None
-            if lower and catalog.memory.ready(row) and catalog.leases(row) == 1:
-                stock.drop_memory(row)
+            below = stock.pools[stock.pools.index(pool) + 1 :]
+            other = stock.source(row) or any(one.copies.ready(row) for one in below)
+            idle = catalog.leases(row) == 1 and not stock.is_waiting(row)
+            if other and idle and pool.copies.ready(row):
+                pool.drop(row)
                 return True
             catalog.doom(row)
             return False
@@ -206,13 +220,23 @@ class Reader:
 
     def _assign(self, errand: Errand, flights: Flights, indices: list[int]) -> None:
         """Choose the drive that each block is read from. Lock held."""
+        drive = NONE
+        queued = {name: flight.queued_bytes for name, flight in flights.items()}
         for index in indices:
-            row = errand.wants[index].row
-            level = self._stock.source(row)
-            if level is not None:
-                drive = drive_of(level.copies.location[row])
-                flight = flights.setdefault((level, drive), Flight(level, drive))
-                flight.waiting.append(index)
+            want = errand.wants[index]
+            level = self._stock.source(want.row)
+            if level is None:
+                continue
+            if level.mirrors is None:
+                drive = drive_of(level.copies.location[want.row])
+            else:
+                drive = drive_for(errand, index, level, queued, drive)
+            flight = flights.get((level, drive))
+            if flight is None:
+                flight = flights[level, drive] = Flight(level, drive)
+            flight.waiting.append(index)
+            flight.queued_bytes += want.payload_bytes
+            queued[level, drive] = flight.queued_bytes
 
     def _fly(self, errand: Errand, flights: Flights) -> None:
         moves: Counter[int] = Counter()
@@ -276,7 +300,8 @@ class Reader:
                 contextlib.nullcontext() if errand.ahead else flight.level.pace.foreground()
             )
             with flight.turns, waited_for:
-                return tier.load(loads, max(0.0, errand.deadline - clock.now()))
+                left_s = max(0.0, errand.deadline - clock.now())
+                return tier.load(loads, left_s / 2 if wave[0].hedged else left_s)
 
         if not inline:
             return self._pool(flight).submit(load)
@@ -297,16 +322,19 @@ class Reader:
 
         What nobody waits for is read only if it can stay in memory.
         """
-        stock, catalog, wants = self._stock, self._stock.catalog, errand.wants
+        stock, catalog = self._stock, self._stock.catalog
         level, waiting = flight.level, flight.waiting
         limit = min(level.wave_bytes, max(1, stock.arena.capacity_bytes // 4))
         wave: list[Step] = []
         total = 0
         while waiting:
             index = waiting[0]
-            want = wants[index]
+            want = errand.wants[index]
             nbytes = record_bytes(want.payload_bytes)
-            if wave and total + nbytes > limit:
+            location, hedged = level.copies.location[want.row], False
+            if level.mirrors is not None:
+                location, hedged = place_for(errand, index, level, flight.drive)
+            if wave and (total + nbytes > limit or hedged != wave[0].hedged):
                 break
             slot = None
             promote = level.config.promote or errand.ahead
@@ -324,8 +352,8 @@ class Reader:
                 break
             if promote:
                 catalog.memory.reserve(want.row, slot)
-            load = want.load(arena.image(slot, nbytes), level.copies.location[want.row])
-            wave.append(Step(index, load, slot, promote))
+            load = want.load(arena.image(slot, nbytes), location)
+            wave.append(Step(index, load, slot, promote, hedged))
             waiting.popleft()
             total += nbytes
         return wave
@@ -354,9 +382,10 @@ class Reader:
         finally:
             with self._stock.changed:
                 for step, outcome in zip(wave, outcomes, strict=True):
+                    flight.queued_bytes -= errand.wants[step.index].payload_bytes
                     if outcome is Outcome.LATE:
                         late.append(self._set_aside(step, errand.wants[step.index]))
-                    elif self._enter(errand, flight.level, step, outcome):
+                    if self._enter(errand, flight.level, step, outcome):
                         again.append(step.index)
                     if outcome is not Outcome.OK:
                         errand.results[step.index] = _REASONS[outcome]
@@ -368,11 +397,15 @@ class Reader:
     def _enter(self, errand: Errand, level: Level, step: "Step", outcome: Outcome) -> bool:
         """Settle a block that was read. True: read it again, from elsewhere. Lock held."""
         row = errand.wants[step.index].row
+        if outcome is not Outcome.OK:
+            errand.tried.setdefault(step.index, set()).add(step.load.location)
+        if outcome is Outcome.LATE:
+            return step.hedged
         self._settle(step, row, outcome)
         if outcome is Outcome.OK and step.promote:
             self._stock.promote(row, level, errand.wants[-1].key[-1])
         if outcome is not Outcome.OK:
-            return self._blame(level, step, row, outcome)
+            return self._blame(errand, level, step, outcome)
         errand.results[step.index] = Got(level.name)
         return False
 
@@ -396,21 +429,22 @@ class Reader:
         self._stock.counters.read_late += 1
         return LateRead(step.slot, want.key, len(step.load.image), step.promote)
 
-    def _blame(self, level: Level, step: "Step", row: int, outcome: Outcome) -> bool:
+    def _blame(self, errand: Errand, level: Level, step: "Step", outcome: Outcome) -> bool:
         """Drop the copy that could not be read. True: there is another, or it only moved."""
-        stock, copies = self._stock, level.copies
-        if copies.ready(row) and copies.location[row] == step.load.location:
-            if outcome is Outcome.CORRUPT:
-                stock.counters.quarantined += 1
-                level.drop(row)
-            else:
-                stock.counters.read_failed += 1
-                if level.usable(row):
-                    level.drop(row)
+        stock, location = self._stock, step.load.location
+        row, places = errand.wants[step.index].row, level.places(errand.wants[step.index].row)
+        if location in places:
+            corrupt = outcome is Outcome.CORRUPT
+            stock.counters.quarantined += corrupt
+            stock.counters.read_failed += not corrupt
+            if corrupt or level.works(location):
+                level.lose(row, location, again=True)
+            if len(places) > 1:
+                errand.rescued.add(step.index)
         other = stock.source(row)
-        return other is not None and (
-            other is not level or copies.location[row] != step.load.location
-        )
+        if other is level:
+            return not errand.tried[step.index].issuperset(level.places(row))
+        return other is not None
 
     def _count(self, wants: Sequence[Want], results: Sequence[Got]) -> None:
         counters = self._stock.counters
@@ -420,16 +454,6 @@ class Reader:
                 continue
             counters.add("get", got.tier)
             counters.get_bytes += want.stop - want.start
-
-
-@dataclass(slots=True)
-class Step:
-    """One block of a wave: its load and the slot it is read into."""
-
-    index: int
-    load: Load
-    slot: int
-    promote: bool
 
 
 _NO_IMAGE: Final = memoryview(b"")

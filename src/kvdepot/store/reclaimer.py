@@ -10,7 +10,8 @@ import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.policy.reclaim import SegmentFacts, coldest, keep
+from kvdepot.policy.reclaim import SegmentFacts
+from kvdepot.policy.reclaim_rules import rule_named
 from kvdepot.store.demoter import Demoter
 from kvdepot.store.level import Level
 from kvdepot.store.stock import TEMPORARY, Stock
@@ -35,6 +36,7 @@ class Reclaimer:
         self._demoter = demoter
         self._level = level
         self._tier = level.tier
+        self._rule = rule_named(level.config.eviction)
         self._index = index
 
     def reclaim(self) -> bool:
@@ -45,8 +47,7 @@ class Reclaimer:
                 choice = self._choose(tried)
                 if choice is None:
                     return False
-                segment, rows, facts = choice
-                stays = keep(facts, self._needed(rows))
+                segment, rows, stays = choice
             if self._empty(segment, rows, stays):
                 break
             tried.add(segment.slot)
@@ -70,8 +71,8 @@ class Reclaimer:
             self._level.segment_rows.pop((self._index, segment.slot), None)
         return True
 
-    def _choose(self, tried: set[int]) -> tuple[Segment, Rows, SegmentFacts] | None:
-        """The segment to go, its live rows and what is known of them."""
+    def _choose(self, tried: set[int]) -> tuple[Segment, Rows, Bools] | None:
+        """The segment to go, its live rows and which of them are written again."""
         sealed = [s for s in self._tier.drives[self._index].sealed() if s.slot not in tried]
         candidates = []
         for segment in sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]:
@@ -82,7 +83,11 @@ class Reclaimer:
         if not candidates:
             return None
         now = self._stock.catalog.tree.now
-        return candidates[coldest([facts for *_, facts in candidates], now)]
+        looked_at = [facts for *_, facts in candidates]
+        at = self._rule.coldest(looked_at, now)
+        segment, rows, facts = candidates[at]
+        others = looked_at[:at] + looked_at[at + 1 :]
+        return segment, rows, self._rule.keep(facts, self._needed(rows), others, now)
 
     def is_held_up(self) -> bool:
         """Whether a segment could go once others have done with its blocks. Lock held."""
@@ -106,13 +111,18 @@ class Reclaimer:
         return self._index << 24 | segment.slot
 
     def _in(self, segment: Segment, row: int) -> bool:
-        copies = self._level.copies
-        return copies.ready(row) and copies.location[row] >> 32 == self._place(segment)
+        return self._level.place_in(row, self._index, segment.slot) != NONE
+
+    def _spared(self, segment: Segment, row: int) -> bool:
+        """Whether another drive that works has a block of the segment too."""
+        level = self._level
+        place = level.place_in(row, self._index, segment.slot) if level.mirrors else NONE
+        return place != NONE and level.spared(row, place)
 
     def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
         catalog = self._stock.catalog
-        stamps, orphaned_bytes = self._look_below(segment, rows)
-        hits = catalog.tree.hits.array[rows].astype(np.int64)
+        stamps, below = self._look_below(segment, rows)
+        hits = self._hits(rows)
         closed = catalog.closed.mask(rows)
         stamps[closed] = hits[closed] = 0
         return SegmentFacts(
@@ -120,28 +130,37 @@ class Reclaimer:
             sizes=HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE,
             stamps=stamps,
             hits=hits,
-            orphaned_bytes=orphaned_bytes,
+            below=below,
         )
 
-    def _look_below(self, segment: Segment, rows: Rows) -> tuple[Rows, int]:
-        """When each block or what continues it was last used, and how much would be orphaned.
+    def _hits(self, rows: Rows) -> Rows:
+        """How often blocks were asked for; what one copy has earned counts for the other too."""
+        hits = self._level.hits(rows)
+        if self._level.mirrors is not None:
+            hits = np.maximum(hits, [row in self._level.mirrors.owed for row in rows.tolist()])
+        return hits
+
+    def _look_below(self, segment: Segment, rows: Rows) -> tuple[Rows, Rows]:
+        """When each block or what continues it was last used, and how many bytes continue it.
 
         Follows prefixes out of the segment, _ORPHANS_MAX blocks at most.
         """
         catalog = self._stock.catalog
         stamps = catalog.tree.stamp.array[rows]
-        total, steps = 0, 0
+        below, steps = np.zeros(len(rows), dtype=np.int64), 0
         for index in np.flatnonzero(self._leads_out(segment, rows)).tolist():
+            if self._spared(segment, int(rows[index])):
+                continue
             waiting = list(catalog.tree.children(int(rows[index])))
             while waiting and steps < _ORPHANS_MAX:
                 child = waiting.pop()
                 if self._in(segment, child) or not self._level.copies.ready(child):
                     continue
                 steps += 1
-                total += record_bytes(catalog.nbytes[child])
+                below[index] += record_bytes(catalog.nbytes[child])
                 stamps[index] = max(stamps[index], catalog.tree.stamp[child])
                 waiting.extend(catalog.tree.children(child))
-        return stamps, total
+        return stamps, below
 
     def _leads_out(self, segment: Segment, rows: Rows) -> Bools:
         """Which rows may have a child outside: not those whose only child is in the segment."""
@@ -173,16 +192,19 @@ class Reclaimer:
             kept = [
                 row
                 for row, stay in zip(rows, stays, strict=True)
-                if self._in(segment, row) and (stay or catalog.leases(row))
+                if self._in(segment, row)
+                and (stay or (catalog.leases(row) and not self._spared(segment, row)))
             ]
             catalog.lease(kept)
             self._level.moving.update(kept)
             self._drop(segment, rows)
         for row in kept:
-            self._move(row)
+            self._move(segment, row)
         with stock.changed:
             for row in kept:
-                if self._in(segment, row) and catalog.leases(row) == 1:
+                if self._spared(segment, row):
+                    self._thin_out(segment, row)
+                elif self._in(segment, row) and catalog.leases(row) == 1:
                     self._evict(row)
             self._level.moving.difference_update(kept)
             stock.unlease(kept)
@@ -194,7 +216,12 @@ class Reclaimer:
         """
         catalog = self._stock.catalog
         for row in rows:
-            if not self._in(segment, row) or catalog.leases(row):
+            if not self._in(segment, row) or row in self._level.moving:
+                continue
+            if len(self._level.places(row)) > 1:
+                self._thin_out(segment, row)
+                continue
+            if catalog.leases(row):
                 continue
             below = [] if self._is_below(row) else catalog.tree.descendants(row)
             for victim in [row, *below][::-1]:
@@ -210,30 +237,31 @@ class Reclaimer:
         self._stock.counters.add("evicted", self._level.name)
         self._stock.catalog.forget_if_gone(row)
 
-    def _move(self, row: int) -> None:
+    def _thin_out(self, segment: Segment, row: int) -> None:
+        """Drop one of two copies: the block stays."""
+        self._level.lose(row, self._level.place_in(row, self._index, segment.slot))
+
+    def _move(self, segment: Segment, row: int) -> None:
         """Write a leased block again at the log's end."""
         stock, catalog = self._stock, self._stock.catalog
         nbytes = record_bytes(catalog.nbytes[row])
         with stock.changed:
             slot = stock.staging.allocate(nbytes, TEMPORARY)
-            source = self._level.copies.location[row]
+            source = self._level.place_in(row, self._index, segment.slot)
         if slot is None:
             return
         image = stock.staging.image(slot, nbytes)
         if self._tier.read_image(catalog.table.key(row), source, image):
-            self._rewrite(row, image)
+            self._rewrite(segment, row, image)
         with stock.changed:
             stock.staging.free(slot)
 
-    def _rewrite(self, row: int, image: memoryview) -> None:
-        stock, catalog = self._stock, self._stock.catalog
+    def _rewrite(self, segment: Segment, row: int, image: memoryview) -> None:
+        stock, level = self._stock, self._level
         (location,) = self._tier.append(self._index, [image], Purpose.MOVE)
         if location is None:
             return
         with stock.changed:
-            old = self._level.copies.location[row]
-            self._level.copies.move(row, location)
-            self._tier.discard([old], [catalog.nbytes[row]])
-            self._level.enter(row, location)
-            stock.counters.add("moved", self._level.name)
-            catalog.tree.hits[row] = 0
+            level.relocate(row, level.place_in(row, self._index, segment.slot), location)
+            stock.counters.add("moved", level.name)
+            level.count_anew(row)

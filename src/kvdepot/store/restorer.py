@@ -31,6 +31,8 @@ class Restorer:
         """Drop every block of the drive from the books."""
         level, catalog = self._level, self._stock.catalog
         with self._stock.changed:
+            if level.mirrors is not None:
+                level.mirrors.forget_drive(self._index)
             places = level.copies.location.array
             rows = np.flatnonzero((places != NONE) & (places >> 56 == self._index))
             for row in rows.tolist():

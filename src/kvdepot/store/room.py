@@ -1,4 +1,4 @@
-"""Making room in memory.
+"""Making room in a memory tier.
 
 The coldest tail of the same size first, else the coldest stretch of the arena.
 """
@@ -10,6 +10,7 @@ import numpy as np
 from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.slab import FREE, HELD, coldest_stretch
+from kvdepot.store.pool import Pool
 from kvdepot.store.stock import Stock
 from kvdepot.tiers.arena import NOBODY, Slab
 
@@ -21,16 +22,25 @@ _STRETCHES: Final = 64
 
 
 class Room:
-    """Finds slots in memory. Call with the stock's lock held."""
+    """Finds slots in one memory tier. Call with the stock's lock held."""
 
-    def __init__(self, stock: Stock) -> None:
+    def __init__(self, stock: Stock, pool: Pool) -> None:
         self._stock = stock
+        self._pool = pool
+        self._evicted = f"evicted_{pool.name}"
         self._since_look = 0
 
-    def slot(self, nbytes: int, owner: int) -> int | None:
-        """A slot of memory for `owner`, evicting if need be. None: everything is in use."""
-        arena = self._stock.arena
+    def slot(self, nbytes: int, owner: int, *, patient: bool = False) -> int | None:
+        """A slot of memory for `owner`, evicting if need be. None: everything is in use.
+
+        `patient`: None also where a porter is about to free some without a loss.
+        """
+        arena = self._pool.arena
         location = arena.allocate(nbytes, owner)
+        if self._pool.spare_bytes:
+            self._pool.watch(nbytes, full=location is None)
+            if location is None and patient and self._pool.leaves.coldest(nbytes) != NONE:
+                return None
         if location is None:
             location = self._reuse(arena.slot_bytes(nbytes), owner)
         if location is None and arena.has_others(nbytes) and self._empty_stretch(nbytes):
@@ -39,30 +49,31 @@ class Room:
 
     def _reuse(self, group: int, owner: int) -> int | None:
         """Take over the slot of the coldest block of this size."""
-        stock = self._stock
-        row = stock.catalog.leaves.coldest(group)
+        pool = self._pool
+        row = pool.leaves.coldest(group)
         if row == NONE:
             return None
         self._since_look += 1
-        if self._since_look >= max(_PATIENCE_MIN, stock.catalog.memory.count // 4):
+        if self._since_look >= max(_PATIENCE_MIN, pool.copies.count // 4):
             self._since_look = 0
-            stamp = stock.catalog.tree.stamp[row]
-            if stock.arena.has_others(group) and self._empty_stretch(group, colder_than=stamp):
-                return stock.arena.allocate(group, owner)
+            stamp = pool.catalog.tree.stamp[row]
+            if pool.arena.has_others(group) and self._empty_stretch(group, colder_than=stamp):
+                return pool.arena.allocate(group, owner)
         location = self._evict(row, keep_slot=True)
-        stock.arena.set_owner(location, owner)
+        pool.arena.set_owner(location, owner)
         return location
 
     def _evict(self, row: int, *, keep_slot: bool = False) -> int:
-        stock = self._stock
-        location = stock.drop_memory(row, keep_slot=keep_slot)
-        stock.counters.evicted_dram += 1
-        stock.catalog.forget_if_gone(row)
+        pool = self._pool
+        location = pool.drop(row, keep_slot=keep_slot)
+        counters, name = self._stock.counters, self._evicted
+        setattr(counters, name, getattr(counters, name) + 1)
+        pool.catalog.forget_if_gone(row)
         return location
 
     def _empty_stretch(self, nbytes: int, colder_than: int = HELD) -> bool:
         """Evict everything in the coldest run of chunks that can take a slab for `nbytes`."""
-        arena = self._stock.arena
+        arena = self._pool.arena
         chunks = arena.chunks_for(nbytes)
         if not chunks:
             return False
@@ -78,7 +89,7 @@ class Room:
 
     def _chunk_stamps(self, group: int) -> Rows:
         """For each chunk how recently its slab was used; slabs of `group` itself do not help."""
-        arena = self._stock.arena
+        arena = self._pool.arena
         stamps = np.full(arena.chunk_count, FREE, dtype=np.int64)
         newest = self._newest_below()
         for slab in arena.slabs():
@@ -92,11 +103,11 @@ class Room:
 
         Hottest first, each block tells its ancestors until it meets one that has been told.
         """
-        catalog = self._stock.catalog
-        rows = np.flatnonzero(catalog.memory.state.array == CopyState.READY).tolist()
-        heat = {row: HELD if catalog.leaves.held(row) else catalog.tree.stamp[row] for row in rows}
+        pool, tree = self._pool, self._pool.catalog.tree
+        rows = np.flatnonzero(pool.copies.state.array == CopyState.READY).tolist()
+        heat = {row: HELD if pool.leaves.held(row) else tree.stamp[row] for row in rows}
         newest: dict[int, int] = {}
-        parents = catalog.tree.parent.view
+        parents = tree.parent.view
         for row in sorted(rows, key=heat.__getitem__, reverse=True):
             above = row
             while above != NONE and above not in newest:
@@ -111,7 +122,7 @@ class Room:
 
     def _evict_subtree(self, row: int) -> None:
         """Tails before heads."""
-        catalog = self._stock.catalog
-        for other in [row, *catalog.tree.descendants(row)][::-1]:
-            if catalog.memory.ready(other):
+        pool = self._pool
+        for other in [row, *pool.catalog.tree.descendants(row)][::-1]:
+            if pool.copies.ready(other):
                 self._evict(other)

@@ -3,14 +3,18 @@
 from dataclasses import asdict
 from typing import Any
 
+from kvdepot.core.config import CxlConfig
 from kvdepot.store.level import Level
+from kvdepot.store.pool import Pool
 from kvdepot.store.stock import Stock
 from kvdepot.tiers.drive import Drive
 
 
 def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
     """Counters, and what each tier holds and how it is. Lock held."""
-    tiers = {"dram": _dram(stock)}
+    tiers = {pool.name: _memory(pool) for pool in stock.pools}
+    if stock.config.cxl is not None:
+        tiers["cxl"] |= _origin(stock.config.cxl)
     tiers.update((level.name, _file_tier(level)) for level in stock.levels)
     for level in stock.levels[:1]:
         tiers[level.name]["thrashing"] = stock.admission.thrashing
@@ -25,19 +29,25 @@ def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
     }
 
 
-def _dram(stock: Stock) -> dict[str, Any]:
+def _memory(pool: Pool) -> dict[str, Any]:
     return {
-        "blocks": stock.catalog.memory.count,
-        "capacity_bytes": stock.arena.capacity_bytes,
-        "used_bytes": stock.arena.used_bytes,
-        "huge_pages": stock.arena.memory.huge,
+        "blocks": pool.copies.count,
+        "capacity_bytes": pool.arena.capacity_bytes,
+        "used_bytes": pool.arena.used_bytes,
+        "huge_pages": pool.arena.memory.huge,
     }
+
+
+def _origin(cxl: CxlConfig) -> dict[str, Any]:
+    """Whose memory it is, and whether it is only in the place of slower memory."""
+    return {"source": cxl.source, "emulated": cxl.emulated}
 
 
 def _file_tier(level: Level) -> dict[str, Any]:
     usage, health = level.tier.usage(), level.tier.health()
     return {
         "blocks": level.copies.count,
+        "mirrored": level.mirrors.count if level.mirrors is not None else 0,
         "capacity_bytes": usage.capacity_bytes,
         "used_bytes": usage.used_bytes,
         "held_bytes": usage.held_bytes,

@@ -1,4 +1,4 @@
-"""What the parts of a store share: the catalog, the memory, the file tiers, one lock.
+"""What the parts of a store share: the catalog, the memories, the file tiers, one lock.
 
 `changed` is that lock; it is notified whenever room, work or an outcome appears that somebody may
 wait for. It is held for bookkeeping only, never across I/O or copies.
@@ -11,10 +11,12 @@ from typing import Final
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
 from kvdepot.index.catalog import Catalog
+from kvdepot.policy.eviction.rhythm import Rhythm
 from kvdepot.policy.write_mode import WriteMode, promotes, targets
 from kvdepot.store.admission import Admission
 from kvdepot.store.counters import Counters
 from kvdepot.store.level import Level
+from kvdepot.store.pool import Pool
 from kvdepot.tiers.arena import Arena
 
 TEMPORARY: Final = -2
@@ -32,6 +34,12 @@ class Stock:
     staging: Arena
     levels: tuple[Level, ...]
     """The file tiers, fastest first."""
+    cxl_arena: Arena | None = None
+    """Of the slower memory, if there is one."""
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    """What tells when blocks are expected; it learns where there is such a memory."""
+    pools: tuple[Pool, ...] = field(init=False)
+    """The memory tiers, fastest first; `arena` is that of the first."""
     counters: Counters = field(default_factory=Counters)
     admission: Admission = field(init=False)
     changed: threading.Condition = field(init=False)
@@ -45,7 +53,19 @@ class Stock:
     def __post_init__(self) -> None:
         lock = threading.Lock()
         self.changed, self.work = threading.Condition(lock), threading.Condition(lock)
+        arenas = (self.arena, self.cxl_arena)
+        books = zip(self.catalog.memories, self.catalog.orders, strict=True)
+        self.pools = tuple(
+            Pool(arena, self.catalog, copies, leaves)
+            for arena, (copies, leaves) in zip(arenas, books, strict=False)
+            if arena is not None
+        )
         self.admission = Admission(self.catalog, self.levels, self.counters)
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """All memory that views of blocks lie in."""
+        return [*(pool.arena for pool in self.pools), self.staging]
 
     @property
     def dirty_bytes(self) -> int:
@@ -57,19 +77,6 @@ class Stock:
         """Threads that write blocks down; without any, blocks stay in memory."""
         return sum(level.writers for level in self.levels)
 
-    def drop_memory(self, row: int, *, keep_slot: bool = False) -> int:
-        """Drop a block's copy in memory and, unless asked not to, free its slot.
-
-        Returns the slot.
-        """
-        catalog = self.catalog
-        if catalog.memory.ready(row):
-            catalog.leaves.leave(row)
-        location = catalog.memory.drop(row)
-        if not keep_slot:
-            self.arena.free(location)
-        return location
-
     def drop_unreadable(self, row: int) -> None:
         """Drop copies on drives that are down, so that the block can be kept in memory anew."""
         for level in self.levels:
@@ -78,8 +85,9 @@ class Stock:
 
     def drop_all(self, row: int) -> None:
         """Drop a block nobody uses from every tier."""
-        if self.catalog.memory.ready(row):
-            self.drop_memory(row)
+        for pool in self.pools:
+            if pool.copies.ready(row):
+                pool.drop(row)
         for level in self.levels:
             if level.copies.ready(row):
                 level.drop(row)
@@ -91,6 +99,10 @@ class Stock:
             if self.catalog.nbytes.view[row]:
                 self.drop_all(row)
         self.changed.notify_all()
+
+    def pool_of(self, row: int) -> Pool | None:
+        """The fastest memory that has a block."""
+        return next((pool for pool in self.pools if pool.copies.ready(row)), None)
 
     def source(self, row: int) -> Level | None:
         """The file tier to read a block from: the fastest whose drive works, else the fastest."""
@@ -144,10 +156,6 @@ class Stock:
         if level.writers and level.copies.absent(row) and row not in level.tickets:
             self.tickets += 1
             level.mark_dirty(row, self.tickets, self.clock.now())
-            if level is self.levels[0]:
-                self.catalog.tree.hits[row] = (
-                    0  # what it was used before it was there tells nothing
-                )
 
     def is_waiting(self, row: int) -> bool:
         """Whether a block waits to be written anywhere."""

@@ -54,7 +54,7 @@ class Store:
     def __init__(self, stock: Stock) -> None:
         self._stock = stock
         self._spaces = Spaces()
-        self._room = Room(stock)
+        self._room = Room(stock, stock.pools[0])
         self._drainer = Drainer(stock)
         self._putter = Putter(stock, self._room)
         self._reader = Reader(stock, self._room, self._drainer)
@@ -141,7 +141,7 @@ class Store:
     def memory(self) -> tuple[memoryview, ...]:
         """All memory that views of blocks lie in, for a device to be told of (page-locking)."""
         self._check_open()
-        return self._stock.arena.memory.view, self._stock.staging.memory.view
+        return tuple(arena.memory.view for arena in self._stock.arenas)
 
     def get(
         self,
@@ -324,9 +324,7 @@ class Store:
             stock.work.notify_all()
             stock.changed.notify_all()
             stuck = not stock.changed.wait_for(lambda: not self._calls, timeout_s)
-        for thread in self._fleet.threads():
-            thread.join(timeout_s)
-            stuck = stuck or thread.is_alive()
+        stuck = not self._fleet.join(timeout_s) or stuck
         stuck = not self._hinter.close(timeout_s) or stuck
         if not stuck:
             self._reader.close()
@@ -334,12 +332,12 @@ class Store:
         if stuck or late:
             # The kernel or a caller may still use the memory: leave it to the process's end.
             return FlushReport(False, report.waiting, report.given_up)
-        stock.arena.memory.stop()
-        stock.staging.memory.stop()
+        for arena in stock.arenas:
+            arena.memory.stop()
         for level in stock.levels:
             level.tier.close()
-        stock.arena.close()
-        stock.staging.close()
+        for arena in stock.arenas:
+            arena.close()
         return report
 
     def __enter__(self) -> "Store":
@@ -391,11 +389,11 @@ class Store:
 
     def _usable(self, rows: list[int]) -> list[int]:
         """Cut a run of rows where it needs a drive that is known to be down."""
-        levels, memory = self._stock.levels, self._stock.catalog.memory
+        levels, catalog = self._stock.levels, self._stock.catalog
         if all(level.tier.is_up() for level in levels):
             return rows
         for index, row in enumerate(rows):
-            if not memory.ready(row) and not any(level.usable(row) for level in levels):
+            if not catalog.in_memory(row) and not any(level.usable(row) for level in levels):
                 return rows[:index]
         return rows
 
@@ -413,7 +411,7 @@ class Store:
         for keys in chains:
             rows = self._usable(catalog.resident(keys))
             pairs = zip(keys, rows, strict=False)
-            parts.append([key for key, row in pairs if catalog.memory.absent(row)])
+            parts.append([key for key, row in pairs if not catalog.in_memory(row)])
         return [key for some in itertools.zip_longest(*parts) for key in some if key is not None]
 
     def _release(self, rows: list[int]) -> None:
@@ -426,10 +424,11 @@ class Store:
         catalog = self._stock.catalog
         with self._stock.changed:
             self._check_open()
-            if not catalog.memory.ready(row):
+            pool = self._stock.pool_of(row)
+            if pool is None:
                 return None
-            at = catalog.memory.location[row] + HEAD_BYTES
-            return self._stock.arena.memory.view[at : at + catalog.nbytes[row]].toreadonly()
+            end = HEAD_BYTES + catalog.nbytes[row]
+            return pool.image(row)[HEAD_BYTES:end].toreadonly()
 
     def _deliver(
         self, keys: list[BlockKey], sink: Sink, verify: bool | None, timeout_s: float | None
@@ -454,7 +453,7 @@ class Store:
 
     def _await_writes(self, level: Level, rows: list[int]) -> None:
         """Wait until none of the rows is being written to a tier. Lock held."""
-        busy = (level.tickets, level.moving)
+        busy = (level.tickets, level.moving, level.mirrors.writing if level.mirrors else ())
         self._stock.changed.wait_for(
             lambda: not any(row in part for part in busy for row in rows),
             level.config.write_timeout,

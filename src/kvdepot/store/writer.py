@@ -270,6 +270,8 @@ class Writer:
                 self._level.copies.location[row] = location
                 self._level.copies.seal(row)
                 self._level.enter(row, location)
+                if self._level is stock.levels[0]:
+                    self._level.count_anew(row)
                 stock.counters.written += 1
                 stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
                 if catalog.is_doomed(row):

@@ -116,6 +116,30 @@ class StoreContract:
             assert tiers(store, keys) == ["dram"] * 8
             assert store.check()
 
+    def test_what_is_hinted_at_comes_from_memory(self, depot: Depot) -> None:
+        with depot() as store:
+            keys = prompt(space_of(store), 1, 8)
+            assert all(put(store, keys))
+            assert store.flush()
+        with depot() as store:
+            space_of(store)
+            hint = store.hint(keys, WAIT_S)
+            assert hint.wait(WAIT_S)
+            assert (hint.wanted, hint.brought) == (8, 8)
+            assert tiers(store, keys) == ["dram"] * 8
+            assert store.hint(keys, WAIT_S).wait(0.0), "it is there"
+
+    def test_a_session_has_a_name_and_a_state(self, store: Store) -> None:
+        keys = prompt(space_of(store), 1, 8)
+        assert store.session("chat", keys) == 0
+        assert all(put(store, keys[:5]))
+        assert store.session("chat", state="pending") == 5
+        assert store.hint("chat", WAIT_S).wait(WAIT_S)
+        assert store.session("chat", state="closed") == 5
+        assert store.session("chat") == 0
+        with pytest.raises(ConfigError, match="alive, pending, closed"):
+            store.session("chat", keys, "asleep")
+
     def test_a_batch_answers_for_each_block(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 20)
         put(store, keys[::2])

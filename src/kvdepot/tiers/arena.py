@@ -57,12 +57,16 @@ class Arena:
         huge_pages: Literal["auto", "always", "never"] = "auto",
         *,
         shared: bool = False,
+        memory: Memory | None = None,
     ) -> None:
-        self.memory = Memory(capacity_bytes, huge_pages, shared=shared)
+        """In `memory`, if it is given, else in memory of its own."""
+        self.memory = memory or Memory(capacity_bytes, huge_pages, shared=shared)
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.chunk_count = capacity_bytes // CHUNK
         self._taken = np.zeros(self.chunk_count, dtype=bool)
+        self._free_chunks = self.chunk_count
+        self._free_slots: Counter[int] = Counter()
         self._slab_at: dict[int, Slab] = {}
         self._slab_of_chunk = np.full(self.chunk_count, -1, dtype=np.int32)
         self._open: dict[int, list[Slab]] = {}
@@ -96,6 +100,7 @@ class Arena:
             slabs.append(slab)
         slab = slabs[-1]
         slot = slab.free.pop()
+        self._free_slots[slot_bytes] -= 1
         slab.owners[slot] = owner
         if not slab.free:
             slabs.pop()
@@ -108,11 +113,21 @@ class Arena:
         slot = (location - slab.start * CHUNK) // slab.slot_bytes
         slab.owners[slot] = NOBODY
         slab.free.append(slot)
+        self._free_slots[slab.slot_bytes] += 1
         self.used_bytes -= slab.slot_bytes
         if len(slab.free) == 1:
             self._open.setdefault(slab.slot_bytes, []).append(slab)
         if len(slab.free) == len(slab.owners):
             self._retire(slab)
+
+    def room(self, nbytes: int) -> int:
+        """Bytes that are free for this size class, as far as can be told without a search."""
+        slot_bytes = self.slot_bytes(nbytes)
+        slots = self._free_slots[slot_bytes]
+        chunks = -(-slot_bytes // CHUNK)
+        if chunks < self._no_run_of:
+            slots += self._free_chunks // chunks * (chunks * CHUNK // slot_bytes)
+        return slots * slot_bytes
 
     def set_owner(self, location: int, owner: int) -> None:
         """A slot changes hands."""
@@ -157,6 +172,8 @@ class Arena:
         slots = chunks * CHUNK // slot_bytes
         slab = Slab(start, chunks, slot_bytes, [NOBODY] * slots, list(range(slots - 1, -1, -1)))
         self._taken[start : start + chunks] = True
+        self._free_chunks -= chunks
+        self._free_slots[slot_bytes] += slots
         self._slab_of_chunk[start : start + chunks] = start
         self._slab_at[start] = slab
         self._slab_counts[slot_bytes] += 1
@@ -181,6 +198,8 @@ class Arena:
     def _retire(self, slab: Slab) -> None:
         self._open[slab.slot_bytes].remove(slab)
         self._taken[slab.start : slab.start + slab.chunks] = False
+        self._free_chunks += slab.chunks
+        self._free_slots[slab.slot_bytes] -= len(slab.owners)
         self._slab_of_chunk[slab.start : slab.start + slab.chunks] = -1
         del self._slab_at[slab.start]
         self._slab_counts[slab.slot_bytes] -= 1

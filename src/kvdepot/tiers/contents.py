@@ -28,6 +28,10 @@ class Contents:
     locations: Array
     payload_bytes: Array
     recovered: list[list[Recovered]]
+    twins: Array
+    """Indices of the blocks that lie on a second drive too, where such copies are of use,"""
+    twin_locations: Array
+    """and where."""
 
     def found(self) -> Iterator[Found]:
         keys = np.ascontiguousarray(self.words).tobytes()
@@ -37,15 +41,21 @@ class Contents:
             yield Found(BlockKey(keys[32 * row : 32 * row + 32]), location, nbytes)
 
 
-NOTHING: Final = Contents(
-    np.zeros((0, 4), np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64), []
-)
+_NO_ROWS: Final = np.zeros(0, np.int64)
+NOTHING: Final = Contents(np.zeros((0, 4), np.uint64), _NO_ROWS, _NO_ROWS, [], _NO_ROWS, _NO_ROWS)
 
 
-def read_contents(notebooks: Sequence[Notebook], first_drive: int = 0) -> Contents:
+def read_contents(
+    notebooks: Sequence[Notebook],
+    first_drive: int = 0,
+    *,
+    others: Sequence[Notebook] = (),
+    mirrored: bool = False,
+) -> Contents:
     """Recover drives, numbered from `first_drive`, fill their notebooks, count what is alive.
 
-    The drives are read at the same time.
+    The drives are read at the same time. What `others` say of removals counts too. `mirrored`: of
+    several records of a block the newest on a second drive is alive as well.
     """
     with ThreadPoolExecutor(max(1, len(notebooks)), "kvdepot-recovery") as threads:
         recovered = list(threads.map(lambda notebook: notebook.drive.recover(), notebooks))
@@ -62,14 +72,33 @@ def read_contents(notebooks: Sequence[Notebook], first_drive: int = 0) -> Conten
     entries, locations = np.concatenate(parts), np.concatenate(places)
     words = np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
     sequences = entries["sequence"].astype(np.int64)
-    alive = _not_removed(words, sequences, notebooks)
+    alive = _not_removed(words, sequences, [*notebooks, *others])
     alive = alive[np.argsort(sequences[alive], kind="stable")]
     # Of several records with one key the newest counts: the last one in order of sequence.
     _, last = np.unique(words[alive, 2][::-1], return_index=True)
-    alive = alive[np.sort(len(alive) - 1 - last)]
-    sizes = entries["payload_bytes"][alive].astype(np.int64)
-    _count(notebooks, locations[alive], sizes, first_drive)
-    return Contents(words[alive], locations[alive], sizes, recovered)
+    newest = alive[np.sort(len(alive) - 1 - last)]
+    sizes = entries["payload_bytes"][newest].astype(np.int64)
+    twins = seconds = _NO_ROWS
+    if mirrored:
+        twins, seconds = _seconds(words, locations, alive, newest)
+        same = entries["payload_bytes"][seconds] == sizes[twins]
+        twins, seconds = twins[same], seconds[same]
+    counted = np.concatenate([locations[newest], locations[seconds]])
+    _count(notebooks, counted, np.concatenate([sizes, sizes[twins]]), first_drive)
+    return Contents(words[newest], locations[newest], sizes, recovered, twins, locations[seconds])
+
+
+def _seconds(words: Array, locations: Array, alive: Array, newest: Array) -> tuple[Array, Array]:
+    """For blocks with a record on another drive than their newest one's: which of `newest` they
+    are, and the newest such record.
+    """
+    order = np.argsort(words[newest, 2], kind="stable")
+    at = order[np.searchsorted(words[newest, 2], words[alive, 2], sorter=order)]
+    elsewhere = locations[alive] >> 56 != locations[newest[at]] >> 56
+    second = np.full(len(newest), -1, np.int64)
+    np.maximum.at(second, at[elsewhere], np.flatnonzero(elsewhere))
+    twins = np.flatnonzero(second >= 0)
+    return twins, alive[second[twins]]
 
 
 def _not_removed(words: Array, sequences: Array, notebooks: Sequence[Notebook]) -> Array:

@@ -49,6 +49,11 @@ class Gauge:
         self.queued_bytes = 0
         """What is asked for and has not come."""
 
+    @property
+    def running(self) -> int:
+        """How many ask for something now."""
+        return self._running
+
     def begin(self, nbytes: int = 0, *, trial: bool = False) -> None:
         """Somebody asks for something. `trial`: what was before does not count."""
         with self._lock:

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from kvdepot.codec.record import PAGE
 from kvdepot.core.clock import Clock
 from kvdepot.core.tier import Pending
+from kvdepot.native import COPY
+from kvdepot.tiers.dram import transfers
 from kvdepot.tiers.elevator import Elevator, Request
 from kvdepot.tiers.files import Files, Ops
 from kvdepot.tiers.mount import MountSettings
@@ -52,7 +54,7 @@ class HardDriveTier(SegmentTier):
         parts: list[tuple[int, npt.NDArray[Any], Request]] = []
         for index in np.unique(drives).tolist():
             mine = np.flatnonzero(drives == index)
-            request = Request(ops[mine], places[mine], deadline_s)
+            request = Request(_uncopied(ops[mine]), places[mine], deadline_s)
             parts.append((index, mine, request))
             self._elevator(index).submit(request)
         late: list[Request] = []
@@ -61,6 +63,7 @@ class HardDriveTier(SegmentTier):
                 self._elevator(index).abandon(request)
             results = request.results.copy()
             ops["result"][mine] = results
+            _copy(ops[mine[results == 0]])
             if (results == -errno.ETIMEDOUT).any():
                 late.append(request)
         return Requests(late) if late else None
@@ -77,3 +80,19 @@ class HardDriveTier(SegmentTier):
             name = f"kvdepot-hdd-head-{len(self._elevators)}"
             self._elevators.append(Elevator(self._files, name, self._clock.now))
         return self._elevators[index]
+
+
+def _uncopied(ops: Ops) -> Ops:
+    """Reads that leave their targets alone: who asked may be gone when a round comes to them."""
+    ops["copy_target"] = 0
+    return ops
+
+
+def _copy(ops: Ops) -> None:
+    """Copy what was read to where it is wanted."""
+    wanted = ops[ops["copy_target"] != 0]
+    columns = [
+        wanted[name].tolist() for name in ("payload_address", "copy_target", "payload_bytes")
+    ]
+    if len(wanted):
+        transfers([(0, *row, 0, 0, COPY) for row in zip(*columns, strict=True)])

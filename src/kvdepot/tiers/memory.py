@@ -6,14 +6,15 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 from kvdepot.errors import ConfigError
 from kvdepot.native import address_of
+from kvdepot.tiers import dax, numa
 
-_HUGE: Final = 2 << 20
+HUGE_BYTES: Final = 2 << 20
 _PAGE: Final = 4096
 _STEP: Final = 64 << 20
 _MADV_POPULATE_WRITE: Final = 23
@@ -31,6 +32,9 @@ class Memory:
     direct I/O into 4 KiB pages reaches about half the rate.
     """
 
+    _parts: tuple[tuple[int, int], ...] = ()
+    """Descriptors that are mapped, and how much of each."""
+
     def __init__(
         self,
         nbytes: int,
@@ -38,7 +42,7 @@ class Memory:
         *,
         shared: bool = False,
     ) -> None:
-        self.nbytes = -(-nbytes // _HUGE) * _HUGE
+        self.nbytes = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
         self._collapse = shared and huge_pages != "never"
         limit = memory_limit()
         if self.nbytes > limit:
@@ -60,20 +64,42 @@ class Memory:
         self._start()
 
     @classmethod
-    def mapped(cls, fd: int, nbytes: int) -> "Memory":
-        """The shared memory of another process, or OSError. Takes over `fd`."""
+    def mapped(cls, *parts: tuple[int, int]) -> "Memory":
+        """Memory behind descriptors, as (descriptor, bytes), one part right behind the other.
+
+        That of another process, or of a device. Takes over the descriptors, and keeps them until
+        `close`: whoever has locked a device is not rid of it before. OSError where it cannot be.
+        """
         memory = cls.__new__(cls)
-        memory.nbytes, memory.huge, memory.fd, memory._collapse = nbytes, False, -1, False
-        if os.fstat(fd).st_size < nbytes or nbytes % _HUGE:
-            os.close(fd)
-            raise OSError(errno.EINVAL, f"there are no {nbytes} bytes to map")
-        memory._map_fd(fd)
+        memory.nbytes = sum(nbytes for _, nbytes in parts)
+        memory.huge, memory.fd, memory._collapse = False, -1, False
+        for fd, nbytes in parts:
+            if dax.size_of(fd) < nbytes or nbytes % HUGE_BYTES:
+                _close_all(parts)
+                raise OSError(errno.EINVAL, f"there are no {nbytes} bytes to map")
+        memory._map_parts(parts)
         memory._start()
+        return memory
+
+    @classmethod
+    def on_node(cls, nbytes: int, node: int, *, shared: bool = False) -> "Memory":
+        """Memory of one NUMA node, on transparent huge pages where there are any; or OSError."""
+        memory = cls.__new__(cls)
+        memory.nbytes = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
+        memory.huge, memory.fd, memory._collapse = False, -1, shared
+        memory._map_plain(shared=shared)
+        memory._map.madvise(mmap.MADV_HUGEPAGE)
+        memory._start()
+        try:
+            numa.bind(memory.address, memory.nbytes, node)
+        except OSError:
+            memory.close()
+            raise
         return memory
 
     def _start(self) -> None:
         whole = memoryview(self._map)
-        skip = -address_of(whole, writable=True)[0] % _HUGE
+        skip = -address_of(whole, writable=True)[0] % HUGE_BYTES
         self.view = whole[skip : skip + self.nbytes]
         self.address, _ = address_of(self.view, writable=True)
         self._stop = threading.Event()
@@ -112,9 +138,8 @@ class Memory:
         if self._closed:
             return
         self._closed = True
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        _close_all(self._parts or [(self.fd, 0)])
+        self.fd = -1
         with contextlib.suppress(BufferError):
             # A caller may still hold a view of a lease: the memory then goes with that view.
             self.view.release()
@@ -134,7 +159,7 @@ class Memory:
     def _map_plain(self, *, shared: bool) -> None:
         try:
             if shared:
-                self._map_fd(self._new_fd())
+                self._map_parts([(self._new_fd(), self.nbytes)])
             else:
                 self._reserve()
         except (OSError, OverflowError, ValueError) as error:
@@ -152,33 +177,37 @@ class Memory:
     def _reserve(self, more_flags: int = 0) -> None:
         """Private memory, and addresses to spare, so that ours can start on a huge page."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | more_flags
-        self._map = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags)
+        self._map = mmap.mmap(-1, self.nbytes + HUGE_BYTES, flags=flags)
 
-    def _map_fd(self, fd: int) -> None:
-        """Put a descriptor's memory over addresses that `_map` owns: it unmaps them at its end.
+    def _map_parts(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Put descriptors' memory over addresses that `_map` owns: it unmaps them at its end.
 
-        Takes over `fd`, also when it fails.
+        Takes over the descriptors, also when it fails.
         """
-        self.fd = fd
         try:
             self._reserve(_MAP_NORESERVE)
         except (OSError, OverflowError, ValueError):
-            os.close(fd)
+            _close_all(parts)
             raise
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         start = address_of(memoryview(self._map), writable=True)[0]
-        at = libc.mmap(
-            ctypes.c_void_p(start + -start % _HUGE),
-            ctypes.c_size_t(self.nbytes),
-            mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_SHARED | _MAP_FIXED,
-            fd,
-            ctypes.c_long(0),
-        )
-        if at == _FAILED:
-            os.close(fd)
-            raise OSError(ctypes.get_errno(), "mmap")
+        start += -start % HUGE_BYTES
+        for fd, nbytes in parts:
+            at = libc.mmap(
+                ctypes.c_void_p(start),
+                ctypes.c_size_t(nbytes),
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                mmap.MAP_SHARED | _MAP_FIXED,
+                fd,
+                ctypes.c_long(0),
+            )
+            if at == _FAILED:
+                _close_all(parts)
+                raise OSError(ctypes.get_errno(), "mmap")
+            start += nbytes
+        self._parts = tuple(parts)
+        self.fd = parts[0][0]
 
     def _touch(self) -> bool:
         for offset in range(0, self.nbytes, _STEP):
@@ -196,7 +225,7 @@ class Memory:
 
         A page of each is touched, then they are collapsed; where that fails they stay small.
         """
-        for at in range(offset, offset + length, _HUGE):
+        for at in range(offset, offset + length, HUGE_BYTES):
             self._advise(at, _PAGE, _MADV_POPULATE_WRITE)
         self._advise(offset, length, _MADV_COLLAPSE)
 
@@ -204,6 +233,12 @@ class Memory:
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(self.address + offset)
         return bool(libc.madvise(address, ctypes.c_size_t(length), advice) == 0)
+
+
+def _close_all(parts: Sequence[tuple[int, int]]) -> None:
+    for fd, _ in parts:
+        if fd >= 0:
+            os.close(fd)
 
 
 def memory_limit() -> int:

@@ -53,6 +53,8 @@ class MountSettings:
     daily_bytes: int = 0
     """What may be written to each drive in a day; 0: no limit."""
     wall: Clock = field(default_factory=WallClock)
+    mirrored: bool = False
+    """Whether a second copy of a block on another drive is of use."""
 
 
 def mount(

@@ -118,7 +118,7 @@ class SegmentTier:
             raise ConfigError(f"{self.name}.path", reason, hint=hint) from error
 
     def _recover(self) -> Contents:
-        contents = read_contents(self.notebooks)
+        contents = read_contents(self.notebooks, mirrored=self._settings.mirrored)
         if self.writable:
             for drive, recovered in zip(self.drives, contents.recovered, strict=True):
                 drive.resume(recovered)
@@ -315,7 +315,8 @@ class SegmentTier:
         fresh.wear.take_over(drive.wear)
         self._former.append(drive)
         notebook = Notebook(fresh)
-        contents = read_contents([notebook], first_drive=index)
+        others = [other for other in self.notebooks if other.drive is not drive]
+        contents = read_contents([notebook], first_drive=index, others=others)
         fresh.resume(contents.recovered[0])
         self.drives[index], self.notebooks[index] = fresh, notebook
         return contents

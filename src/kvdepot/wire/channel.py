@@ -23,7 +23,7 @@ _AT_ONCE: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 _TIMEVAL: Final = struct.Struct("@ll")
 _CREDENTIALS: Final = struct.Struct("@iII")
 _GONE: Final = select.POLLHUP | select.POLLERR | select.POLLRDHUP
-_DESCRIPTORS_MAX: Final = 2
+_DESCRIPTORS_MAX: Final = 3
 TEXT_BYTES_MAX: Final = 64 << 20
 
 

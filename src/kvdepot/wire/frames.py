@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from kvdepot.errors import WireError
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Raised when a frame changes its meaning. Both sides must have the same."""
 
 FRAME_BYTES_MAX: Final = 64 << 10

@@ -26,7 +26,9 @@ PLACE_DTYPE: Final = np.dtype([("location", "<i8"), ("nbytes", "<u8")])
 """Where a leased block is: offset of its slot in the arena, NOWHERE if it is on disk only."""
 
 ARRIVAL_DTYPE: Final = np.dtype([("location", "<i8"), ("index", "<u4"), ("staged", "<u4")])
-"""A block in memory: which of those asked for, and its slot's offset in the arena or in staging."""
+"""A block in memory: which of those asked for, and its slot's offset in the arena or in staging.
+
+The slower memory, where there is one, begins where the arena ends."""
 
 SLOT_DTYPE: Final = np.dtype([("location", "<i8"), ("outcome", "<u8")])
 """Answer to one key of a reservation."""
@@ -101,7 +103,7 @@ class Hello(Fixed):
 class Welcome(Fixed):
     """The daemon's answer: what a client must know. Descriptors come with it in a new session."""
 
-    FORM = struct.Struct("<16sIIddQQBB6x")
+    FORM = struct.Struct("<16sIIddQQQBB6x")
 
     token: bytes
     pid: int
@@ -109,6 +111,9 @@ class Welcome(Fixed):
     read_timeout_s: float
     put_timeout_s: float
     arena_bytes: int
+    cxl_bytes: int
+    """Of the slower memory, right behind the arena for whoever counts locations; 0: there is
+    none, and no descriptor of it."""
     staging_bytes: int
     verify: bool
     prefault: bool

@@ -248,4 +248,4 @@ def _leading(answers: Sequence[Got]) -> int:
 
 
 def _slowness(tier: str) -> int:
-    return 0 if tier == "dram" else 1
+    return ("dram", "cxl", "ssd", "hdd").index(tier)

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 from kvdepot.core.config import (
     Config,
+    CxlConfig,
     DramConfig,
     HddConfig,
     Seconds,
@@ -28,6 +29,9 @@ class ConnectorConfig:
 
     dram: DramConfig = field(default_factory=DramConfig)
     """The memory tier of a depot that this vLLM opens or starts."""
+
+    cxl: CxlConfig | None = None
+    """Its tier of slower memory, below the memory tier."""
 
     ssd: SsdConfig | None = None
     """Its disk tier; without it nothing survives a restart."""
@@ -96,6 +100,7 @@ class ConnectorConfig:
         """The settings of the store itself."""
         return Config(
             dram=self.dram,
+            cxl=self.cxl,
             ssd=self.ssd,
             hdd=self.hdd,
             writeback=self.writeback,

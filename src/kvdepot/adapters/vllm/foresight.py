@@ -56,6 +56,8 @@ class Foresight:
         self._hints: dict[str, list[UnderWay]] = {}
         self._untold: dict[str, tuple[Note, list[BlockKey]]] = {}
         """Sessions of requests that are over, but whose last blocks are still being saved."""
+        self._again: list[tuple[Note, list[BlockKey]]] = []
+        """Sessions to be told of once more: their last blocks may have come since."""
 
     def queued(self, tracked: Tracked) -> None:
         """A new request: if the next step does not begin it, its blocks are hinted at."""
@@ -70,6 +72,9 @@ class Foresight:
 
     def look_ahead(self) -> None:
         """A step was scheduled: bring what those need who are still in the queue."""
+        again, self._again = self._again, []
+        for note, keys in again:
+            self._tell(note, keys)
         names = list(self._waiting)[:_A_STEP]
         if not names or len(self._hints) >= _AT_ONCE:
             self._forget_ended()
@@ -94,6 +99,8 @@ class Foresight:
         self._tell(note, keys)
         if awaited:
             self._untold[request.request_id] = note, keys
+        else:
+            self._again.append((note, keys))
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """What these requests have saved is in the depot."""

@@ -48,13 +48,15 @@ class Hazard:
         self._shape = (kinds, len(AGES))
         self._reuses: Floats = np.zeros(self._shape)
         self._exposure: Floats = np.zeros(self._shape)
+        self._cells = self._reuses.reshape(-1)
+        self._cell = self._cells.data
         self.density: list[list[float]] = np.zeros(self._shape).tolist()
 
     def reused(self, kind: int, age: int) -> None:
-        self._reuses[kind, bucket(age)] += 1
+        self._cell[kind * len(AGES) + bucket(age)] += 1
 
     def reused_many(self, kinds: Ints, ages: Ints) -> None:
-        self._reuses += self._count(kinds, ages)
+        np.add.at(self._cells, kinds * len(AGES) + buckets(ages), 1.0)
 
     def exposed(self, kinds: Ints, ages: Ints, each: float) -> None:
         """Blocks of these kinds and ages were there; each stands for `each` blocks times uses."""

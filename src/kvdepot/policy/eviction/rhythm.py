@@ -1,0 +1,129 @@
+"""Least recently used first, and when each block is expected back.
+
+A block that came back shows its rhythm; a new one has that of the prompt it continues. Gaps of all
+blocks together say the rest: how many come back at all, and after how long. Who has been idle for
+long can only come back after that long. Gaps are counted in uses of blocks, in octaves.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvdepot.core.order import NOBODY, Family, Lines, Recency, Rows
+from kvdepot.policy.placement import Outlook
+
+_OCTAVES: Final = 48
+_BREATH: Final = 8
+"""A prompt that is used again before as many times its own length was used meanwhile has not been
+away: it was leased, and then delivered."""
+_RETURNS_MAX: Final = 15
+_CROWD: Final = 2.0
+"""As many returns of a block count as much as those of all blocks."""
+_GROWTH: Final = 1.001
+"""How much more each observation counts than the one before."""
+_WEIGHT_MAX: Final = 1e9
+_STALE: Final = 64
+"""Observations between two looks at what they add up to."""
+_NEVER: Final = Outlook(0.0, float("inf"))
+
+
+def octave(gap: int) -> int:
+    """0 for no gap, then one for each doubling."""
+    return min(_OCTAVES - 1, gap.bit_length())
+
+
+def middle(number: int) -> float:
+    """A gap that stands for its octave."""
+    return 0.75 * float(1 << number) if number else 0.5
+
+
+class Rhythm(Recency):
+    """The order of a tier below memory, which says when blocks are expected, in any tier."""
+
+    def __init__(self) -> None:
+        self._gaps = [0.0] * _OCTAVES
+        self._uses = 0.0
+        self._weight = 1.0
+        self._unseen = _STALE
+        self._later = self._later_sum = [0.0] * (_OCTAVES + 1)
+
+    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
+        super().bind(rows, tree, lines)
+        self._tree = tree
+        self._since = rows.column(np.int64, 0)
+        self._returns = rows.column(np.uint8, 0)
+        self._octave = rows.column(np.uint8, 0)
+
+    def used(self, rows: Sequence[int], *, hit: bool) -> None:
+        if hit:
+            self._came_back(rows)
+        else:
+            for row in rows:
+                self._made(row)
+
+    def expect(self, row: int) -> Outlook:
+        """When the block is used again, counted from now."""
+        idle = max(0, self._tree.now - self._since.view[row])
+        first = octave(idle)
+        if middle(first) <= idle:
+            first = min(first + 1, _OCTAVES)
+        if self._unseen >= _STALE:
+            self._add_up()
+        scale = _CROWD / max(self._uses, self._weight)
+        weight, total = self._later[first] * scale, self._later_sum[first] * scale
+        silent = max(0.0, self._uses - self._later[0]) * scale
+        returns, own = self._returns.view[row], self._octave.view[row]
+        if returns and own >= first:
+            weight += returns
+            total += returns * middle(own)
+        if not weight:
+            return _NEVER
+        return Outlook(weight / (weight + silent), total / weight - idle)
+
+    def _came_back(self, rows: Sequence[int]) -> None:
+        since, stamps = self._since.view, self._stamps.view
+        returns, octaves = self._returns.view, self._octave.view
+        breath = _BREATH * len(rows)
+        for row in rows:
+            gap, known = stamps[row] - since[row], since[row]
+            since[row] = stamps[row]
+            if known and gap <= breath:
+                continue
+            self._count()
+            if not known:
+                continue
+            number = octave(gap)
+            self._gaps[number] += self._weight
+            octaves[row] = (octaves[row] + number + 1) // 2 if returns[row] else number
+            returns[row] = min(returns[row] + 1, _RETURNS_MAX)
+
+    def _made(self, row: int) -> None:
+        """A new block has the rhythm of its prompt, to begin with."""
+        self._since.view[row] = self._stamps.view[row]
+        self._count()
+        parent = self._tree.parent.view[row]
+        if parent != NOBODY and self._returns.view[parent]:
+            self._returns.view[row] = 1
+            self._octave.view[row] = self._octave.view[parent]
+
+    def _count(self) -> None:
+        """One more use of a block, the first or a later one, which may be followed by another."""
+        self._weight *= _GROWTH
+        self._uses += self._weight
+        self._unseen += 1
+        if self._weight > _WEIGHT_MAX:
+            self._gaps = [count / self._weight for count in self._gaps]
+            self._uses /= self._weight
+            self._weight = 1.0
+            self._unseen = _STALE
+
+    def _add_up(self) -> None:
+        """Gaps of each octave and all longer ones: how many, and their sum."""
+        self._unseen = 0
+        later, later_sum = [0.0] * (_OCTAVES + 1), [0.0] * (_OCTAVES + 1)
+        for number in range(_OCTAVES - 1, -1, -1):
+            count = self._gaps[number]
+            later[number] = later[number + 1] + count
+            later_sum[number] = later_sum[number + 1] + count * middle(number)
+        self._later, self._later_sum = later, later_sum

@@ -1,0 +1,54 @@
+"""The laws of a store, for one with a slower memory below the first."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.cxl_world import settle
+
+import kvdepot
+from kvdepot.store.store import Store
+from kvdepot.testing.in_place_contract import InPlaceContract
+from kvdepot.testing.store_contract import Depot, StoreContract, prompt, put, small, space_of
+
+
+@pytest.fixture(params=["private", "shared", "device"])
+def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Depot:
+    device = tmp_path / "device"
+    with device.open("wb") as file:
+        file.truncate(2 << 20)
+    cxl: dict[str, Any] = {"capacity": 1 << 20, "prefault": False}
+    if request.param == "device":
+        cxl["path"] = device
+
+    def opened(**settings: Any) -> Store:
+        given = {**small(tmp_path / "kv"), "cxl": cxl, **settings}
+        given["dram"] = {**given["dram"], "shared": request.param == "shared"}
+        return kvdepot.open(**given)
+
+    return opened
+
+
+class TestTwoMemories(StoreContract):
+    """Through kvdepot.open."""
+
+    def test_touching_keeps_a_prompt_longer(self, store: Store) -> None:
+        """In either memory: some of the first is kept free."""
+        space = space_of(store)
+        first, second = prompt(space, 1, 10), prompt(space, 2, 10)
+        put(store, first)
+        put(store, second)
+        assert store.flush()
+        assert store.touch(first) == 10
+        for number in range(25):
+            assert put(store, prompt(space, 1000 + number, 1))
+            settle(store)
+        steps = {"dram": 2, "cxl": 1, "ssd": 0}
+        near, far = (
+            sum(steps[tier] for tier in store.match(keys).tiers) for keys in (first, second)
+        )
+        assert near > far > 0
+
+
+class TestTwoMemoriesInPlace(InPlaceContract):
+    """The same, in place."""

@@ -1,0 +1,131 @@
+"""A daemon whose store has two memories: its clients map both, and see them as one."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import kvdepot
+from kvdepot.store.errand import Arrival
+from kvdepot.store.store import Store
+from kvdepot.testing.daemons import DaemonStore, open_daemon
+from kvdepot.testing.images import payload_for
+from kvdepot.testing.in_place_contract import InPlaceContract
+from kvdepot.testing.store_contract import (
+    BLOCK_BYTES,
+    LAYERS,
+    Depot,
+    StoreContract,
+    prompt,
+    put,
+    small,
+    space_of,
+    tiers,
+)
+
+MIB = 1 << 20
+LAYER_BYTES = BLOCK_BYTES // LAYERS
+
+
+@pytest.fixture(params=["memory", "device"])
+def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Depot]:
+    device = tmp_path / "device"
+    device.write_bytes(bytes(2 * MIB))
+    cxl: dict[str, Any] = {"capacity": MIB, "prefault": False}
+    if request.param == "device":
+        cxl["path"] = str(device)
+    stores: list[Any] = []
+
+    def opened(**settings: Any) -> Store:
+        folder = tmp_path / f"daemon-{len(stores)}"
+        folder.mkdir()
+        store = open_daemon(folder, {**small(tmp_path / "kv"), "cxl": cxl, **settings})
+        stores.append(store)
+        return store
+
+    yield opened
+    for store in stores:
+        assert isinstance(store, DaemonStore)
+        with store.daemon:
+            pass
+
+
+@pytest.fixture
+def store(depot: Depot) -> Iterator[Store]:
+    with depot() as opened:
+        yield opened
+        assert opened.check().findings == []
+
+
+def fill(store: Store) -> dict[str, list[Any]]:
+    """Put until some blocks are below; for each memory the keys of blocks that are there."""
+    space = space_of(store)
+    everything = [prompt(space, number, 10) for number in range(12)]
+    for keys in everything:
+        assert all(put(store, keys))
+        assert store.flush()
+    before: Any = None
+    while before != (before := store.stats()["tiers"]):
+        time.sleep(0.05)
+    there: dict[str, list[Any]] = {"dram": [], "cxl": [], "ssd": []}
+    for keys in everything:
+        for key in keys:
+            there[store.match([key]).tiers[0]].append(key)
+    assert len(there["cxl"]) > 10 and len(there["dram"]) > 10
+    return there
+
+
+def test_blocks_of_both_memories_come_together(store: Store) -> None:
+    there = fill(store)
+    keys = [key for pair in zip(there["cxl"][:4], there["dram"][:4], strict=True) for key in pair]
+    assert tiers(store, keys) == ["cxl", "dram"] * 4
+    counters = store.stats()["counters"]
+    assert (counters["get_cxl"], counters["get_dram"]) == (4, 4)
+
+
+def test_what_is_below_says_so(store: Store) -> None:
+    keys = fill(store)["cxl"][:1]
+    assert tiers(store, keys) == ["cxl"]
+    assert store.stats()["tiers"]["cxl"]["blocks"] > 10
+
+
+def test_layers_come_from_below(store: Store) -> None:
+    for key in fill(store)["cxl"][:8]:
+        target = bytearray(LAYER_BYTES)
+        assert store.get(key, target, layers=range(1, 2))
+        assert target == payload_for(key, BLOCK_BYTES)[LAYER_BYTES : 2 * LAYER_BYTES]
+
+
+def test_leased_blocks_are_seen_in_place(store: Store) -> None:
+    there = fill(store)
+    for key in [*there["cxl"][:8], *there["dram"][:8]]:
+        with store.lease([key]) as lease:
+            view = lease.view(0)
+            assert view is not None and view == payload_for(key, BLOCK_BYTES)
+            view.release()
+            seen: list[Arrival] = []
+            (answer,) = lease.deliver(seen.extend)
+            assert answer.tier in ("dram", "cxl")
+            assert seen[0].lasting and seen[0].view == payload_for(key, BLOCK_BYTES)
+            seen[0].view.release()
+
+
+def test_two_clients_see_the_same(store: Store) -> None:
+    keys = fill(store)["cxl"][:8]
+    with kvdepot.open(cast(Any, store).daemon.address) as other:
+        space_of(other)
+        assert None not in tiers(other, keys)
+
+
+@pytest.mark.slow
+class TestContract(StoreContract):
+    """Through a socket."""
+
+    test_touching_keeps_a_prompt_longer = None  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+class TestContractInPlace(InPlaceContract):
+    """The same, in place."""

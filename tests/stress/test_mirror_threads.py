@@ -1,0 +1,120 @@
+"""Many threads on a small store that mirrors, while one drive after the other fails for a while."""
+
+import errno
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.stress.test_threads import DISK, Crowd, check_after, settings
+
+import kvdepot
+from kvdepot.core.config import load
+from kvdepot.store import mirrorer
+from kvdepot.store.opening import assemble
+from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
+from kvdepot.testing.images import payload_for
+
+LONG = 8 * 16
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrorer, "_LOOK_S", 0.01)
+
+
+def mirroring(path: Path, below: str = "") -> dict[str, Any]:
+    tree = settings(path, below)
+    for tier in ("ssd", "hdd"):
+        if tier in tree:
+            tree[tier].update(mirror=LONG, retry_initial="20ms", retry_max="100ms")
+    return tree
+
+
+def check_again(folder: Path, crowd: Crowd, below: str) -> None:
+    """After a restart the bytes are right, and nothing removed is back on either drive."""
+    with kvdepot.open(**mirroring(folder, below)) as store:
+        again = Crowd(store, crowd.seed)
+        assert store.check()
+        assert not any(len(store.match([key])) for key in crowd.removed), "it came back"
+        for space, keys in again.prompts:
+            for key in keys:
+                target = bytearray(space.block_bytes)
+                if store.get(key, target):
+                    assert target == payload_for(key, space.block_bytes)
+        assert store.stats()["counters"]["quarantined"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+@pytest.mark.parametrize("below", ["", "write-back", "write-through"])
+def test_six_threads_on_mirrored_tiers(tmp_path: Path, seed: int, below: str) -> None:
+    with kvdepot.open(**mirroring(tmp_path, below)) as store:
+        crowd = Crowd(store, seed)
+        crowd.run(6, 4.0)
+        check_after(store, crowd, tmp_path, ["mirrored"])
+        assert not any(len(store.match([key])) for key in crowd.removed)
+    check_again(tmp_path, crowd, below)
+
+
+class Saboteur(threading.Thread):
+    """Lets one drive fail its reads for a while, then the other."""
+
+    def __init__(self, files: FaultyFiles, seed: int) -> None:
+        super().__init__()
+        self.files = files
+        self.random = random.Random(seed)
+        self.stop = threading.Event()
+        self.turns = 0
+
+    def run(self) -> None:
+        while not self.stop.wait(self.random.uniform(0.05, 0.2)):
+            drive = "ab"[self.turns % 2]
+            self.turns += 1
+            self.files.add(
+                Fault(
+                    Call.RUN_READ,
+                    Fail(errno.EIO),
+                    where=lambda operation, drive=drive: f"/{drive}/" in operation.path,
+                    times=None,
+                )
+            )
+            self.stop.wait(self.random.uniform(0.05, 0.2))
+            self.files.clear()
+
+
+class Unlucky(Crowd):
+    """Threads for whom a failed read is a miss like any other."""
+
+    def _get(self, rng: random.Random, space: Any, keys: list[kvdepot.BlockKey]) -> int:
+        some = keys[: len(self.store.match(keys))] or keys[:2]
+        targets = [bytearray(space.block_bytes) for _ in some]
+        answers = self.store.get_many(some, targets)
+        for key, target, answer in zip(some, targets, answers, strict=True):
+            if answer and target != payload_for(key, space.block_bytes):
+                raise AssertionError(f"wrong bytes for {key.hex()} from {answer.tier}")
+        return sum(map(bool, answers))
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+def test_drives_that_fail_in_turn_under_six_threads(tmp_path: Path, seed: int) -> None:
+    files = FaultyFiles()
+    with assemble(load(overrides=mirroring(tmp_path)), files=files) as store:
+        crowd = Unlucky(store, seed)
+        saboteur = Saboteur(files, seed)
+        saboteur.start()
+        crowd.run(6, 5.0)
+        saboteur.stop.set()
+        saboteur.join()
+        files.clear()
+        assert saboteur.turns > 4
+        store.flush()
+        counters = store.stats()["counters"]
+        assert counters["get_mirror"] > 0 and counters["mirrored"] > 0
+        assert counters["quarantined"] == 0
+        assert store.stats()["tiers"]["ssd"]["held_bytes"] <= DISK
+        assert store.check(deep=False).ok
+        assert not any(len(store.match([key])) for key in crowd.removed)
+    check_again(tmp_path, crowd, "")

@@ -1,0 +1,64 @@
+"""A small store with two memories, for tests."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kvdepot
+from kvdepot.core.block import BlockKey
+from kvdepot.store.store import Store
+
+MIB = 1 << 20
+
+
+def settings(**cxl: Any) -> dict[str, Any]:
+    """Two memories and no disk: 51 blocks of the contract's size above, some hundred below."""
+    return {
+        "dram": {"capacity": 2 * MIB, "prefault": False, "huge_pages": "never", "eviction": "lru"},
+        "cxl": {"capacity": 4 * MIB, "prefault": False, **cxl},
+        "writeback": {"staging": 2 * MIB},
+    }
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"path": str(path), "capacity": 32 * MIB, "segment": MIB}
+
+
+def settle(store: Store, within_s: float = 20.0) -> None:
+    """Wait until the porter has nothing to do."""
+    stock, deadline = store._stock, time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        with stock.changed:
+            upper = stock.pools[0]
+            if not upper.short and not upper.hits and stock.catalog.leased == store._leases:
+                return
+        time.sleep(0.001)
+    raise AssertionError("the porter does not come to an end")
+
+
+def places(store: Store, keys: Sequence[BlockKey]) -> list[list[str]]:
+    """The tiers that have each block."""
+    catalog = store._stock.catalog
+    with store._stock.changed:
+        return [
+            [copies.tier for copies in catalog.tiers if copies.ready(row)]
+            for row in catalog.rows(list(keys))
+        ]
+
+
+def damage(store: Store, key: BlockKey, *, at: int = 4096 + 100, tier: int = 1) -> None:
+    """Flip a bit of a block's record in one memory."""
+    pool = store._stock.pools[tier]
+    with store._stock.changed:
+        image = pool.image(store._stock.catalog.row(key))
+        image[at] ^= 1
+
+
+def counter(store: Store, name: str) -> int:
+    return int(store.stats()["counters"][name])
+
+
+def opened(folder: Path, **cxl: Any) -> Store:
+    """With a disk."""
+    return kvdepot.open(**settings(**cxl), ssd=disk(folder))
