@@ -97,7 +97,7 @@ class World:
         with self.stock.changed:
             for row in reversed(self.rows(keys)):
                 if self.stock.catalog.memory.ready(row) and not self.stock.catalog.leases(row):
-                    self.stock.drop_memory(row)
+                    self.stock.pools[0].drop(row)
 
     def forget(self, level: Level, keys: Sequence[kvdepot.BlockKey]) -> None:
         """Drop the copies in one tier, so that they can be made again."""

@@ -3,6 +3,7 @@
 import errno
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import kvdepot
 from kvdepot.core.config import load
 from kvdepot.store import mirrorer
 from kvdepot.store.opening import assemble
-from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
+from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Operation
 from kvdepot.testing.images import payload_for
 
 LONG = 8 * 16
@@ -76,12 +77,16 @@ class Saboteur(threading.Thread):
                 Fault(
                     Call.RUN_READ,
                     Fail(errno.EIO),
-                    where=lambda operation, drive=drive: f"/{drive}/" in operation.path,
+                    where=partial(_lies_on, drive),
                     times=None,
                 )
             )
             self.stop.wait(self.random.uniform(0.05, 0.2))
             self.files.clear()
+
+
+def _lies_on(drive: str, operation: Operation) -> bool:
+    return f"/{drive}/" in operation.path
 
 
 class Unlucky(Crowd):

@@ -111,9 +111,9 @@ def test_what_is_written_does_not_bring_back_a_drive_that_reads_slowly() -> None
     breaker = Breaker(clock, RetryPauses(1.0, 8.0))
     breaker.failed("slow", at_once=True, slow=True)
     breaker.succeeded(by_writing=True)
-    assert not breaker.closed
+    assert not breaker.health().ok
     breaker.succeeded()
-    assert breaker.closed
+    assert breaker.health().ok
     breaker.failed("gone", at_once=True)
     breaker.succeeded(by_writing=True)
-    assert breaker.closed
+    assert breaker.health().ok

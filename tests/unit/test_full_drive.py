@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import kvdepot
+from kvdepot.store.lease import Lease
 from kvdepot.store.space import Space
 from kvdepot.testing.images import payload_for
 
@@ -28,6 +29,11 @@ def put(store: kvdepot.Store, keys: list[kvdepot.BlockKey]) -> None:
     assert all(store.put_many(keys, [payload_for(key, SIZE) for key in keys]))
 
 
+def release(leases: list[Lease]) -> None:
+    for lease in leases:
+        lease.release()
+
+
 def test_removals_that_fill_the_last_segment_leave_room_to_carry_them(tmp_path: Path) -> None:
     store, space = opened(tmp_path)
     with store:
@@ -39,8 +45,7 @@ def test_removals_that_fill_the_last_segment_leave_room_to_carry_them(tmp_path: 
         leases = [store.lease(prompt(space, number, 10)) for number in range(4)]
         for number in range(400):
             store.remove(prompt(space, 1000 + number, 1))
-        for lease in leases:
-            lease.release()
+        release(leases)
         for number in range(10, 16):
             put(store, prompt(space, number, 10))
             assert store.flush(), "the drive takes no blocks any more"
@@ -55,7 +60,7 @@ def test_blocks_wait_for_room_that_a_lease_holds(tmp_path: Path) -> None:
             put(store, prompt(space, number, 10))
             assert store.flush()
         leases = [store.lease(prompt(space, number, 10)) for number in range(6)]
-        later = threading.Timer(0.5, lambda: [lease.release() for lease in leases])
+        later = threading.Timer(0.5, release, [leases])
         later.start()
         put(store, prompt(space, 10, 40))
         assert store.flush()
@@ -74,5 +79,4 @@ def test_blocks_are_given_up_when_a_lease_does_not_end(tmp_path: Path) -> None:
         put(store, prompt(space, 10, 20))
         assert not store.flush()
         assert store.stats()["counters"]["write_failed"] > 0
-        for lease in leases:
-            lease.release()
+        release(leases)

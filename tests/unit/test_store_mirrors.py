@@ -74,7 +74,7 @@ def forget_memory(store: Store, keys: list[BlockKey]) -> None:
     with stock.changed:
         for row in stock.catalog.rows(keys):
             if stock.catalog.memory.ready(row):
-                stock.drop_memory(row)
+                stock.pools[0].drop(row)
 
 
 def stored(store: Store, tier: str, number: int = 1, blocks: int = LONG + 2) -> list[BlockKey]:

@@ -27,7 +27,7 @@ from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.dram import transfers
 from kvdepot.tiers.ssd import drive_of
 
-_LOOK_S: Final = 0.25
+_LOOK_S = 0.25
 _LOOKS_MAX: Final = 8
 """Blocks wait for others of their prompt until none has come between two looks, no longer."""
 _GATHER_MAX: Final = 1024
