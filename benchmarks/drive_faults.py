@@ -124,7 +124,7 @@ class World:
             keys = list(self.payloads)
             for key, row in zip(keys, stock.catalog.rows(keys), strict=True):
                 if stock.catalog.memory.ready(row):
-                    stock.drop_memory(row)
+                    stock.pools[0].drop(row)
                 drive = drive_of(stock.levels[0].copies.location[row])
                 self.by_drive.setdefault(drive, []).append(key)
 

@@ -88,7 +88,7 @@ def one_round(store: Store, keys: Any) -> dict[str, Any]:
         for row in stock.catalog.rows(keys):
             blocks[drive_of(stock.levels[0].copies.location[row])] += 1
             if stock.catalog.memory.ready(row):
-                stock.drop_memory(row)
+                stock.pools[0].drop(row)
     targets = [bytearray(nbytes) for _ in keys]
     started = time.monotonic()
     answers = store.get_many(keys, targets, timeout_s=60)

@@ -101,8 +101,10 @@ class TestSurvey:
         assert drive.clock.now() < limit_s
 
     def test_it_stays_in_its_place(self, drive: Imagined) -> None:
-        finished(drive, Survey(drive, (0, 4096, REGION), FLASH, writes=True))
+        survey = Survey(drive, (0, 4096, REGION), FLASH, writes=True)
+        finished(drive, survey)
         assert drive.written
+        assert survey.written_bytes == sum(stop - start for start, stop in drive.written)
         assert min(start for start, _ in drive.written) >= 4096
         assert max(stop for _, stop in drive.written) <= 4096 + REGION
 
@@ -195,6 +197,7 @@ def eventually(fact: Any, within_s: float = 30.0) -> bool:
 def measured(path: Path) -> Any:
     with kvdepot.open(**small(path, profile="always")) as store:
         assert eventually(lambda: profile_of(store))
+        assert drive_of(store).wear.written_bytes > 1 << 20, "what it cost is counted"
         assert store.check().ok
         return profile_of(store)
 
@@ -208,6 +211,7 @@ class TestStore:
     def test_it_is_measured_kept_and_read_at_the_next_opening(self, tmp_path: Path) -> None:
         first = measured(tmp_path)
         assert first["read_bytes_per_s"] > 0 and first["write_bytes_per_s"] > 0
+        assert not list((tmp_path / "ssd").glob("*.new"))
         assert not first["emulated"]
         with kvdepot.open(**small(tmp_path)) as store:
             assert known(store)

@@ -69,7 +69,7 @@ class Surveyor:
         """Give back what a drive has lent."""
         site, self._site = self._site, None
         if site is not None and site.lent is not None:
-            site.drive.take_back(site.lent)
+            site.drive.take_back(site.lent, site.survey.written_bytes)
 
     def _meet(self) -> None:
         """Tell drives what is known of them; those of which nothing is known wait."""
@@ -117,7 +117,8 @@ class Surveyor:
             level, index, drive = self._waiting.popleft()
             if drive.lost or drive.draining or level.tier.drives[index] is not drive:
                 continue
-            self._site = self._open(level, index, drive) if drive.breaker.closed else None
+            able = drive.breaker.closed and not drive.wear.spent
+            self._site = self._open(level, index, drive) if able else None
             if self._site is not None:
                 return True
             self._waiting.append((level, index, drive))

@@ -374,9 +374,10 @@ class Drive:
             self.segments[slot] = Segment(self._numbers.segment_id(), slot)
             return self.segments[slot]
 
-    def take_back(self, lent: Segment) -> None:
-        """The segment is free again."""
+    def take_back(self, lent: Segment, written_bytes: int = 0) -> None:
+        """The segment is free again, after so much was written to it."""
         with self._lock:
+            self.wear.spend(written_bytes)
             if self.segments.get(lent.slot) is lent:
                 self.release(lent.slot)
 

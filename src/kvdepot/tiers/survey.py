@@ -103,6 +103,7 @@ class Survey:
             for kind in ("sequential", "random", "latency")
         }
         self._last: Part | None = None
+        self.written_bytes = 0
 
     @property
     def done(self) -> bool:
@@ -127,6 +128,7 @@ class Survey:
         failed = next((-code for code in ops["result"].tolist() if code), 0)
         if failed:
             raise OSError(failed, os.strerror(failed))
+        self.written_bytes += int(ops["nbytes"].sum()) * (part.opcode == WRITE)
         part.samples.append((part.at_once, int(ops["nbytes"].sum()), seconds))
         self._last = part
         self._grow(part, seconds)
