@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 KEEP_SHARE_MAX: Final = 0.5
 """At most this share of a segment is written again, so that reclaiming always gains room."""
@@ -21,8 +20,6 @@ _LOST_SHARE_MAX: Final = 8.0
 """A segment is spared if it would take more than so many times its size along from elsewhere."""
 _CLOSED_SHARE_MIN: Final = 0.75
 """Of a segment's live bytes that belong to closed sessions, for it to go before its turn."""
-_HITS_FIRST: Final = 0.5
-"""What having been written counts against having been used once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +63,14 @@ def keep(
 ) -> Bools:
     """Which blocks move on instead of being dropped.
 
-    `forced` ones always do (leased, or above a leased one). Of the others those that were used and
-    are worth more than the usual block of `others`, the most worthy first, up to KEEP_SHARE_MAX.
+    `forced` ones always do (leased, or above a leased one). Of the others those that were used
+    since they were written, the latest first, up to KEEP_SHARE_MAX of the segment.
     """
-    everyone = [facts, *others]
-    ages = np.concatenate([now - one.stamps for one in everyone])
-    usual_age = float(ages.mean()) + 1.0 if len(ages) else 1.0
-    elsewhere = [_worth(one, now, usual_age) for one in others if len(one.sizes)]
-    bar = float(np.concatenate(elsewhere).mean()) if elsewhere else 0.0
-    worth = _worth(facts, now, usual_age)
-    return fill(facts, forced, (facts.hits > 0) & (worth > bar), worth)
+    del others, now  # what was used once is kept, whatever there is elsewhere
+    return fill(facts, forced, facts.hits > 0, facts.stamps)
 
 
-def fill(facts: SegmentFacts, forced: Bools, wanted: Bools, worth: Ints | Floats) -> Bools:
+def fill(facts: SegmentFacts, forced: Bools, wanted: Bools, worth: Ints) -> Bools:
     """`forced`, and of those wanted the most worthy first, up to KEEP_SHARE_MAX of the segment."""
     kept = forced.copy()
     budget = facts.capacity_bytes * KEEP_SHARE_MAX - int(facts.sizes[kept].sum())
@@ -87,12 +79,6 @@ def fill(facts: SegmentFacts, forced: Bools, wanted: Bools, worth: Ints | Floats
     fits = np.cumsum(facts.sizes[chosen]) <= budget
     kept[chosen[fits]] = True
     return kept
-
-
-def _worth(facts: SegmentFacts, now: int, usual_age: float) -> Floats:
-    """Uses over age, which is that of the latest use and of what is usual together."""
-    worth: Floats = (facts.hits + _HITS_FIRST) / (now - facts.stamps + usual_age)
-    return worth
 
 
 def _lost_share(segments: Sequence[SegmentFacts], at: int, now: int) -> float:

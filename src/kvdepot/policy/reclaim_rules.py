@@ -60,11 +60,6 @@ def _more_often(
     return fill(facts, forced, facts.hits > bar, facts.hits)
 
 
-def _used(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts], now: int) -> Bools:
-    """What was used since it was written gets another round."""
-    return fill(facts, forced, facts.hits > 0, facts.stamps)
-
-
 def _smallest(segments: Sequence[SegmentFacts], values: Callable[[SegmentFacts], Ints]) -> int:
     """The segment whose blocks have the smallest mean; an empty one at once."""
     means = [float(values(facts).mean()) if len(facts.sizes) else -1.0 for facts in segments]
@@ -85,7 +80,7 @@ RULES: Final[dict[str, Rule]] = {
     "lru": Rule(_least_recent, _more_recent),
     "fifo": Rule(_oldest, _nothing),
     "lfu": Rule(_least_often, _more_often),
-    "s3fifo": Rule(_oldest, _used),
+    "s3fifo": Rule(_oldest, reclaim.keep),
 }
 
 
