@@ -16,7 +16,7 @@ from tests.crash.aftermath import (
     kill,
     kill_at_random_instants,
 )
-from tests.crash.phases import PHASES, Phase
+from tests.crash.phases import Phase
 from tests.crash.workload import FULL, ROOMY, Moment, Plan, Promises
 
 pytestmark = pytest.mark.crash
@@ -96,6 +96,7 @@ def test_kill_in_the_middle_of_demotion_and_promotion(
     assert sum(killed) >= 0.7 * len(plans)
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_of_a_drain(forks: Children, tmp_path: Path, seed: int) -> None:
     (tmp_path / "whole").mkdir()
     whole = Plan(str(tmp_path / "whole"), WORKLOAD_SEED, 2 * ROOMY, drives=2, drains=True)
@@ -119,7 +120,9 @@ PHASE_PLANS: dict[Phase, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [pytest.param("promotion", marks=pytest.mark.slow), "demotion", "reclaim", "drain"]
+)
 def test_kill_in_the_middle_of_each_phase(
     forks: Children, tmp_path: Path, seed: int, phase: Phase
 ) -> None:

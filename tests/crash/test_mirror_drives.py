@@ -29,7 +29,7 @@ SLOWER = 20.0
 MODEL = EmulateConfig(read_bandwidth=20_000_000, write_bandwidth=200_000_000, seek=0.0)
 
 
-@pytest.fixture(params=["ssd", "hdd"])
+@pytest.fixture(params=["ssd", pytest.param("hdd", marks=pytest.mark.slow)])
 def tier(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["ssd", "hdd"])
+@pytest.fixture(params=["ssd", pytest.param("hdd", marks=pytest.mark.slow)])
 def tier(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -202,7 +202,13 @@ def tier(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.mark.parametrize("writes", [True, False], ids=["reads-and-writes", "reads"])
+@pytest.mark.parametrize(
+    "writes",
+    [
+        pytest.param(True, id="reads-and-writes"),
+        pytest.param(False, id="reads", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "name", ["pulled", "filled", pytest.param("slowed", marks=pytest.mark.slow), "errors"]
 )

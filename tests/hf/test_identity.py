@@ -40,6 +40,7 @@ def fetched(model: Any, ids: Any = IDS) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_the_same_after_saving_and_loading_elsewhere(memory: Store, tmp_path: Path) -> None:
     model = build(llama())
     model.save_pretrained(tmp_path)

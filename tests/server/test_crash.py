@@ -58,6 +58,7 @@ def totals(clients: Sequence[ClientProcess]) -> tuple[Counter[str], Counter[str]
 
 
 @pytest.mark.stress
+@pytest.mark.slow
 def test_four_processes_for_three_seconds(daemon: DaemonProcess, seed: int) -> None:
     with kvdepot.open(daemon.address) as store:
         done, away = totals(crowd_of(daemon, seed, 4, 3.0))

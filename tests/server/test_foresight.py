@@ -80,6 +80,7 @@ def test_a_session_is_hinted_at_by_another_client(
         assert engine.session("chat") == 0
 
 
+@pytest.mark.slow
 def test_a_hint_is_called_off_by_its_client_or_with_it(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_hint_is_called_off_by_its_client_or_with_it(
         assert store.check(deep=False)
 
 
+@pytest.mark.slow
 def test_hints_of_a_client_are_limited(start_daemon: StartDaemon, tmp_path: Path) -> None:
     busy, keys = on_the_hard_drive(tmp_path), on_the_hard_drive(tmp_path, 2)
     slow = settings(tmp_path, hdd={"emulate": CRAWLING}, dram={"capacity": "16MiB"})

@@ -315,6 +315,7 @@ def test_random_bytes(shared_daemon: DaemonProcess, seed: int) -> None:
     check_serves(shared_daemon)
 
 
+@pytest.mark.slow
 def test_who_says_nothing_keeps_nobody_waiting(
     shared_daemon: DaemonProcess, tmp_path: Path
 ) -> None:

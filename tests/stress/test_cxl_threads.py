@@ -27,6 +27,7 @@ def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "
 
 
 @pytest.mark.stress
+@pytest.mark.slow
 def test_six_threads_for_three_seconds(tmp_path: Path, seed: int) -> None:
     stress(tmp_path, seed, threads=6, seconds=3.0)
 

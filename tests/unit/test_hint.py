@@ -76,6 +76,7 @@ def test_a_deadline_that_has_passed_is_the_end_of_it(store: Store, keys: list[Bl
     assert hint.brought == 0
 
 
+@pytest.mark.slow
 def test_closing_calls_it_off(tmp_path: Path, keys: list[BlockKey]) -> None:
     crawling = {**SLOW, "read_bandwidth": "200kB"}
     store = kvdepot.open(**settings(tmp_path, hdd={"emulate": crawling}))

@@ -234,6 +234,7 @@ class TestStore:
             space_of(store)
             assert None not in tiers(store, there)
 
+    @pytest.mark.slow
     def test_it_outlives_the_segment_it_was_written_to(self, tmp_path: Path) -> None:
         first = measured(tmp_path)
         with kvdepot.open(**small(tmp_path)) as store:
@@ -265,6 +266,7 @@ class TestStore:
                 drive.take_back(one)
             assert drive.spare_slots() == 8
 
+    @pytest.mark.slow
     def test_drives_that_are_emulated_are_not_those_that_are_not(self, tmp_path: Path) -> None:
         measured(tmp_path)
         model = {"read_bandwidth": "1GB", "write_bandwidth": "1GB"}
@@ -272,6 +274,7 @@ class TestStore:
             assert known(store)
             assert profile_of(store) is None
 
+    @pytest.mark.slow
     def test_a_new_drive_does_not_get_the_profile_of_another(self, tmp_path: Path) -> None:
         measured(tmp_path)
         with kvdepot.open(**small(tmp_path)) as store:
@@ -294,6 +297,7 @@ class TestStore:
             assert not drive_of(store).segments
             assert store.check().ok
 
+    @pytest.mark.slow
     def test_closing_does_not_wait_for_it(self, tmp_path: Path) -> None:
         model = {"read_bandwidth": "1MB", "write_bandwidth": "1MB", "seek": "100ms"}
         store = kvdepot.open(**small(tmp_path, profile="always", emulate=model))
