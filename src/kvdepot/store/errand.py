@@ -74,3 +74,7 @@ class Errand:
     """Places where a want was not to be had."""
     rescued: set[int] = field(default_factory=set)
     """Wants that are read from one of two places since the other drive fails."""
+    patient: bool = True
+    """What somebody else is reading is left to them, for a while."""
+    later: set[int] = field(default_factory=set)
+    """Wants that were left to somebody else."""

@@ -18,6 +18,7 @@ from kvdepot.core.tier import Outcome
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
 from kvdepot.store.choice import drive_for, place_for
+from kvdepot.store.comers import await_arrival, is_coming
 from kvdepot.store.drainer import Drainer, LateRead
 from kvdepot.store.errand import Arrival, Errand, Sink, Want
 from kvdepot.store.flight import Flight, Flights, Loaded, Step
@@ -101,7 +102,7 @@ class Reader:
             if warm or (cold and len(stock.pools) > 1):
                 cold = self._from_below(errand, warm, cold)
             if cold:
-                self._from_files(errand, cold)
+                self._from_drives(errand, cold)
         finally:
             with stock.changed:
                 if not ahead:
@@ -200,6 +201,16 @@ class Reader:
                 return True
             catalog.doom(row)
             return False
+
+    def _from_drives(self, errand: Errand, left: list[int]) -> None:
+        """Read, but for what somebody else is reading: that is waited for first."""
+        self._from_files(errand, left)
+        if errand.later:
+            came = await_arrival(self._stock, errand)
+            hits, places = list(came), list(came.values())
+            bad = self._from_memory(errand, self._stock.pools[0], hits, places)
+            still = [*(errand.later - came.keys()), *bad]
+            self._from_files(replace(errand, patient=False), still)
 
     def _from_files(self, errand: Errand, left: list[int]) -> None:
         """Read in waves, the next one planned and started while the last is under way."""
@@ -336,6 +347,9 @@ class Reader:
                 location, hedged = place_for(errand, index, level, flight.drive)
             if wave and (total + nbytes > limit or hedged != wave[0].hedged):
                 break
+            if errand.patient and not errand.ahead and is_coming(stock, want):
+                errand.later.add(waiting.popleft())
+                continue
             slot = None
             promote = level.config.promote or errand.ahead
             promote = promote and want.is_whole and catalog.memory.absent(want.row)
