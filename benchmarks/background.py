@@ -70,6 +70,8 @@ class World:
         self.store = store
         self.stock = store._stock
         self.ssd, self.hdd = self.stock.levels
+        # A piece that happens to go on where another one ended should come from the drives too.
+        store._reader.follow = None
         layout = kvdepot.KVLayout.opaque(BLOCK_BYTES - 4096, 8, 1)
         self.space = store.namespace(model="background", layout=layout)
         payload = np.random.default_rng(1).bytes(self.space.block_bytes)
