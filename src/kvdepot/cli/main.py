@@ -42,6 +42,7 @@ COMMANDS = {
     "doctor": Command("kvdepot.cli.doctor", "what this machine offers, and what to do about it"),
     "serve": Command("kvdepot.cli.serve", "share one store with all processes of this machine"),
     "tiers": Command("kvdepot.cli.tiers", "see and change the tiers of a running daemon"),
+    "record": Command("kvdepot.cli.record", "write down what a daemon is asked for, for `sim`"),
     "check": Command("kvdepot.cli.check", "verify a store on disk, and repair it"),
     "inspect": Command("kvdepot.cli.inspect", "what is inside a store on disk"),
     "bench": Command("kvdepot.cli.bench", "measure the store against the raw device"),

@@ -300,6 +300,14 @@ class RemoteStore:
         """As Store.resize."""
         self._change("resize", tier, str(capacity))
 
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """As Store.record: the daemon writes the file. For its user and root."""
+        self._change("record", "", os.path.abspath(path))
+
+    def stop_recording(self) -> int:
+        """As Store.stop_recording."""
+        return self._change("stop_recording", "", "")
+
     def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> FlushReport:
         """As Store.flush, for what all clients have put; false without a daemon."""
         self._check_open()

@@ -22,6 +22,8 @@ class Changes:
             "add_drive": store.add_drive,
             "drain_drive": store.drain_drive,
             "resize": store.resize,
+            "record": lambda _, path: store.record(path),
+            "stop_recording": lambda *_: store.stop_recording(),
         }
         self.verbs: Final[dict[Kind, Callable[[Frame], None]]] = {Kind.CHANGE: self._change}
 

@@ -1,29 +1,13 @@
-"""Our own traces: what a running depot was asked for.
+"""Our own traces, see core/recording.py."""
 
-The first line is `{"format": "kvdepot-trace", "version": 1, "block_tokens": 256}`. Each other line
-is a request: `{"t": seconds, "tokens": n, "out": n, "keys": [...]}`, keys chained by prefix, as
-hexadecimal text or as any numbers that stand for them. Only full blocks have keys, so there are
-at most `tokens / block_tokens` of them.
-"""
-
-import json
-from typing import Final
-
+from kvdepot.core.recording import FORMAT, VERSION
 from kvdepot.sim.fields import Fields, count, items, parse, seconds
 from kvdepot.sim.requests import NotAChain, Numbering, Request, Workload
 from kvdepot.sim.trace_file import BadLine, TraceFile
 
-FORMAT: Final = "kvdepot-trace"
-VERSION: Final = 1
-
 
 def looks_like(fields: Fields) -> bool:
     return fields.get("format") == FORMAT
-
-
-def header(block_tokens: int) -> str:
-    """The first line of a recording."""
-    return json.dumps({"format": FORMAT, "version": VERSION, "block_tokens": block_tokens})
 
 
 def read(file: TraceFile) -> Workload:

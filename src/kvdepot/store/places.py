@@ -108,13 +108,18 @@ class Places:
 
     def match(self, keys: Keys) -> bytes:
         """For each block of the longest resident prefix its fastest tier: a place in TIER_NAMES."""
+        recorder = self._stock.recorder
+        if recorder is not None:
+            recorder.saw(keys)
         with self._stock.changed:
             residency = self._stock.catalog.residency.array[self._resident(keys)]
         return bytes(self._codes[residency])
 
     def lease(self, keys: Keys) -> Hold:
         """Hold the longest resident prefix, and count it as used."""
-        catalog = self._stock.catalog
+        catalog, recorder = self._stock.catalog, self._stock.recorder
+        if recorder is not None:
+            recorder.saw(keys)
         with self._stock.changed:
             rows = self._resident(keys).tolist()
             catalog.use(rows)

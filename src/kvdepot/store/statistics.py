@@ -26,7 +26,15 @@ def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
         "staging_bytes": stock.staging.used_bytes,
         "index_bytes": stock.catalog.table.memory_bytes(),
         "counters": stock.counters.as_dict(),
+        "recording": _recording(stock),
     }
+
+
+def _recording(stock: Stock) -> dict[str, Any] | None:
+    recorder = stock.recorder
+    if recorder is None:
+        return None
+    return {"path": str(recorder.path), "requests": recorder.requests}
 
 
 def _memory(pool: Pool) -> dict[str, Any]:

@@ -5,18 +5,24 @@ wait for. It is held for bookkeeping only, never across I/O or copies.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
+from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
+from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
+from kvdepot.index.table import as_words
 from kvdepot.policy.eviction.rhythm import Rhythm
 from kvdepot.policy.write_mode import WriteMode, promotes, targets
 from kvdepot.store.admission import Admission
 from kvdepot.store.counters import Counters
 from kvdepot.store.level import Level
 from kvdepot.store.pool import Pool
+from kvdepot.store.recorder import Recorder
 from kvdepot.tiers.arena import Arena
 
 TEMPORARY: Final = -2
@@ -49,6 +55,8 @@ class Stock:
     closing: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
     """Set with `closing`, for threads that nobody else wakes."""
+    recorder: Recorder | None = None
+    """Told of every lookup while somebody wants to know."""
 
     def __post_init__(self) -> None:
         lock = threading.Lock()
@@ -82,6 +90,22 @@ class Stock:
         for level in self.levels:
             if level.copies.ready(row) and not level.usable(row):
                 level.drop(row)
+
+    def record(self, path: Path) -> None:
+        """Write lookups down from now on, or ConfigError."""
+        if self.recorder is not None:
+            raise ConfigError("record", f"{self.recorder.path} is being written already")
+        self.recorder = Recorder(path, self.config.block_tokens, self.clock)
+
+    def stop_recording(self) -> int:
+        """Write no more. Returns how many lookups were."""
+        recorder, self.recorder = self.recorder, None
+        return recorder.close() if recorder is not None else 0
+
+    def looked_up(self, keys: Sequence[BlockKey]) -> None:
+        """A prompt was looked up."""
+        if self.recorder is not None:
+            self.recorder.saw(as_words(keys))
 
     def drop_all(self, row: int) -> None:
         """Drop a block nobody uses from every tier."""

@@ -181,6 +181,7 @@ class Store:
         catalog = self._stock.catalog
         with self._stock.changed:
             rows = self._usable(catalog.resident(checked(keys)))
+            self._stock.looked_up(keys)
             return Match(tuple(catalog.fastest(rows)))
 
     def lease(self, keys: Sequence[BlockKey]) -> Lease:
@@ -189,6 +190,7 @@ class Store:
         catalog = self._stock.catalog
         with self._stock.changed:
             rows = self._usable(catalog.resident(checked(keys)))
+            self._stock.looked_up(keys)
             catalog.use(rows)
             catalog.lease(rows)
             self._leases += len(rows)
@@ -298,6 +300,15 @@ class Store:
         with self._using():
             self._fleet.resize(tier, capacity)
 
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """Write every lookup from now on to a new file, a trace for `kvdepot sim`."""
+        with self._using():
+            self._stock.record(Path(path))
+
+    def stop_recording(self) -> int:
+        """End `record`. Returns how many requests were written; 0 if nothing was recorded."""
+        return self._stock.stop_recording()
+
     def check(self, *, deep: bool = True) -> CheckReport:
         """Verify the books against each other and, if `deep`, every byte in memory and on disk."""
         with self._using():
@@ -324,6 +335,7 @@ class Store:
             stock.work.notify_all()
             stock.changed.notify_all()
             stuck = not stock.changed.wait_for(lambda: not self._calls, timeout_s)
+        stock.stop_recording()
         stuck = not self._fleet.join(timeout_s) or stuck
         stuck = not self._hinter.close(timeout_s) or stuck
         if not stuck:

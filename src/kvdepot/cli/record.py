@@ -1,0 +1,68 @@
+"""`kvdepot record`: what a running daemon is asked for, as a trace that `kvdepot sim` reads."""
+
+import argparse
+import contextlib
+import time
+from pathlib import Path
+
+import kvdepot
+from kvdepot.cli import output
+from kvdepot.core.units import parse_duration
+from kvdepot.store.store import Store
+
+LOOK_S = 0.5
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "record",
+        description="Write down which prompts a running daemon is asked for, as keys and never as "
+        "text; kvdepot sim --trace FILE plays them. Ends after --for, or with Ctrl-C. For the "
+        "daemon's own user and root.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="to write; must not exist")
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", required=True, help="of the daemon: kvdepot serve"
+    )
+    parser.add_argument(
+        "--for", type=duration, metavar="TIME", dest="seconds", help="as 30s or 1h; else Ctrl-C"
+    )
+    output.add_json_flag(parser)
+
+
+def duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run(args: argparse.Namespace) -> int:
+    store = kvdepot.open(f"unix:{args.socket}")
+    try:
+        store.record(args.file)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                watch(store, args.seconds)
+        finally:
+            requests = store.stop_recording()
+    finally:
+        store.close(timeout_s=0.0)  # what others have put need not be on disk for us
+    if args.json:
+        output.document({"file": str(args.file), "requests": requests})
+    else:
+        output.data(f"{requests} requests in {args.file}")
+        output.say(f"hint: kvdepot sim --trace {args.file} --capacity dram=3Mtok --hits-only")
+    return 0
+
+
+def watch(store: Store, seconds: float | None) -> None:
+    """Tell how it goes until the time is over."""
+    began_s = time.monotonic()
+    with output.Progress("recording") as line:
+        while seconds is None or time.monotonic() - began_s < seconds:
+            left_s = LOOK_S if seconds is None else began_s + seconds - time.monotonic()
+            time.sleep(max(0.0, min(LOOK_S, left_s)))
+            recording = store.stats().get("recording") or {}
+            line.label = f"recording, {recording.get('requests', 0)} requests"
+            line.advance(0)

@@ -1,0 +1,86 @@
+"""Writes down what a store is asked for, as a trace that `kvdepot sim` reads."""
+
+import threading
+from collections import OrderedDict, deque
+from pathlib import Path
+from typing import Final
+
+from kvdepot.core.clock import Clock
+from kvdepot.core.recording import header, request
+from kvdepot.errors import ConfigError
+from kvdepot.index.table import Keys
+
+_SAME_S: Final = 10.0
+"""A prompt that is looked up again within this time is the same request."""
+_RECENT_MAX: Final = 4096
+_QUEUE_MAX: Final = 1 << 16
+_FILE_BYTES_MAX: Final = 1 << 30
+_PAUSE_S: Final = 0.2
+
+
+class Recorder:
+    """One recording. Lookups are queued at once and written by a thread; a full disk ends it."""
+
+    def __init__(self, path: Path, block_tokens: int, clock: Clock) -> None:
+        """Begin a new file, or ConfigError."""
+        try:
+            self._file = path.open("x")
+            self._file.write(header(block_tokens) + "\n")
+            self._file.flush()
+        except OSError as error:
+            reason = f"cannot write to {path}: {error.strerror}"
+            raise ConfigError("record", reason, hint="name a new file") from error
+        self.path = path
+        self.requests = 0
+        """Written so far."""
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._began_s = clock.now()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._recent: OrderedDict[int, float] = OrderedDict()
+        self._queue: deque[tuple[float, Keys]] = deque(maxlen=_QUEUE_MAX)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdepot-recorder", daemon=True)
+        self._thread.start()
+
+    def saw(self, words: Keys) -> None:
+        """A prompt was looked up, given as its keys. Does not block."""
+        if not len(words) or self._stop.is_set():
+            return
+        last, now_s = int(words[-1, 2]), self._clock.now()
+        with self._lock:
+            before_s = self._recent.pop(last, None)
+            self._recent[last] = now_s
+            if len(self._recent) > _RECENT_MAX:
+                self._recent.popitem(last=False)
+            if before_s is None or now_s - before_s > _SAME_S:
+                self._queue.append((now_s - self._began_s, words[:, 2].copy()))
+
+    def close(self) -> int:
+        """Write what is left. Returns how many requests were recorded."""
+        self._stop.set()
+        self._thread.join()
+        return self.requests
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(_PAUSE_S):
+                self._write()
+            self._write()
+            self._file.close()
+        except OSError:
+            self._stop.set()  # what was written so far is a trace
+
+    def _write(self) -> None:
+        while self._queue:
+            at_s, names = self._queue.popleft()
+            line = request(at_s, names.tolist(), self._block_tokens) + "\n"
+            self._bytes += len(line)
+            if self._bytes > _FILE_BYTES_MAX:
+                self._stop.set()
+                self._queue.clear()
+                break
+            self._file.write(line)
+            self.requests += 1
+        self._file.flush()
