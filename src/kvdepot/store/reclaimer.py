@@ -73,13 +73,11 @@ class Reclaimer:
 
     def _choose(self, tried: set[int]) -> tuple[Segment, Rows, Bools] | None:
         """The segment to go, its live rows and which of them are written again."""
-        sealed = [s for s in self._tier.drives[self._index].sealed() if s.slot not in tried]
         candidates = []
-        for segment in sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]:
+        for segment in self._looked_at(tried):
             rows = self._live(segment)
-            facts = self._facts(segment, rows)
-            if not self._in_use(rows, facts):
-                candidates.append((segment, rows, facts))
+            if not self._in_use(rows):
+                candidates.append((segment, rows, self._facts(segment, rows)))
         if not candidates:
             return None
         now = self._stock.catalog.tree.now
@@ -98,13 +96,24 @@ class Reclaimer:
             return False
         if any(segment.sealed and segment.unentered for segment in list(drive.segments.values())):
             return True
-        parts = [(segment, self._live(segment)) for segment in drive.sealed()]
-        return any(self._in_use(rows, self._facts(segment, rows)) for segment, rows in parts)
+        return any(self._in_use(self._live(segment)) for segment in self._looked_at(set()))
 
-    def _in_use(self, rows: Rows, facts: SegmentFacts) -> bool:
+    def _looked_at(self, tried: set[int]) -> list[Segment]:
+        """The segments that may be chosen from, oldest first."""
+        sealed = [s for s in self._tier.drives[self._index].sealed() if s.slot not in tried]
+        return sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]
+
+    def _in_use(self, rows: Rows) -> bool:
         """Whether so much of a segment is leased that emptying it would gain nothing."""
-        leased = self._stock.catalog.leased_rows(rows)
-        return bool(facts.sizes[leased].sum() > facts.capacity_bytes // 2)
+        leased = rows[self._stock.catalog.leased_rows(rows)]
+        half = self._tier.drives[self._index].settings.segment_bytes // 2
+        return bool(self._sizes(leased).sum() > half)
+
+    def _sizes(self, rows: Rows) -> Rows:
+        """Of the blocks' records."""
+        payload_bytes = self._stock.catalog.nbytes.array[rows].astype(np.int64)
+        sizes: Rows = HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
+        return sizes
 
     def _live(self, segment: Segment) -> Rows:
         return self._level.live(self._index, segment.slot)
@@ -127,7 +136,7 @@ class Reclaimer:
         hits = self._hits(rows)
         closed = catalog.closed.mask(rows)
         stamps[closed] = hits[closed] = 0
-        sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // PAGE) * PAGE
+        sizes = self._sizes(rows)
         return SegmentFacts(
             capacity_bytes=self._tier.drives[self._index].settings.segment_bytes,
             sizes=sizes,
