@@ -124,7 +124,7 @@ class TestPutAndGet:
             assert put(store, [key, key]) == [kvdepot.Put.STORED, kvdepot.Put.PRESENT]
             store.flush()
             flood(store, space_of(store), 2 * IN_DRAM)
-            assert tiers(store, [key] * 20) == ["ssd"] * 20
+            assert tiers(store, [key] * 20) == ["ssd"] + ["dram"] * 19, "read once"
             assert store.flush()
             assert store.stats()["leased"] == 0
 
