@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.crash.pulling import pull
 
 import kvdepot
 from kvdepot import errors
@@ -337,7 +337,7 @@ def test_a_deleted_directory_is_made_anew(tmp_path: Path) -> None:
         keys = prompt(space, 1, 40)
         put_all(store, keys)
         assert store.flush()
-        shutil.rmtree(path)
+        pull(path)
         verified_hits(store, keys)  # from open descriptors, or misses; never wrong
         assert not store.flush()
         assert not healthy(store)

@@ -2,7 +2,6 @@
 
 import errno
 import random
-import shutil
 import threading
 import time
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.crash.pulling import pull
 from tests.unit.test_store_mirrors import LONG, eventually, forget_memory, mirrored, places
 
 from kvdepot.core.block import BlockKey
@@ -194,7 +194,7 @@ def test_a_drive_that_is_pulled_costs_no_miss_and_is_filled_again(
         prompts = filled(store, tier)
         with Readers(store, prompts) as readers:
             assert readers.go_on()
-            shutil.rmtree(tmp_path / "drive-1")
+            pull(tmp_path / "drive-1")
             space, level = space_of(store), store._stock.levels[0]
             for number in range(100, 104):
                 assert all(put(store, prompt(space, number, LONG)))
@@ -204,7 +204,7 @@ def test_a_drive_that_is_pulled_costs_no_miss_and_is_filled_again(
         expected = (PROMPTS + 4) * LONG
         assert eventually(lambda: mirrored(store, tier) == expected), level.mirrors
         assert store.check().ok
-    shutil.rmtree(tmp_path / "drive-0")
+    pull(tmp_path / "drive-0")
     with opened(tmp_path, tier, FaultyFiles()) as store:
         space_of(store)
         for keys in prompts:

@@ -5,7 +5,6 @@ again, as an engine would. How fast the others are meanwhile: benchmarks/drive_f
 """
 
 import errno
-import shutil
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from tests.crash.pulling import pull
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
@@ -87,7 +87,7 @@ class World:
 
     def begin(self) -> None:
         if self.name == "pulled":
-            shutil.rmtree(self.drive_path)
+            pull(self.drive_path)
         elif isinstance(self.files, EmulatedFiles):
             self.files.slow_down(str(self.drive_path), SLOWER)
         elif isinstance(self.files, FaultyFiles):
