@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
-from kvdepot.core.block import CopyState
+from kvdepot.core.block import BlockKey, CopyState
 from kvdepot.index.table import NONE, Rows
 from kvdepot.native import VERIFY, address_of
 from kvdepot.store.level import Level
@@ -16,10 +16,13 @@ from kvdepot.store.report import CheckReport
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.arena import NOBODY
 from kvdepot.tiers.dram import transfers
-from kvdepot.tiers.ssd import slot_of
+from kvdepot.tiers.ssd import drive_of, slot_of
 
 _READY = int(CopyState.READY)
 _BATCH = 256
+_TRIES = 5
+_PAUSE_S_MAX = 1.0
+"""A drive that is left alone for longer is not waited for: what it has cannot be read."""
 
 
 def check_stock(stock: Stock, *, deep: bool) -> CheckReport:
@@ -159,7 +162,7 @@ def _check_copy(stock: Stock, level: Level, row: int, location: int, report: Che
     if slot is None:
         return
     key = catalog.table.key(row)
-    intact = level.tier.read_image(key, location, stock.staging.image(slot, nbytes))
+    intact = _read(stock, level, key, location, stock.staging.image(slot, nbytes))
     with stock.changed:
         stock.staging.free(slot)
         moved = location not in level.places(row)
@@ -169,6 +172,20 @@ def _check_copy(stock: Stock, level: Level, row: int, location: int, report: Che
             f"{drive.medium.label}: slot {slot_of(location)}, page {location & 0xFFFFFFFF}",
             f"block {key.hex()} cannot be read back",
         )
+
+
+def _read(stock: Stock, level: Level, key: BlockKey, location: int, image: memoryview) -> bool:
+    """Read and verify a record; a drive that is left alone for a moment is waited for."""
+    drive = level.tier.drives[drive_of(location)]
+    for _ in range(_TRIES):
+        worked = drive.breaker.closed
+        if level.tier.read_image(key, location, image):
+            return True
+        pause_s = drive.breaker.health().retry_in_s
+        if (worked and drive.breaker.closed) or drive.lost or pause_s > _PAUSE_S_MAX:
+            break
+        stock.ended.wait(pause_s)
+    return False
 
 
 def _memory_intact(pool: Pool, row: int) -> bool:
