@@ -7,6 +7,7 @@ while others read. What lost a copy gets one again as far as there is room for i
 import json
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -30,6 +31,7 @@ from kvdepot.tiers.ssd import drive_of
 _LOOK_S = 0.25
 _LOOKS_MAX: Final = 8
 """Blocks wait for others of their prompt until none has come between two looks, no longer."""
+_TRIES: Final = 8
 _GATHER_MAX: Final = 1024
 """Blocks looked at in one go, lock held."""
 _PIECE_BYTES: Final = 4 << 20
@@ -50,6 +52,8 @@ class Mirrorer:
         self._seen, self._looks = 0, 0
         self._turn = 0
         self._stride = Stride(_PIECE_BYTES)
+        self._tries: Counter[int] = Counter()
+        """How often rows were put off for lack of room."""
         self._block_tokens: dict[bytes, int] = {}
         name = f"kvdepot-{level.name}-mirrorer"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -191,9 +195,21 @@ class Mirrorer:
                     return
             if piece.rows:
                 if not self._copy(piece, target, reclaim=reclaim):
+                    if reclaim:
+                        self._put_off(left)
                     return
                 self._stride.took(sum(map(len, piece.images)), self._stock.clock.now() - started_s)
             rest(self._stock, [self._level], started_s)
+
+    def _put_off(self, rows: list[int]) -> None:
+        """Try rows again at the next looks, a few times: others may hold the room now."""
+        with self._stock.changed:
+            for row in rows:
+                self._tries[row] += 1
+                if self._tries[row] < _TRIES:
+                    self._mirrors.fresh[row] = None
+                else:
+                    del self._tries[row]
 
     def _claim(self, rows: list[int]) -> tuple[Piece, list[int]]:
         """Take as many rows as there is memory for. Lock held."""
@@ -240,6 +256,8 @@ class Mirrorer:
         self._release(piece, removed)
         if left and not drive.breaker.closed:
             self._mirrors.look_at_all = True
+        elif reclaim:
+            self._put_off([piece.rows[n] for n, at in zip(good, places, strict=True) if at is None])
         return not images or any(place is not None for place in places)
 
     def _fill(self, piece: Piece) -> list[int]:
@@ -270,6 +288,7 @@ class Mirrorer:
                 continue
             row = piece.rows[index]
             stock.counters.mirrored += level.enter_mirror(row, location)
+            self._tries.pop(row, None)
             if catalog.is_doomed(row):
                 removed.append(level.tier.removal(catalog.table.key(row)))
         return removed
