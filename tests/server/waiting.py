@@ -1,4 +1,4 @@
-"""Waiting for what another process does to show."""
+"""Waiting for what another process or thread does to show."""
 
 import threading
 import time
@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 def eventually(true: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while not true() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if true():
+            return True
         pause.wait(0.005)
     return true()

@@ -11,11 +11,11 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.server.waiting import eventually
 
 import kvdepot
 from kvdepot.store.space import Space
@@ -161,14 +161,6 @@ class Crowd:
 
     def _remove(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
         return self.store.remove(keys[rng.randrange(BLOCKS) :][:3])
-
-
-def eventually(true: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Wait for another thread's work to show: reclaim may go on after a flush."""
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while not true() and time.monotonic() < deadline:
-        pause.wait(0.002)
-    return true()
 
 
 def files_bytes(folder: Path) -> int:
