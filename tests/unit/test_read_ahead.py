@@ -4,23 +4,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.cold_prompt import left_on_the_hard_drive
 from tests.unit.test_chain import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
+from kvdepot.testing.store_contract import put, space_of, tiers
 
 BLOCKS = 12
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> list[BlockKey]:
-    """A prompt that lies on the hard drive only."""
-    with kvdepot.open(**settings(tmp_path, hdd={"write_mode": "pass-through"})) as store:
-        found = prompt(space_of(store), 1, BLOCKS)
-        assert all(put(store, found))
-    return found
+    return left_on_the_hard_drive(tmp_path, BLOCKS)
 
 
 @pytest.fixture

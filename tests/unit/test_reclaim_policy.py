@@ -39,33 +39,33 @@ def kept(
 ) -> list[int]:
     flags = np.array(forced if forced is not None else [False] * len(facts.sizes), dtype=bool)
     before = flags.copy()
-    result = keep(facts, flags, others, NOW)
+    result = keep(facts, flags, others)
     assert flags.tolist() == before.tolist(), "the caller's array is left alone"
     return np.flatnonzero(result).tolist()
 
 
 class TestColdest:
     def test_the_oldest_goes(self) -> None:
-        assert coldest([full(50), full(10), full(90)], NOW) == 0
+        assert coldest([full(50), full(10), full(90)]) == 0
 
     def test_what_hangs_on_blocks_that_move_on_does_not_count(self) -> None:
         """Half of the segment was used and moves on, with all that continues it."""
         used = segment([100] * 10, [90] * 10, [9] * 5 + [0] * 5, [50 * CAPACITY] * 5 + [0] * 5)
-        assert coldest([used, full(50)], NOW) == 0
+        assert coldest([used, full(50)]) == 0
 
     def test_much_younger_tails_go_before_old_heads_that_carry_a_lot(self) -> None:
         """A prompt that outgrows the drive: dropping its head would drop everything."""
-        assert coldest([full(10, below_each=5 * CAPACITY), full(90)], NOW) == 1
+        assert coldest([full(10, below_each=5 * CAPACITY), full(90)]) == 1
 
     def test_if_all_carry_a_lot_that_which_carries_least(self) -> None:
         carry = [9 * CAPACITY, 2 * CAPACITY, 5 * CAPACITY]
-        assert coldest([full(10, below_each=each) for each in carry], NOW) == 1
+        assert coldest([full(10, below_each=each) for each in carry]) == 1
 
     def test_an_empty_segment_may_be_the_oldest(self) -> None:
-        assert coldest([segment([], [], []), full(2)], NOW) == 0
+        assert coldest([segment([], [], []), full(2)]) == 0
 
     def test_one_segment_is_the_coldest_of_one(self) -> None:
-        assert coldest([full(100, 1.0)], NOW) == 0
+        assert coldest([full(100, 1.0)]) == 0
 
 
 class TestKeep:
@@ -135,11 +135,11 @@ class TestRulesByName:
     )
     def test_who_goes_and_what_moves_on(self, name: str, goes: int, stays: list[int]) -> None:
         rule = rule_named(name)
-        at = rule.coldest(self.ALL, NOW)
+        at = rule.coldest(self.ALL)
         assert at == goes
         facts = self.ALL[at]
         others = [other for other in self.ALL if other is not facts]
-        moved = rule.keep(facts, np.zeros(4, dtype=bool), others, NOW)
+        moved = rule.keep(facts, np.zeros(4, dtype=bool), others)
         assert np.flatnonzero(moved).tolist() == stays
 
     @pytest.mark.parametrize("name", RULES)
@@ -147,11 +147,11 @@ class TestRulesByName:
         rng, rule = random.Random(seed), rule_named(name)
         for _ in range(100):
             segments = [drawn(rng) for _ in range(rng.randrange(1, 6))]
-            at = rule.coldest(segments, NOW)
+            at = rule.coldest(segments)
             assert 0 <= at < len(segments)
             facts = segments[at]
             forced = np.array([rng.random() < 0.2 for _ in facts.sizes], dtype=bool)
-            moved = rule.keep(facts, forced, segments[:at] + segments[at + 1 :], NOW)
+            moved = rule.keep(facts, forced, segments[:at] + segments[at + 1 :])
             assert (moved >= forced).all()
             if (moved & ~forced).any():
                 assert facts.sizes[moved].sum() <= KEEP_SHARE_MAX * CAPACITY
@@ -159,8 +159,8 @@ class TestRulesByName:
     def test_an_empty_segment_is_no_trouble(self) -> None:
         nothing = segment([], [], [])
         for rule in RULES.values():
-            assert rule.coldest([nothing, nothing], NOW) in (0, 1)
-            assert not len(rule.keep(nothing, np.zeros(0, dtype=bool), [nothing], NOW))
+            assert rule.coldest([nothing, nothing]) in (0, 1)
+            assert not len(rule.keep(nothing, np.zeros(0, dtype=bool), [nothing]))
 
     def test_a_name_that_is_none_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="mru"):

@@ -45,28 +45,26 @@ def abandoned(segments: Sequence[SegmentFacts]) -> int | None:
     return most if most is not None and shares[most] >= _CLOSED_SHARE_MIN else None
 
 
-def coldest(segments: Sequence[SegmentFacts], now: int) -> int:
+def coldest(segments: Sequence[SegmentFacts]) -> int:
     """Index of the segment to reclaim; they are given oldest first.
 
     The oldest, unless very much hangs on what it would drop, as on the head of a prompt that fills
     the drive; then the next. If that is so with all of them, the one that takes least along.
     """
-    lost = [_lost_share(segments, at, now) for at in range(len(segments))]
+    lost = [_lost_share(facts) for facts in segments]
     for at, share in enumerate(lost):
         if share <= _LOST_SHARE_MAX:
             return at
     return min(range(len(lost)), key=lost.__getitem__)
 
 
-def keep(
-    facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts] = (), now: int = 0
-) -> Bools:
+def keep(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts] = ()) -> Bools:
     """Which blocks move on instead of being dropped.
 
     `forced` ones always do (leased, or above a leased one). Of the others those that were used
     since they were written, the latest first, up to KEEP_SHARE_MAX of the segment.
     """
-    del others, now  # what was used once is kept, whatever there is elsewhere
+    del others  # what was used once is kept, whatever there is elsewhere
     return fill(facts, forced, facts.hits > 0, facts.stamps)
 
 
@@ -81,9 +79,7 @@ def fill(facts: SegmentFacts, forced: Bools, wanted: Bools, worth: Ints) -> Bool
     return kept
 
 
-def _lost_share(segments: Sequence[SegmentFacts], at: int, now: int) -> float:
+def _lost_share(facts: SegmentFacts) -> float:
     """How much would be dropped elsewhere, in segments."""
-    facts, others = segments[at], [*segments[:at], *segments[at + 1 :]]
-    nobody = np.zeros(len(facts.sizes), dtype=bool)
-    dropped = ~keep(facts, nobody, others, now)
+    dropped = ~keep(facts, np.zeros(len(facts.sizes), dtype=bool))
     return float(facts.below[dropped].sum()) / facts.capacity_bytes

@@ -20,41 +20,37 @@ from kvdepot.policy.reclaim import Bools, Ints, SegmentFacts, fill
 class Rule:
     """How one tier makes room."""
 
-    coldest: Callable[[Sequence[SegmentFacts], int], int]
-    """Index of the segment that goes, of at least one, oldest first; the clock comes second."""
+    coldest: Callable[[Sequence[SegmentFacts]], int]
+    """Index of the segment that goes, of at least one, oldest first."""
 
-    keep: Callable[[SegmentFacts, Bools, Sequence[SegmentFacts], int], Bools]
+    keep: Callable[[SegmentFacts, Bools, Sequence[SegmentFacts]], Bools]
     """Which of its blocks are written again: those that must, and some. Then come the segments that
-    stay, as far as they were looked at, and the clock."""
+    stay, as far as they were looked at."""
 
 
-def _oldest(segments: Sequence[SegmentFacts], now: int) -> int:
+def _oldest(segments: Sequence[SegmentFacts]) -> int:
     return 0
 
 
-def _nothing(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts], now: int) -> Bools:
+def _nothing(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
     return forced.copy()
 
 
-def _least_recent(segments: Sequence[SegmentFacts], now: int) -> int:
+def _least_recent(segments: Sequence[SegmentFacts]) -> int:
     return _smallest(segments, lambda facts: facts.stamps)
 
 
-def _more_recent(
-    facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts], now: int
-) -> Bools:
+def _more_recent(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
     """What was used later than the usual block that stays elsewhere, the latest first."""
     bar = _mean_elsewhere(others, lambda other: other.stamps)
     return fill(facts, forced, facts.stamps > bar, facts.stamps)
 
 
-def _least_often(segments: Sequence[SegmentFacts], now: int) -> int:
+def _least_often(segments: Sequence[SegmentFacts]) -> int:
     return _smallest(segments, lambda facts: facts.hits)
 
 
-def _more_often(
-    facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts], now: int
-) -> Bools:
+def _more_often(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
     """What was used more often than the usual block that stays elsewhere, most used first."""
     bar = _mean_elsewhere(others, lambda other: other.hits)
     return fill(facts, forced, facts.hits > bar, facts.hits)

@@ -94,10 +94,9 @@ class LogDrive:
         chosen = sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]
         parts = [self._live(number) for number in chosen]
         facts = [self._facts(number, rows) for number, rows in zip(chosen, parts, strict=True)]
-        now = self._tree.now
-        at = self._rule.coldest(facts, now)
+        at = self._rule.coldest(facts)
         rows, others = parts[at], facts[:at] + facts[at + 1 :]
-        stays = self._rule.keep(facts[at], np.zeros(len(rows), dtype=bool), others, now)
+        stays = self._rule.keep(facts[at], np.zeros(len(rows), dtype=bool), others)
         for row in rows[~stays].tolist():
             self._drop(row)
         del self._listed[chosen[at]]

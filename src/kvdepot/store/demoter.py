@@ -4,7 +4,7 @@ Blocks of a path are gathered from wherever they lie and appended one behind the
 `run_bytes` on one drive, then on the next. So a returning prompt is a few long reads.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,7 @@ from kvdepot.codec.record import record_bytes
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.demotion import DemotionFacts, worth_demoting
+from kvdepot.store.appending import MakeRoom, append
 from kvdepot.store.level import Level
 from kvdepot.store.pace import FLASH_SHARE, HEAD_SHARE, Stride, rest_s
 from kvdepot.store.stock import TEMPORARY, Stock
@@ -22,9 +23,6 @@ _PIECE_BYTES: Final = 4 << 20
 """Copied in one go at most: a read which comes meanwhile should not notice."""
 _GATHER_MAX: Final = 4096
 """Blocks looked at in one go, lock held."""
-
-MakeRoom = Callable[[int, int], bool]
-"""Drive and bytes: do what lets a refused write succeed. False: nothing helps."""
 
 
 @dataclass(slots=True)
@@ -191,19 +189,10 @@ class Demoter:
             for index, good in zip(piece.fetch, found, strict=True):
                 intact[index] = good
         images = [image for image, good in zip(piece.images, intact, strict=True) if good]
-        places = iter(self._append(drive, images))
+        places = iter(append(self.lower.tier, drive, images, self._make_room))
         locations = [next(places) if good else None for good in intact]
         self._commit(piece, locations)
         return not images or any(location is not None for location in locations)
-
-    def _append(self, drive: int, images: list[memoryview]) -> list[int | None]:
-        places = self.lower.tier.append(drive, images)
-        left = [index for index, place in enumerate(places) if place is None]
-        if left and self._make_room(drive, max(len(images[index]) for index in left)):
-            again = self.lower.tier.append(drive, [images[index] for index in left])
-            for index, place in zip(left, again, strict=True):
-                places[index] = place
-        return places
 
     def _commit(self, piece: Piece, locations: list[int | None]) -> None:
         """Enter what was written; removals that came meanwhile are written down too."""

@@ -4,7 +4,7 @@ from typing import Final
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.index.table import NONE
-from kvdepot.store.demoter import MakeRoom
+from kvdepot.store.appending import MakeRoom, append
 from kvdepot.store.level import Level
 from kvdepot.store.stock import TEMPORARY, Stock
 from kvdepot.tiers.ssd import drive_of
@@ -134,15 +134,11 @@ class Evacuator:
         for drive in self._others():
             if not left:
                 break
-            for room_made in (False, True):
-                if room_made and not self._make_room(drive, max(len(images[n]) for n in left)):
-                    break
-                found = self._level.tier.append(drive, [images[number] for number in left])
-                for number, place in zip(left, found, strict=True):
-                    places[number] = place
-                left = [number for number in left if places[number] is None]
-                if not left:
-                    break
+            some = [images[number] for number in left]
+            found = append(self._level.tier, drive, some, self._make_room)
+            for number, place in zip(left, found, strict=True):
+                places[number] = place
+            left = [number for number in left if places[number] is None]
         return places
 
     def _others(self) -> list[int]:

@@ -7,7 +7,8 @@ from typing import Final
 from kvdepot.core.units import parse_bytes
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.policy.write_mode import WriteMode
-from kvdepot.store.demoter import Demoter, MakeRoom
+from kvdepot.store.appending import MakeRoom
+from kvdepot.store.demoter import Demoter
 from kvdepot.store.evacuator import Evacuator
 from kvdepot.store.level import Level
 from kvdepot.store.migrator import Migrator

@@ -20,7 +20,8 @@ from kvdepot.index.paths import path_blocks, path_order
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
 from kvdepot.policy.mirroring import MirrorFacts, worth_mirroring
-from kvdepot.store.demoter import MakeRoom, Piece, rest
+from kvdepot.store.appending import MakeRoom, append
+from kvdepot.store.demoter import Piece, rest
 from kvdepot.store.level import Level
 from kvdepot.store.mirrors import Mirrors
 from kvdepot.store.pace import Stride
@@ -243,18 +244,13 @@ class Mirrorer:
         images = [piece.images[index] for index in good]
         tier = self._level.tier
         drive = tier.drives[target]
-        places = tier.append(target, images)
-        left = [index for index, place in enumerate(places) if place is None]
-        if left and reclaim and self._make_room(target, max(len(images[n]) for n in left)):
-            again = tier.append(target, [images[index] for index in left])
-            for index, place in zip(left, again, strict=True):
-                places[index] = place
+        places = append(tier, target, images, self._make_room if reclaim else None)
         with self._stock.changed:
             if drive.lost or tier.drives[target] is not drive:
                 places = [None] * len(images)
             removed = self._enter(piece, dict(zip(good, places, strict=True)))
         self._release(piece, removed)
-        if left and not drive.breaker.closed:
+        if None in places and not drive.breaker.closed:
             self._mirrors.look_at_all = True
         elif reclaim:
             self._put_off([piece.rows[n] for n, at in zip(good, places, strict=True) if at is None])

@@ -80,14 +80,13 @@ class Reclaimer:
                 candidates.append((segment, rows, self._facts(segment, rows)))
         if not candidates:
             return None
-        now = self._stock.catalog.tree.now
         looked_at = [facts for *_, facts in candidates]
         at = abandoned(looked_at)
         if at is None:
-            at = self._rule.coldest(looked_at, now)
+            at = self._rule.coldest(looked_at)
         segment, rows, facts = candidates[at]
         others = looked_at[:at] + looked_at[at + 1 :]
-        return segment, rows, self._rule.keep(facts, self._needed(rows), others, now)
+        return segment, rows, self._rule.keep(facts, self._needed(rows), others)
 
     def is_held_up(self) -> bool:
         """Whether a segment could go once others have done with its blocks. Lock held."""
