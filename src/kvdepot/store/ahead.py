@@ -46,16 +46,16 @@ class ReadAhead:
     def _continue(self, wants: Sequence[Want]) -> list[Want]:
         """What to read ahead after these. Lock held."""
         catalog = self._stock.catalog
-        known = [want for want in wants if want.row != NONE and catalog.row(want.key) == want.row]
-        if not known:
+        first = next(filter(self._is_known, wants), None)
+        last = next(filter(self._is_known, reversed(wants)), None)
+        if first is None or last is None:
             return []
-        first, last = known[0], known[-1]
         parent = catalog.tree.parent[first.row]
         end = catalog.table.key(parent) if parent != NONE else None
         goes_on = end in self._ends
         marker = self._ends.pop(end) if goes_on and end is not None else None
         rows: list[int] = []
-        if goes_on and (marker is None or any(want.key == marker for want in known)):
+        if goes_on and (marker is None or any(want.key == marker for want in wants)):
             rows = self._following(last.row)
             marker = catalog.table.key(rows[len(rows) // 2]) if rows else None
         self._ends[last.key] = marker
@@ -63,6 +63,10 @@ class ReadAhead:
             self._ends.popitem(last=False)
         whole = replace(last, target=0, start=0, stop=last.payload_bytes, row=NONE)
         return [replace(whole, key=catalog.table.key(row)) for row in rows]
+
+    def _is_known(self, want: Want) -> bool:
+        """Whether a block is still what it was when it was read. Lock held."""
+        return want.row != NONE and self._stock.catalog.row(want.key) == want.row
 
     def _following(self, row: int) -> list[int]:
         """What continues a block on a tier of runs and is not in memory, where there is one way.
