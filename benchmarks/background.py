@@ -31,7 +31,7 @@ import numpy as np
 
 import kvdepot
 from kvdepot.bench import hybrid
-from kvdepot.store.level import Level
+from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.store import Store
 
 MIB: Final = 1 << 20

@@ -17,14 +17,14 @@ from typing import Any, Final
 
 from kvdepot.cli import output
 from kvdepot.policy.eviction import ORDERS
-from kvdepot.policy.reclaim_rules import RULES
+from kvdepot.policy.placing.reclaim_rules import RULES
 from kvdepot.sim.capacity import Capacity
 from kvdepot.sim.loads import LOADS
 from kvdepot.sim.log import play_log
 from kvdepot.sim.requests import Workload
 from kvdepot.sim.sessions import Replay
 from kvdepot.sim.study import OPTIMAL, Case, play
-from kvdepot.sim.traces import read_trace
+from kvdepot.sim.traces.traces import read_trace
 
 TRACES: Final = Path("/work/shared/data/traces")
 MILLIONS: Final = (1, 3, 10, 50)

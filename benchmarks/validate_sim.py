@@ -24,14 +24,14 @@ import numpy as np
 
 import kvdepot
 from kvdepot.core.layout import KVLayout
-from kvdepot.policy.prefill_model import PrefillPace
-from kvdepot.sim.arrivals import AsRecorded, MultiTurn
+from kvdepot.policy.fetching.prefill_model import PrefillPace
 from kvdepot.sim.drives import Medium
 from kvdepot.sim.fleet import Fleet, FleetSetup, TierSetup
 from kvdepot.sim.gpu import Pace
 from kvdepot.sim.measures import Findings
 from kvdepot.sim.requests import NO_PARENT, Request, Workload
-from kvdepot.sim.traces import read_trace
+from kvdepot.sim.traces.arrivals import AsRecorded, MultiTurn
+from kvdepot.sim.traces.traces import read_trace
 from kvdepot.sim.worker import Habits
 
 MIB: Final = 1 << 20

@@ -4,7 +4,7 @@ import os
 from typing import Any, cast
 
 from kvdepot.core.config import Config
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 _SCHEME = "unix:"
@@ -15,7 +15,7 @@ def open_depot(config: str | os.PathLike[str] | Config | None = None, **settings
     which has the same methods; else one of this process, see store.opening.open_store.
     """
     if isinstance(config, str) and config.startswith(_SCHEME):
-        from kvdepot.client.opening import open_remote
+        from kvdepot.client.open import open_remote
 
         return cast(Store, open_remote(config, **settings))
     return open_store(config, **settings)

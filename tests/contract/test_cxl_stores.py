@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.cxl_world import settle
+from tests.support.cxl_world import settle
 
 import kvdepot
 from kvdepot.store.store import Store

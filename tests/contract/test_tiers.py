@@ -12,14 +12,14 @@ from kvdepot.native import uring_available
 from kvdepot.testing.contract import Reopen, TierContract
 from kvdepot.testing.faults import FaultyFiles
 from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier
-from kvdepot.tiers.arena import Arena
-from kvdepot.tiers.dram import DramTier
-from kvdepot.tiers.emulation import EmulatedFiles
-from kvdepot.tiers.files import EngineKind, Files
-from kvdepot.tiers.hdd import HardDriveTier
-from kvdepot.tiers.medium import DirectIo
-from kvdepot.tiers.mount import MountSettings
-from kvdepot.tiers.ssd import SegmentTier
+from kvdepot.tiers.device.emulation import EmulatedFiles
+from kvdepot.tiers.device.files import EngineKind, Files
+from kvdepot.tiers.log.hdd import HardDriveTier
+from kvdepot.tiers.log.medium import DirectIo
+from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.tier import SegmentTier
+from kvdepot.tiers.memory.arena import Arena
+from kvdepot.tiers.memory.copy_ops import DramTier
 
 CAPACITY_BYTES = 4 << 20
 LOG_BYTES = 24 << 20

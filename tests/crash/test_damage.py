@@ -1,6 +1,6 @@
 """Any damage to the files of a store, at rest or while it is open: right bytes or a miss.
 
-What a flipped byte must lead to is worked out from docs/formats.md (tests/crash/harm.py), not from
+What a flipped byte must lead to is worked out from docs/formats.md (support/harm.py), not from
 the package.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.harm import (
+from tests.support.harm import (
     BLOCK_BYTES,
     BLOCKS,
     HARMS,
@@ -40,8 +40,8 @@ from tests.crash.harm import (
 from kvdepot.cli.main import main
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import FormatError, StoreBusyError
-from kvdepot.store.auditor import audit
-from kvdepot.store.repairer import repair
+from kvdepot.store.check.offline import audit
+from kvdepot.store.check.repair import repair
 from kvdepot.testing.images import payload_for
 
 
@@ -222,7 +222,7 @@ def test_what_a_crash_leaves_is_not_damage(tmp_path: Path) -> None:
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.crash.harm import BLOCK_BYTES, keys_of, open_store, space_of
+from tests.support.harm import BLOCK_BYTES, keys_of, open_store, space_of
 from kvdepot.testing.images import payload_for
 store = open_store(Path(sys.argv[1]))
 for key in keys_of(space_of(store), 1):

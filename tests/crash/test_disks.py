@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.crash.pulling import pull
+from tests.support.pulling import pull
 
 import kvdepot
 from kvdepot import errors
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.config import load
 from kvdepot.core.layout import KVLayout
-from kvdepot.store.opening import assemble
-from kvdepot.store.space import Space
+from kvdepot.store.namespace_handle import Space
+from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles, Stall
 
@@ -259,7 +259,9 @@ def test_late_bytes_that_are_damaged_are_not_kept(
     store, files = open_faulty(tmp_path / "s")
     with store:
         key, stall = one_late_read(store, files)
-        monkeypatch.setattr("kvdepot.store.drainer.payload_intact", lambda image, head: False)
+        monkeypatch.setattr(
+            "kvdepot.store.read.late_reads.payload_intact", lambda image, head: False
+        )
         stall.release()
         assert store._drainer.wait(10.0)
         assert store.match([key]).tiers == ("ssd",)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.aftermath import (
+from tests.support.aftermath import (
     KILLED,
     Children,
     children,
@@ -16,8 +16,8 @@ from tests.crash.aftermath import (
     kill,
     kill_at_random_instants,
 )
-from tests.crash.phases import Phase
-from tests.crash.workload import FULL, ROOMY, Moment, Plan, Promises
+from tests.support.crash_workload import FULL, ROOMY, Moment, Plan, Promises
+from tests.support.phases import Phase
 
 pytestmark = pytest.mark.crash
 

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.pulling import pull
-from tests.unit.test_store_mirrors import LONG, eventually, forget_memory, mirrored, places
+from tests.store.test_store_mirrors import LONG, eventually, forget_memory, mirrored, places
+from tests.support.pulling import pull
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
-from kvdepot.store.opening import assemble
+from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, space_of, tiers
-from kvdepot.tiers.emulation import EmulatedFiles
-from kvdepot.tiers.files import Files
-from kvdepot.tiers.ssd import drive_of
+from kvdepot.tiers.device.emulation import EmulatedFiles
+from kvdepot.tiers.device.files import Files
+from kvdepot.tiers.log.tier import drive_of
 
 pytestmark = pytest.mark.crash
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.crash.aftermath import KILLED, Children, children, find, judge
-from tests.crash.aftermath import kill as kill_and_judge
-from tests.crash.workload import BLOCK_TOKENS, FULL, ROOMY, Moment, Plan, Promises, register
+from tests.support.aftermath import KILLED, Children, children, find, judge
+from tests.support.aftermath import kill as kill_and_judge
+from tests.support.crash_workload import BLOCK_TOKENS, FULL, ROOMY, Moment, Plan, Promises, register
 
 from kvdepot.core.block import BlockKey
-from kvdepot.store.opening import assemble
+from kvdepot.store.open import assemble
 
 pytestmark = pytest.mark.crash
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.disk import Disk, are_there
 from tests.crash.test_disks import (
     assert_quiet,
     prompt,
@@ -23,10 +22,11 @@ from tests.crash.test_disks import (
 from tests.crash.test_tier_drives import BAD, DRIVES, Traffic, bad_drive, eventually, is_up
 from tests.crash.test_tier_drives import opened as opened_beside
 from tests.crash.test_tier_drives import spread as spread_out
+from tests.support.disk import Disk, are_there
 
 from kvdepot.core.block import Put
 from kvdepot.core.config import load
-from kvdepot.store.opening import assemble
+from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import tiers
 

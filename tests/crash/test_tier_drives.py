@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from tests.crash.pulling import pull
+from tests.support.pulling import pull
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
-from kvdepot.store.opening import Mode, assemble
+from kvdepot.store.open import Mode, assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
-from kvdepot.tiers.drive import Drive
-from kvdepot.tiers.emulation import EmulatedFiles
-from kvdepot.tiers.files import Files
-from kvdepot.tiers.ssd import drive_of
+from kvdepot.tiers.device.emulation import EmulatedFiles
+from kvdepot.tiers.device.files import Files
+from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.tier import drive_of
 
 pytestmark = pytest.mark.crash
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
-from kvdepot.store.auditor import audit
-from kvdepot.store.repairer import repair
-from kvdepot.store.space import Space
+from kvdepot.store.check.offline import audit
+from kvdepot.store.check.repair import repair
+from kvdepot.store.namespace_handle import Space
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 

@@ -6,10 +6,10 @@ from math import inf, isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.policy.fetch_or_recompute import EXPLORE_BYTES, Decision, Reason, decide
-from kvdepot.policy.prefill_model import PrefillModel, PrefillPace, attention_work
-from kvdepot.policy.tier_model import TierModel, TierPace, Transfer
-from kvdepot.policy.timetable import Engine, Prompt, Queue, Run
+from kvdepot.policy.fetching.fetch_or_recompute import EXPLORE_BYTES, Decision, Reason, decide
+from kvdepot.policy.fetching.prefill_model import PrefillModel, PrefillPace, attention_work
+from kvdepot.policy.fetching.tier_model import TierModel, TierPace, Transfer
+from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run
 
 TIERS = ("dram", "ssd", "hdd")
 CLOSE = 1.0 + 1e-9

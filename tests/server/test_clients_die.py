@@ -4,10 +4,10 @@ import random
 import threading
 
 import pytest
-from tests.server.clients import ClientProcess
 from tests.server.conftest import StartDaemon
-from tests.server.raw import RawClient
-from tests.server.waiting import eventually
+from tests.support.daemon_clients import ClientProcess
+from tests.support.raw_client import RawClient
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.block import Put

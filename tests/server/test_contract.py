@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit import test_store, test_store_bad_input
+from tests.store import test_store, test_store_bad_input
 
 import kvdepot
 from kvdepot.store.store import Store

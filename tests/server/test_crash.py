@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.clients import ClientProcess
 from tests.server.conftest import StartDaemon
-from tests.server.waiting import eventually
+from tests.support.daemon_clients import ClientProcess
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.testing.daemons import DaemonProcess

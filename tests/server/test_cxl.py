@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 import kvdepot
-from kvdepot.store.errand import Arrival
+from kvdepot.store.read.request import Arrival
 from kvdepot.store.store import Store
 from kvdepot.testing.daemons import DaemonStore, open_daemon
 from kvdepot.testing.images import payload_for

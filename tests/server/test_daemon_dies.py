@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from tests.server.conftest import StartDaemon
-from tests.server.waiting import eventually
+from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.client.attachment import Attachment
+from kvdepot.client.reconnect import Attachment
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.block import Got, Put
 from kvdepot.errors import ConfigError, DaemonError
-from kvdepot.store.errand import Arrival
+from kvdepot.store.read.request import Arrival
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from tests.server.conftest import StartDaemon
-from tests.server.raw import RawClient
-from tests.server.waiting import eventually
-from tests.unit.test_chain import settings
+from tests.store.test_chain import settings
+from tests.support.raw_client import RawClient
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.client.remote import RemoteStore

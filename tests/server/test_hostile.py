@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.server.raw import RawClient, hello
-from tests.server.waiting import eventually
+from tests.support.raw_client import RawClient, hello
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.namespace import FORMAT_VERSION

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.server.conftest import StartDaemon
-from tests.server.waiting import eventually
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.client import link

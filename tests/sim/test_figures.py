@@ -15,7 +15,7 @@ from kvdepot.sim.capacity import parse_capacity
 from kvdepot.sim.hits import HitCounts
 from kvdepot.sim.requests import NO_PARENT, Numbering, Request, Workload
 from kvdepot.sim.study import POLICIES, Case, play
-from kvdepot.sim.traces import read_trace
+from kvdepot.sim.traces.traces import read_trace
 
 TRACES = Path(os.environ.get("KVDEPOT_TRACES", "/work/shared/data/traces"))
 CONVERSATION = TRACES / "mooncake_conversation.jsonl.xz"

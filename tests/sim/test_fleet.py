@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
-from kvdepot.policy.prefill_model import PrefillPace
-from kvdepot.sim.arrivals import AsRecorded, Conversations, MultiTurn
+from kvdepot.policy.fetching.prefill_model import PrefillPace
 from kvdepot.sim.drives import Medium
 from kvdepot.sim.fleet import Fleet, FleetSetup, TierSetup
 from kvdepot.sim.gpu import Pace
 from kvdepot.sim.measures import Findings
 from kvdepot.sim.requests import Request, Workload
 from kvdepot.sim.sampling import interval_of, part_of
+from kvdepot.sim.traces.arrivals import AsRecorded, Conversations, MultiTurn
 from kvdepot.sim.worker import HBM, Habits
 
 PACE = Pace(PrefillPace(0.001, 1e-4, 1e-8), weights_s=0.005, context_token_s=1e-8)

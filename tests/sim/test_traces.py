@@ -10,8 +10,8 @@ import pytest
 from kvdepot.errors import TraceError
 from kvdepot.sim.requests import Workload
 from kvdepot.sim.sessions import Replay
-from kvdepot.sim.trace_file import BadLines
-from kvdepot.sim.traces import read_trace
+from kvdepot.sim.traces.trace_file import BadLines
+from kvdepot.sim.traces.traces import read_trace
 
 
 def mooncake(ids: list[int], tokens: int, at_ms: int = 0) -> str:

@@ -12,8 +12,8 @@ from tests.stress.test_threads import DISK, Crowd, check_after, settings
 
 import kvdepot
 from kvdepot.core.config import load
-from kvdepot.store import mirrorer
-from kvdepot.store.opening import assemble
+from kvdepot.store.move import mirror as mirrorer
+from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Operation
 from kvdepot.testing.images import payload_for
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.waiting import eventually
+from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.store.space import Space
+from kvdepot.store.namespace_handle import Space
 from kvdepot.testing.images import payload_for
 
 TOKENS = 16

@@ -9,7 +9,7 @@ from typing import Final, cast
 
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
-from kvdepot.client.opening import open_remote
+from kvdepot.client.open import open_remote
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import StateError
 from kvdepot.store.store import Store

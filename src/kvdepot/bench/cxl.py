@@ -13,7 +13,7 @@ from kvdepot.bench.raw import Bytes, filled, pieces
 from kvdepot.bench.rounds import Result, Work, compare
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import StateError
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 _PATIENCE_S = 30.0

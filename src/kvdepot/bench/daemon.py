@@ -18,9 +18,9 @@ from kvdepot.bench.memory import MemoryStore
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
 from kvdepot.bench.rounds import Figure, Latency, Part, Result, compare, percentile
-from kvdepot.client.opening import open_remote
+from kvdepot.client.open import open_remote
 from kvdepot.errors import StateError
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 BLOCKS_BYTES: Final = (MIB, 4 * MIB, 32 * MIB)

@@ -18,7 +18,7 @@ from kvdepot.bench.raw import MIB, Bytes, RawFile, elsewhere, filled, pieces, ra
 from kvdepot.bench.rounds import Result, Row, Speed, best_placement, change, compare
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import StateError
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 BATCH_BYTES: Final = 128 * MIB

@@ -19,7 +19,7 @@ from kvdepot.bench.prompts import Prompts, prompts_for
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure, Result
 from kvdepot.errors import StateError
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 _PAYLOAD_BYTES: Final = 4096

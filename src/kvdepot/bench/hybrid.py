@@ -21,8 +21,8 @@ from kvdepot.bench.raw import MIB
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import StateError
-from kvdepot.store.opening import open_store
-from kvdepot.store.space import Space
+from kvdepot.store.namespace_handle import Space
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 SCALE: Final = 100

@@ -14,8 +14,8 @@ from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure, Latency, Result, percentile
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import StateError
-from kvdepot.store.lease import Lease
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
+from kvdepot.store.read.lease import Lease
 from kvdepot.store.store import Store
 
 HIT_BLOCKS: Final = 512

@@ -13,7 +13,7 @@ from kvdepot.bench.raw import MIB, PLACEMENTS, Bytes, filled, memory_copies, pie
 from kvdepot.bench.rounds import Result, Speed, Work, best_placement, compare
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import StateError
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 BATCH_BYTES: Final = 64 * MIB

@@ -8,7 +8,7 @@ import numpy as np
 from kvdepot.bench.raw import Bytes, filled, pieces
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
-from kvdepot.store.space import Space
+from kvdepot.store.namespace_handle import Space
 from kvdepot.store.store import Store
 
 BLOCK_TOKENS: Final = 256

@@ -23,7 +23,7 @@ from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure, Part, Result, spread
 from kvdepot.core.config import Config, load
 from kvdepot.errors import StateError
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 PAYLOAD_BYTES: Final = 4096

@@ -16,11 +16,11 @@ from kvdepot.bench.bars import TTFT_MISS, TTFT_SSD
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Part, Result, Speed, compare, spread
 from kvdepot.errors import ConfigError, StateError
-from kvdepot.store.opening import open_store
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 if TYPE_CHECKING:
-    from kvdepot.adapters.chat import ChatModel, Reply
+    from kvdepot.adapters.demo.chat import ChatModel, Reply
 
 PREFIX_TOKENS: Final = 4000
 QUESTION_TOKENS: Final = 16
@@ -51,8 +51,8 @@ class TtftPlan:
         yield Part(f"time to first token, {self.prefix_tokens} tokens", self._measure)
 
     def _load(self) -> list[Result]:
-        from kvdepot.adapters import smollm2
-        from kvdepot.adapters.chat import ChatModel
+        from kvdepot.adapters.demo import smollm2
+        from kvdepot.adapters.demo.chat import ChatModel
 
         folder = self.model or smollm2.prepare(self.cache)
         chat = ChatModel.load(folder)

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from kvdepot.cli import output
-from kvdepot.cli.drives import NOT_MEASURED, profile_text
+from kvdepot.cli.doctor.drives import NOT_MEASURED, profile_text
 from kvdepot.codec.segment import FORMAT
 from kvdepot.core.units import format_bytes
-from kvdepot.store.auditor import opened, read_drive
-from kvdepot.tiers.contents import Contents
-from kvdepot.tiers.drive import Drive
-from kvdepot.tiers.notebook import Notebook
-from kvdepot.tiers.profile import PROFILE_TAG, Profile
+from kvdepot.store.check.offline import opened, read_drive
+from kvdepot.tiers.device.profile import PROFILE_TAG, Profile
+from kvdepot.tiers.log.contents import Contents
+from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.notes import Notebook
 
 HIDDEN = ("secret",)
 """Never printed, wherever it may come from; descriptions on disk do not have it."""

@@ -37,18 +37,24 @@ class Command:
 
 COMMANDS = {
     "demo": Command(
-        "kvdepot.cli.demo", "see it work: a real model with and without, kills between"
+        "kvdepot.cli.demo.command", "see it work: a real model with and without, kills between"
     ),
-    "doctor": Command("kvdepot.cli.doctor", "what this machine offers, and what to do about it"),
+    "doctor": Command(
+        "kvdepot.cli.doctor.command", "what this machine offers, and what to do about it"
+    ),
     "serve": Command("kvdepot.cli.serve", "share one store with all processes of this machine"),
     "tiers": Command("kvdepot.cli.tiers", "see and change the tiers of a running daemon"),
     "record": Command("kvdepot.cli.record", "write down what a daemon is asked for, for `sim`"),
     "check": Command("kvdepot.cli.check", "verify a store on disk, and repair it"),
     "inspect": Command("kvdepot.cli.inspect", "what is inside a store on disk"),
-    "bench": Command("kvdepot.cli.bench", "measure the store against the raw device"),
-    "size": Command("kvdepot.cli.size", "how large a model's KV is, how long tiers keep it"),
-    "plan": Command("kvdepot.cli.plan", "which memory and drives to buy for a model and traffic"),
-    "sim": Command("kvdepot.cli.sim", "what a trace would hit, by eviction policy and capacity"),
+    "bench": Command("kvdepot.cli.bench.command", "measure the store against the raw device"),
+    "size": Command("kvdepot.cli.plan.size", "how large a model's KV is, how long tiers keep it"),
+    "plan": Command(
+        "kvdepot.cli.plan.command", "which memory and drives to buy for a model and traffic"
+    ),
+    "sim": Command(
+        "kvdepot.cli.sim.command", "what a trace would hit, by eviction policy and capacity"
+    ),
     "config": Command("kvdepot.cli.config", "show or check a configuration"),
 }
 

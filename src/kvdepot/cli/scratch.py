@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvdepot.cli import machine
+from kvdepot.cli.doctor import machine
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 

@@ -11,7 +11,7 @@ import kvdepot
 from kvdepot.cli import output
 from kvdepot.core.units import exact_bytes, format_bytes, parse_bytes
 from kvdepot.errors import KVDepotError
-from kvdepot.policy.write_mode import WriteMode
+from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.store import Store
 
 LOOK_S = 0.5

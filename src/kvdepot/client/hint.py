@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.client.connections import Session
 from kvdepot.client.link import DaemonAwayError, Link, expect
-from kvdepot.client.session import Session
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Kind
 
@@ -23,7 +23,7 @@ class Asked:
 
 
 class RemoteHint:
-    """As kvdepot.store.hinter.Hint. Over when the daemon is gone, or this client."""
+    """As kvdepot.store.read.prefetch.Hint. Over when the daemon is gone, or this client."""
 
     def __init__(
         self,

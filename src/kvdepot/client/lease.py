@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvdepot.client.getter import AWAY, answers_of, arrivals_of, payload_in
+from kvdepot.client.connections import Session
+from kvdepot.client.get import AWAY, answers_of, arrivals_of, payload_in
 from kvdepot.client.link import DaemonAwayError, Link
-from kvdepot.client.session import Session
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.errors import LeaseError
-from kvdepot.store.errand import Arrival, Sink
-from kvdepot.store.scopes import LeaseScope
-from kvdepot.store.spaces import Spaces
+from kvdepot.store.namespaces import Spaces
+from kvdepot.store.read.request import Arrival, Sink
+from kvdepot.store.read.scopes import LeaseScope
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Flag, Frame, Kind
 
@@ -45,7 +45,7 @@ class Terms:
 
 
 class RemoteLease(LeaseScope):
-    """As kvdepot.store.lease.Lease. When the daemon is gone it is over, without an error: nothing
+    """As store.read.lease.Lease. When the daemon is gone it is over, without an error: nothing
     is in view, what is to be delivered is a miss, and views that are held stay readable.
     """
 

@@ -10,15 +10,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from kvdepot.client.attachment import Attachment
-from kvdepot.client.foresight import Teller, hint_keys, hint_sessions
-from kvdepot.client.getter import AWAY, Getter, batches, keys_of
+from kvdepot.client.connections import Session
+from kvdepot.client.get import AWAY, Getter, batches, keys_of
 from kvdepot.client.hint import RemoteHint
+from kvdepot.client.hints import Teller, hint_keys, hint_sessions
 from kvdepot.client.lease import Part, RemoteLease, Terms, places_of
 from kvdepot.client.link import DaemonAwayError, Link, expect
-from kvdepot.client.putter import Putter, reserved_of
+from kvdepot.client.put import Putter, reserved_of
+from kvdepot.client.reconnect import Attachment
 from kvdepot.client.reservation import Batch, RemoteReservation
-from kvdepot.client.session import Session
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.config import TenantConfig
 from kvdepot.core.namespace import Namespace
@@ -26,12 +26,12 @@ from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
 from kvdepot.index.table import Keys
 from kvdepot.store.answers import FlushReport, Match
-from kvdepot.store.hinter import checked_deadline
-from kvdepot.store.putter import Offer
-from kvdepot.store.report import CheckReport
+from kvdepot.store.check.report import CheckReport
+from kvdepot.store.namespace_handle import Space
+from kvdepot.store.namespaces import Layout, Spaces, check_block_bytes, checked, make_namespace
+from kvdepot.store.read.prefetch import checked_deadline
 from kvdepot.store.sessions import by_tag, checked_name, state_of
-from kvdepot.store.space import Space
-from kvdepot.store.spaces import Layout, Spaces, check_block_bytes, checked, make_namespace
+from kvdepot.store.write.put import Offer
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Flag, Kind
 

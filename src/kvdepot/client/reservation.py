@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvdepot.client.getter import payload_in
+from kvdepot.client.connections import Session
+from kvdepot.client.get import payload_in
 from kvdepot.client.link import DaemonAwayError
-from kvdepot.client.session import Session
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, chunk_count
 from kvdepot.core.block import Put
 from kvdepot.errors import LeaseError
 from kvdepot.native import chunk_checksums
-from kvdepot.store.putter import Offer
-from kvdepot.store.scopes import ReservationScope
+from kvdepot.store.read.scopes import ReservationScope
+from kvdepot.store.write.put import Offer
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Kind
 
@@ -30,7 +30,7 @@ class Batch:
 
 
 class RemoteReservation(ReservationScope):
-    """As kvdepot.store.reservation.Reservation. When the daemon is gone before `seal`, what was
+    """As store.write.reservation.Reservation. When the daemon is gone before `seal`, what was
     filled is lost: its outcomes become THROTTLED.
     """
 

@@ -13,9 +13,9 @@ from typing import Final
 
 from kvdepot.planner.parts import Parts
 from kvdepot.planner.simulated import Machines, fleet_of, gpu_power_w
-from kvdepot.sim.arrivals import Conversations, MultiTurn
 from kvdepot.sim.fleet import Fleet
 from kvdepot.sim.measures import Findings
+from kvdepot.sim.traces.arrivals import Conversations, MultiTurn
 
 BLOCK_TOKENS: Final = 16
 SSDS, DRIVES = 4, 12

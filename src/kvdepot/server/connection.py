@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 from kvdepot.codec.record import VERSION as RECORD_VERSION
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.errors import StoreClosedError, WireError
-from kvdepot.server.crew import Job
-from kvdepot.server.desk import ClientGoneError, Desk
+from kvdepot.server.client_holdings import Session
 from kvdepot.server.limits import HELLO_TIMEOUT_S, LINGER_S
-from kvdepot.server.session import Session
+from kvdepot.server.requests import ClientGoneError, Desk
+from kvdepot.server.threads import Job
 from kvdepot.wire import messages
 from kvdepot.wire.channel import Channel
 from kvdepot.wire.frames import PROTOCOL, Frame, Kind

@@ -19,14 +19,14 @@ from typing import Any, Final
 
 import kvdepot
 from kvdepot.core.config import Config
+from kvdepot.server.client_holdings import Session
 from kvdepot.server.connection import Connection
-from kvdepot.server.crew import Crew, Job
 from kvdepot.server.limits import Limits, Tally
 from kvdepot.server.listener import Listener
-from kvdepot.server.session import Session
+from kvdepot.server.threads import Crew, Job
 from kvdepot.store.answers import FlushReport
-from kvdepot.store.opening import assemble
-from kvdepot.store.places import Places
+from kvdepot.store.mapped import Places
+from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.wire.channel import Channel
 from kvdepot.wire.frames import PROTOCOL

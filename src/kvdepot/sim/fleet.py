@@ -9,7 +9,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.table import Rows
 from kvdepot.policy.eviction import order_named
 from kvdepot.sim.agenda import Agenda
-from kvdepot.sim.arrivals import Arrivals
 from kvdepot.sim.drives import Drives, Medium, Pipe
 from kvdepot.sim.gpu import Gpu
 from kvdepot.sim.measures import Findings, Served, TierFlow, over_time
@@ -17,6 +16,7 @@ from kvdepot.sim.requests import Workload
 from kvdepot.sim.routing import route_named
 from kvdepot.sim.shelves import Shelf, Shelves, WriteMode
 from kvdepot.sim.tiers import Index, Tier
+from kvdepot.sim.traces.arrivals import Arrivals
 from kvdepot.sim.worker import HBM, Habits, Worker
 
 Progress = Callable[[int], None]

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvdepot.policy.prefill_model import PrefillPace, attention_work
-from kvdepot.policy.timetable import Queue
+from kvdepot.policy.fetching.prefill_model import PrefillPace, attention_work
+from kvdepot.policy.fetching.timetable import Queue
 from kvdepot.sim.agenda import Agenda
 
 

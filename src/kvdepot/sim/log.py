@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 
 from kvdepot.index.table import Bools, Rows
-from kvdepot.policy.reclaim import SegmentFacts
-from kvdepot.policy.reclaim_rules import Rule
+from kvdepot.policy.placing.reclaim import SegmentFacts
+from kvdepot.policy.placing.reclaim_rules import Rule
 from kvdepot.sim.hits import Progress
 from kvdepot.sim.requests import Workload
 from kvdepot.sim.tiers import Index

@@ -6,7 +6,7 @@ from statistics import mean, stdev
 from typing import Final
 
 from kvdepot.errors import ConfigError
-from kvdepot.sim.arrivals import MultiTurn
+from kvdepot.sim.traces.arrivals import MultiTurn
 
 SAMPLES: Final = 4
 _STUDENT: Final = 3.182

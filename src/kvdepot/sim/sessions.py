@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.sim.fields import Fields, count, items, parse, seconds
 from kvdepot.sim.requests import NO_PARENT, Ints, NotAChain, Request, Workload
-from kvdepot.sim.trace_file import BadLine, TraceFile
+from kvdepot.sim.traces.fields import Fields, count, items, parse, seconds
+from kvdepot.sim.traces.trace_file import BadLine, TraceFile
 
 GAP_S: Final = 60.0
 _UNKNOWN: Final = -1

@@ -13,9 +13,9 @@ from typing import Final
 import numpy as np
 
 from kvdepot.index.table import Bools, Rows
-from kvdepot.policy.fetch_or_recompute import decide
-from kvdepot.policy.tier_model import TierPace
-from kvdepot.policy.timetable import Engine, Prompt, Run
+from kvdepot.policy.fetching.fetch_or_recompute import decide
+from kvdepot.policy.fetching.tier_model import TierPace
+from kvdepot.policy.fetching.timetable import Engine, Prompt, Run
 from kvdepot.sim.agenda import Agenda
 from kvdepot.sim.drives import Pipe
 from kvdepot.sim.gpu import Gpu, Job, Pace

@@ -17,27 +17,27 @@ from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE, Keys
-from kvdepot.store.ahead import ReadAhead
 from kvdepot.store.answers import FlushReport, Match
-from kvdepot.store.checker import check_stock
-from kvdepot.store.drainer import Drainer
-from kvdepot.store.errand import Sink
-from kvdepot.store.fleet import Fleet
-from kvdepot.store.flusher import Flusher
-from kvdepot.store.hinter import Hint, Hinter, checked_deadline
-from kvdepot.store.lease import Lease
-from kvdepot.store.level import Level
-from kvdepot.store.putter import Putter
-from kvdepot.store.reader import Reader
-from kvdepot.store.report import CheckReport
-from kvdepot.store.reservation import Reservation
-from kvdepot.store.room import Room
+from kvdepot.store.check.online import check_stock
+from kvdepot.store.check.report import CheckReport
+from kvdepot.store.drives.maintenance import Fleet
+from kvdepot.store.namespace_handle import Space
+from kvdepot.store.namespaces import Layout, Spaces, check_block_bytes, checked, make_namespace
+from kvdepot.store.read.late_reads import Drainer
+from kvdepot.store.read.lease import Lease
+from kvdepot.store.read.prefetch import Hint, Hinter, checked_deadline
+from kvdepot.store.read.read_ahead import ReadAhead
+from kvdepot.store.read.reader import Reader
+from kvdepot.store.read.request import Sink
 from kvdepot.store.sessions import Sessions, by_tag, checked_name, state_of
-from kvdepot.store.space import Space
-from kvdepot.store.spaces import Layout, Spaces, check_block_bytes, checked, make_namespace
-from kvdepot.store.statistics import describe
-from kvdepot.store.stock import Stock
-from kvdepot.tiers.notebook import NOTE_BYTES_MAX
+from kvdepot.store.state.lower_tier import Level
+from kvdepot.store.state.state import Stock
+from kvdepot.store.stats import describe
+from kvdepot.store.write.flush import Flusher
+from kvdepot.store.write.memory_eviction import Room
+from kvdepot.store.write.put import Putter
+from kvdepot.store.write.reservation import Reservation
+from kvdepot.tiers.log.notes import NOTE_BYTES_MAX
 
 _CLOSE_TIMEOUT_S: Final = 30.0
 _TRIES: Final = 3

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from kvdepot.client.attachment import Attachment
+from kvdepot.client.reconnect import Attachment
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.config import load

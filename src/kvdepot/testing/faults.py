@@ -25,7 +25,7 @@ from kvdepot.codec.record import PAGE
 from kvdepot.core.tier import Pending
 from kvdepot.native import READ, WRITE
 from kvdepot.native.memory import view_at
-from kvdepot.tiers.files import EngineKind, Files, Ops
+from kvdepot.tiers.device.files import EngineKind, Files, Ops
 
 
 class Call(Enum):

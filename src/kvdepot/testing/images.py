@@ -15,7 +15,7 @@ from kvdepot.codec.record import (
 from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.tier import Load
 from kvdepot.native import chunk_checksums
-from kvdepot.tiers.files import aligned
+from kvdepot.tiers.device.files import aligned
 
 CHUNK_BYTES: Final = PAGE
 """The chunk that images have unless told otherwise: small, so that small payloads have several."""

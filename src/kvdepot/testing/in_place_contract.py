@@ -7,7 +7,7 @@ import pytest
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.errors import KeyFormatError, LeaseError
 from kvdepot.native import address_of
-from kvdepot.store.errand import Arrival
+from kvdepot.store.read.request import Arrival
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.store_contract import (

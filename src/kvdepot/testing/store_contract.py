@@ -35,7 +35,7 @@ from kvdepot.errors import (
     LeaseError,
     StoreClosedError,
 )
-from kvdepot.store.space import Space
+from kvdepot.store.namespace_handle import Space
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 

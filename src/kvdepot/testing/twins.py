@@ -15,7 +15,7 @@ from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own
 from kvdepot.core.clock import Clock, SystemClock
 from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Tier, Usage
 from kvdepot.native import COPY, address_of, checksum
-from kvdepot.tiers.dram import transfers
+from kvdepot.tiers.memory.copy_ops import transfers
 
 GARBAGE: Final = 0xA5
 """What a failed load leaves behind, so that whoever looks at it is found out."""

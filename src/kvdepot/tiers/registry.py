@@ -15,9 +15,9 @@ from kvdepot.errors import ConfigError
 
 GROUP: Final = "kvdepot.tiers"
 BUILT_IN: Final = {
-    "dram": "kvdepot.tiers.dram:DramTier",
-    "ssd": "kvdepot.tiers.ssd:SegmentTier",
-    "hdd": "kvdepot.tiers.hdd:HardDriveTier",
+    "dram": "kvdepot.tiers.memory.copy_ops:DramTier",
+    "ssd": "kvdepot.tiers.log.tier:SegmentTier",
+    "hdd": "kvdepot.tiers.log.hdd:HardDriveTier",
 }
 
 

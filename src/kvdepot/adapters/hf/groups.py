@@ -15,7 +15,7 @@ from kvdepot.core.block import LINK_BYTES, TAG_BYTES, BlockKey
 from kvdepot.core.keys import ROOT_LINK, TokenIds
 from kvdepot.core.layout import DType, KVLayout
 from kvdepot.errors import ConfigError, ModelError
-from kvdepot.store.space import Space
+from kvdepot.store.namespace_handle import Space
 
 ORDER: Final = "kv head token dim"
 """Order of the axes in one layer of a block: the order they have in transformers' caches."""

@@ -17,8 +17,8 @@ from kvdepot.adapters.hf.prefix import Chains, longest
 from kvdepot.adapters.hf.prompts import Prompt
 from kvdepot.adapters.tensors import Arrivals, BlockMover, KVTensors, Pieces
 from kvdepot.core.block import MISS, BlockKey, Got
-from kvdepot.store.errand import Arrival
-from kvdepot.store.lease import Lease
+from kvdepot.store.read.lease import Lease
+from kvdepot.store.read.request import Arrival
 from kvdepot.store.store import Store
 
 AXES: Final = "batch head token dim"

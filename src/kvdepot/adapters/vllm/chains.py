@@ -14,7 +14,7 @@ import numpy as np
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import encode
-from kvdepot.store.space import Space
+from kvdepot.store.namespace_handle import Space
 
 _DIGEST_BYTES: Final = 64
 _WORD_BYTES: Final = 4

@@ -16,11 +16,11 @@ from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
 from kvdepot.adapters.vllm.paces import Paces, read_paces, write_paces
 from kvdepot.adapters.vllm.requests import Hit, Phase, Tracked
 from kvdepot.core.tier import TIER_NAMES
-from kvdepot.policy.advisor import Advisor
-from kvdepot.policy.fetch_or_recompute import Decision
-from kvdepot.policy.prefill_model import attention_work
-from kvdepot.policy.tier_model import Transfer
-from kvdepot.policy.timetable import Engine, Prompt, Queue, Run
+from kvdepot.policy.fetching.advisor import Advisor
+from kvdepot.policy.fetching.fetch_or_recompute import Decision
+from kvdepot.policy.fetching.prefill_model import attention_work
+from kvdepot.policy.fetching.tier_model import Transfer
+from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run
 
 KEEP_EVERY_S: Final = 10.0
 

@@ -20,7 +20,7 @@ from kvdepot.adapters.vllm.complaints import Complaints
 from kvdepot.adapters.vllm.messages import Load, LoadEnd, TierTime
 from kvdepot.adapters.vllm.stats import Tally
 from kvdepot.core.block import BlockKey, Got
-from kvdepot.store.errand import Arrival, Sink
+from kvdepot.store.read.request import Arrival, Sink
 from kvdepot.store.store import Store
 
 _GROUP_BYTES: Final = 128 << 20

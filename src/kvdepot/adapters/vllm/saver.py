@@ -17,8 +17,8 @@ from kvdepot.adapters.vllm.messages import Save
 from kvdepot.adapters.vllm.stats import Tally
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.errors import KVDepotError
-from kvdepot.store.reservation import Reservation
 from kvdepot.store.store import Store
+from kvdepot.store.write.reservation import Reservation
 
 _NO_WAIT_S: Final = 0.0
 

@@ -23,7 +23,7 @@ from kvdepot.adapters.vllm.stats import Figures, Tally
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
-from kvdepot.store.space import Space
+from kvdepot.store.namespace_handle import Space
 
 _SLOWEST_FIRST: Final = ("hdd", "ssd", "cxl", "dram")
 PROBE: Final = "probe "

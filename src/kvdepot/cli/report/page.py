@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib import resources
 
-from kvdepot.cli.demo_result import TIERS, Pass, Request, Result, Turn, ratio_by_tier
+from kvdepot.cli.demo.result import TIERS, Pass, Request, Result, Turn, ratio_by_tier
 from kvdepot.cli.report.svg import Bars, Lane, Series, Span, Timeline
 from kvdepot.core.units import format_bytes
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvdepot.core.order import NOBODY, Family, Lines, Recency, Rows
-from kvdepot.policy.placement import Outlook
+from kvdepot.policy.placing.placement import Outlook
 
 _OCTAVES: Final = 48
 _BREATH: Final = 8

@@ -1,0 +1,201 @@
+"""Onboarding through the daemon: it brings blocks into memory we map, we verify and copy them."""
+
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.client.connections import Session
+from kvdepot.client.link import DaemonAwayError, Link, expect
+from kvdepot.codec.record import HEAD_BYTES, PAGE, TABLE_OFFSET, record_bytes
+from kvdepot.core.block import ANSWERS, MISS, BlockKey, Got
+from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
+from kvdepot.store.read.request import Want
+from kvdepot.tiers.memory.copy_ops import read_op, transfers
+from kvdepot.tiers.memory.memory import Memory
+from kvdepot.wire import messages
+from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, Kind
+
+AWAY: Final = Got(None, "failed")
+"""The answer for every block while there is no daemon."""
+_FROM_MEMORY: Final = ANSWERS[0]
+_FROM_CXL: Final = Got("cxl")
+_CORRUPT: Final = Got(None, "corrupt")
+_NO_IMAGE: Final = memoryview(b"")
+Array = npt.NDArray[Any]
+
+
+def batches(keys: Sized) -> Iterator[range]:
+    """Keys in parts that fit in a frame, as ranges of their indices."""
+    for start in range(0, len(keys), KEYS_MAX):
+        yield range(start, min(start + KEYS_MAX, len(keys)))
+
+
+class Getter:
+    """Serves `get` over one connection."""
+
+    def __init__(self, session: Session, link: Link, timeout_s: float, call_s: float) -> None:
+        self._session = session
+        self._link = link
+        self._timeout_s = timeout_s
+        self._limit_s = timeout_s + call_s
+
+    def fetch(self, wants: Sequence[Want]) -> list[Got]:
+        """Fill each want's target or say why not. DaemonAwayError: nothing can be said of any."""
+        answers = [AWAY] * len(wants)
+        for span, indices in _by_span(wants).items():
+            for part in batches(indices):
+                chosen = [indices[at] for at in part]
+                found = self._fetch(span, [wants[index] for index in chosen])
+                for index, answer in zip(chosen, found, strict=True):
+                    answers[index] = answer
+        return answers
+
+    def _fetch(self, span: tuple[int, int], wants: Sequence[Want]) -> list[Got]:
+        answers, damaged = self._ask(span, wants, again=False)
+        if not damaged:
+            return answers
+        # The daemon sees for itself: it drops the damaged copy and looks for another.
+        found, lost = self._ask(span, [wants[index] for index in damaged], again=True)
+        for at, index in enumerate(damaged):
+            answers[index] = _CORRUPT if at in lost else found[at]
+        return answers
+
+    def _ask(
+        self, span: tuple[int, int], wants: Sequence[Want], *, again: bool
+    ) -> tuple[list[Got], list[int]]:
+        """The answers, and which blocks were not what their checksums say.
+
+        `again`: the daemon is to verify all of them itself.
+        """
+        head = messages.Fetch(*span, again, self._timeout_s)
+        keys = b"".join([want.key for want in wants])
+        serial = self._link.send(Kind.FETCH, head.body() + keys)
+        damaged: list[int] = []
+        while (frame := self._link.answer(serial, self._limit_s)).kind is Kind.ARRIVED:
+            flags = frame.flags
+            number, arrivals = arrivals_of(frame, len(wants))
+            verify = self._session.welcome.verify and not flags & Flag.VERIFIED
+            take = self._take_whole if span == (0, 0) else self._take_parts
+            damaged += take(arrivals, wants, verify=bool(verify))
+            if flags & Flag.LAST:
+                answers = _only(arrivals, len(wants), self._session.welcome)
+                break
+            if flags & Flag.LENT:
+                self._link.follow_up(serial, Kind.TAKEN)
+        else:
+            number, answers = answers_of(frame, len(wants))
+        if not self._session.is_intact():
+            raise DaemonAwayError("the daemon went while its blocks were copied")
+        if number:
+            self._link.send(Kind.RELEASE, messages.Number(number).body())
+        return answers, damaged
+
+    def _take_whole(self, arrivals: Array, wants: Sequence[Want], *, verify: bool) -> list[int]:
+        """Copy blocks that have come. Returns which are damaged."""
+        indices = arrivals["index"].tolist()
+        chosen = [wants[index] for index in indices]
+        ops = np.zeros(len(chosen), TRANSFER_DTYPE)
+        ops["nbytes"] = [want.payload_bytes for want in chosen]
+        ops["target"] = [want.target for want in chosen]
+        ops["chunk_bytes"] = [want.chunk_bytes for want in chosen]
+        slots = slots_in(self._session, arrivals, ops["nbytes"].astype(np.int64))
+        ops["source"], ops["table"] = slots + HEAD_BYTES, slots + TABLE_OFFSET
+        ops["mode"] = VERIFY if verify else COPY
+        transfer(ops)
+        return [indices[at] for at in np.flatnonzero(ops["result"]).tolist()]
+
+    def _take_parts(self, arrivals: Array, wants: Sequence[Want], *, verify: bool) -> list[int]:
+        """`_take_whole` for ranges of layers.
+
+        Where a range shares a chunk with others, that is verified first.
+        """
+        ops: list[tuple[Any, ...]] = []
+        partial: list[tuple[Any, ...]] = []
+        indices = []
+        for location, index, staged in arrivals.tolist():
+            want = wants[index]
+            memory = self._session.staging if staged else self._session.arena
+            slot = address_in(memory, location, want.payload_bytes)
+            load = want.load(_NO_IMAGE, location)
+            indices.append(index)
+            if not verify or not load.copy_to:
+                partial.append(_copy_op(slot, want))
+            if verify:
+                ops.append(read_op(slot, load, load.copy_to))
+        codes = transfers(ops).tolist() if ops else []
+        if partial:
+            transfers(partial)
+        return [index for index, code in zip(indices, codes, strict=False) if code]
+
+
+def answers_of(frame: Frame, count: int) -> tuple[int, list[Got]]:
+    """What DONE says: the number of the hold, and an answer for each block."""
+    head, codes = messages.split(messages.Number, expect(frame, Kind.DONE).body)
+    if len(codes) != count or (codes and max(codes) >= len(ANSWERS)):
+        raise DaemonAwayError("answers that make no sense")
+    return head.value, [ANSWERS[code] for code in codes]
+
+
+def arrivals_of(frame: Frame, count: int) -> tuple[int, Array]:
+    """What ARRIVED says: the number of the hold if it is the last, and rows of ARRIVAL_DTYPE."""
+    number, rows = messages.table(frame.body, messages.ARRIVAL_DTYPE)
+    if len(rows) and rows["index"].max() >= count:
+        raise DaemonAwayError("a block arrived that nobody asked for")
+    return number, rows
+
+
+def slots_in(session: Session, arrivals: Array, payload_bytes: Array) -> Array:
+    """Addresses of slots. The daemon is trusted with our bytes, not with our process."""
+    staged = arrivals["staged"] != 0
+    arena, staging = session.arena, session.staging
+    room = np.where(staged, staging.nbytes, arena.nbytes)
+    places = arrivals["location"]
+    ends = places + HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
+    if ((places < 0) | (places % PAGE != 0) | (ends > room)).any():
+        raise DaemonAwayError("a slot outside of the memory")
+    found: Array = np.where(staged, staging.address, arena.address) + places
+    return found
+
+
+def address_in(memory: Memory, location: int, payload_bytes: int) -> int:
+    """`slots_in` for one slot."""
+    end = location + record_bytes(payload_bytes)
+    if location < 0 or location % PAGE or end > memory.nbytes:
+        raise DaemonAwayError(f"a slot at {location}, outside of the memory")
+    return memory.address + location
+
+
+def payload_in(memory: Memory, location: int, payload_bytes: int) -> memoryview:
+    """The payload of a slot, in place."""
+    start = address_in(memory, location, payload_bytes) - memory.address + HEAD_BYTES
+    return memory.view[start : start + payload_bytes]
+
+
+def keys_of(keys: Sequence[BlockKey], part: range) -> bytes:
+    """Keys of a part, as they travel."""
+    return b"".join(keys[part.start : part.stop])
+
+
+def _only(arrivals: Array, count: int, welcome: messages.Welcome) -> list[Got]:
+    """Answers where all that is there has come from memory at once."""
+    if len(arrivals) == count and not welcome.cxl_bytes:
+        return [_FROM_MEMORY] * count
+    answers = [MISS] * count
+    for location, index, _ in arrivals.tolist():
+        answers[index] = _FROM_MEMORY if location < welcome.arena_bytes else _FROM_CXL
+    return answers
+
+
+def _by_span(wants: Sequence[Want]) -> dict[tuple[int, int], list[int]]:
+    spans: dict[tuple[int, int], list[int]] = {}
+    for index, want in enumerate(wants):
+        span = (0, 0) if want.is_whole else (want.start, want.stop)
+        spans.setdefault(span, []).append(index)
+    return spans
+
+
+def _copy_op(slot: int, want: Want) -> tuple[int, ...]:
+    source = slot + HEAD_BYTES + want.start
+    return (0, source, want.target, want.stop - want.start, 0, 0, COPY)

@@ -1,0 +1,197 @@
+"""What one client holds: leases, reserved slots and hints, from its first connection to its last.
+
+The connections of a session live and die together: when one ends, for whatever reason, the daemon
+hangs up on the others, and when the last is gone everything is given back. A client that was killed
+ends like any other, since the kernel closes its sockets.
+"""
+
+import itertools
+import secrets
+import threading
+from typing import Any
+
+from kvdepot.core.block import Put
+from kvdepot.errors import WireError
+from kvdepot.index.table import Keys
+from kvdepot.server.limits import Limits, Tally
+from kvdepot.store.mapped import Hold, Places
+from kvdepot.store.read.prefetch import Hint
+from kvdepot.store.write.put import Offer
+from kvdepot.wire.channel import Channel, Peer
+from kvdepot.wire.messages import TOKEN_BYTES
+
+NO_LEASE = 0
+"""The number of a lease or a reservation of nothing."""
+
+
+class Session:
+    """One client. Thread-safe."""
+
+    def __init__(self, places: Places, limits: Limits, tally: Tally, peer: Peer) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.peer = peer
+        self._places = places
+        self._limits = limits
+        self._tally = tally
+        self._lock = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._numbers = itertools.count(NO_LEASE + 1)
+        self._holds: dict[int, Hold] = {}
+        self._slots: dict[int, dict[int, Offer]] = {}
+        self._hints: dict[int, Hint] = {}
+        self._over = False
+
+    def join(self, channel: Channel) -> bool:
+        """Add a connection. False: the session is over, or has enough of them."""
+        with self._lock:
+            if self._over or len(self._channels) >= self._limits.connections:
+                return False
+            self._channels.add(channel)
+            return True
+
+    def leave(self, channel: Channel) -> bool:
+        """A connection has ended. True: it was the last, and nothing is held any more."""
+        self.hang_up()
+        with self._lock:
+            self._channels.discard(channel)
+            if self._channels:
+                return False
+            holds, self._holds = self._holds, {}
+            slots, self._slots = self._slots, {}
+            hints, self._hints = self._hints, {}
+        for hint in hints.values():
+            hint.cancel()
+        for hold in holds.values():
+            self._places.release(hold)
+        self._places.abandon([offer for part in slots.values() for offer in part.values()])
+        return True
+
+    def hang_up(self) -> None:
+        """The session is over: serve it no more. What it holds stays until its sockets close."""
+        with self._lock:
+            self._over = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.hang_up()
+
+    def cut(self) -> None:
+        """End all connections now."""
+        with self._lock:
+            self._over = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.cut()
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def lease(self, keys: Keys) -> tuple[int, Hold]:
+        """Lease the resident prefix of keys; of nothing when the client holds too much."""
+        with self._lock:
+            leased = sum(len(hold.rows) for hold in self._holds.values())
+            full = len(self._holds) >= self._limits.leases or leased >= self._limits.leased
+        if full:
+            self._tally.count("limited")
+            return NO_LEASE, Hold()
+        hold = self._places.lease(keys)
+        return self.keep(hold), hold
+
+    def keep(self, hold: Hold) -> int:
+        """Take responsibility for a hold. Returns its number."""
+        if not hold.rows:
+            return NO_LEASE
+        with self._lock:
+            number = next(self._numbers)
+            self._holds[number] = hold
+        return number
+
+    def held(self, number: int) -> Hold:
+        """What a lease holds. WireError for a number that is none."""
+        with self._lock:
+            hold = self._holds.get(number)
+        if hold is None:
+            raise WireError("a lease that is not held")
+        return hold
+
+    def release(self, numbers: list[int]) -> None:
+        """End leases."""
+        with self._lock:
+            holds = [self._holds.pop(number, None) for number in numbers]
+        for hold in holds:
+            if hold is None:
+                raise WireError("a lease that is not held was released")
+            self._places.release(hold)
+
+    def reserve(
+        self, keys: Keys, timeout_s: float, *, pad: bool
+    ) -> tuple[int, list[Offer | None], list[Put]]:
+        """Slots for new blocks: their number as a reservation, and the answers."""
+        with self._lock:
+            reserved = sum(len(part) for part in self._slots.values())
+        if reserved + len(keys) > self._limits.slots:
+            self._tally.count("limited")
+            return NO_LEASE, [None] * len(keys), [Put.THROTTLED] * len(keys)
+        offers, answers = self._places.reserve(keys, timeout_s, pad=pad)
+        slots = {index: offer for index, offer in enumerate(offers) if offer is not None}
+        number = NO_LEASE
+        if slots:
+            with self._lock:
+                number = next(self._numbers)
+                self._slots[number] = slots
+        return number, offers, answers
+
+    def seal(self, number: int, indices: list[int]) -> None:
+        """Make blocks of reserved slots that the client has filled."""
+        with self._lock:
+            slots = self._slots.get(number, {})
+            if len(set(indices)) != len(indices) or any(index not in slots for index in indices):
+                raise WireError("a slot was sealed that is not reserved")
+            wave = [slots.pop(index) for index in indices]
+            if not slots:
+                self._slots.pop(number, None)
+        self._places.seal(wave)
+
+    def abandon(self, number: int) -> None:
+        """Give the slots of a reservation back that were not sealed."""
+        with self._lock:
+            slots = self._slots.pop(number, {})
+        self._places.abandon(list(slots.values()))
+
+    def may_hint(self) -> bool:
+        """Whether the client has few enough hints under way."""
+        with self._lock:
+            under_way = sum(not hint.wait(0.0) for hint in self._hints.values())
+        if under_way >= self._limits.hints:
+            self._tally.count("limited")
+        return under_way < self._limits.hints
+
+    def keep_hint(self, hint: Hint) -> int:
+        """Call a hint off when the client goes. Returns its number."""
+        if not hint.wanted:
+            return NO_LEASE
+        with self._lock:
+            while len(self._hints) >= 2 * self._limits.hints:
+                ended = [number for number, one in self._hints.items() if one.wait(0.0)]
+                self._hints.pop(ended[0] if ended else next(iter(self._hints))).cancel()
+            number = next(self._numbers)
+            self._hints[number] = hint
+        return number
+
+    def hint(self, number: int) -> Hint | None:
+        """A hint by its number; None for one that is long over."""
+        with self._lock:
+            return self._hints.get(number)
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats`."""
+        with self._lock:
+            return {
+                "pid": self.peer.pid,
+                "uid": self.peer.uid,
+                "connections": len(self._channels),
+                "leases": len(self._holds),
+                "leased": sum(len(hold.rows) for hold in self._holds.values()),
+                "reserved": sum(len(part) for part in self._slots.values()),
+                "hints": sum(not hint.wait(0.0) for hint in self._hints.values()),
+            }

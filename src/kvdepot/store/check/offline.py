@@ -1,0 +1,297 @@
+"""Checking a store that lies on disk. Changes nothing, and may run beside a writer.
+
+Every live block is read and compared with its checksums, segment after segment, in large reads.
+What a crash leaves is not damage: a segment without footer, a torn record, a `superblock.new`.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.codec.record import PAGE, Kind, parse_head, payload_intact, record_bytes
+from kvdepot.codec.segment import Entries, Superblock, parse_slots
+from kvdepot.core.clock import SystemClock
+from kvdepot.errors import FormatError
+from kvdepot.store.check.report import CheckReport, Finding
+from kvdepot.tiers.device.files import Files
+from kvdepot.tiers.log.contents import Contents, read_contents
+from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.mount import MountSettings, mount
+from kvdepot.tiers.log.notes import Notebook
+from kvdepot.tiers.log.numbers import Numbers
+from kvdepot.tiers.log.recovery import Recovered, SegmentReader
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes there are."""
+
+_WINDOW: Final = 32 << 20
+_GAP_MAX: Final = 1 << 20
+"""Dead bytes between two live records that are read along rather than skipped."""
+_TRIES: Final = 3
+_UNLIMITED: Final = 1 << 62
+_SEGMENT_BYTES: Final = 256 << 20
+_SIZE_IN_SUPERBLOCK: Final = re.compile(rb'"segment_bytes": (\d+)[,}]')
+
+
+@dataclass
+class AuditReport(CheckReport):
+    """Answer to `audit`. `blocks` and `nbytes` count the intact ones."""
+
+    path: str = ""
+    segments: int = 0
+    held_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        facts = {"path": self.path, "segments": self.segments, "held_bytes": self.held_bytes}
+        return {**super().as_dict(), **facts}
+
+
+@dataclass(slots=True)
+class Pace:
+    """Counts bytes for whoever watches."""
+
+    watcher: Progress | None
+    total: int = 0
+    done: int = field(default=0, init=False)
+
+    def advance(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.watcher is not None:
+            self.watcher(self.done, self.total)
+
+
+def audit(path: Path, *, progress: Progress | None = None) -> AuditReport:
+    """Check the store at `path`: a directory or a block device.
+
+    Raises FormatError where there is no store, or one of another format. A finding counts when a
+    second look finds it too: a writer beside us may be reusing what we are reading.
+    """
+    report = _look_again(path, progress)
+    if not report.ok:
+        again = _look_again(path, progress)
+        again.findings = [finding for finding in again.findings if finding in report.findings]
+        return again
+    return report
+
+
+@contextmanager
+def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
+    """The drive at `path`, outside of any store. Takes the writer's lock if `writable`.
+
+    Raises FormatError where there is no store; never makes one.
+    """
+    _require_store(path)
+    files = Files()
+    try:
+        settings = MountSettings(_UNLIMITED, _segment_bytes(path), writable=writable)
+        drive = mount(path, files, settings, Numbers(), SystemClock())
+        try:
+            yield drive
+        except PermissionError as error:
+            raise _unreadable(path, error) from error
+        finally:
+            drive.close()
+    finally:
+        files.close()
+
+
+def read_drive(drive: Drive) -> tuple[Notebook, Contents]:
+    """What a drive holds. Raises FileNotFoundError where a writer takes files away meanwhile."""
+    notebook = Notebook(drive)
+    return notebook, read_contents([notebook])
+
+
+def reader_of(drive: Drive, slot: int) -> SegmentReader:
+    settings = drive.settings
+    fd, base = drive.medium.extent(slot)
+    return SegmentReader(drive.files, fd, base, settings.segment_bytes, slot, settings.store)
+
+
+def examine(reader: SegmentReader, segment_id: int, entries: Entries, pace: Pace) -> list[str]:
+    """What is wrong with each of these records; empty texts for the intact ones."""
+    verdicts = [""] * len(entries)
+    for run in _runs(entries):
+        start, stop = _span(entries, run[0])[0], _span(entries, run[-1])[1]
+        try:
+            window = reader.files.read(reader.fd, reader.base + start, stop - start)
+        except OSError:
+            window = None
+        for index in run:
+            first, last = _span(entries, index)
+            if window is None:
+                verdicts[index] = _read_alone(reader, segment_id, entries, index)
+            else:
+                image = window[first - start : last - start]
+                verdicts[index] = _verdict(image, segment_id, entries, index)
+        pace.advance(stop - start)
+    return verdicts
+
+
+def _look_again(path: Path, progress: Progress | None) -> AuditReport:
+    for _ in range(_TRIES):
+        try:
+            return _look(path, progress)
+        except FileNotFoundError:
+            continue
+    return _look(path, progress)
+
+
+def _look(path: Path, progress: Progress | None) -> AuditReport:
+    with opened(path) as drive:
+        listed = _listed(drive)
+        _, contents = read_drive(drive)
+        (segments,) = contents.recovered
+        report = AuditReport(path=str(path), segments=len(segments))
+        report.held_bytes = drive.held_bytes()
+        report.findings = [_finding(drive, text) for text in drive.damage]
+        _check_files(drive, listed, report)
+        pace = Pace(progress, sum(segment.live_bytes for segment in drive.segments.values()))
+        slots = contents.locations >> 32
+        for segment in segments:
+            pages = contents.locations[slots == segment.slot] & 0xFFFFFFFF
+            _check_segment(drive, segment, set(pages.tolist()), report, pace)
+    return report
+
+
+def _finding(drive: Drive, text: str) -> Finding:
+    where, _, what = text.removeprefix(f"{drive.medium.label}: ").partition(": ")
+    return Finding(where, what)
+
+
+def _listed(drive: Drive) -> set[int]:
+    """Slots that must have a file, as far as the superblock tells."""
+    page = drive.medium.read_superblock()
+    found = Superblock.parse(page) if page is not None else None
+    return parse_slots(found.slots) if isinstance(found, Superblock) else set()
+
+
+def _check_files(drive: Drive, listed: set[int], report: AuditReport) -> None:
+    """Files must be there, with a segment's size. One that a crash left half made is not listed."""
+    expected = drive.settings.segment_bytes
+    there = sorted([*drive.segments, *drive.free])
+    for slot in sorted(listed.difference(there)):
+        report.add(f"slot {slot}", "file is missing")
+    unusable = {finding.where for finding in report.findings}
+    for slot in there:
+        status = os.fstat(drive.medium.extent(slot)[0])
+        in_use = slot in drive.segments or slot in listed or f"slot {slot}" in unusable
+        wrong = status.st_size > expected or (in_use and status.st_size < expected)
+        if wrong and stat.S_ISREG(status.st_mode):
+            report.add(f"slot {slot}", f"file has {status.st_size} bytes, not {expected}")
+
+
+def _check_segment(
+    drive: Drive, segment: Recovered, live: set[int], report: AuditReport, pace: Pace
+) -> None:
+    blocks = segment.entries[segment.entries["kind"] == Kind.BLOCK]
+    blocks = blocks[[page in live for page in blocks["page"].tolist()]]
+    reader = reader_of(drive, segment.slot)
+    verdicts = examine(reader, segment.segment_id, blocks, pace)
+    for index, verdict in enumerate(verdicts):
+        if verdict:
+            where = f"slot {segment.slot}, page {blocks['page'][index]}"
+            report.add(where, f"block {_key(blocks, index).hex()}: {verdict}")
+        else:
+            report.blocks += 1
+            report.nbytes += int(blocks["payload_bytes"][index])
+
+
+def _runs(entries: Entries) -> Iterator[list[int]]:
+    """Records that are read together, in the order they lie in."""
+    run: list[int] = []
+    for index in np.argsort(entries["page"], kind="stable").tolist():
+        first, last = _span(entries, index)
+        if run:
+            start, stop = _span(entries, run[0])[0], _span(entries, run[-1])[1]
+            if first - stop > _GAP_MAX or last - start > _WINDOW or first < stop:
+                yield run
+                run = []
+        run.append(index)
+    if run:
+        yield run
+
+
+def _span(entries: Entries, index: int) -> tuple[int, int]:
+    start = int(entries["page"][index]) * PAGE
+    return start, start + record_bytes(int(entries["payload_bytes"][index]))
+
+
+def _key(entries: Entries, index: int) -> bytes:
+    key: bytes = entries["key"][index].tobytes()
+    return key
+
+
+def _read_alone(reader: SegmentReader, segment_id: int, entries: Entries, index: int) -> str:
+    start, stop = _span(entries, index)
+    try:
+        image = reader.files.read(reader.fd, reader.base + start, stop - start)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return _verdict(image, segment_id, entries, index)
+
+
+def _verdict(image: memoryview, segment_id: int, entries: Entries, index: int) -> str:
+    entry = entries[index]
+    nbytes = int(entry["payload_bytes"])
+    if len(image) < record_bytes(nbytes):
+        return "is cut off"
+    head = parse_head(image)
+    if head is None:
+        return "head is damaged"
+    found = (head.key, head.kind, head.segment_id, head.payload_bytes, head.sequence)
+    listed = (_key(entries, index), entry["kind"], segment_id, nbytes, entry["sequence"])
+    if found != listed:
+        return "is not the record that the footer lists"
+    return "" if payload_intact(image, head) else "does not match its checksum"
+
+
+def _segment_bytes(path: Path) -> int:
+    """For a store that has no segment yet and a damaged superblock: what that still tells."""
+    try:
+        told = _SIZE_IN_SUPERBLOCK.search((path / "superblock").read_bytes())
+    except OSError:
+        return _SEGMENT_BYTES
+    nbytes = int(told[1]) if told else 0
+    return nbytes if nbytes and nbytes % PAGE == 0 else _SEGMENT_BYTES
+
+
+def _require_store(path: Path) -> None:
+    """Raise FormatError, with what to do, where there cannot be a store."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise FormatError(str(path), "does not exist", hint="check the path") from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if stat.S_ISBLK(mode):
+        return
+    if not stat.S_ISDIR(mode):
+        raise FormatError(
+            str(path),
+            "is a file, not a store",
+            hint="give the directory or block device that ssd.path names",
+        )
+    try:
+        names: Sequence[str] = os.listdir(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not any(name == "superblock" or name.startswith("segment-") for name in names):
+        raise FormatError(
+            str(path),
+            "there is no store in this directory",
+            hint="give the directory or block device that ssd.path names",
+        )
+
+
+def _unreadable(path: Path, error: OSError) -> FormatError:
+    place = error.filename if error.filename is not None else path
+    return FormatError(
+        str(place), f"{error.strerror}".lower(), hint="run this as the user that owns the store"
+    )

@@ -1,0 +1,155 @@
+"""Repairing a store that lies on disk: afterwards it audits clean, and no intact block is lost.
+
+Every step leaves a segment that is either as damaged as before or right, in this order: bytes that
+nothing points to yet, a sync, what points to them. So an interrupted repair can be run again.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvdepot.codec.record import PAGE
+from kvdepot.codec.segment import ENTRY, Entries, SegmentHeader, Trailer, footer_bytes
+from kvdepot.native import checksum
+from kvdepot.store.check.offline import Pace, Progress, examine, opened, reader_of
+from kvdepot.store.check.report import Finding
+from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.recovery import Recovered, SegmentReader
+
+
+@dataclass(slots=True)
+class RepairReport:
+    """What a repair did. True when it could do all it wanted."""
+
+    done: list[Finding] = field(default_factory=list)
+    failed: list[Finding] = field(default_factory=list)
+    dropped: int = 0
+    """Records that were damaged and are no longer listed."""
+
+    def __bool__(self) -> bool:
+        return not self.failed
+
+    def did(self, slot: int, what: str) -> None:
+        self.done.append(Finding(f"slot {slot}", what))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "done": [{"where": f.where, "what": f.what} for f in self.done],
+            "failed": [{"where": f.where, "what": f.what} for f in self.failed],
+            "dropped": self.dropped,
+        }
+
+
+def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
+    """Make the store at `path` audit clean, and keep every intact block.
+
+    Takes the writer's lock: raises StoreBusyError while a writer has the store, FormatError where
+    there is none. A segment that cannot be read or written is left alone and listed as failed.
+    """
+    report = RepairReport()
+    sizes = _file_sizes(path)
+    with opened(path, writable=True) as drive:
+        if any(": superblock: " in text for text in drive.damage):
+            report.done.append(Finding("superblock", "written anew"))
+        segment_bytes = drive.settings.segment_bytes
+        slots = drive.medium.open_slots(segment_bytes)
+        for slot in slots:  # opening them has also written down which ones there are
+            if sizes.get(slot, segment_bytes) != segment_bytes:
+                report.did(slot, f"file given its size of {segment_bytes} bytes again")
+        found = _recover(drive, slots, report)
+        ids = {segment.segment_id for segment in found if segment.usable}
+        pace = Pace(progress, len(found) * segment_bytes)
+        for segment in found:
+            try:
+                _repair_segment(drive, segment, ids, report, pace)
+            except OSError as error:
+                report.failed.append(Finding(f"slot {segment.slot}", f"{error.strerror}"))
+    return report
+
+
+def _file_sizes(path: Path) -> dict[int, int]:
+    files = path.glob("segment-??????.kvs") if path.is_dir() else ()
+    return {int(file.stem[-6:]): file.stat().st_size for file in files if file.stem[-6:].isdigit()}
+
+
+def _recover(drive: Drive, slots: list[int], report: RepairReport) -> list[Recovered]:
+    found = []
+    for slot in slots:
+        try:
+            segment = reader_of(drive, slot).recover()
+        except OSError as error:
+            report.failed.append(Finding(f"slot {slot}", f"cannot be read: {error.strerror}"))
+            continue
+        if segment is not None:
+            found.append(segment)
+    return found
+
+
+def _repair_segment(
+    drive: Drive, segment: Recovered, ids: set[int], report: RepairReport, pace: Pace
+) -> None:
+    reader = reader_of(drive, segment.slot)
+    whole = segment if segment.usable else _swapped(reader, segment, ids)
+    if whole is None:
+        _wipe(reader)
+        report.did(segment.slot, "cleared: nothing in it belongs here")
+        return
+    verdicts = examine(reader, whole.segment_id, whole.entries, pace)
+    intact = whole.entries[[not verdict for verdict in verdicts]]
+    lost = len(verdicts) - len(intact)
+    if not (segment.damage or lost):
+        return
+    if not whole.entries.size:
+        _wipe(reader)
+        report.did(segment.slot, "cleared: it held no record")
+        return
+    _rewrite(reader, whole, intact)
+    ids.add(whole.segment_id)
+    report.dropped += lost
+    report.did(segment.slot, _told(segment, whole, len(intact), lost))
+
+
+def _told(segment: Recovered, whole: Recovered, kept: int, lost: int) -> str:
+    moved = "" if segment.usable else f"taken over from slot {whole.slot}, "
+    dropped = f", {lost} damaged records dropped" if lost else ""
+    return f"{moved}header and footer written anew, {kept} records kept{dropped}"
+
+
+def _swapped(reader: SegmentReader, segment: Recovered, ids: set[int]) -> Recovered | None:
+    """What a segment of our own that lies in another one's place holds; None if it is not ours."""
+    origin = segment.origin
+    if origin is None or origin.store != reader.store or origin.segment_id in ids:
+        return None
+    if origin.segment_bytes != reader.segment_bytes:
+        return None
+    return dataclasses.replace(reader, slot=origin.slot).recover()
+
+
+def _rewrite(reader: SegmentReader, segment: Recovered, intact: Entries) -> None:
+    """Make this extent the sealed segment with these records."""
+    footer = np.ascontiguousarray(intact, dtype=ENTRY).tobytes()
+    nbytes = footer_bytes(len(intact))
+    offset = reader.segment_bytes - nbytes
+    header = SegmentHeader(segment.segment_id, reader.slot, reader.segment_bytes, reader.store)
+    trailer = Trailer(
+        segment.segment_id, reader.slot, reader.segment_bytes, offset,
+        segment.tail, len(intact), True, checksum(footer), reader.store,
+    )  # fmt: skip
+    files, fd, base = reader.files, reader.fd, reader.base
+    files.write(fd, base, header.pack())
+    if footer:
+        files.write(fd, base + offset, footer.ljust(nbytes - PAGE, b"\0"))
+    files.sync(fd)
+    files.write(fd, base + reader.segment_bytes - PAGE, trailer.pack())
+    files.sync(fd)
+
+
+def _wipe(reader: SegmentReader) -> None:
+    """Make the slot a free one. The header goes last: it tells that there is something to do."""
+    reader.files.write(reader.fd, reader.base + reader.segment_bytes - PAGE, bytes(PAGE))
+    reader.files.sync(reader.fd)
+    reader.files.write(reader.fd, reader.base, bytes(PAGE))
+    reader.files.sync(reader.fd)

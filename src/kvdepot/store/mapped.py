@@ -1,0 +1,386 @@
+"""A store for processes that map its memory: keys in, places in that memory out.
+
+What the daemon serves. Keys come as arrays, and answers are arrays too, so that a call costs little
+more for many blocks than for one. Nothing here trusts sizes or places from outside: they are those
+of the store's own books. Needs a store whose memory is shared (`dram.shared`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.codec.record import HEAD_BYTES, chunk_count
+from kvdepot.core import order
+from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, Put
+from kvdepot.core.tier import TIER_NAMES
+from kvdepot.errors import ConfigError
+from kvdepot.index.table import NONE, Keys, Rows
+from kvdepot.native import address_of
+from kvdepot.store.read.prefetch import Hint
+from kvdepot.store.read.request import Arrival, Want
+from kvdepot.store.store import Store
+from kvdepot.store.write.put import Offer
+
+_READY: Final = int(CopyState.READY)
+_ALL: Final = (0, 0)
+_CODES: Final = {(answer.tier, answer.reason): code for code, answer in enumerate(ANSWERS)}
+_IN_MEMORY: Final = _CODES["dram", ""]
+_IN_CXL: Final = _CODES["cxl", ""]
+_ABSENT: Final = _CODES[None, "absent"]
+Array = npt.NDArray[Any]
+
+
+class Size(NamedTuple):
+    """Of the blocks of one namespace."""
+
+    block_bytes: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Blocks that lie in memory: which of those asked for, and where their slots are."""
+
+    indices: Array
+    locations: Array
+    """In the arena, or in the slower memory as if that began where the arena ends."""
+    staged: Array
+    """In staging, and good only until the call that told of it returns; else in the arena."""
+    verified: bool
+    """Compared with their checksums just now."""
+
+
+Span = tuple[int, int]
+"""Bytes of a payload, start and stop; (0, 0) is all of it."""
+Arrive = Callable[[Arrivals, bool], None]
+"""Told of blocks as they come, and whether they are the last."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """Blocks that stay in the tiers where they are until `Places.release`."""
+
+    rows: list[int] = field(default_factory=list)
+    words: Keys = field(default_factory=lambda: np.empty((0, 4), np.uint64))
+    """Their keys, where they are asked for again."""
+
+
+class Places:
+    """The daemon's view of a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._stock = store._stock
+        self._sizes: dict[int, Size] = {}
+        self._arena_bytes = self._stock.arena.memory.nbytes
+        tiers = [TIER_NAMES.index(copies.tier) for copies in self._stock.catalog.tiers]
+        lowest = [(bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(tiers))]
+        self._codes = np.array([0, *(tiers[bit] for bit in lowest)], np.uint8)
+        """By residency, the fastest tier's place in TIER_NAMES."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Of the arena, of the slower memory if there is one, and of staging, for others to map."""
+        return [arena.memory.fd for arena in self._stock.arenas]
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Lengths of what the descriptors stand for."""
+        return [arena.memory.nbytes for arena in self._stock.arenas]
+
+    def is_prefaulted(self) -> bool:
+        """Whether all memory has been touched, or will not be."""
+        return all(arena.memory.prefaulted(0.0) for arena in self._stock.arenas)
+
+    def register(self, tag: bytes, size: Size, description: bytes) -> None:
+        """Know a namespace. ConfigError if its blocks do not fit, or are not as they were."""
+        if size.block_bytes <= 0 or size.chunk_bytes <= 0:
+            raise ConfigError("layout", "a block without bytes")
+        chunk_count(size.block_bytes, size.chunk_bytes)
+        known = self._sizes.get(_word(tag), size)
+        if known != size:
+            raise ConfigError("layout", f"the namespace is known with {known.block_bytes} bytes")
+        self.store._admit(tag, size.block_bytes, description)
+        self._sizes.setdefault(_word(tag), size)
+
+    def match(self, keys: Keys) -> bytes:
+        """For each block of the longest resident prefix its fastest tier: a place in TIER_NAMES."""
+        recorder = self._stock.recorder
+        if recorder is not None:
+            recorder.saw(keys)
+        with self._stock.changed:
+            residency = self._stock.catalog.residency.array[self._resident(keys)]
+        return bytes(self._codes[residency])
+
+    def lease(self, keys: Keys) -> Hold:
+        """Hold the longest resident prefix, and count it as used."""
+        catalog, recorder = self._stock.catalog, self._stock.recorder
+        if recorder is not None:
+            recorder.saw(keys)
+        with self._stock.changed:
+            rows = self._resident(keys).tolist()
+            catalog.use(rows)
+            self._take(rows)
+        return Hold(rows, keys[: len(rows)])
+
+    def where(self, hold: Hold) -> tuple[Array, Array]:
+        """Location of each held block, -1 if it is on disk only; and its payload's length."""
+        rows = np.asarray(hold.rows, np.int64)
+        with self._stock.changed:
+            return self._locations(rows), self._stock.catalog.nbytes.array[rows]
+
+    def release(self, hold: Hold) -> None:
+        """End a hold. A second time does nothing."""
+        with self._stock.changed:
+            rows, hold.rows = hold.rows, []
+            self.store._leases -= len(rows)
+            self._stock.unlease(rows)
+
+    def fetch(self, keys: Keys, span: Span, timeout_s: float, hold: Hold, arrive: Arrive) -> bytes:
+        """Bring blocks, or `span` of their bytes, to memory, and keep them there with `hold`.
+
+        `arrive` is called as they come: those that are in memory at once and unverified, then what
+        is read from disk, verified. What it raises is passed on. Returns for each key an index of
+        ANSWERS.
+        """
+        hot, cold = self._sort(keys, span, hold)
+        answers = bytearray([_ABSENT]) * len(keys)
+        if len(hot.indices) == len(keys) and len(self._stock.pools) == 1:
+            answers = bytearray(len(keys))
+        else:
+            for index, place in zip(hot.indices.tolist(), hot.locations.tolist(), strict=True):
+                answers[index] = _IN_MEMORY if place < self._arena_bytes else _IN_CXL
+        if len(hot.indices):
+            arrive(hot, not cold)
+        self._read(Errands(cold, timeout_s, True, hold), arrive, answers)
+        return bytes(answers)
+
+    def fetch_verified(
+        self, keys: Keys, span: Span, timeout_s: float, hold: Hold, arrive: Arrive
+    ) -> bytes:
+        """`fetch` that verifies what is in memory too: a damaged copy is dropped, and read anew."""
+        answers = bytearray([_ABSENT]) * len(keys)
+        wants = self._wants(keys, span)
+        self._read(Errands(wants, timeout_s, True, hold), arrive, answers)
+        return bytes(answers)
+
+    def deliver(self, keys: Keys, timeout_s: float, verify: bool | None, arrive: Arrive) -> bytes:
+        """`Lease.deliver` for blocks that the caller holds."""
+        answers = bytearray([_ABSENT]) * len(keys)
+        wants = self._wants(keys, _ALL)
+        self._read(Errands(wants, timeout_s, verify, None), arrive, answers)
+        return bytes(answers)
+
+    def reserve(
+        self, keys: Keys, timeout_s: float, *, pad: bool
+    ) -> tuple[list[Offer | None], list[Put]]:
+        """Slots for new blocks, and an answer for each key, as Store.reserve has them.
+
+        Without `pad` there is no answer for keys that were not tried; see Putter.admit.
+        """
+        offers = [
+            Offer(key, 0, *size) if size is not None else None
+            for key, size in zip(_listed(keys), self._sizes_of(keys), strict=True)
+        ]
+        asked = [offer for offer in offers if offer is not None]
+        putter = self.store._putter
+        found = iter((putter.reserve if pad else putter.admit)(asked, timeout_s))
+        answers: list[Put] = []
+        for offer in offers:
+            answer = Put.REFUSED if offer is None else next(found, None)
+            if answer is None:
+                break
+            answers.append(answer)
+        slots = [
+            offer if answer is Put.STORED else None
+            for offer, answer in zip(offers, answers, strict=False)
+        ]
+        return slots, answers
+
+    def seal(self, slots: list[Offer]) -> None:
+        """Make blocks of slots that were filled and checksummed."""
+        self.store._putter.finish(slots, summed=True)
+
+    def abandon(self, slots: list[Offer]) -> None:
+        """Give slots back."""
+        self.store._putter.abandon(slots)
+
+    def hint(self, keys: Keys, deadline_s: float) -> tuple[Hint, int]:
+        """`Store.hint` for keys, and how many of them are in the store."""
+        wants, resident = self._away(keys)
+        return self.store._hinter.take(wants, deadline_s), resident
+
+    def hint_session(self, tag: bytes, name: str, deadline_s: float) -> tuple[Hint, int]:
+        """`Store.hint` for a session's prompt in one namespace."""
+        with self._stock.changed:
+            prompt = self.store._sessions.find(tag, name)
+        if prompt is None:
+            return Hint([], 0.0), 0
+        wants, resident = self._away(prompt.words(tag))
+        return self.store._hinter.take(wants, deadline_s, prompt.hint), resident
+
+    def tell(self, tag: bytes, name: str, keys: Keys | None, state: order.Hint, start: int) -> int:
+        """`Store.session` for one namespace, whose prompt may come in parts."""
+        if _word(tag) not in self._sizes:
+            return 0
+        with self._stock.changed:
+            return self.store._sessions.tell(tag, name, keys, state, start)
+
+    def _away(self, keys: Keys) -> tuple[list[Want], int]:
+        """What of a prompt could come to memory, and how much of it is in the store."""
+        catalog, sizes = self._stock.catalog, self._sizes_of(keys)
+        with self._stock.changed:
+            rows = self._resident(keys)
+            absent = (self._locations(rows) == NONE).tolist()
+            nbytes = catalog.nbytes.array[rows].tolist()
+        wants = [
+            _want(keys[index], size, _ALL)
+            for index, size in enumerate(sizes[: len(rows)])
+            if absent[index] and size is not None and size.block_bytes == nbytes[index]
+        ]
+        return wants, len(rows)
+
+    def _take(self, rows: list[int]) -> None:
+        """Hold rows. Lock held."""
+        self._stock.catalog.lease(rows)
+        self.store._leases += len(rows)
+
+    def _resident(self, keys: Keys) -> Rows:
+        """Rows of the longest resident prefix. Lock held."""
+        catalog = self._stock.catalog
+        rows = catalog.table.find_many(keys)
+        there = (rows != NONE) & (catalog.residency.array[rows] != 0)
+        count = len(rows) if there.all() else int(there.argmin())
+        if not all(level.tier.is_up() for level in self._stock.levels):
+            count = len(self.store._usable(rows[:count].tolist()))
+        return rows[:count]
+
+    def _locations(self, rows: Rows) -> Array:
+        """Where blocks are in memory, -1 for those that are not. Lock held."""
+        first, *others = self._stock.pools
+        ready = first.copies.state.array[rows] == _READY
+        found: Array = np.where(ready, first.copies.location.array[rows], NONE)
+        for pool in others:
+            here = (found == NONE) & (pool.copies.state.array[rows] == _READY)
+            found[here] = pool.copies.location.array[rows[here]] + self._arena_bytes
+        return found
+
+    def _note_slower(self, rows: list[int]) -> None:
+        """So many of the hits were in the slower memory. Lock held."""
+        counters = self._stock.counters
+        counters.get_dram -= len(rows)
+        counters.get_cxl += len(rows)
+        self._stock.pools[0].wish(rows)
+
+    def _place(self, arrival: Arrival) -> int:
+        """Where a slot is that the reader tells of."""
+        at = address_of(arrival.view)[0] - HEAD_BYTES
+        if not arrival.lasting:
+            return at - self._stock.staging.address
+        first, *others = self._stock.pools
+        if 0 <= at - first.arena.address < self._arena_bytes:
+            return at - first.arena.address
+        return at - others[0].arena.address + self._arena_bytes
+
+    def _sort(self, keys: Keys, span: Span, hold: Hold) -> tuple[Arrivals, dict[int, Want]]:
+        """Hold what is in memory; what is on disk becomes wants."""
+        stock, catalog = self._stock, self._stock.catalog
+        sizes = self._sizes_of(keys, span)
+        expected = np.array([size.block_bytes if size else 0 for size in sizes], np.int64)
+        with stock.changed:
+            rows = catalog.table.find_many(keys)
+            known = (rows != NONE) & (catalog.nbytes.array[rows] == expected)
+            locations = self._locations(rows)
+            hot = known & (locations != NONE)
+            cold = known & ~hot & (catalog.residency.array[rows] != 0)
+            catalog.use(rows[hot | cold].tolist())
+            stock.write_touched(rows[hot].tolist())
+            held = rows[hot].tolist()
+            self._take(held)
+            hold.rows += held
+            locations = locations[hot]
+            length = span[1] - span[0]
+            stock.counters.get_dram += len(held)
+            if len(stock.pools) > 1:
+                self._note_slower(rows[hot][locations >= self._arena_bytes].tolist())
+            stock.counters.get_bytes += length * len(held) if length else int(expected[hot].sum())
+            stock.counters.get_miss += len(rows) - int((hot | cold).sum())
+        indices = np.flatnonzero(hot)
+        arrivals = Arrivals(indices, locations, np.zeros(len(indices), bool), verified=False)
+        wanted = np.flatnonzero(cold).tolist()
+        return arrivals, {index: _want(keys[index], sizes[index], span) for index in wanted}
+
+    def _wants(self, keys: Keys, span: Span) -> dict[int, Want]:
+        """Wants for all keys whose blocks have the size that was registered, or are unknown."""
+        catalog = self._stock.catalog
+        sizes = self._sizes_of(keys, span)
+        with self._stock.changed:
+            rows = catalog.table.find_many(keys)
+            nbytes = np.where(rows != NONE, catalog.nbytes.array[rows], 0).tolist()
+        return {
+            index: _want(keys[index], size, span)
+            for index, (size, found) in enumerate(zip(sizes, nbytes, strict=True))
+            if size is not None and found in (0, size.block_bytes)
+        }
+
+    def _read(self, errands: "Errands", arrive: Arrive, answers: bytearray) -> None:
+        """Have the reader fetch; what stays in memory is added to the hold."""
+        stock, hold = self._stock, errands.hold
+        indices, asked = list(errands.wants), list(errands.wants.values())
+
+        def sink(arrived: list[Arrival]) -> None:
+            places = [self._place(arrival) for arrival in arrived]
+            if hold is not None:
+                lasting = [asked[arrival.index].row for arrival in arrived if arrival.lasting]
+                with stock.changed:
+                    self._take(lasting)
+                    hold.rows += lasting
+            numbers = [indices[arrival.index] for arrival in arrived]
+            staged = [not arrival.lasting for arrival in arrived]
+            arrays = np.array(numbers), np.array(places), np.array(staged)
+            arrive(Arrivals(*arrays, verified=bool(errands.verify)), False)
+
+        if not asked:
+            return
+        timeout_s, verify = errands.timeout_s, errands.verify
+        found = self.store._reader.fetch(asked, timeout_s, verify=verify, sink=sink)
+        for index, answer in zip(indices, found, strict=True):
+            answers[index] = _CODES[answer.tier, answer.reason]
+
+    def _sizes_of(self, keys: Keys, span: Span = _ALL) -> list[Size | None]:
+        """Of each key's namespace; None for one that nobody registered, or without that span."""
+        tags = keys[:, 0].tolist()
+        sizes = {tag: self._sizes.get(tag) for tag in set(tags)}
+        for tag, size in sizes.items():
+            if size is not None and span[1] > size.block_bytes:
+                sizes[tag] = None
+        return [sizes[tag] for tag in tags]
+
+
+@dataclass(frozen=True, slots=True)
+class Errands:
+    """What the reader is sent for, by index of the key."""
+
+    wants: dict[int, Want]
+    timeout_s: float
+    verify: bool | None
+    hold: Hold | None
+
+
+def _want(words: Array, size: Size | None, span: Span) -> Want:
+    assert size is not None
+    start, stop = span if span != _ALL else (0, size.block_bytes)
+    key = BlockKey(words.tobytes())
+    return Want(key, 0, size.block_bytes, size.chunk_bytes, start, stop)
+
+
+def _listed(keys: Keys) -> list[BlockKey]:
+    raw = keys.tobytes()
+    return [BlockKey(raw[at : at + 32]) for at in range(0, len(raw), 32)]
+
+
+def _word(tag: bytes) -> int:
+    return int.from_bytes(tag[:TAG_BYTES], "little")

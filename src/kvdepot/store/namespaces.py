@@ -1,0 +1,165 @@
+"""The namespaces a store knows, and what a caller asks of it, checked before anything is done."""
+
+import builtins
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.config import TenantConfig
+from kvdepot.core.hf_config import model_layout
+from kvdepot.core.keys import check_key
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace
+from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
+from kvdepot.native import address_of
+from kvdepot.store.namespace_handle import Space
+from kvdepot.store.read.request import Want
+from kvdepot.store.write.put import Offer
+
+BLOCK_BYTES_MAX = (1 << 32) - 1
+Layout = KVLayout | Mapping[str, Any] | str | os.PathLike[str]
+
+
+class Spaces:
+    """Namespaces by the tag of their keys."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Space] = {}
+
+    def add(self, namespace: Namespace) -> Space:
+        """Know a namespace from now on."""
+        space = Space(namespace)
+        self._known[namespace.tag] = space
+        return space
+
+    def all(self) -> list[Space]:
+        return list(self._known.values())
+
+    def tags_of(self, tenant: str) -> list[bytes]:
+        """Of the namespaces of a tenant that are known here."""
+        known = self._known.values()
+        return [space.tag for space in known if space.namespace.tenant == tenant]
+
+    def of(self, key: BlockKey) -> Space:
+        """The namespace of a key, or KeyFormatError."""
+        space = self._known.get(check_key(key)[:TAG_BYTES])
+        if space is not None:
+            return space
+        raise KeyFormatError(
+            "the key's namespace is not registered with this store",
+            hint="call store.namespace(…) first",
+        )
+
+    def offers(self, keys: Sequence[BlockKey], buffers: Sequence[Any]) -> list[Offer]:
+        """What `put_many` was asked. The caller keeps the buffers alive."""
+        _check_lengths(keys, buffers)
+        return [self._offer(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def blanks(self, keys: Sequence[BlockKey]) -> list[Offer]:
+        """What `reserve` was asked: offers whose bytes come later."""
+        spaces = [self.of(key) for key in keys]
+        return [
+            Offer(key, 0, space.block_bytes, space.chunk_bytes)
+            for key, space in zip(keys, spaces, strict=True)
+        ]
+
+    def wants(self, keys: Sequence[BlockKey], intos: Sequence[Any], layers: Any) -> list[Want]:
+        """What `get_many` was asked. The caller keeps the buffers alive."""
+        _check_lengths(keys, intos)
+        return [self._want(key, into, layers) for key, into in zip(keys, intos, strict=True)]
+
+    def looks(self, keys: Sequence[BlockKey]) -> list[Want]:
+        """What `deliver` was asked: blocks to be looked at where they are."""
+        spaces = [self.of(key) for key in keys]
+        return [
+            Want(key, 0, space.block_bytes, space.chunk_bytes, 0, space.block_bytes)
+            for key, space in zip(keys, spaces, strict=True)
+        ]
+
+    def _offer(self, key: BlockKey, buffer: Any) -> Offer:
+        space = self.of(key)
+        address, nbytes = _buffer(buffer, writable=False)
+        if nbytes != space.block_bytes:
+            raise BadBufferError(
+                f"a block here has {space.block_bytes} bytes, the buffer has {nbytes}"
+            )
+        return Offer(key, address, nbytes, space.chunk_bytes)
+
+    def _want(self, key: BlockKey, into: Any, layers: Any) -> Want:
+        space = self.of(key)
+        start, nbytes = 0, space.block_bytes
+        if layers is not None:
+            if not isinstance(layers, range) or layers.step != 1:
+                raise BadBufferError(f"layers must be consecutive, got {layers}")
+            start, nbytes = space.layout.layer_range(layers.start, layers.stop)
+        address, length = _buffer(into, writable=True)
+        if length != nbytes:
+            raise BadBufferError(f"the target must have {nbytes} bytes, it has {length}")
+        return Want(key, address, space.block_bytes, space.chunk_bytes, start, start + nbytes)
+
+
+def make_namespace(
+    model: str,
+    layout: Layout,
+    block_tokens: int,
+    tenants: Mapping[str, TenantConfig],
+    fields: Mapping[str, Any],
+) -> Namespace:
+    """What `namespace` was asked; `fields` are the others of core.namespace.Namespace."""
+    if not isinstance(layout, KVLayout):
+        layout = _layout_of(layout, block_tokens)
+    given = dict(fields)
+    if given.get("secret") is None:
+        known = tenants.get(given.get("tenant", ""))
+        given["secret"] = known.secret() if known is not None else b""
+    try:
+        namespace = Namespace(model=model, layout=layout, **given)
+    except TypeError as error:
+        raise ConfigError("namespace", str(error).split(") ", 1)[-1]) from error
+    check_block_bytes(namespace.layout.block_bytes)
+    return namespace
+
+
+def check_block_bytes(block_bytes: int) -> None:
+    """Refuse blocks that a record cannot describe."""
+    if block_bytes > BLOCK_BYTES_MAX:
+        raise ConfigError("layout", f"a block of {block_bytes} bytes is over 4 GiB")
+
+
+def checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    """The keys, or KeyFormatError if one of them is none."""
+    if not (set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}):
+        for key in keys:
+            check_key(key)
+    return keys
+
+
+def _layout_of(config: Mapping[str, Any] | str | os.PathLike[str], block_tokens: int) -> KVLayout:
+    content = config if isinstance(config, Mapping) else Path(config)
+    model = model_layout(content, block_tokens=block_tokens)
+    if len(model.groups) != 1:
+        raise ConfigError(
+            "layout",
+            f"the model has {len(model.groups)} KV groups",
+            hint="register a namespace for each group of kvdepot.model_layout(…)",
+        )
+    return model.groups[0]
+
+
+def _check_lengths(keys: Sequence[BlockKey], buffers: Sequence[Any]) -> None:
+    if len(keys) != len(buffers):
+        raise BadBufferError(f"{len(keys)} keys but {len(buffers)} buffers")
+
+
+def _buffer(buffer: Any, *, writable: bool) -> tuple[int, int]:
+    """Address and length of a caller's buffer, or one clear error."""
+    try:
+        return address_of(buffer, writable)
+    except builtins.BufferError as error:
+        raise BadBufferError("the target buffer is read-only") from error
+    except ValueError as error:
+        raise BadBufferError("the buffer is not contiguous") from error
+    except TypeError as error:
+        raise BadBufferError(f"{type(buffer).__name__} is not a buffer") from error

@@ -1,0 +1,203 @@
+"""Putting a store together from a configuration."""
+
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+from kvdepot.codec.record import round_up
+from kvdepot.core.clock import Clock, SystemClock, WallClock
+from kvdepot.core.config import Config, CxlConfig, FileTierConfig, SsdConfig, load
+from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.index.catalog import Catalog
+from kvdepot.policy.eviction import order_named
+from kvdepot.policy.eviction.rhythm import Rhythm
+from kvdepot.store.state.lower_tier import Level
+from kvdepot.store.state.state import Stock
+from kvdepot.store.state.yielding import Pace
+from kvdepot.store.store import Store
+from kvdepot.tiers.device.breaker import RetryPauses
+from kvdepot.tiers.device.emulation import EmulatedFiles
+from kvdepot.tiers.device.files import Files
+from kvdepot.tiers.log.hdd import HardDriveTier
+from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.tier import SegmentTier
+from kvdepot.tiers.memory.arena import Arena
+from kvdepot.tiers.memory.dax import open_device
+from kvdepot.tiers.memory.memory import HUGE_BYTES, Memory, trim_heap
+from kvdepot.tiers.memory.numa import check_node
+
+Mode = Literal["rw", "r"]
+HugePages = Literal["auto", "always", "never"]
+
+
+def open_store(
+    config: str | os.PathLike[str] | Config | None = None,
+    *,
+    mode: Mode = "rw",
+    env: Mapping[str, str] = MappingProxyType({}),
+    **settings: Any,
+) -> Store:
+    """Open a store.
+
+    `config` is a TOML file's path or a Config; `settings` are the same tree as keyword arguments
+    and win over it: `open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})`. With
+    mode "r" disk tiers are opened read-only, beside a writer if there is one; puts then stay in
+    memory. Raises ConfigError, FormatError or StoreBusyError, and then nothing is left open.
+    """
+    if mode not in ("rw", "r"):
+        raise ConfigError("mode", f"{mode!r} is not 'rw' or 'r'")
+    if isinstance(config, Config):
+        if settings:
+            raise ConfigError("settings", "give a Config or keyword settings, not both")
+        tree = config
+    else:
+        tree = load(Path(config) if config is not None else None, env=env, overrides=settings)
+    return assemble(tree, mode=mode)
+
+
+def assemble(
+    config: Config, *, mode: Mode = "rw", files: Files | None = None, wall: Clock | None = None
+) -> Store:
+    """`open_store` for a finished configuration.
+
+    `files` puts something between the store and its disks; `wall` tells the time of day.
+    """
+    clock = SystemClock()
+    _raise_open_files_limit()
+    held: list[Closable] = []
+    try:
+        tiers: list[SegmentTier] = []
+        for settings in config.file_tiers:
+            given = files.share() if files is not None and tiers else files
+            tiers.append(_open_tier(settings, given, mode, wall or WallClock()))
+            held.append(tiers[-1])
+        dram = config.dram
+        arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
+        held.append(arena)
+        huge_pages: HugePages = "never" if dram.huge_pages == "never" else "auto"
+        staging = _arena(
+            "writeback.staging", config.writeback.staging, huge_pages, shared=dram.shared
+        )
+        held.append(staging)
+        cxl = _slower_arena(config.cxl, shared=dram.shared) if config.cxl else None
+        held += [cxl] if cxl else []
+        _lock(config, arena, cxl)
+    except KVDepotError:
+        for part in held:
+            part.close()
+        raise
+    rhythm = Rhythm()
+    catalog = Catalog(
+        [tier.name for tier in tiers] or ["ssd"],
+        ("dram", "cxl") if cxl else ("dram",),
+        order=order_named(config.dram.eviction),
+        below=rhythm,
+    )
+    levels = tuple(
+        Level(tier, settings, catalog, copies, Pace(clock))
+        for tier, settings, copies in zip(tiers, config.file_tiers, catalog.files, strict=False)
+    )
+    _take_in(levels)
+    if config.dram.prefault:
+        for memory in (arena.memory, staging.memory):
+            memory.prefault(partial(_register, tiers, memory))
+    if cxl and config.cxl and config.cxl.prefault:
+        cxl.memory.prefault(bool)
+    return Store(Stock(config, clock, catalog, arena, staging, levels, cxl, rhythm))
+
+
+def _take_in(levels: Sequence[Level]) -> None:
+    """Enter what was found, the fullest tier first: an empty index takes in millions at once."""
+    found = [(level, level.tier.take_contents()) for level in levels]
+    for level, contents in sorted(found, key=lambda one: -len(one[1].words)):
+        level.take_in(contents)
+        trim_heap()
+
+
+def _register(tiers: Sequence[SegmentTier], memory: Memory) -> None:
+    """Tell every tier's I/O engine of memory that is faulted in."""
+    for tier in tiers:
+        tier.register_memory(memory)
+
+
+class Closable(Protocol):
+    """Something that holds resources."""
+
+    def close(self) -> None:
+        """Give them up."""
+
+
+def _lock(config: Config, arena: Arena, cxl: Arena | None) -> None:
+    wanted = {"dram.lock": arena if config.dram.lock else None}
+    wanted["cxl.lock"] = cxl if config.cxl and config.cxl.lock else None
+    for setting, one in wanted.items():
+        if one and not one.memory.lock():
+            raise ConfigError(
+                setting, "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false"
+            )
+
+
+def _slower_arena(config: CxlConfig, *, shared: bool) -> Arena:
+    """The memory that the `cxl` settings name."""
+    nbytes = config.capacity
+    try:
+        if config.node is not None:
+            check_node("cxl.node", config.node, nbytes)
+            return Arena(nbytes, memory=Memory.on_node(nbytes, config.node, shared=shared))
+        if config.path is not None:
+            whole = round_up(nbytes, HUGE_BYTES)
+            fd = open_device("cxl.path", config.path, whole)
+            return Arena(nbytes, memory=Memory.mapped((fd, whole)))
+    except OSError as error:
+        setting = "cxl.path" if config.path is not None else "cxl.node"
+        raise ConfigError(setting, f"cannot map the memory: {error.strerror}") from error
+    return _arena("cxl.capacity", nbytes, "auto", shared=shared)
+
+
+def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = False) -> Arena:
+    try:
+        return Arena(nbytes, huge_pages, shared=shared)
+    except OSError as error:
+        raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
+
+
+def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Clock) -> SegmentTier:
+    try:
+        files = files or _open_files(config)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.TIER}.io_engine",
+            f"{config.io_engine} is not available: {error.strerror}",
+            hint='io_engine = "auto"',
+        ) from error
+    settings = MountSettings(
+        capacity_bytes=config.path_capacity,
+        segment_bytes=config.segment_bytes,
+        direct_io=config.direct_io,
+        fsync=config.fsync,
+        write_timeout_s=config.write_timeout,
+        pauses=RetryPauses(config.retry_initial, config.retry_max),
+        writable=mode == "rw",
+        tier=config.TIER,
+        daily_bytes=config.daily_bytes if isinstance(config, SsdConfig) else 0,
+        wall=wall,
+        mirrored=config.mirror > 0,
+    )
+    kind = HardDriveTier if config.TIER == "hdd" else SegmentTier
+    return kind(config.path, files, settings, SystemClock())
+
+
+def _open_files(config: FileTierConfig) -> Files:
+    terms = (config.io_engine, config.io_depth, config.write_timeout)
+    return EmulatedFiles(config.emulate, *terms) if config.emulate else Files(*terms)
+
+
+def _raise_open_files_limit() -> None:
+    """Every segment is an open file; the soft limit is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

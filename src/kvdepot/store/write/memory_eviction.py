@@ -1,0 +1,128 @@
+"""Making room in a memory tier.
+
+The coldest tail of the same size first, else the coldest stretch of the arena.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from kvdepot.core.block import CopyState
+from kvdepot.index.table import NONE, Rows
+from kvdepot.policy.placing.slab import FREE, HELD, coldest_stretch
+from kvdepot.store.state.memory_tier import Pool
+from kvdepot.store.state.state import Stock
+from kvdepot.tiers.memory.arena import NOBODY, Slab
+
+_PATIENCE_MIN: Final = 64
+"""Evictions within a size class between two looks at whether another class is colder. A look costs
+as much as there are blocks in memory, so there are more between two when there are many."""
+_STRETCHES: Final = 64
+"""At least this part of the memory changes its class at a time, for the same reason."""
+
+
+class Room:
+    """Finds slots in one memory tier. Call with the stock's lock held."""
+
+    def __init__(self, stock: Stock, pool: Pool) -> None:
+        self._stock = stock
+        self._pool = pool
+        self._evicted = f"evicted_{pool.name}"
+        self._since_look = 0
+
+    def slot(self, nbytes: int, owner: int, *, patient: bool = False) -> int | None:
+        """A slot of memory for `owner`, evicting if need be. None: everything is in use.
+
+        `patient`: None also where a porter is about to free some without a loss.
+        """
+        arena = self._pool.arena
+        location = arena.allocate(nbytes, owner)
+        if self._pool.spare_bytes:
+            self._pool.watch(nbytes, full=location is None)
+            if location is None and patient and self._pool.leaves.coldest(nbytes) != NONE:
+                return None
+        if location is None:
+            location = self._reuse(arena.slot_bytes(nbytes), owner)
+        if location is None and arena.has_others(nbytes) and self._empty_stretch(nbytes):
+            location = arena.allocate(nbytes, owner)
+        return location
+
+    def _reuse(self, group: int, owner: int) -> int | None:
+        """Take over the slot of the coldest block of this size."""
+        pool = self._pool
+        row = pool.leaves.coldest(group)
+        if row == NONE:
+            return None
+        self._since_look += 1
+        if self._since_look >= max(_PATIENCE_MIN, pool.copies.count // 4):
+            self._since_look = 0
+            stamp = pool.catalog.tree.stamp[row]
+            if pool.arena.has_others(group) and self._empty_stretch(group, colder_than=stamp):
+                return pool.arena.allocate(group, owner)
+        location = self._evict(row, keep_slot=True)
+        pool.arena.set_owner(location, owner)
+        return location
+
+    def _evict(self, row: int, *, keep_slot: bool = False) -> int:
+        pool = self._pool
+        location = pool.drop(row, keep_slot=keep_slot)
+        counters, name = self._stock.counters, self._evicted
+        setattr(counters, name, getattr(counters, name) + 1)
+        pool.catalog.forget_if_gone(row)
+        return location
+
+    def _empty_stretch(self, nbytes: int, colder_than: int = HELD) -> bool:
+        """Evict everything in the coldest run of chunks that can take a slab for `nbytes`."""
+        arena = self._pool.arena
+        chunks = arena.chunks_for(nbytes)
+        if not chunks:
+            return False
+        chunks = max(chunks, arena.chunk_count // _STRETCHES)
+        stamps = self._chunk_stamps(arena.slot_bytes(nbytes))
+        start = coldest_stretch(stamps, chunks)
+        if start is None or stamps[start : start + chunks].max() >= colder_than:
+            return False
+        for slab in arena.slabs_in(start, chunks):
+            for row in [owner for owner in slab.owners if owner != NOBODY]:
+                self._evict_subtree(row)
+        return True
+
+    def _chunk_stamps(self, group: int) -> Rows:
+        """For each chunk how recently its slab was used; slabs of `group` itself do not help."""
+        arena = self._pool.arena
+        stamps = np.full(arena.chunk_count, FREE, dtype=np.int64)
+        newest = self._newest_below()
+        for slab in arena.slabs():
+            stamps[slab.start : slab.start + slab.chunks] = (
+                HELD if slab.slot_bytes == group else self._slab_stamp(slab, newest)
+            )
+        return stamps
+
+    def _newest_below(self) -> dict[int, int]:
+        """For each block in memory the newest stamp of it and all below it; HELD if one is held.
+
+        Hottest first, each block tells its ancestors until it meets one that has been told.
+        """
+        pool, tree = self._pool, self._pool.catalog.tree
+        rows = np.flatnonzero(pool.copies.state.array == CopyState.READY).tolist()
+        heat = {row: HELD if pool.leaves.held(row) else tree.stamp[row] for row in rows}
+        newest: dict[int, int] = {}
+        parents = tree.parent.view
+        for row in sorted(rows, key=heat.__getitem__, reverse=True):
+            above = row
+            while above != NONE and above not in newest:
+                newest[above] = heat[row]
+                above = parents[above]
+        return newest
+
+    def _slab_stamp(self, slab: Slab, newest: dict[int, int]) -> int:
+        """How hot a slab is: as its hottest block; a slot that is being filled holds it."""
+        owners = [row for row in slab.owners if row != NOBODY]
+        return max((newest.get(row, HELD) for row in owners), default=FREE)
+
+    def _evict_subtree(self, row: int) -> None:
+        """Tails before heads."""
+        pool = self._pool
+        for other in [row, *pool.catalog.tree.descendants(row)][::-1]:
+            if pool.copies.ready(other):
+                self._evict(other)

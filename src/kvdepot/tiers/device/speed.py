@@ -1,0 +1,118 @@
+"""How fast a drive reads, compared with how fast it did the same before."""
+
+import threading
+from typing import Final
+
+from kvdepot.core.clock import Clock
+from kvdepot.tiers.device.profile import Profile
+
+_WINDOW_S: Final = 0.2
+"""A verdict is made of at least this much of a drive's time."""
+_TRIAL_S: Final = 0.02
+"""Or of this much, where the drive is on trial; less harms nobody."""
+_SLOW: Final = 8.0
+"""So many times slower than it was, twice in a row, a drive is better left alone."""
+_FORGET: Final = 0.995
+"""What it once did counts a little less with every verdict."""
+
+_LARGE_BYTES: Final = 1 << 20
+"""What is asked for at once: with less a drive cannot show what it can do."""
+_KEEP: Final = 0.7
+"""How much an earlier comparison with the profile counts beside the last one."""
+
+Kind = tuple[int, int, int]
+"""What is alike: the size of a read, of what is asked for at once, and how many ask."""
+
+
+class Gauge:
+    """Counts what one drive reads while it is busy. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._running = 0
+        self._peak = 0
+        self._began_s = 0.0
+        self._busy_s = 0.0
+        self._work_bytes = 0
+        self._reads = 0
+        self._calls = 0
+        self._slow_in_a_row = 0
+        self._best: dict[Kind, float] = {}
+        self.bytes_per_s = 0.0
+        self.slowdown = 1.0
+        """Of the last verdict: how many times slower than it was."""
+        self.profile: Profile | None = None
+        """How fast it was when it was measured, if it was."""
+        self.of_profile: float | None = None
+        """What it reads lately where much is asked for, by what it read when it was measured."""
+        self.queued_bytes = 0
+        """What is asked for and has not come."""
+
+    @property
+    def running(self) -> int:
+        """How many ask for something now."""
+        return self._running
+
+    def begin(self, nbytes: int = 0, *, trial: bool = False) -> None:
+        """Somebody asks for something. `trial`: what was before does not count."""
+        with self._lock:
+            if trial and not self._running:
+                self._begin_anew()
+            self.queued_bytes += nbytes
+            if not self._running:
+                self._began_s = self._clock.now()
+            self._running += 1
+            self._peak = max(self._peak, self._running)
+
+    def end(self, work_bytes: int, reads: int, asked: int = 0, *, trial: bool = False) -> bool:
+        """So many reads have ended that somebody asked for. False: the drive has become slow.
+
+        `asked`: what `begin` was told. `trial`: it was slow before, and is judged by this alone.
+        """
+        with self._lock:
+            now_s = self._clock.now()
+            self._running -= 1
+            self.queued_bytes -= asked
+            self._busy_s += now_s - self._began_s
+            self._began_s = now_s
+            self._work_bytes += work_bytes
+            self._reads += reads
+            self._calls += 1
+            if self._busy_s < (_TRIAL_S if trial else _WINDOW_S) or not self._reads:
+                return True
+            self._slow_in_a_row = self._slow_in_a_row + 1 if self._is_slow(trial) else 0
+            return self._slow_in_a_row < (1 if trial else 2)
+
+    def _is_slow(self, trial: bool) -> bool:
+        """Compare, and begin anew."""
+        self.bytes_per_s = self._work_bytes / max(self._busy_s, 1e-9)
+        sizes = (self._work_bytes // self._reads, self._work_bytes // self._calls, self._peak)
+        self._compare(sizes[1])
+        kind = (sizes[0].bit_length(), sizes[1].bit_length(), sizes[2].bit_length())
+        best = self._best.get(kind, 0.0) * _FORGET
+        usual = (
+            best or self._measured(sizes[1]) or (trial and max(self._best.values(), default=0.0))
+        )
+        self.slowdown = max(1.0, usual / max(self.bytes_per_s, 1e-9))
+        if best or self.slowdown <= _SLOW:
+            self._best[kind] = max(best, self.bytes_per_s)
+        self._begin_anew()
+        return self.slowdown > _SLOW
+
+    def _begin_anew(self) -> None:
+        self._busy_s, self._work_bytes, self._reads, self._calls = 0.0, 0, 0, 0
+        self._peak = self._running
+
+    def _measured(self, asked_bytes: int) -> float:
+        """What the drive read when it was measured, where that can be compared."""
+        if self.profile is None or asked_bytes < _LARGE_BYTES or not self.profile.direct_io:
+            return 0.0
+        return float(self.profile.read_bytes_per_s)
+
+    def _compare(self, asked_bytes: int) -> None:
+        measured = self._measured(asked_bytes)
+        if measured:
+            last = self.bytes_per_s / measured
+            before = last if self.of_profile is None else self.of_profile
+            self.of_profile = round(_KEEP * before + (1 - _KEEP) * last, 3)

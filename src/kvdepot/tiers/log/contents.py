@@ -1,0 +1,162 @@
+"""What the drives of a log tier hold when it is opened, as arrays: fast for millions of blocks."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.codec.notes import parse_removals
+from kvdepot.codec.record import HEAD_BYTES, PAGE, Kind, parse_head, payload_intact, record_bytes
+from kvdepot.codec.segment import ENTRY
+from kvdepot.core.block import TAG_BYTES, BlockKey
+from kvdepot.core.tier import Found
+from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.notes import Notebook
+from kvdepot.tiers.log.recovery import Recovered
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Live blocks, oldest first, each key once."""
+
+    words: Array
+    locations: Array
+    payload_bytes: Array
+    recovered: list[list[Recovered]]
+    twins: Array
+    """Indices of the blocks that lie on a second drive too, where such copies are of use,"""
+    twin_locations: Array
+    """and where."""
+
+    def found(self) -> Iterator[Found]:
+        keys = np.ascontiguousarray(self.words).tobytes()
+        for row, (location, nbytes) in enumerate(
+            zip(self.locations.tolist(), self.payload_bytes.tolist(), strict=True)
+        ):
+            yield Found(BlockKey(keys[32 * row : 32 * row + 32]), location, nbytes)
+
+
+_NO_ROWS: Final = np.zeros(0, np.int64)
+NOTHING: Final = Contents(np.zeros((0, 4), np.uint64), _NO_ROWS, _NO_ROWS, [], _NO_ROWS, _NO_ROWS)
+
+
+def read_contents(
+    notebooks: Sequence[Notebook],
+    first_drive: int = 0,
+    *,
+    others: Sequence[Notebook] = (),
+    mirrored: bool = False,
+) -> Contents:
+    """Recover drives, numbered from `first_drive`, fill their notebooks, count what is alive.
+
+    The drives are read at the same time. What `others` say of removals counts too. `mirrored`: of
+    several records of a block the newest on a second drive is alive as well.
+    """
+    with ThreadPoolExecutor(max(1, len(notebooks)), "kvdepot-recovery") as threads:
+        recovered = list(threads.map(lambda notebook: notebook.drive.recover(), notebooks))
+    parts = [np.zeros(0, ENTRY)]
+    places = [np.zeros(0, np.int64)]
+    for index, segments in enumerate(recovered):
+        for segment in segments:
+            blocks = segment.entries[segment.entries["kind"] == Kind.BLOCK]
+            parts.append(blocks)
+            places.append(
+                (first_drive + index << 56 | segment.slot << 32) + blocks["page"].astype(np.int64)
+            )
+            _read_notes(notebooks[index], segment)
+    entries, locations = np.concatenate(parts), np.concatenate(places)
+    words = np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
+    sequences = entries["sequence"].astype(np.int64)
+    alive = _not_removed(words, sequences, [*notebooks, *others])
+    alive = alive[np.argsort(sequences[alive], kind="stable")]
+    # Of several records with one key the newest counts: the last one in order of sequence.
+    _, last = np.unique(words[alive, 2][::-1], return_index=True)
+    newest = alive[np.sort(len(alive) - 1 - last)]
+    sizes = entries["payload_bytes"][newest].astype(np.int64)
+    twins = seconds = _NO_ROWS
+    if mirrored:
+        twins, seconds = _seconds(words, locations, alive, newest)
+        same = entries["payload_bytes"][seconds] == sizes[twins]
+        twins, seconds = twins[same], seconds[same]
+    counted = np.concatenate([locations[newest], locations[seconds]])
+    _count(notebooks, counted, np.concatenate([sizes, sizes[twins]]), first_drive)
+    return Contents(words[newest], locations[newest], sizes, recovered, twins, locations[seconds])
+
+
+def _seconds(words: Array, locations: Array, alive: Array, newest: Array) -> tuple[Array, Array]:
+    """For blocks with a record on another drive than their newest one's: which of `newest` they
+    are, and the newest such record.
+    """
+    order = np.argsort(words[newest, 2], kind="stable")
+    at = order[np.searchsorted(words[newest, 2], words[alive, 2], sorter=order)]
+    elsewhere = locations[alive] >> 56 != locations[newest[at]] >> 56
+    second = np.full(len(newest), -1, np.int64)
+    np.maximum.at(second, at[elsewhere], np.flatnonzero(elsewhere))
+    twins = np.flatnonzero(second >= 0)
+    return twins, alive[second[twins]]
+
+
+def _not_removed(words: Array, sequences: Array, notebooks: Sequence[Notebook]) -> Array:
+    """Indexes of the records that no removal speaks of."""
+    dead = np.zeros(len(words), dtype=bool)
+    keyed: dict[BlockKey, int] = {}
+    for notebook in notebooks:
+        for removals in notebook.removals.values():
+            for removal in removals:
+                if removal.whole_namespace:
+                    tag = np.frombuffer(removal.key[:TAG_BYTES], np.uint64)[0]
+                    dead |= (words[:, 0] == tag) & (sequences < removal.below_sequence)
+                else:
+                    keyed[removal.key] = max(keyed.get(removal.key, 0), removal.below_sequence)
+    if keyed:
+        removed = np.frombuffer(b"".join(keyed), np.uint64).reshape(-1, 4)
+        for index in np.flatnonzero(np.isin(words[:, 2], removed[:, 2])).tolist():
+            key = BlockKey(words[index].tobytes())
+            dead[index] |= sequences[index] < keyed.get(key, 0)
+    return np.flatnonzero(~dead)
+
+
+def _count(notebooks: Sequence[Notebook], locations: Array, sizes: Array, first_drive: int) -> None:
+    segments, where = np.unique(locations >> 32, return_inverse=True)
+    counts = np.bincount(where, minlength=len(segments))
+    records = HEAD_BYTES + -(-sizes // PAGE) * PAGE
+    totals = np.bincount(where, weights=records, minlength=len(segments))
+    for place, count, total in zip(
+        segments.tolist(), counts.tolist(), totals.tolist(), strict=True
+    ):
+        segment = notebooks[(place >> 24) - first_drive].drive.segments[place & 0xFFFFFF]
+        segment.live_count, segment.live_bytes = count, int(total)
+
+
+def _read_notes(notebook: Notebook, segment: Recovered) -> None:
+    """Take the notes of one segment into the notebook; a damaged one is reported and skipped."""
+    for entry in segment.entries[segment.entries["kind"] != Kind.BLOCK]:
+        payload = _read_payload(
+            notebook.drive, segment, int(entry["page"]), int(entry["payload_bytes"])
+        )
+        if payload is None:
+            where = f"{notebook.drive.medium.label}: slot {segment.slot}, page {entry['page']}"
+            notebook.drive.damage.append(f"{where}: note is damaged")
+        elif entry["kind"] == Kind.REMOVAL:
+            notebook.removals.setdefault(segment.segment_id, []).extend(parse_removals(payload))
+        elif entry["kind"] == Kind.SPACE:
+            tag = bytes(entry["key"])[:TAG_BYTES]
+            if notebook.spaces.get(tag, (0, b""))[0] <= segment.segment_id:
+                notebook.spaces[tag] = (segment.segment_id, payload)
+
+
+def _read_payload(drive: Drive, segment: Recovered, page: int, nbytes: int) -> bytes | None:
+    fd, base = drive.medium.extent(segment.slot)
+    try:
+        image = drive.files.read(fd, base + page * PAGE, record_bytes(nbytes))
+    except OSError:
+        return None
+    head = parse_head(image)
+    if head is None or head.segment_id != segment.segment_id or not payload_intact(image, head):
+        return None
+    return bytes(image[HEAD_BYTES : HEAD_BYTES + head.payload_bytes])

@@ -1,0 +1,492 @@
+"""One drive of a log tier: an active segment that grows, sealed ones that do not, free slots.
+
+Places in the log are given out under `_lock`, writes overlap. Reads need no lock, because every
+record names its segment and carries its checksums: a read that races with the reuse of an extent
+fails its check.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
+from kvdepot.codec.segment import SegmentHeader, footer_bytes, pack_entry
+from kvdepot.core.clock import Clock, WallClock
+from kvdepot.native import WRITE, address_of
+from kvdepot.tiers.device.breaker import Breaker, RetryPauses
+from kvdepot.tiers.device.files import Files, io_ops
+from kvdepot.tiers.device.speed import Gauge
+from kvdepot.tiers.device.wear import Wear
+from kvdepot.tiers.log.medium import Medium
+from kvdepot.tiers.log.numbers import Numbers
+from kvdepot.tiers.log.recovery import Recovered, SegmentReader
+from kvdepot.tiers.log.segments import Appended, Purpose, Run, Segment, closing_pages
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_GONE: Final = "the directory was removed"
+
+
+@dataclass(frozen=True, slots=True)
+class DriveSettings:
+    """What a drive needs to know."""
+
+    segment_bytes: int
+    slots_max: int
+    store: bytes
+    fsync: str
+    write_timeout_s: float
+    writable: bool = True
+    pauses: RetryPauses = field(default_factory=RetryPauses)
+    daily_bytes: int = 0
+    wall: Clock = field(default_factory=WallClock)
+
+
+class Drive:
+    """Appends records to segments on one medium."""
+
+    def __init__(
+        self, medium: Medium, files: Files, settings: DriveSettings, numbers: Numbers, clock: Clock
+    ) -> None:
+        self.medium = medium
+        self.files = files
+        self.settings = settings
+        self.breaker = Breaker(clock, settings.pauses)
+        self.gauge = Gauge(clock)
+        self.wear = Wear(medium, self.breaker, settings.daily_bytes, settings.wall)
+        self._growth = Breaker(clock, settings.pauses)
+        self.segments: dict[int, Segment] = {}
+        self.free: list[int] = []
+        self.damage: list[str] = []
+        self._numbers = numbers
+        self._lock = threading.RLock()
+        """Held while places are given out and segments opened or sealed, not while writing."""
+        self._books = threading.Lock()
+        """Guards the counts of live records; held for an instant."""
+        self._active: Segment | None = None
+        self._unsynced: set[int] = set()
+        """Slots that were written to since they were last made durable."""
+        self._unproven: set[int] = set()
+        """Slots that could not be made durable: until they are reused, flush says so."""
+        self.lost = False
+        self.draining = False
+        """It is to go: no block is written to it any more."""
+        self.retired = False
+        """It has gone, and holds nothing."""
+
+    def recover(self) -> list[Recovered]:
+        """Open every slot and tell what is in it."""
+        found = []
+        for slot in self.medium.open_slots(self.settings.segment_bytes):
+            recovered = self._recover_slot(slot)
+            if recovered is not None:
+                last = int(recovered.entries["sequence"].max()) if len(recovered.entries) else 0
+                self._numbers.raise_to(recovered.segment_id, last)
+            if recovered is None or not recovered.usable:
+                self.free.append(slot)
+                continue
+            found.append(recovered)
+            segment = Segment(recovered.segment_id, slot, recovered.tail, recovered.sealed)
+            segment.count = len(recovered.entries)
+            self.segments[slot] = segment
+        self.free.sort(reverse=True)
+        return self._shrink(found)
+
+    def _shrink(self, found: list[Recovered]) -> list[Recovered]:
+        """Give up the oldest segments where the capacity is smaller than it was."""
+        surplus = len(self.segments) + len(self.free) - self.settings.slots_max
+        if surplus <= 0 or not self.settings.writable:
+            return found
+        oldest = sorted(found, key=lambda recovered: recovered.segment_id)
+        spare, self.free = self.free[:surplus], self.free[surplus:]
+        dropped = oldest[: surplus - len(spare)]
+        for slot in [*spare, *(recovered.slot for recovered in dropped)]:
+            if self.segments.pop(slot, None) is not None:
+                self._wipe(slot)
+            try:
+                self.medium.remove(slot)
+            except OSError as error:
+                self.damage.append(f"{self.medium.label}: slot {slot}: {error.strerror}")
+        return [recovered for recovered in found if recovered not in dropped]
+
+    def resume(self, found: Sequence[Recovered]) -> None:
+        """Get ready to append: go on with the newest open segment, seal every other one."""
+        newest = max((r for r in found if not r.sealed), key=lambda r: r.segment_id, default=None)
+        for recovered in found:
+            segment = self.segments[recovered.slot]
+            if recovered.sealed:
+                continue
+            segment.entries = [recovered.entries.tobytes()]
+            if recovered is newest and self._room(segment, PAGE, Purpose.NOTE):
+                self._active = segment
+            else:
+                self._finish(segment, sealed=True)
+
+    def _recover_slot(self, slot: int) -> Recovered | None:
+        fd, base = self.medium.extent(slot)
+        settings = self.settings
+        reader = SegmentReader(self.files, fd, base, settings.segment_bytes, slot, settings.store)
+        try:
+            found = reader.recover()
+        except OSError as error:
+            self.damage.append(f"{self.medium.label}: slot {slot}: {error.strerror}")
+            self.breaker.failed(str(error.strerror))
+            return None
+        if found is not None:
+            self.damage += [f"{self.medium.label}: slot {slot}: {text}" for text in found.damage]
+        return found
+
+    def append(
+        self, images: Sequence[memoryview], purpose: Purpose = Purpose.BLOCK
+    ) -> list[Appended | None]:
+        """Write record images to the log. None where there was no room or the write failed.
+
+        Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, on a
+        stalled medium until it lets go of the images. A note on a stalled medium is left behind,
+        its memory never to be used again.
+
+        Several threads may append: places are given out one after the other, writes overlap.
+        """
+        with self._turn() as mine:
+            runs = self._reserve(images, purpose) if mine else []
+        written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
+        if self.settings.fsync == "always" and written and not self.sync():
+            written = {}
+        results: list[Appended | None] = [None] * len(images)
+        with self._lock:
+            for run in runs:
+                self._settle(run, images, purpose, written, results)
+        return results
+
+    def _reserve(self, images: Sequence[memoryview], purpose: Purpose) -> "list[Run]":
+        """Give images their places, as far as there is room."""
+        closed = self.retired or (self.draining and not purpose.is_note)
+        if self.lost or closed or not self.breaker.allows():
+            return []
+        if not self.medium.intact():
+            self.lose()
+            return []
+        runs: list[Run] = []
+        for index, image in enumerate(images):
+            if len(image) > self.record_bytes_max:
+                continue
+            segment = self._segment_for(len(image), purpose)
+            if segment is None:
+                break
+            if not runs or runs[-1].segment is not segment:
+                runs.append(Run(segment))
+                segment.runs += 1
+            place(image, segment.segment_id, self._numbers.sequence())
+            runs[-1].places.append((index, segment.tail))
+            segment.tail += len(image)
+            segment.count += 1
+            with self._books:
+                segment.unentered += not purpose.is_note
+        self.wear.spend(sum(len(images[index]) for run in runs for index, _ in run.places))
+        return runs
+
+    def _write(
+        self, runs: "list[Run]", images: Sequence[memoryview], *, wait: bool
+    ) -> dict[int, bool]:
+        """Write what was given a place; for each image whether it is on disk. No lock held."""
+        rows = []
+        for run in runs:
+            fd, base = self.medium.extent(run.segment.slot)
+            rows += [(index, fd, base + offset) for index, offset in run.places]
+        ops = io_ops(len(rows))
+        ops["opcode"] = WRITE
+        ops["fd"] = [fd for _, fd, _ in rows]
+        ops["offset"] = [offset for *_, offset in rows]
+        ops["address"] = [address_of(images[index])[0] for index, *_ in rows]
+        ops["nbytes"] = [len(images[index]) for index, *_ in rows]
+        pending = self.files.run(ops, self.settings.write_timeout_s)
+        if pending is not None:
+            self.breaker.failed("writes do not finish", at_once=True)
+            if not wait:
+                self.files.keep(pending, images)
+            while wait and not pending.wait(60.0):
+                self.breaker.failed("writes do not finish", at_once=True)
+        codes: list[int] = ops["result"].tolist()
+        self._judge(codes)
+        with self._lock:
+            self._unsynced.update(run.segment.slot for run in runs)
+        return {index: code == 0 for (index, *_), code in zip(rows, codes, strict=True)}
+
+    def _settle(
+        self,
+        run: "Run",
+        images: Sequence[memoryview],
+        purpose: Purpose,
+        written: dict[int, bool],
+        results: list[Appended | None],
+    ) -> None:
+        """Enter what was written into its segment; seal a full one with its last run."""
+        segment = run.segment
+        for index, offset in run.places:
+            if written.get(index):
+                results[index] = self._note(segment, images[index], offset)
+            else:
+                segment.count -= 1
+                with self._books:
+                    segment.unentered -= not purpose.is_note
+        segment.runs -= 1
+        if segment is not self._active and not segment.runs:
+            self._finish(segment, sealed=True)
+
+    @contextlib.contextmanager
+    def _turn(self, timeout_s: float | None = None) -> Iterator[bool]:
+        """The right to append. False: somebody else has it and the medium does not answer."""
+        limit = self.settings.write_timeout_s
+        mine = self._lock.acquire(timeout=limit if timeout_s is None else min(timeout_s, limit))
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._lock.release()
+
+    def _judge(self, codes: Sequence[int]) -> None:
+        """Tell the breaker how a batch went."""
+        bad = [-code for code in codes if code < 0]
+        if not bad:
+            self.breaker.succeeded(by_writing=True)
+            return
+        for code in bad:
+            self.breaker.failed(
+                os.strerror(code), at_once=code in (errno.ETIMEDOUT, errno.ENOSPC, errno.EROFS)
+            )
+
+    def _note(self, segment: Segment, image: memoryview, offset: int) -> Appended:
+        """A record is on disk: remember it for the footer."""
+        kind, key, sequence, payload_bytes = parse_own(image)
+        segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
+        return Appended(segment.slot, offset // PAGE, segment.segment_id)
+
+    def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
+        end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
+        if segment.tail > PAGE:
+            end -= purpose.kept_back(self.settings.segment_bytes, last=not self.spare_slots())
+        return segment.tail + nbytes <= end
+
+    def _segment_for(self, nbytes: int, purpose: Purpose) -> Segment | None:
+        """A segment with room for `nbytes` more, or None."""
+        kept_back = self._kept_back if purpose is Purpose.BLOCK else 0
+        if self.spare_slots() < kept_back:
+            return None
+        if self._active is not None and self._room(self._active, nbytes, purpose):
+            return self._active
+        slot = self._take_slot(kept_back)
+        if slot is None:
+            return None
+        full, self._active = self._active, None
+        if full is not None and not full.runs:
+            self._finish(full, sealed=True)
+        segment = Segment(self._numbers.segment_id(), slot)
+        header = SegmentHeader(
+            segment.segment_id, slot, self.settings.segment_bytes, self.settings.store
+        )
+        try:
+            fd, base = self.medium.extent(slot)
+            self.files.write(fd, base, header.pack())
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
+            self.free.append(slot)
+            return None
+        self.segments[slot] = segment
+        self._active = segment
+        return segment
+
+    def _take_slot(self, kept_back: int) -> int | None:
+        """A free slot, or a new one. A disk that was full is asked again now and then."""
+        slot = None
+        if not self._growth.health().ok or (not self.free and self.spare_slots() > kept_back):
+            slot = self._new_slot()
+        if slot is None and self.free and self.spare_slots() > kept_back:
+            return self.free.pop()
+        return slot
+
+    @property
+    def _kept_back(self) -> int:
+        """Spare segments that blocks may not take. A drive of two has none to keep back."""
+        return 1 if len(self.segments) + self.spare_slots() > 2 else 0
+
+    def _new_slot(self) -> int | None:
+        taken = {*self.segments, *self.free}
+        if len(taken) >= self.settings.slots_max or not self._growth.allows():
+            return None
+        slot = next(n for n in range(len(taken) + 1) if n not in taken)
+        try:
+            self.medium.create(slot, self.settings.segment_bytes)
+        except OSError as error:
+            self._growth.failed(str(error.strerror), at_once=True)
+            if error.errno not in _FULL or len(taken) < 2:
+                self.breaker.failed(str(error.strerror), at_once=True)
+            return None
+        self._growth.succeeded()
+        return slot
+
+    @property
+    def record_bytes_max(self) -> int:
+        """The largest record that a segment can take."""
+        return self.settings.segment_bytes - PAGE - footer_bytes(1)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a block would find room without reclaiming a segment."""
+        active, spare = self._active, self.spare_slots() - self._kept_back
+        fits = active is not None and self._room(active, nbytes, Purpose.BLOCK)
+        return spare > 0 or (spare == 0 and fits)
+
+    def spare_slots(self) -> int:
+        """Segments that can still be opened without reclaiming one.
+
+        A full disk has only its free ones.
+        """
+        creatable = self.settings.slots_max - len(self.segments) - len(self.free)
+        return len(self.free) + (max(0, creatable) if self._growth.health().ok else 0)
+
+    def sealed(self) -> list[Segment]:
+        """Sealed segments whose blocks have all been counted, oldest first."""
+        found = [s for s in list(self.segments.values()) if s.sealed and not s.unentered]
+        return sorted(found, key=lambda segment: segment.segment_id)
+
+    def release(self, slot: int) -> None:
+        """A segment's extent is free for reuse; whatever it held is gone, also after a restart."""
+        with self._lock:
+            segment = self.segments.pop(slot)
+            if segment is self._active:
+                self._active = None
+            self._wipe(slot)
+            self._unsynced.discard(slot)
+            self._unproven.discard(slot)
+            self.free.append(slot)
+
+    def lend(self) -> Segment | None:
+        """A free segment that nothing is written to until it is given back (`take_back`).
+
+        None: there is none to spare.
+        """
+        with self._lock:
+            slot = None if self.lost or self.draining else self._take_slot(self._kept_back)
+            if slot is None:
+                return None
+            self.segments[slot] = Segment(self._numbers.segment_id(), slot)
+            return self.segments[slot]
+
+    def take_back(self, lent: Segment, written_bytes: int = 0) -> None:
+        """The segment is free again, after so much was written to it."""
+        with self._lock:
+            self.wear.spend(written_bytes)
+            if self.segments.get(lent.slot) is lent:
+                self.release(lent.slot)
+
+    def count(self, slot: int, nbytes: int, records: int = 1) -> None:
+        """Records of a segment came into use, or with negative counts went out of it."""
+        segment = self.segments.get(slot)
+        if segment is not None:
+            with self._books:
+                segment.live_bytes += nbytes
+                segment.live_count += records
+                segment.unentered -= max(0, records)
+
+    def _wipe(self, slot: int) -> None:
+        """Make a segment unreadable, so that what was dropped does not come back."""
+        fd, base = self.medium.extent(slot)
+        try:
+            self.files.write(fd, base, bytes(PAGE))
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
+
+    def sync(self, timeout_s: float | None = None) -> bool:
+        """Make what was appended durable. False: it could not be."""
+        with self._turn(timeout_s) as mine:
+            if self.retired or not mine:
+                return self.retired
+            if self.lost or not self.medium.intact():
+                self.lose()
+                return False
+            try:
+                for slot in list(self._unsynced):
+                    self._sync_slot(slot)
+            except OSError as error:
+                self.breaker.failed(str(error.strerror), at_once=True)
+                return False
+            return not self._unproven
+
+    def _sync_slot(self, slot: int) -> None:
+        """Make a slot durable. Behind a page cache a failure is final.
+
+        The kernel then forgets what it could not write, and a second sync would tell a lie.
+        """
+        if slot in self._unsynced and self.settings.fsync != "never":
+            try:
+                self.files.sync(self.medium.extent(slot)[0])
+            except OSError:
+                if not self.medium.direct:
+                    self._unproven.add(slot)
+                    self._unsynced.discard(slot)
+                raise
+        self._unsynced.discard(slot)
+
+    def resize(self, slots_max: int) -> None:
+        """Have room for so many segments; those that are too many go one by one (`trim`)."""
+        with self._lock:
+            slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
+            self.settings = replace(self.settings, slots_max=slots_max)
+
+    def trim(self) -> bool:
+        """Give free segments that are too many back. False: there are still too many."""
+        with self._lock:
+            while len(self.segments) + len(self.free) > self.settings.slots_max:
+                if not self.free:
+                    return False
+                self.medium.remove(self.free.pop())
+            return True
+
+    def retire(self) -> None:
+        """Give everything back: the drive is used no more."""
+        with self._lock:
+            self.draining = self.retired = True
+            for slot in list(self.segments):
+                self.release(slot)
+            self.settings = replace(self.settings, slots_max=0)
+            self.trim()
+            self.medium.unlock()
+
+    def held_bytes(self) -> int:
+        return (len(self.segments) + len(self.free)) * self.settings.segment_bytes
+
+    def close(self) -> None:
+        """Write the open segment's footer, so that the next start need not scan it."""
+        with self._lock:
+            if self._active is not None and not self.lost and self.breaker.health().ok:
+                self._finish(self._active, sealed=False)
+            self._active = None
+            self.wear.keep()
+            self.medium.close()
+
+    def _finish(self, segment: Segment, *, sealed: bool) -> None:
+        """Write a segment's footer. Without it the next start scans the segment, no more."""
+        nbytes = self.settings.segment_bytes
+        offset, footer, trailer = closing_pages(segment, nbytes, self.settings.store, sealed=sealed)
+        self.wear.spend(PAGE + len(footer) + len(trailer))
+        fd, base = self.medium.extent(segment.slot)
+        try:
+            self._sync_slot(segment.slot)
+            if footer:
+                self.files.write(fd, base + offset, footer)
+            self.files.write(fd, base + nbytes - PAGE, trailer)
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
+        segment.sealed = sealed
+        segment.entries = []
+
+    def lose(self) -> None:
+        """Its directory was taken away: it is used no more before it is opened anew."""
+        if not self.lost:
+            self.lost = True
+            self.breaker.failed(_GONE, at_once=True)
+
+
+assert HEAD_BYTES == PAGE and record_bytes(0) == PAGE

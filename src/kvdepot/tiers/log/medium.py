@@ -1,0 +1,368 @@
+"""Where segments live: files in a directory, or extents of a raw block device.
+
+Both look the same from above: numbered slots of one size, each a descriptor and a base offset.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+from kvdepot.codec.record import PAGE
+from kvdepot.codec.segment import Superblock, pack_slots
+from kvdepot.errors import ConfigError, FormatError, StoreBusyError
+from kvdepot.tiers.device.files import Files
+
+DirectIo = Literal["auto", "always", "never"]
+_SEGMENT: Final = re.compile(r"segment-(\d{6})\.kvs")
+
+
+class Medium(Protocol):
+    """Numbered slots of `segment_bytes` each. Methods raise OSError for faults of the medium."""
+
+    label: str
+    direct: bool
+
+    def read_superblock(self) -> bytes | None:
+        """The superblock's page; None where there is none yet."""
+
+    def write_superblock(self, superblock: Superblock) -> None:
+        """Put it in force, whole or not at all."""
+
+    def open_slots(self, segment_bytes: int) -> list[int]:
+        """Open what exists; the numbers of the slots that do."""
+
+    def slots_max(self, segment_bytes: int) -> int:
+        """How many slots the medium itself could have; the caller's capacity may be lower."""
+
+    def create(self, slot: int, segment_bytes: int) -> None:
+        """Make a slot. Afterwards `extent` works, or OSError and nothing is left behind."""
+
+    def remove(self, slot: int) -> None:
+        """Give a slot's space back to the medium."""
+
+    def extent(self, slot: int) -> tuple[int, int]:
+        """Descriptor and base offset of a slot."""
+
+    def intact(self) -> bool:
+        """False when the medium was taken away underfoot."""
+
+    def restorable(self) -> bool:
+        """Whether a medium that was taken away can be opened anew now."""
+
+    def unlock(self) -> None:
+        """Give up the lock alone: reads that are under way still have their descriptors."""
+
+    def close(self) -> None:
+        """Close descriptors and give up the lock. May be called twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a medium is opened; `tier` is named where it cannot be."""
+
+    tier: str
+    direct: DirectIo
+    writable: bool
+
+    def setting(self, name: str) -> str:
+        return f"{self.tier}.{name}"
+
+
+def open_medium(path: Path, files: Files, access: Access) -> Medium:
+    """The medium at `path`: a block device, or a directory (made if its parent exists)."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFDIR
+    except OSError as error:
+        reason = f"cannot use {path}: {error.strerror}"
+        raise ConfigError(access.setting("path"), reason) from error
+    if stat.S_ISBLK(mode):
+        return DeviceMedium(path, files, access)
+    if not stat.S_ISDIR(mode):
+        reason = f"{path} is neither a directory nor a block device"
+        raise ConfigError(access.setting("path"), reason)
+    return DirectoryMedium(path, files, access)
+
+
+def _lock(fd: int, label: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        os.lseek(fd, 0, os.SEEK_SET)
+        holder = (
+            os.read(fd, 32).decode(errors="replace").strip()
+            if stat.S_ISREG(os.fstat(fd).st_mode)
+            else ""
+        )
+        raise StoreBusyError(label, f"process {holder}" if holder else "another process") from error
+
+
+class DirectoryMedium:
+    """One file a slot, of fixed size, reused in place."""
+
+    def __init__(self, path: Path, files: Files, access: Access) -> None:
+        self.label = str(path)
+        self._path = path
+        self._files = files
+        self._access = access
+        self._writable = access.writable
+        self._fds: dict[int, int] = {}
+        self._parted: list[int] = []
+        """Of slots that are gone. A read may be about to use one: its number must not be reused."""
+        self._lock_fd = -1
+        """Of the lock, or where nothing is locked of the directory: tells whether it is gone."""
+        self._store = ""
+        if self._writable:
+            self._prepare()
+        elif not path.is_dir():
+            raise FormatError(self.label, "there is no store here")
+        else:
+            self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._device = path.stat().st_dev
+        self.direct = access.direct != "never" and self._accepts_direct()
+        if access.direct == "always" and not self.direct:
+            self.close()
+            raise ConfigError(
+                access.setting("direct_io"),
+                f"{path} does not support O_DIRECT",
+                hint='direct_io = "auto"',
+            )
+
+    def read_superblock(self) -> bytes | None:
+        try:
+            return (self._path / "superblock").read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_superblock(self, superblock: Superblock) -> None:
+        partial = self._path / "superblock.new"
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            self._files.write(fd, 0, superblock.pack())
+            self._files.sync(fd)
+        finally:
+            os.close(fd)
+        os.replace(partial, self._path / "superblock")
+
+    def open_slots(self, segment_bytes: int) -> list[int]:
+        slots = []
+        for name in sorted(os.listdir(self._path)):
+            if found := _SEGMENT.fullmatch(name):
+                slot = int(found[1])
+                try:
+                    self._fds[slot] = self._open(slot, 0)
+                except FileNotFoundError:
+                    if self._writable:
+                        raise
+                    continue  # the writer beside us has just removed it
+                if self._writable and os.fstat(self._fds[slot]).st_size != segment_bytes:
+                    os.ftruncate(self._fds[slot], segment_bytes)
+                slots.append(slot)
+        self._store = self._store_there()
+        if self._writable:
+            self._register()
+        return slots
+
+    def slots_max(self, segment_bytes: int) -> int:
+        return 10**6
+
+    def create(self, slot: int, segment_bytes: int) -> None:
+        fd = self._open(slot, os.O_CREAT | os.O_EXCL)
+        self._fds[slot] = fd
+        try:
+            self._files.allocate(fd, segment_bytes)
+            self._register()
+        except OSError:
+            del self._fds[slot]
+            os.close(fd)
+            os.unlink(self._name(slot))
+            raise
+
+    def remove(self, slot: int) -> None:
+        fd = self._fds.pop(slot)
+        self._parted.append(fd)
+        self._register()
+        self._name(slot).unlink(missing_ok=True)
+        os.ftruncate(fd, 0)
+
+    def extent(self, slot: int) -> tuple[int, int]:
+        return self._fds[slot], 0
+
+    def intact(self) -> bool:
+        try:
+            ours = os.fstat(self._lock_fd)
+            there = os.stat(self._path / "lock" if self._writable else self._path)
+        except OSError:
+            return False
+        return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
+
+    def restorable(self) -> bool:
+        """Whether the directory can be used anew.
+
+        It is there, or its parent is, on the same disk; or the same store is there on a disk that
+        the system calls by another name now.
+        """
+        for place in (self._path, self._path.parent):
+            try:
+                same_disk = place.stat().st_dev == self._device
+            except OSError:
+                continue
+            return same_disk or bool(self._store and self._store == self._store_there())
+        return False
+
+    def _store_there(self) -> str:
+        try:
+            page = self.read_superblock()
+        except OSError:
+            return ""
+        found = Superblock.parse(page) if page is not None else None
+        return found.store if isinstance(found, Superblock) else ""
+
+    def first_pages(self) -> Iterator[bytes]:
+        """The first page of every segment file."""
+        for path in sorted(self._path.glob("segment-*.kvs")):
+            with path.open("rb") as file:
+                yield file.read(PAGE)
+
+    def close(self) -> None:
+        for fd in [*self._fds.values(), *self._parted]:
+            os.close(fd)
+        self._fds.clear()
+        self._parted.clear()
+        self.unlock()
+
+    def unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _register(self) -> None:
+        """Write down which slots there are, so that a check can tell when a file is gone.
+
+        After a file is made and before one is removed: a crash leaves a file too many at most.
+        """
+        page = self.read_superblock()
+        known = Superblock.parse(page) if page is not None else None
+        slots = pack_slots(self._fds)
+        if isinstance(known, Superblock) and known.slots != slots:
+            self.write_superblock(replace(known, slots=slots))
+
+    def _prepare(self) -> None:
+        try:
+            self._path.mkdir(exist_ok=True)
+            self._lock_fd = os.open(
+                self._path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            raise ConfigError(
+                self._access.setting("path"),
+                f"cannot write to {self._path}: {error.strerror}",
+                hint="make the parent directory, check permissions, or open with mode='r'",
+            ) from error
+        try:
+            _lock(self._lock_fd, self.label)
+        except StoreBusyError:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+            raise
+        os.truncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        (self._path / "superblock.new").unlink(missing_ok=True)
+
+    def _accepts_direct(self) -> bool:
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+        probe = self._path / "lock"
+        try:
+            os.close(os.open(probe if probe.exists() else self._path, flags))
+        except OSError:
+            return False
+        return True
+
+    def _open(self, slot: int, flags: int) -> int:
+        flags |= os.O_CLOEXEC | (os.O_RDWR if self._writable else os.O_RDONLY)
+        fd = os.open(self._name(slot), flags | (os.O_DIRECT if self.direct else 0), 0o600)
+        self._files.attach(fd, self.label)
+        return fd
+
+    def _name(self, slot: int) -> Path:
+        return self._path / f"segment-{slot:06d}.kvs"
+
+
+class DeviceMedium:
+    """Extents of a block device: the superblock in the first page, slot n at (n + 1) segments."""
+
+    def __init__(self, path: Path, files: Files, access: Access) -> None:
+        self.label = str(path)
+        self.direct = access.direct != "never"
+        self._files = files
+        self._segment_bytes = 0
+        flags = (os.O_RDWR | os.O_EXCL) if access.writable else os.O_RDONLY
+        try:
+            self._fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise StoreBusyError(
+                    self.label, "the system or another process (mounted?)"
+                ) from error
+            reason = f"cannot open {path}: {error.strerror}"
+            raise ConfigError(access.setting("path"), reason) from error
+        files.attach(self._fd, self.label)
+        self._size = os.lseek(self._fd, 0, os.SEEK_END)
+        if access.writable:
+            try:
+                _lock(self._fd, self.label)
+            except StoreBusyError:
+                self.close()
+                raise
+
+    def read_superblock(self) -> bytes | None:
+        page = bytes(self._files.read(self._fd, 0, PAGE))
+        return page if any(page) else None
+
+    def write_superblock(self, superblock: Superblock) -> None:
+        self._files.write(self._fd, 0, superblock.pack())
+        self._files.sync(self._fd)
+
+    def open_slots(self, segment_bytes: int) -> list[int]:
+        self._segment_bytes = segment_bytes
+        return list(range(self.slots_max(segment_bytes)))
+
+    def slots_max(self, segment_bytes: int) -> int:
+        return max(0, self._size // segment_bytes - 1)
+
+    def create(self, slot: int, segment_bytes: int) -> None:
+        if slot >= self.slots_max(segment_bytes):
+            raise OSError(errno.ENOSPC, "the device is full")
+
+    def remove(self, slot: int) -> None:
+        """An extent of a device stays where it is."""
+
+    def extent(self, slot: int) -> tuple[int, int]:
+        return self._fd, (slot + 1) * self._segment_bytes
+
+    def intact(self) -> bool:
+        return self._fd >= 0
+
+    def blank(self, nbytes: int) -> bool:
+        """Whether the device begins with zeros, as no filesystem or partition table does."""
+        return not any(self._files.read(self._fd, 0, nbytes))
+
+    def restorable(self) -> bool:
+        return False
+
+    def unlock(self) -> None:
+        """The lock is the device's own descriptor."""
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,90 @@
+"""What a drive must remember besides blocks: removals and the names of namespaces.
+
+Notes are records in the log like any other. When the segment that holds one is reused, the note is
+written again, as long as it is needed.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+from kvdepot.codec.notes import Removal, pack_removals, space_key, write_note
+from kvdepot.codec.record import Kind, record_bytes
+from kvdepot.core.block import BlockKey
+from kvdepot.tiers.device.files import aligned
+from kvdepot.tiers.device.profile import PROFILE_TAG, Profile
+from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.segments import Purpose
+
+_REMOVAL_KEY = space_key(b"")
+_REMOVALS_PER_NOTE = 256
+NOTE_BYTES_MAX = record_bytes(_REMOVALS_PER_NOTE * 64)
+"""Room that a note of removals can take."""
+
+
+@dataclass(slots=True)
+class Notebook:
+    """Notes of one drive, by the segment that holds them."""
+
+    drive: Drive
+    spaces: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
+    """Tag to (segment id, description as JSON)."""
+    removals: dict[int, list[Removal]] = field(default_factory=dict)
+    """Segment id to the removals recorded in it."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held from writing a note until it is entered here: `carry` must not miss one."""
+
+    def remember(self, tag: bytes, description: bytes, purpose: Purpose = Purpose.NOTE) -> bool:
+        """Record what a namespace tag stands for. False: it could not be written."""
+        with self.lock:
+            segment_id = self._append(Kind.SPACE, space_key(tag), description, purpose)
+            if segment_id is not None:
+                self.spaces[tag] = (segment_id, description)
+        return segment_id is not None
+
+    @property
+    def profile(self) -> Profile | None:
+        """How fast the drive is, if that was measured and kept."""
+        found = self.spaces.get(PROFILE_TAG)
+        return Profile.parse(found[1]) if found else None
+
+    def keep_profile(self, profile: Profile) -> bool:
+        """Record how fast the drive is. False: it could not be written."""
+        return self.remember(PROFILE_TAG, profile.pack())
+
+    def remove(self, removals: list[Removal], purpose: Purpose = Purpose.NOTE) -> bool:
+        """Record that blocks are gone for good. False: it could not be written."""
+        done = True
+        for start in range(0, len(removals), _REMOVALS_PER_NOTE):
+            part = removals[start : start + _REMOVALS_PER_NOTE]
+            with self.lock:
+                note = pack_removals(part)
+                segment_id = self._append(Kind.REMOVAL, _REMOVAL_KEY, note, purpose)
+                if segment_id is None:
+                    done = False
+                else:
+                    self.removals.setdefault(segment_id, []).extend(part)
+        return done
+
+    def carry(self, segment_id: int) -> bool:
+        """Write again what only this segment remembers. False: not all of it could be."""
+        with self.lock:
+            ids = [segment.segment_id for segment in list(self.drive.segments.values())]
+            oldest = min((at for at in ids if at != segment_id), default=segment_id)
+            needed = [
+                removal
+                for removal in self.removals.get(segment_id, [])
+                if removal.until_segment >= oldest
+            ]
+            done = self.remove(needed, Purpose.CARRY) if needed else True
+            if done:
+                self.removals.pop(segment_id, None)
+            for tag, (at, description) in list(self.spaces.items()):
+                if at == segment_id:
+                    done = self.remember(tag, description, Purpose.CARRY) and done
+            return done
+
+    def _append(self, kind: Kind, key: BlockKey, payload: bytes, purpose: Purpose) -> int | None:
+        image = aligned(record_bytes(len(payload)))
+        write_note(image, kind, key, payload)
+        (place,) = self.drive.append([image], purpose)
+        return place.segment_id if place is not None else None

@@ -1,0 +1,198 @@
+"""Whose KV it is: models that differ never meet, and one that changes becomes another."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from tests.support.zoo import build, gpt2, llama, tokens, transformers
+
+from kvdepot.adapters.hf import attach
+from kvdepot.errors import ModelError
+from kvdepot.store.store import Store
+
+BLOCK = 16
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
+IDS = tokens(90)
+
+ELSEWHERE = """
+import sys, transformers, kvdepot
+from kvdepot.adapters.hf import attach
+transformers.logging.set_verbosity_error()
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+with kvdepot.open(dram={"capacity": "4MiB", "huge_pages": "never"}) as store:
+    with attach(model, store, block_tokens=16) as depot_model:
+        sys.stdout.write(depot_model.fingerprint)
+"""
+
+
+def fetched(model: Any, ids: Any = IDS) -> int:
+    """Tokens that come from the depot; the answer is the model's own."""
+    expected = model.wrapped.generate(ids, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert model.flush()
+    count: int = model.last.rows[0].fetched_tokens
+    return count
+
+
+@pytest.mark.slow
+def test_the_same_after_saving_and_loading_elsewhere(memory: Store, tmp_path: Path) -> None:
+    model = build(llama())
+    model.save_pretrained(tmp_path)
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        here = depot_model.fingerprint
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+    there = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert there.stdout == here
+
+
+def test_a_model_loaded_again_knows_its_prompts(memory: Store, tmp_path: Path) -> None:
+    model = build(llama())
+    with attach(model, memory, block_tokens=BLOCK) as first:
+        fetched(first)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with attach(loaded, memory, block_tokens=BLOCK) as second:
+        assert fetched(second) == 80
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: build(llama(), seed=8),
+        lambda: build(llama(), dtype=torch.bfloat16),
+        lambda: build(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
+        lambda: build(llama(num_key_value_heads=4)),
+        lambda: build(gpt2()),
+    ],
+    ids=["weights", "dtype", "rope", "heads", "architecture"],
+)
+def test_models_that_differ_never_meet(memory: Store, other: Any) -> None:
+    with attach(build(llama()), memory, block_tokens=BLOCK) as first:
+        fetched(first)
+        with attach(other(), memory, block_tokens=BLOCK) as second:
+            second.generate(IDS, **GREEDY)
+            assert not second.last.rows[0].fetched
+            assert second.flush()
+            second.generate(IDS, **GREEDY)
+            assert second.last.rows[0].fetched_tokens == 80
+        assert fetched(first) == 80
+
+
+@pytest.mark.parametrize(
+    "options", [{"block_tokens": 32}, {"tenant": "b"}, {"secret": b"s" * 16}, {"name": "other"}]
+)
+def test_other_blocks_and_other_owners_are_a_clean_miss(memory: Store, options: Any) -> None:
+    model = build(llama())
+    with (
+        attach(model, memory, block_tokens=BLOCK) as first,
+        attach(model, memory, **{"block_tokens": BLOCK, **options}) as second,
+    ):
+        fetched(first)
+        assert fetched(second) == 0
+        assert fetched(second) >= 64
+
+
+def test_the_attention_implementation_is_no_other_model(memory: Store) -> None:
+    with attach(build(llama(attn_implementation="eager")), memory, block_tokens=BLOCK) as first:
+        fetched(first)
+    with attach(build(llama(attn_implementation="sdpa")), memory, block_tokens=BLOCK) as second:
+        assert fetched(second) == 80
+
+
+def test_every_weight_counts(memory: Store) -> None:
+    model = build(llama())
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        seen = {depot_model.fingerprint}
+        for parameter in model.parameters():
+            with torch.no_grad():
+                parameter.view(-1)[parameter.numel() // 2 + 1] += 0.5
+            depot_model.generate(IDS[:, :8], **GREEDY)
+            assert depot_model.fingerprint not in seen
+            seen.add(depot_model.fingerprint)
+
+
+def test_a_weight_written_in_place_makes_it_another_model(memory: Store) -> None:
+    model = build(llama())
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        fetched(depot_model)
+        assert fetched(depot_model) == 80
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        assert fetched(depot_model) == 0
+        assert fetched(depot_model) == 80
+
+
+def test_weights_replaced_and_cast_are_noticed(memory: Store) -> None:
+    model = build(llama())
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        fetched(depot_model)
+        model.load_state_dict(build(llama(), seed=8).state_dict())
+        assert fetched(depot_model) == 0
+        assert depot_model.to(torch.bfloat16) is depot_model
+        depot_model.generate(IDS, **GREEDY)
+        assert not depot_model.last.rows[0].fetched
+        assert depot_model._engine.binding.groups[0].space.layout.dtype == "bfloat16"
+
+
+def test_a_revision_does_not_outlive_the_weights(memory: Store) -> None:
+    model = build(llama())
+    with attach(model, memory, name="m", revision="abc", block_tokens=BLOCK) as depot_model:
+        fetched(depot_model)
+        assert fetched(depot_model) == 80
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        with pytest.raises(ModelError, match="have changed") as caught:
+            depot_model.generate(IDS, **GREEDY)
+        assert "attach it again" in caught.value.hint
+
+
+class Adapted(torch.nn.Linear):
+    """What PEFT puts in the place of a layer, as far as we look at it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+        self.on = True
+        self.scaling = {"default": 1.0}
+
+    @property
+    def active_adapter(self) -> list[str]:
+        return ["default"]
+
+    @property
+    def disable_adapters(self) -> bool:
+        return not self.on
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (1 + self.scaling["default"] * self.on)
+
+
+def test_an_adapter_switched_off_makes_it_another_model(memory: Store) -> None:
+    model = build(llama())
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = adapted = Adapted(attention.k_proj)
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        fetched(depot_model)
+        adapted.on = False
+        assert fetched(depot_model) == 0
+        adapted.scaling["default"] = 0.5
+        adapted.on = True
+        assert fetched(depot_model) == 0
+        adapted.scaling["default"] = 1.0
+        assert fetched(depot_model) == 80, "and switched on again it is the first one again"
+
+
+def test_default_blocks_have_about_a_mebibyte(memory: Store) -> None:
+    with attach(build(llama()), memory) as small:
+        assert small.block_tokens == 256
+    wide = llama(num_attention_heads=16, num_key_value_heads=16, hidden_size=1024)
+    with attach(build(wide), memory) as large:
+        assert large.block_tokens == 64
+        groups = large._engine.binding.groups
+        assert groups[0].space.block_bytes == 1 << 20

@@ -1,0 +1,202 @@
+"""From memory, from disk, after a restart; and when the disk fails, damages or stalls."""
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from tests.support.zoo import SERVED, build, padded, tokens
+
+from kvdepot.adapters.hf import DepotModel, attach
+from kvdepot.store.store import Store
+from kvdepot.testing.faults import (
+    Call,
+    Corrupt,
+    Fail,
+    Fault,
+    FaultyFiles,
+    Operation,
+    Stall,
+)
+
+BLOCK = 16
+PROMPT = 10 * BLOCK + 3
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+OpenDepot = Callable[..., Store]
+
+
+@pytest.fixture(params=["llama", "mistral", "gemma3", "deepseek"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(SERVED[request.param]())
+
+
+def learn(model: Any, store: Store, ids: Any) -> Any:
+    """Have a depot on disk know a prompt. Returns the model's answer."""
+    with store, attach(model, store, block_tokens=BLOCK) as depot_model:
+        answer = depot_model.generate(ids, **GREEDY)
+        depot_model.flush()
+        assert store.flush()
+    return answer
+
+
+def fetched(model: DepotModel) -> dict[str, int]:
+    return model.last.rows[0].fetched
+
+
+def test_from_disk_after_a_restart_then_from_memory(model: Any, open_depot: OpenDepot) -> None:
+    ids = tokens(PROMPT)
+    answer = learn(model, open_depot(), ids)
+    assert torch.equal(answer, model.generate(ids, **GREEDY))
+    with open_depot() as store, attach(model, store, block_tokens=BLOCK) as again:
+        for tier in ("ssd", "dram"):
+            assert torch.equal(again.generate(ids, **GREEDY), answer)
+            assert set(fetched(again)) == {tier}
+            assert again.last.rows[0].computed_tokens == 3
+
+
+def test_a_batch_from_disk(model: Any, open_depot: OpenDepot) -> None:
+    rows = [tokens(PROMPT, seed=1), tokens(100, seed=2), tokens(30, seed=3)]
+    for row in rows:
+        learn(model, open_depot(), row)
+    batch = padded(rows)
+    with open_depot() as store, attach(model, store, block_tokens=BLOCK) as again:
+        expected = model.generate(**batch, **GREEDY, pad_token_id=0)
+        assert torch.equal(again.generate(**batch, **GREEDY, pad_token_id=0), expected)
+        assert all(set(row.fetched) == {"ssd"} for row in again.last.rows)
+
+
+def is_record(operation: Operation) -> bool:
+    """Reads of blocks, not of what is looked at when a store is opened."""
+    return operation.nbytes > 4096
+
+
+@pytest.mark.parametrize(
+    "effect", [Fail(errno.EIO), Corrupt(at=4096 + 7)], ids=["fails", "damages"]
+)
+@pytest.mark.parametrize("skip", [0, 4, 9])
+def test_a_bad_block_costs_what_follows_it(
+    model: Any, open_depot: OpenDepot, effect: Any, skip: int
+) -> None:
+    ids = tokens(PROMPT)
+    answer = learn(model, open_depot(), ids)
+    files = FaultyFiles()
+    with open_depot(files) as store, attach(model, store, block_tokens=BLOCK) as again:
+        fault = files.add(Fault(Call.RUN_READ, effect, skip=skip, where=is_record))
+        assert torch.equal(again.generate(ids, **GREEDY), answer)
+        assert again.flush()
+        if fault.hits:  # a window needs fewer blocks than are skipped
+            reason = "failed" if isinstance(effect, Fail) else "corrupt"
+            assert again.last.misses == {reason: 1}
+            assert again.counters.onboard_failed[reason] == 1
+        if not model.config.to_dict().get("sliding_window"):
+            assert fetched(again) == ({"ssd": skip * BLOCK} if skip else {}), "the good prefix"
+        files.clear()
+        assert torch.equal(again.generate(ids, **GREEDY), answer)
+        assert again.last.rows[0].computed_tokens <= 3 + BLOCK, "what was recomputed is kept"
+
+
+def test_every_read_fails(model: Any, open_depot: OpenDepot) -> None:
+    ids = tokens(PROMPT)
+    answer = learn(model, open_depot(), ids)
+    files = FaultyFiles()
+    with open_depot(files) as store, attach(model, store, block_tokens=BLOCK) as again:
+        files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
+        assert torch.equal(again.generate(ids, **GREEDY), answer)
+        assert again.last.rows[0].computed_tokens == PROMPT
+        assert store.stats()["counters"]["read_failed"]
+        files.clear()
+
+
+def test_damage_on_the_disk_itself(model: Any, open_depot: OpenDepot, tmp_path: Path) -> None:
+    ids = tokens(PROMPT)
+    answer = learn(model, open_depot(), ids)
+    flip_every_page(tmp_path / "kv")
+    with open_depot() as store, attach(model, store, block_tokens=BLOCK) as again:
+        assert torch.equal(again.generate(ids, **GREEDY), answer)
+
+
+def flip_every_page(folder: Path) -> None:
+    """Change a byte in the middle of every page of every segment but its first pages."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > 1 << 16:
+            content = bytearray(path.read_bytes())
+            content[8192 + 2048 :: 4096] = bytes(
+                byte ^ 0x40 for byte in content[8192 + 2048 :: 4096]
+            )
+            path.write_bytes(content)
+
+
+def test_a_stall_costs_no_more_than_the_deadline(model: Any, open_depot: OpenDepot) -> None:
+    ids = tokens(PROMPT)
+    answer = learn(model, open_depot(), ids)
+    files = FaultyFiles()
+    store = open_depot(files)
+    with store, attach(model, store, block_tokens=BLOCK, timeout_s=0.3) as again:
+        stall = files.add(Fault(Call.RUN_READ, Stall(), times=None, where=is_record))
+        began = time.monotonic()
+        assert torch.equal(again.generate(ids, **GREEDY), answer)
+        took_s = time.monotonic() - began
+        assert stall.hits
+        assert took_s < 20, "the stall ends with the test, the call did not wait for that"
+        assert again.last.misses.get("late")
+        assert again.last.rows[0].computed_tokens == PROMPT
+        files.clear()
+
+
+def test_a_block_that_goes_away_between_lookup_and_fetch(
+    model: Any, memory: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tokens(PROMPT)
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        answer = depot_model.generate(ids, **GREEDY)
+        depot_model.flush()
+        lease, groups = memory.lease, depot_model._engine.binding.groups
+        gone = [group.keys(ids[0].numpy())[7] for group in groups]
+
+        def lease_late(keys: Any) -> Any:
+            memory.remove(gone)
+            return lease(keys)
+
+        monkeypatch.setattr(memory, "lease", lease_late)
+        assert torch.equal(depot_model.generate(ids, **GREEDY), answer)
+        assert depot_model.last.rows[0].computed_tokens >= 3
+
+
+def test_no_lease_is_left(model: Any, memory: Store) -> None:
+    batch = padded([tokens(90), tokens(70, seed=2)])
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        for _ in range(3):
+            depot_model.generate(**batch, **GREEDY, pad_token_id=0)
+            depot_model.flush()
+        assert memory.stats()["leased"] == 0
+
+
+def test_two_threads_share_a_model(model: Any, memory: Store) -> None:
+    prompts = [tokens(90, seed=seed) for seed in range(4)]
+    expected = [model.generate(ids, **GREEDY) for ids in prompts]
+    wrong: list[int] = []
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+
+        def ask(first: int) -> None:
+            for turn in range(6):
+                number = (first + turn) % len(prompts)
+                if not torch.equal(
+                    depot_model.generate(prompts[number], **GREEDY), expected[number]
+                ):
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=ask, args=(first,)) for first in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert depot_model.counters.calls == 12
+        assert depot_model.counters.fetched_tokens["dram"] > 0

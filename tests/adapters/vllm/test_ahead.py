@@ -1,0 +1,151 @@
+"""Engines that schedule before they know what was sampled, and devices whose copies take time."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.adapters.vllm.conftest import OpenStore
+from tests.support.toy_engine import ToyRequest
+
+from kvdepot.adapters.vllm.config import ConnectorConfig
+from kvdepot.adapters.vllm.depot import Depot
+from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan
+from kvdepot.adapters.vllm.requests import Hit
+from kvdepot.adapters.vllm.scheduler import EngineFacts, Scheduler
+from kvdepot.core.layout import KVLayout
+from kvdepot.store.store import Store
+
+SIZE = 4
+PAGES = list(range(100, 140))
+
+
+def scheduler(store: Store, *, at_once: bool = True) -> Scheduler:
+    layout = KVLayout.opaque(4096, SIZE).description()
+    facts = ShardFacts("m", "f", layout, 0, 1, (), 1, at_once)
+    engine = EngineFacts(64, shares_pages=True)
+    side = Scheduler(ConnectorConfig(), Depot("", store), engine, loads=True, saves=True)
+    side.meet([facts])
+    return side
+
+
+def step(side: Scheduler, request: ToyRequest, tokens: int) -> StepPlan:
+    table = SimpleNamespace(get_block_ids=lambda name: (PAGES,))
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens={request.request_id: tokens},
+        kv_connector_block_state=table,
+        preempted_req_ids=None,
+    )
+    plan = side.plan(output)
+    request.num_computed_tokens += tokens
+    return plan
+
+
+def saved(plan: StepPlan) -> list[tuple[int, tuple[int, ...]]]:
+    return [(save.first_block, save.pages) for save in plan.saves]
+
+
+def test_a_block_waits_until_its_tokens_are_known(open_store: OpenStore) -> None:
+    side = scheduler(open_store())
+    request = ToyRequest("r", list(range(7)), 9)
+    side.add(request)
+    assert saved(step(side, request, 7)) == [(0, (100,))]
+    assert saved(step(side, request, 1)) == []  # the eighth token is being sampled
+    request.all_token_ids.append(40)
+    assert saved(step(side, request, 1)) == [(1, (101,))]
+
+
+def test_what_was_sampled_last_is_saved_when_the_request_is_over(open_store: OpenStore) -> None:
+    side = scheduler(open_store())
+    request = ToyRequest("r", list(range(7)), 2)
+    side.add(request)
+    step(side, request, 7)
+    step(side, request, 1)
+    request.all_token_ids += [40, 41]
+    assert side.finish(request, PAGES)
+    plan = side.plan(
+        SimpleNamespace(
+            num_scheduled_tokens={}, kv_connector_block_state=None, preempted_req_ids=None
+        )
+    )
+    assert saved(plan) == [(1, (101,))]
+    assert plan.awaited == ["r"]
+
+
+def test_nothing_is_awaited_where_saves_are_over_with_the_step(open_store: OpenStore) -> None:
+    side = scheduler(open_store())
+    request = ToyRequest("r", list(range(8)), 1)
+    side.add(request)
+    step(side, request, 8)
+    assert not side.finish(request, PAGES)
+
+
+def test_pages_are_kept_while_a_device_copies_them(open_store: OpenStore) -> None:
+    side = scheduler(open_store(), at_once=False)
+    request = ToyRequest("r", list(range(8)), 1)
+    side.add(request)
+    step(side, request, 8)
+    assert side.finish(request, PAGES)
+    short = ToyRequest("s", [1, 2], 1)
+    side.add(short)
+    step(side, short, 2)
+    assert not side.finish(short, PAGES)
+
+
+def test_drafts_that_may_be_refused_are_not_saved(open_store: OpenStore) -> None:
+    side = scheduler(open_store())
+    request = ToyRequest("r", list(range(7)), 9)
+    side.add(request)
+    assert saved(step(side, request, 7 + 5)) == [(0, (100,))]
+
+
+def test_throttled_blocks_are_offered_again_with_the_next_one(open_store: OpenStore) -> None:
+    from kvdepot.adapters.vllm.messages import StepReport
+
+    side = scheduler(open_store())
+    request = ToyRequest("r", list(range(16)), 9)
+    side.add(request)
+    assert saved(step(side, request, 8)) == [(0, (100, 101))]
+    side.learn(StepReport(unsaved={"r": 1}))
+    assert saved(step(side, request, 3)) == []
+    assert saved(step(side, request, 1)) == [(1, (101, 102))]
+
+
+def test_pages_outside_a_window_are_neither_saved_nor_loaded(open_store: OpenStore) -> None:
+    side = scheduler(open_store())
+    request = ToyRequest("r", list(range(16)), 9)
+    side.add(request)
+    tracked = side._tracked["r"]
+    save = tracked.plan_save(3, [0, 101, 102], SIZE)
+    assert save is not None
+    assert (save.first_block, save.pages) == (1, (101, 102))
+    tracked.found(Hit(0, 0, ("dram",) * 4), 0)
+    load = tracked.begin_load(16, [0, 0, 102, 103], SIZE)
+    assert (load.first_block, load.pages, load.present_pages) == (2, (102, 103), 0)
+    assert load.keys == tracked.chain.keys(2, 4)
+    assert load.whole
+    assert not tracked.begin_load(16, [100, 101, 102, 103], SIZE).whole
+
+
+def test_a_window_that_begins_inside_a_block(open_store: OpenStore) -> None:
+    side = scheduler(open_store())
+    request = ToyRequest("r", list(range(16)), 9)
+    side.add(request)
+    tracked = side._tracked["r"]
+    tracked.chain.grow(request.all_token_ids, 4)
+    tracked.found(Hit(0, 0, ("dram",) * 4), 0)
+    load = tracked.begin_load(16, [0, 0, 0, 103, 104, 105, 106, 107], SIZE // 2)
+    assert (load.first_block, load.present_pages) == (1, 1)
+    assert load.pages == (0, 103, 104, 105, 106, 107)
+
+
+def test_requests_without_token_ids_are_left_to_vllm(open_store: OpenStore) -> None:
+    side = scheduler(open_store())
+    request = ToyRequest("r", list(range(8)), 1)
+    request.prompt_embeds = object()  # type: ignore[attr-defined]
+    side.add(request)
+    assert side.match(request, 0) == 0
+    assert saved(step(side, request, 8)) == []
+    assert side.tally.take() == {"unserved_requests:prompt_embeds": 1}

@@ -1,0 +1,150 @@
+"""Requests that wait have their blocks in memory when their turn comes; sessions are told of."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.adapters.vllm.conftest import OpenEngine, OpenStore
+from tests.adapters.vllm.test_requests_on_toy import FULL_PAGES, PROMPT, ask
+from tests.support.toy_engine import ToyEngine, ToyRequest, answer_of
+from tests.support.waiting import eventually
+
+from kvdepot.adapters.vllm.foresight import note_of
+from kvdepot.core.config import load
+from kvdepot.errors import ConfigError
+from kvdepot.store.open import assemble
+from kvdepot.store.store import Store
+
+LONG = [(3 * number) % 50 for number in range(200)]
+
+
+def hinted(store: Store) -> int:
+    count: int = store.stats()["counters"]["hinted"]
+    return count
+
+
+def queued_behind(engine: ToyEngine, *, steps: int = 2) -> None:
+    """PROMPT waits while LONG takes all of each step."""
+    engine.add(ToyRequest("long", list(LONG), 2))
+    engine.add(ToyRequest("queued", list(PROMPT), 2))
+    for _ in range(steps):
+        engine.step()
+    assert engine.requests["queued"].status == "waiting"
+
+
+def finish(engine: ToyEngine) -> dict[str, int]:
+    """Run to the end; loaded blocks by tier."""
+    engine.run()
+    assert engine.done["queued"].answer == answer_of(PROMPT, 2)
+    assert engine.done["long"].answer == answer_of(LONG, 2)
+    figures = engine.workers[0].tally.take()
+    assert figures is not None
+    return {
+        str(name).partition(":")[2]: int(count)
+        for name, count in figures.items()
+        if str(name).startswith("loaded_blocks:")
+    }
+
+
+Reopened = Callable[..., ToyEngine]
+
+
+@pytest.fixture
+def reopened(tmp_path: Path, open_engine: OpenEngine) -> Reopened:
+    """Opens an engine whose depot has PROMPT on a drive only."""
+
+    def open_it(tier: str = "hdd", **settings: Any) -> ToyEngine:
+        parts = {
+            "dram": {"capacity": 8 << 20, "huge_pages": "never", "prefault": False},
+            "writeback": {"staging": 4 << 20},
+            tier: {"path": str(tmp_path / "kv"), "capacity": "64MiB", "segment": "1MiB"},
+        }
+        engine = open_engine(assemble(load(overrides=parts)))
+        ask(engine, "before", PROMPT)
+        engine.close()
+        return open_engine(assemble(load(overrides=parts)), settings=settings)
+
+    return open_it
+
+
+def test_who_waits_finds_its_blocks_in_memory(reopened: Reopened) -> None:
+    engine = reopened()
+    queued_behind(engine)
+    store = engine.side._depot.store
+    assert eventually(lambda: hinted(store) == FULL_PAGES)
+    assert finish(engine) == {"dram": FULL_PAGES}
+
+
+@pytest.mark.parametrize(("tier", "hint"), [("hdd", 0.0), ("ssd", 30.0)])
+def test_it_can_be_turned_off_and_is_for_hard_drives(
+    reopened: Reopened, tier: str, hint: float
+) -> None:
+    engine = reopened(tier, hint=hint)
+    queued_behind(engine)
+    store = engine.side._depot.store
+    assert finish(engine) == {tier: FULL_PAGES}
+    assert hinted(store) == 0
+
+
+def test_who_begins_at_once_is_not_hinted_at(reopened: Reopened) -> None:
+    engine = reopened()
+    store = engine.side._depot.store
+    ask(engine, "warm", PROMPT)
+    assert hinted(store) == 0
+
+
+def test_who_is_gone_is_hinted_at_no_more(reopened: Reopened) -> None:
+    engine = reopened()
+    queued_behind(engine, steps=1)
+    engine.abort("queued")
+    assert not engine.side._foresight._hints and not engine.side._foresight._waiting
+    engine.run()
+
+
+class TestSessions:
+    def test_a_session_is_known_when_its_request_is_over(
+        self, open_store: OpenStore, open_engine: OpenEngine
+    ) -> None:
+        engine = open_engine(open_store(), shards=2)
+        store = engine.side._depot.store
+        ask(engine, "r", PROMPT, 14, kv_transfer_params={"kvdepot_session": "chat"})
+        blocks = (len(PROMPT) + 13) // 4
+        assert store.session("chat") == 2 * blocks
+
+    def test_closed_means_closed(self, open_store: OpenStore, open_engine: OpenEngine) -> None:
+        engine = open_engine(open_store())
+        store = engine.side._depot.store
+        params = {"kvdepot_session": "chat", "kvdepot_state": "closed"}
+        ask(engine, "r", PROMPT, kv_transfer_params=params)
+        engine.step()  # everything is saved by now, and it is told of once more
+        catalog = store._stock.catalog
+        rows = catalog.rows(engine.side._spaces[""][0].keys(PROMPT))
+        assert all(row in catalog.closed for row in rows)
+        assert store.session("chat") == 0
+
+    @pytest.mark.parametrize(
+        "params", [{"kvdepot_session": ""}, {"kvdepot_session": "x", "kvdepot_state": "asleep"}]
+    )
+    def test_nonsense_fails_no_request(
+        self, open_store: OpenStore, open_engine: OpenEngine, params: dict[str, Any]
+    ) -> None:
+        engine = open_engine(open_store())
+        ask(engine, "r", PROMPT, kv_transfer_params=params)
+        assert engine.side._depot.store.stats()["sessions"]["remembered"] == 0
+        with pytest.raises(ConfigError):
+            note_of(ToyRequest("r", [1], 1, kv_transfer_params=params))
+
+    def test_salted_sessions_do_not_meet(
+        self, open_store: OpenStore, open_engine: OpenEngine
+    ) -> None:
+        engine = open_engine(open_store())
+        params = {"kvdepot_session": "chat"}
+        ask(engine, "a", PROMPT, kv_transfer_params=params, cache_salt="s")
+        ask(engine, "b", PROMPT, kv_transfer_params=params, cache_salt="t")
+        store = engine.side._depot.store
+        assert store.stats()["sessions"]["remembered"] == 2
+        assert store.session("chat") == 0

@@ -1,0 +1,73 @@
+"""What was learnt is there at the next start; a bad file is no file."""
+
+from pathlib import Path
+
+import pytest
+
+from kvdepot.adapters.vllm.fetching import FetchDesk
+from kvdepot.adapters.vllm.messages import LoadEnd, StepTime, TierTime
+from kvdepot.adapters.vllm.paces import Paces, paces_file, read_paces, write_paces
+from kvdepot.policy.fetching.prefill_model import PrefillPace
+from kvdepot.policy.fetching.tier_model import TierProfile
+
+PACES = Paces(PrefillPace(0.01, 0.001, 1e-7), {"ssd": TierProfile(0.002, 3e9)})
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "paces.json"
+    write_paces(path, PACES)
+    assert read_paces(path) == PACES
+    write_paces(path, Paces())
+    assert read_paces(path) == Paces()
+    assert [each.name for each in path.parent.iterdir()] == ["paces.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"prefill": [1, 2], "tiers": {}}',
+        '{"prefill": [1, 2, -3], "tiers": {}}',
+        '{"prefill": [1, 2, 1e999], "tiers": {}}',
+        '{"prefill": "no", "tiers": {}}',
+        '{"prefill": null, "tiers": {"ssd": [1]}}',
+        '{"prefill": null, "tiers": {"ssd": {"a": 1}}}',
+        '{"prefill": null, "tiers": {"ssd": [0.1, 0]}}',
+        '{"prefill": null, "tiers": []}',
+    ],
+)
+def test_a_bad_file_is_no_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "paces.json"
+    path.write_text(content)
+    assert read_paces(path) == Paces()
+
+
+def test_no_file_and_no_place_for_one(tmp_path: Path) -> None:
+    assert read_paces(tmp_path / "none") == Paces()
+    (tmp_path / "file").write_text("")
+    write_paces(tmp_path / "file" / "below.json", PACES)
+
+
+def test_each_namespace_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert paces_file(Path("~/kept"), b"\x01\xff") == tmp_path / "kept" / "01ff.json"
+
+
+def test_a_desk_goes_on_where_another_ended(tmp_path: Path) -> None:
+    path = tmp_path / "paces.json"
+    first = FetchDesk(16, 1 << 20, 2048, kept=path)
+    assert first.advisor.prefill.pace() is None
+    first.stepped([StepTime(1000, 500_000.0, 2.0)] * 3)
+    first.loading("r", ["ssd"] * 64)
+    first.loaded(LoadEnd("r", None, (TierTime("ssd", 64, 64 << 20, 0.5),), 0, 0.5))
+    first.keep()
+    second = FetchDesk(16, 1 << 20, 2048, kept=path)
+    assert second.advisor.prefill.pace() == first.advisor.prefill.pace()
+    assert second.advisor.tiers["ssd"].known
+    believed = second.advisor.tiers["ssd"].estimate(64 << 20)
+    assert believed is not None
+    assert believed.seconds == pytest.approx(0.5, rel=0.1)
+    assert not second.advisor.tiers["dram"].known

@@ -1,0 +1,208 @@
+"""`kvdepot bench` with tiny sizes: the shape of its answer, and that it leaves nothing behind."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.bench import raw, rounds
+from kvdepot.bench.disk import DiskStore
+from kvdepot.cli.bench import command as bench
+from kvdepot.cli.main import main
+
+ROW_KEYS = {
+    "tier",
+    "op",
+    "block_bytes",
+    "bytes_per_s",
+    "limit_bytes_per_s",
+    "ratio",
+    "ratio_min",
+    "ratio_max",
+}
+MACHINE_KEYS = {
+    "cpu",
+    "cores",
+    "memory_bytes",
+    "kernel",
+    "python",
+    "numpy",
+    "native",
+    "date",
+    "path",
+    "filesystem",
+}
+TINY = ["--rounds", "2", "--size", "4MiB", "--block", "128KiB"]
+
+
+@pytest.fixture(autouse=True)
+def small_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "INDEXES", (1000, 2000))
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["bench", *arguments, "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+@pytest.mark.parametrize("what", ["io", "store"])
+def test_rows_and_machine(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run_json(capsys, what, "--path", str(tmp_path), *TINY)
+    assert list(tmp_path.iterdir()) == []
+    assert answer["machine"].keys() >= MACHINE_KEYS
+    assert answer["machine"]["path"] == str(tmp_path)
+    for row in answer["rows"]:
+        assert row.keys() >= ROW_KEYS
+        assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+        assert row["bytes_per_s"] > 0
+        assert row["limit_bytes_per_s"] > 0
+    assert {row["tier"] for row in answer["rows"]} == {"ssd", "dram"}
+
+
+def test_store_measures_what_is_promised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = run_json(capsys, "store", "--path", str(tmp_path), *TINY)
+    ops = {(row["tier"], row["op"]) for row in answer["rows"]}
+    assert ops >= {("ssd", "put"), ("ssd", "get"), ("dram", "put_many"), ("dram", "get")}
+    bars = {row["op"]: row["bar"] for row in answer["rows"] if row["tier"] == "ssd"}
+    assert bars["get"] == 0.75
+    assert bars["put, 2000 blocks"] == 0.9
+    assert {latency["op"] for latency in answer["latencies"]} >= {
+        "match+lease 512 blocks",
+        "keys of 131072 tokens",
+    }
+
+
+@pytest.mark.slow
+def test_scale_reports_every_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run_json(capsys, "scale", "--path", str(tmp_path), "--blocks", "2000", "--rounds", "1")
+    assert list(tmp_path.iterdir()) == []
+    found = [figure["what"] for figure in answer["figures"]]
+    for what in ("index", "reopen after a kill", "reopen after a clean stop", "eviction from disk"):
+        assert any(text.startswith(what) for text in found), what
+
+
+def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "io", "--path", str(tmp_path), *TINY]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("tier")
+    assert "bars met" in shown
+
+
+@pytest.mark.parametrize("arguments", [[], ["--strict"]])
+def test_only_strict_fails_on_a_missed_bar(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    missed = rounds.Latency("match", 1, p50_us=2.0, p99_us=2.0, calls=1, bar_us=1.0)
+    monkeypatch.setattr(bench, "make_parts", lambda *_: [rounds.Part("x", lambda: [missed])])
+    status = main(["bench", "store", "--path", str(tmp_path), *arguments])
+    assert status == (1 if arguments else 0)
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_interrupt_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: DiskStore) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DiskStore, "get_set", interrupted)
+    assert main(["bench", "store", "--path", str(tmp_path), *TINY]) == 130
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--block", "1000"], ["--block", "huge"], ["--size", "1KiB"], ["--rounds", "0"]],
+)
+def test_bad_arguments_are_explained(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "io", *arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: argument {arguments[0]}")
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    limits = iter([1.0, 1.0, 2.0, 4.0])
+    own = iter([9.0, 2.0, 4.0, 4.0])
+    speeds = rounds.compare({"a": lambda: next(limits)}, {"s": lambda: next(own)}, 3)
+    row = speeds["s"].row("ssd", "get", 4096, nbytes=8, bar=0.6)
+    assert (row.ratio_min, row.ratio, row.ratio_max) == (0.5, 0.5, 1.0)
+    assert (row.bytes_per_s, row.limit_bytes_per_s) == (2.0, 4.0)
+    assert not row.ok
+
+
+def test_limit_is_the_way_with_the_best_median() -> None:
+    lucky = iter([9.0, 0.1, 9.0])
+    assert rounds.fastest({"lucky": lambda: next(lucky), "steady": lambda: 1.0}) == "steady"
+
+
+def test_a_copy_owns_the_memory_it_works_in() -> None:
+    works = raw.memory_copies(
+        raw.pieces(raw.filled(64 << 20), 1 << 20), raw.pieces(raw.filled(64 << 20), 1 << 20)
+    )
+    gc.collect()
+    for name in list(works):
+        assert works.pop(name)() > 0  # with freed memory this ends the process
+
+
+def test_growth_is_measured_against_the_same_memory() -> None:
+    before = rounds.Speed((2.0, 2.0), (1.0, 1.0), "raw")
+    slower_machine = rounds.Speed((8.0, 4.0), (4.0, 2.0), "raw")
+    assert rounds.change(before, slower_machine).ratios() == [1.0, 1.0]
+    half_as_fast = rounds.Speed((4.0, 4.0), (1.0, 1.0), "raw")
+    assert rounds.change(before, half_as_fast).ratios() == [0.5, 0.5]
+
+
+@pytest.mark.slow
+def test_modes_are_compared_on_the_same_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    answer = run_json(capsys, "modes", "--quick", "--path", str(scratch), "--html", str(page))
+    assert answer["emulated"] is True
+    cells = {(cell["mode"], cell["order"]): cell for cell in answer["cells"]}
+    orders = {"default", "lru", "fifo", "lfu", "s3fifo"}
+    modes = {mode["name"] for mode in answer["modes"]}
+    assert cells.keys() == {(mode, order) for mode in modes for order in orders}
+    for (mode, _), cell in cells.items():
+        assert 0 < cell["hits"]["dram"] < cell["hit_ratio"] <= 1
+        few = cell["ssd_written_bytes"] < 32 << 10  # notes, no block
+        assert few == (mode == "pass-through")
+        assert cell["ttft_s"] > 0
+    for order in orders:
+        written = {mode: cells[mode, order]["ssd_written_bytes"] for mode in modes}
+        assert written["selective"] < written["write-back"]
+    assert len(answer["figures"]) == 4 * 4
+    assert "<svg" in page.read_text() and "emulated" in page.read_text()
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_hybrid_says_that_its_drives_are_emulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    answer = run_json(capsys, "hybrid", "--quick", "--path", str(scratch), "--html", str(page))
+    assert answer["emulated"] is True
+    assert answer["gap_by_turns"].keys() == {"1", "2", "5"}
+    assert answer["gap_by_turns"]["5"] < 0.5 * answer["gap_by_turns"]["1"]
+    assert answer["drive_scaling"].keys() == {"4", "8", "12"}
+    assert answer["arrival_order_ratio"] < answer["sequential_ratio"] <= 1.0
+    assert answer["retained_ratio"] > 5
+    assert "<svg" in page.read_text() and "emulated" in page.read_text()
+    assert list(scratch.iterdir()) == []

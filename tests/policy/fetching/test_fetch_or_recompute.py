@@ -1,0 +1,300 @@
+"""Decisions in situations where the right one can be worked out by hand."""
+
+from collections.abc import Mapping
+from math import inf
+
+import pytest
+
+from kvdepot.policy.fetching.advisor import PROBE_BLOCKS, PROBE_EVERY, Advisor
+from kvdepot.policy.fetching.decision_log import DecisionLog
+from kvdepot.policy.fetching.fetch_or_recompute import (
+    EXPLORE_BYTES,
+    EXPLORE_SHARE,
+    Decision,
+    Reason,
+    decide,
+)
+from kvdepot.policy.fetching.prefill_model import PrefillPace
+from kvdepot.policy.fetching.tier_model import TierPace, TierProfile, Transfer
+from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run
+
+MB = 1_000_000
+BLOCK = 10 * MB
+PROMPT = Prompt(tokens=1010, block_tokens=100)
+PACE = PrefillPace(0.0, 0.01, 0.0)
+"""A block of a hundred tokens takes a second, the last ten tokens a tenth."""
+ENGINE = Engine(chunk_tokens=100_000)
+SPLITTING = Engine(chunk_tokens=100_000, splits=True)
+
+
+def tier(block_s: float, wait_s: float = 0.0, spread: float = 0.0) -> TierPace:
+    """A tier that gives a block in so many seconds."""
+    return TierPace(wait_s, block_s / BLOCK, spread)
+
+
+def runs(*parts: tuple[str, int]) -> list[Run]:
+    return [Run(name, blocks, blocks * BLOCK) for name, blocks in parts]
+
+
+def choose(
+    matched: list[Run],
+    tiers: Mapping[str, TierPace | None],
+    *,
+    pace: PrefillPace | None = PACE,
+    queue: Queue | None = None,
+    engine: Engine = ENGINE,
+    prompt: Prompt = PROMPT,
+) -> Decision:
+    return decide(prompt, matched, pace, tiers, queue or Queue(), engine)
+
+
+class TestOneTier:
+    def test_a_fast_tier_is_fetched_from(self) -> None:
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1)})
+        assert decision.reason is Reason.FETCH
+        assert decision.by_run == (10,)
+        assert decision.predicted_s == pytest.approx(1.1)
+        assert decision.recompute_s == pytest.approx(10.1)
+
+    def test_a_slow_tier_is_not(self) -> None:
+        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)})
+        assert decision.reason is Reason.RECOMPUTE
+        assert decision.by_run == (0,)
+        assert decision.predicted_s == decision.recompute_s == pytest.approx(10.1)
+        assert decision.fetch_all_s == pytest.approx(20.1)
+
+    def test_what_is_outstanding_counts(self) -> None:
+        assert choose(runs(("ssd", 10)), {"ssd": tier(0.1, wait_s=20.0)}).fetched_blocks == 0
+
+    def test_a_short_prefix_does_not_pay_a_long_latency(self) -> None:
+        far = {"object": tier(0.1, wait_s=3.0)}
+        assert choose(runs(("object", 3)), far).fetched_blocks == 0
+        assert choose(runs(("object", 10)), far).fetched_blocks == 10
+
+    def test_nothing_matched_is_nothing_fetched(self) -> None:
+        decision = choose([], {"ssd": tier(0.1)})
+        assert decision.reason is Reason.NOTHING_MATCHED
+        assert decision.fetched_blocks == 0
+        assert decision.deadline_s == 0.0
+        assert decision.predicted_s == pytest.approx(10.1)
+
+    def test_the_last_token_is_always_computed(self) -> None:
+        exact = Prompt(tokens=1000, block_tokens=100)
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.0)}, prompt=exact)
+        assert decision.predicted_s == pytest.approx(0.01)
+
+    def test_what_the_engine_has_is_not_gained_again(self) -> None:
+        """Half of the first block is there: fetching it saves half a second and costs 0.6."""
+        local = Prompt(tokens=1010, block_tokens=100, local_tokens=950)
+        assert choose(runs(("ssd", 1)), {"ssd": tier(0.6)}, prompt=local).fetched_blocks == 0
+        assert choose(runs(("ssd", 1)), {"ssd": tier(0.4)}, prompt=local).fetched_blocks == 1
+
+    def test_attention_makes_a_long_prefix_worth_more(self) -> None:
+        quadratic = PrefillPace(0.0, 0.005, 1e-5)
+        short = Prompt(tokens=410, block_tokens=100)
+        tiers = {"hdd": tier(0.8)}
+        few = choose(runs(("hdd", 4)), tiers, pace=quadratic, prompt=short)
+        many = choose(runs(("hdd", 10)), tiers, pace=quadratic)
+        assert (few.fetched_blocks, many.fetched_blocks) == (0, 10)
+
+
+class TestSeveralTiers:
+    TIERS: Mapping[str, TierPace] = {"dram": tier(0.01), "hdd": tier(1.5)}
+
+    def test_the_tail_is_cut_where_it_stops_paying(self) -> None:
+        decision = choose(runs(("dram", 6), ("hdd", 4)), self.TIERS)
+        assert decision.reason is Reason.CUT
+        assert decision.by_run == (6, 0)
+
+    def test_a_slow_head_is_fetched_for_the_sake_of_its_tail(self) -> None:
+        assert choose(runs(("hdd", 2), ("dram", 8)), self.TIERS).by_run == (2, 8)
+        assert choose(runs(("hdd", 8), ("dram", 2)), self.TIERS).by_run == (0, 0)
+
+    def test_tiers_work_side_by_side(self) -> None:
+        decision = choose(runs(("a", 5), ("b", 5)), {"a": tier(0.4), "b": tier(0.4)})
+        assert decision.fetch_s == pytest.approx(2.0)
+
+    def test_runs_of_one_tier_wait_for_each_other(self) -> None:
+        decision = choose(runs(("a", 3), ("b", 4), ("a", 3)), {"a": tier(0.4), "b": tier(0.1)})
+        assert decision.fetch_s == pytest.approx(2.4)
+
+
+class TestQueue:
+    def test_a_fetch_behind_a_queue_is_free(self) -> None:
+        """Fetching 10 blocks takes 20 s, recomputing them 10; but 30 s of prefill come before."""
+        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=Queue(ahead_tokens=3000))
+        assert decision.fetched_blocks == 10
+        assert decision.predicted_s == pytest.approx(30.1)
+
+    def test_as_much_is_fetched_as_the_queue_hides(self) -> None:
+        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=Queue(ahead_tokens=800))
+        assert decision.by_run == (4,)
+        assert decision.predicted_s == pytest.approx(8.0 + 6.1)
+
+    def test_not_if_the_engine_waits_for_loads(self) -> None:
+        engine = Engine(chunk_tokens=100_000, loads_while_queued=False)
+        queue = Queue(ahead_tokens=800)
+        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=queue, engine=engine)
+        assert decision.fetched_blocks == 0
+
+    def test_decoding_requests_make_recompute_dearer(self) -> None:
+        """In every step of fifty tokens forty go to others: a block takes ten steps, not two."""
+        busy, engine = Queue(decodes=40), Engine(chunk_tokens=50)
+        tiers = {"hdd": tier(2.0)}
+        assert choose(runs(("hdd", 10)), tiers, engine=engine).fetched_blocks == 0
+        assert choose(runs(("hdd", 10)), tiers, engine=engine, queue=busy).fetched_blocks == 10
+
+
+class TestOverlap:
+    def test_layer_by_layer_a_fetch_runs_beside_the_compute_of_the_rest(self) -> None:
+        """Five blocks fetched in 6 s beside five computed in 5.1: 6 s and a tenth of 5.1."""
+        engine = Engine(chunk_tokens=100_000, layer_steps=10)
+        decision = choose(runs(("ssd", 5)), {"ssd": tier(1.2)}, engine=engine)
+        assert decision.fetched_blocks == 5
+        assert decision.predicted_s == pytest.approx(6.0 + 0.51)
+        assert choose(runs(("ssd", 5)), {"ssd": tier(1.2)}).fetched_blocks == 0
+
+    def test_only_the_first_step_overlaps(self) -> None:
+        engine = Engine(chunk_tokens=100, layer_steps=10)
+        decision = choose(runs(("ssd", 5)), {"ssd": tier(0.9)}, engine=engine)
+        assert decision.predicted_s == pytest.approx(4.5 + 5.1 - 0.9)
+
+
+class TestSplit:
+    def test_the_head_is_recomputed_while_the_tail_is_fetched(self) -> None:
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(1.0)}, engine=SPLITTING)
+        assert decision.reason is Reason.SPLIT
+        assert (decision.hole_start, decision.hole_blocks, decision.cut_blocks) == (0, 5, 10)
+        assert decision.predicted_s == pytest.approx(5.1)
+
+    def test_a_fast_head_is_fetched_before_the_hole(self) -> None:
+        tiers = {"dram": tier(0.01), "hdd": tier(1.0)}
+        decision = choose(runs(("dram", 4), ("hdd", 6)), tiers, engine=SPLITTING)
+        assert decision.by_run == (4, 3)
+        assert decision.hole_start == 4
+        assert decision.predicted_s == pytest.approx(3.14)
+
+    def test_a_slow_head_is_recomputed_before_a_fast_tail(self) -> None:
+        tiers = {"hdd": tier(100.0), "dram": tier(0.1)}
+        decision = choose(runs(("hdd", 3), ("dram", 7)), tiers, engine=SPLITTING)
+        assert decision.by_run == (0, 7)
+        assert decision.predicted_s == pytest.approx(3.1)
+
+    def test_a_fast_tier_is_not_split(self) -> None:
+        decision = choose(runs(("dram", 10)), {"dram": tier(0.01)}, engine=SPLITTING)
+        assert decision.reason is Reason.FETCH
+
+    def test_an_engine_that_cannot_does_not(self) -> None:
+        assert choose(runs(("ssd", 10)), {"ssd": tier(0.99)}).hole_blocks == 0
+
+
+class TestDeadline:
+    def test_a_sure_fetch_is_given_up_soon(self) -> None:
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1, spread=0.01)})
+        assert decision.deadline_s == pytest.approx(1.5)
+
+    def test_an_unsure_one_later(self) -> None:
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1, spread=0.5)})
+        assert decision.deadline_s == pytest.approx(3.0)
+
+    def test_never_later_than_a_recompute_takes(self) -> None:
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.9, spread=0.5)})
+        assert decision.deadline_s == pytest.approx(10.1)
+
+    def test_waiting_is_free_while_the_engine_is_busy(self) -> None:
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1)}, queue=Queue(ahead_tokens=700))
+        assert decision.deadline_s == pytest.approx(7.0)
+
+
+class TestUnknown:
+    def test_an_unknown_tier_is_given_a_little_time(self) -> None:
+        decision = choose(runs(("new", 6)), {"new": None})
+        assert decision.reason is Reason.EXPLORE
+        assert decision.by_run == (6,)
+        assert decision.deadline_s == pytest.approx(EXPLORE_SHARE * 6.0)
+
+    def test_and_few_bytes(self) -> None:
+        decision = choose([Run("new", 10, 10 * EXPLORE_BYTES // 4)], {"new": None})
+        assert decision.by_run == (4,)
+        assert choose([Run("new", 10, 100 * EXPLORE_BYTES)], {"new": None}).by_run == (1,)
+
+    def test_a_known_tier_before_it_is_fetched_from_as_ever(self) -> None:
+        tiers = {"dram": tier(0.01), "new": None}
+        assert choose(runs(("dram", 5), ("new", 5)), tiers).by_run == (5, 5)
+
+    def test_before_the_first_step_all_is_fetched(self) -> None:
+        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)}, pace=None)
+        assert decision.reason is Reason.PREFILL_UNKNOWN
+        assert decision.by_run == (10,)
+        assert decision.deadline_s == pytest.approx(30.0)
+        assert decision.recompute_s == inf
+
+    def test_nothing_known_and_nothing_matched(self) -> None:
+        assert choose([], {}, pace=None).reason is Reason.NOTHING_MATCHED
+
+
+def advisor(profile: TierProfile | None) -> Advisor:
+    made = Advisor(ENGINE, {"hdd": profile})
+    made.prefill.observe(1000, 0.0, 10.0)
+    return made
+
+
+class TestAdvisor:
+    SLOW = TierProfile(0.0001, BLOCK / 20)
+    """Twenty seconds a block."""
+
+    def test_a_tier_that_is_passed_over_is_probed_now_and_then(self) -> None:
+        asked = advisor(self.SLOW)
+        advice = [asked.advise(PROMPT, runs(("hdd", 10)), {}) for _ in range(4 * PROBE_EVERY)]
+        assert all(each.decision.fetched_blocks == 0 for each in advice)
+        probes = [each.probe.blocks if each.probe else 0 for each in advice]
+        assert probes == [0, PROBE_BLOCKS[0], 0, PROBE_BLOCKS[1]] * 2
+
+    def test_a_tier_that_is_busy_is_not_probed(self) -> None:
+        asked = advisor(self.SLOW)
+        advice = [asked.advise(PROMPT, runs(("hdd", 10)), {"hdd": 1}) for _ in range(10)]
+        assert not any(each.probe for each in advice)
+
+    def test_a_surprising_probe_is_repeated_at_once(self) -> None:
+        asked = advisor(self.SLOW)
+        for _ in range(4):
+            asked.tiers["hdd"].observe(Transfer(1, BLOCK, 20.0))
+        while asked.advise(PROMPT, runs(("hdd", 10)), {}).probe is None:
+            pass
+        asked.tiers["hdd"].observe(Transfer(1, BLOCK, 0.2))
+        assert asked.advise(PROMPT, runs(("hdd", 10)), {}).probe is not None
+
+    def test_a_tier_in_use_needs_no_probe(self) -> None:
+        asked = advisor(TierProfile(0.001, BLOCK * 10))
+        advice = [asked.advise(PROMPT, runs(("hdd", 10)), {}) for _ in range(10)]
+        assert not any(each.probe for each in advice)
+
+    def test_the_probe_starts_where_the_fetch_ends(self) -> None:
+        asked = Advisor(ENGINE, {"dram": TierProfile(0.0, 1e12), "hdd": self.SLOW})
+        asked.prefill.observe(1000, 0.0, 10.0)
+        matched = runs(("dram", 4), ("hdd", 6))
+        probes = [asked.advise(PROMPT, matched, {}).probe for _ in range(PROBE_EVERY)]
+        assert probes[-1] is not None
+        assert (probes[-1].tier, probes[-1].start) == ("hdd", 4)
+
+
+class TestDecisionLog:
+    def test_errors_are_relative_to_what_was_measured(self) -> None:
+        log = DecisionLog()
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1)})
+        assert log.error() is None
+        for actual in (1.1, 2.2, 2.2, 2.2):
+            log.record(decision, actual)
+        error = log.error(Reason.FETCH)
+        assert error is not None
+        assert error.count == 4
+        assert error.p50 == pytest.approx(0.5)
+        assert error.bias == pytest.approx(3.3 / 7.7)
+        assert log.error(Reason.SPLIT) is None
+        assert log.counts[Reason.FETCH] == 4
+
+    def test_what_predicted_nothing_is_counted_only(self) -> None:
+        log = DecisionLog()
+        log.record(choose(runs(("ssd", 1)), {"ssd": tier(0.1)}, pace=None), 1.0)
+        assert log.counts[Reason.PREFILL_UNKNOWN] == 1
+        assert log.error() is None

@@ -1,0 +1,187 @@
+"""Drives are added, drained and resized while the store is in use."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.store.test_chain import settings
+
+import kvdepot
+from kvdepot.core.block import BlockKey
+from kvdepot.errors import ConfigError, StoreClosedError
+from kvdepot.store.store import Store
+from kvdepot.testing.store_contract import prompt, put, space_of, tiers
+
+
+def two_drives(folder: Path, **ssd: Any) -> dict[str, Any]:
+    paths = [str(folder / "a"), str(folder / "b")]
+    tree = settings(folder, ssd={"path": paths, "capacity": "16MiB", "promote": False, **ssd})
+    del tree["hdd"]
+    return tree
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with kvdepot.open(**two_drives(tmp_path)) as opened:
+        yield opened
+        assert opened.check().ok
+
+
+def fill(store: Store, first: int, prompts: int) -> list[list[BlockKey]]:
+    space = space_of(store)
+    found = [prompt(space, number, 5) for number in range(first, first + prompts)]
+    for keys in found:
+        assert all(put(store, keys))
+        assert store.flush()
+    return found
+
+
+def whole(store: Store, chains: list[list[BlockKey]]) -> list[bool]:
+    return [None not in tiers(store, keys) for keys in chains]
+
+
+def drive(store: Store, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = store.stats()["tiers"]["ssd"]["drives"][number]
+    return found
+
+
+class TestDrain:
+    def test_everything_is_on_the_other_drive_then(self, store: Store, tmp_path: Path) -> None:
+        chains = fill(store, 0, 20)
+        assert drive(store, 0)["segments"] > 0
+        assert store.drain_drive("ssd", tmp_path / "a") > 0
+        assert drive(store, 0)["draining"]
+        assert not list((tmp_path / "a").glob("segment-*"))
+        assert whole(store, chains) == [True] * 20
+        assert whole(store, fill(store, 100, 3)) == [True] * 3
+        assert store.flush()
+
+    def test_while_others_read_and_write(self, store: Store, tmp_path: Path) -> None:
+        chains = fill(store, 0, 10)
+        stop = threading.Event()
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                while not stop.is_set():
+                    assert whole(store, chains) == [True] * 10
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        store.drain_drive("ssd", tmp_path / "a")
+        added = fill(store, 100, 5)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert whole(store, chains + added) == [True] * 15
+
+    def test_the_rest_is_a_whole_store(self, tmp_path: Path) -> None:
+        with kvdepot.open(**two_drives(tmp_path)) as store:
+            chains = fill(store, 0, 15)
+            removed = chains.pop()
+            store.drain_drive("ssd", tmp_path / "a")
+            store.remove(removed)
+        left = two_drives(tmp_path, path=str(tmp_path / "b"))
+        with kvdepot.open(**left) as store:
+            space_of(store)
+            assert whole(store, chains) == [True] * 14
+            assert len(store.match(removed)) == 0
+
+    def test_the_last_drive_stays(self, store: Store, tmp_path: Path) -> None:
+        store.drain_drive("ssd", tmp_path / "a")
+        with pytest.raises(ConfigError, match="no other drive"):
+            store.drain_drive("ssd", tmp_path / "b")
+        with pytest.raises(ConfigError, match="not one of"):
+            store.drain_drive("ssd", tmp_path / "c")
+        with pytest.raises(ConfigError, match="no such tier"):
+            store.drain_drive("hdd", tmp_path / "c")
+
+    def test_closing_the_store_ends_it_and_nothing_is_lost(self, tmp_path: Path) -> None:
+        slow = {"read_bandwidth": "2MB", "write_bandwidth": "100MB", "seek": "1ms"}
+        store = kvdepot.open(**two_drives(tmp_path, emulate=slow))
+        chains = fill(store, 0, 20)
+        raised: list[BaseException] = []
+
+        def drain() -> None:
+            try:
+                store.drain_drive("ssd", tmp_path / "a")
+            except StoreClosedError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        while not drive(store, 0)["draining"]:
+            time.sleep(0.001)
+        assert store.close().ok
+        thread.join()
+        assert [str(tmp_path / "a") in str(error) for error in raised] == [True]
+        with kvdepot.open(**two_drives(tmp_path)) as store:
+            space_of(store)
+            assert whole(store, chains) == [True] * 20
+            assert store.check().ok
+
+    def test_a_path_may_be_written_in_another_way(self, store: Store, tmp_path: Path) -> None:
+        fill(store, 0, 4)
+        (tmp_path / "link").symlink_to(tmp_path / "a")
+        assert store.drain_drive("ssd", tmp_path / "link") >= 0
+        assert drive(store, 0)["drained"]
+
+
+class TestAdd:
+    def test_a_new_drive_takes_its_share(self, tmp_path: Path) -> None:
+        with kvdepot.open(**two_drives(tmp_path)) as store:
+            before = fill(store, 0, 4)
+            room = store.stats()["tiers"]["ssd"]["capacity_bytes"]
+            store.add_drive("ssd", tmp_path / "c")
+            assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == room * 3 // 2
+            chains = fill(store, 100, 30)
+            assert drive(store, 2)["segments"] > 0
+            store.drain_drive("ssd", tmp_path / "a")
+            assert whole(store, before + chains) == [True] * 34
+            assert store.check().ok
+        moved = two_drives(tmp_path, path=[str(tmp_path / "b"), str(tmp_path / "c")])
+        with kvdepot.open(**moved) as store:
+            space_of(store)
+            assert whole(store, before + chains) == [True] * 34
+
+    def test_a_drive_with_something_on_it_is_refused(self, store: Store, tmp_path: Path) -> None:
+        other = two_drives(tmp_path, path=str(tmp_path / "other"))
+        with kvdepot.open(**other) as another:
+            fill(another, 0, 1)
+        with pytest.raises(ConfigError, match="holds a store"):
+            store.add_drive("ssd", tmp_path / "other")
+        with pytest.raises(ConfigError, match="in use"):
+            store.add_drive("ssd", tmp_path / "a")
+        assert whole(store, fill(store, 0, 2)) == [True] * 2
+
+
+class TestResize:
+    def test_more_room_keeps_more(self, store: Store) -> None:
+        store.resize("ssd", "32MiB")
+        assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 32 << 20
+        assert whole(store, fill(store, 0, 100)) == [True] * 100, "20 MB"
+
+    def test_less_room_is_given_back(self, store: Store, tmp_path: Path) -> None:
+        chains = fill(store, 0, 60)
+        store.resize("ssd", "6MiB")
+        files = [*(tmp_path / "a").glob("segment-*"), *(tmp_path / "b").glob("segment-*")]
+        assert sum(file.stat().st_size for file in files) <= 6 << 20
+        assert 5 <= sum(len(store.match(keys)) == 5 for keys in chains) < 40
+        assert whole(store, fill(store, 100, 3)) == [True] * 3
+
+    def test_too_little_is_refused(self, store: Store) -> None:
+        with pytest.raises(ConfigError, match="3 segments"):
+            store.resize("ssd", "1MiB")
+        with pytest.raises(ConfigError, match="is not a size"):
+            store.resize("ssd", "much")
+        with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
+            store.resize("dram", "1GiB")
+        assert "start again" in caught.value.hint

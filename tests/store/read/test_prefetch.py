@@ -1,0 +1,171 @@
+"""Blocks that will be wanted soon are in memory when they are."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.store.test_chain import settings
+from tests.support.cold_prompt import SLOW, left_on_the_hard_drive
+
+import kvdepot
+from kvdepot.codec.record import record_bytes
+from kvdepot.core.block import BlockKey
+from kvdepot.errors import ConfigError
+from kvdepot.store.read.prefetch import Hint
+from kvdepot.store.read.request import Want
+from kvdepot.store.store import Store
+from kvdepot.testing.store_contract import prompt, put, space_of, tiers
+
+BLOCKS = 10
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[BlockKey]:
+    return left_on_the_hard_drive(tmp_path, BLOCKS)
+
+
+@pytest.fixture
+def store(tmp_path: Path, keys: list[BlockKey]) -> Iterator[Store]:
+    with kvdepot.open(**settings(tmp_path, hdd={"emulate": SLOW})) as opened:
+        space_of(opened)
+        yield opened
+
+
+def test_what_was_hinted_at_comes_from_memory(store: Store, keys: list[BlockKey]) -> None:
+    hint = store.hint(keys, 20.0)
+    assert hint.wait(20.0)
+    assert hint.brought == BLOCKS
+    assert store.match(keys).tiers == ("dram",) * BLOCKS
+    counters = store.stats()["counters"]
+    assert (counters["hinted"], counters["get_hdd"]) == (BLOCKS, 0), "it is no use"
+    assert tiers(store, keys) == ["dram"] * BLOCKS
+
+
+def test_it_does_not_wait_and_can_be_called_off(store: Store, keys: list[BlockKey]) -> None:
+    started = time.monotonic()
+    store.hint(keys, 20.0).cancel()
+    assert time.monotonic() - started < 0.1
+    assert None not in tiers(store, keys)
+
+
+def test_what_is_there_or_unknown_needs_nothing(store: Store, keys: list[BlockKey]) -> None:
+    assert None not in tiers(store, keys)
+    assert store.hint(keys, 20.0).wait(0.0)
+    assert store.hint(prompt(space_of(store), 2, 3), 20.0).wait(0.0)
+
+
+def test_it_takes_no_more_than_a_part_of_memory(tmp_path: Path, keys: list[BlockKey]) -> None:
+    """Half a megabyte has room for three hinted blocks, not for ten."""
+    small = settings(tmp_path, dram={"capacity": "512KiB"})
+    with kvdepot.open(**small) as store:
+        space_of(store)
+        hint = store.hint(keys, 20.0)
+        assert hint.wait(20.0)
+        assert hint.brought == 3
+
+
+def test_a_deadline_that_has_passed_is_the_end_of_it(store: Store, keys: list[BlockKey]) -> None:
+    hint = store.hint(keys, 0.0)
+    assert hint.wait(5.0)
+    assert hint.brought == 0
+
+
+@pytest.mark.slow
+def test_closing_calls_it_off(tmp_path: Path, keys: list[BlockKey]) -> None:
+    crawling = {**SLOW, "read_bandwidth": "200kB"}
+    store = kvdepot.open(**settings(tmp_path, hdd={"emulate": crawling}))
+    space_of(store)
+    store.hint(keys, 20.0)
+    assert store.close()
+
+
+def test_a_block_without_room_in_memory_is_not_read(tmp_path: Path, keys: list[BlockKey]) -> None:
+    """Everything in memory is leased, so nothing can leave it."""
+    with kvdepot.open(**settings(tmp_path, dram={"capacity": "512KiB"})) as store:
+        others = prompt(space_of(store), 2, 30)
+        with store.lease(fill_memory(store, others)):
+            hint = store.hint(keys, 20.0)
+            assert hint.wait(10.0), "it does not wait for room"
+            assert (hint.wanted, hint.brought) == (3, 0)
+        assert store.stats()["counters"]["hinted"] == 0
+        assert store.match(keys).tiers == ("hdd",) * BLOCKS
+
+
+def fill_memory(store: Store, keys: list[BlockKey]) -> list[BlockKey]:
+    """Put as many blocks as memory holds."""
+    while store.stats()["counters"]["evicted_dram"] == 0:
+        count = store.stats()["tiers"]["dram"]["blocks"]
+        put(store, keys[count : count + 1])
+        assert store.flush()
+    here = [key for key in keys if store.match([key]).tiers == ("dram",)]
+    assert len(here) > 3
+    return here
+
+
+def test_rows_that_vanish_are_not_brought(store: Store, keys: list[BlockKey]) -> None:
+    """Removed after they were looked up."""
+    wants = store._spaces.looks(keys)
+    store.remove(keys[5:])
+    hint = store._hinter.take(wants, 20.0)
+    assert hint.wait(20.0)
+    assert (hint.wanted, hint.brought) == (10, 5)
+
+
+def test_a_hint_brings_what_is_not_promoted_otherwise(tmp_path: Path, keys: list[BlockKey]) -> None:
+    with kvdepot.open(**settings(tmp_path, hdd={"promote": False})) as store:
+        space_of(store)
+        assert tiers(store, keys) == tiers(store, keys) == ["hdd"] * BLOCKS
+        assert store.hint(keys, 20.0).wait(20.0)
+        assert tiers(store, keys) == ["dram"] * BLOCKS
+
+
+@pytest.mark.parametrize("deadline_s", [-1.0, float("nan")])
+def test_a_deadline_in_the_past_is_refused(
+    store: Store, keys: list[BlockKey], deadline_s: float
+) -> None:
+    with pytest.raises(ConfigError, match="deadline_s"):
+        store.hint(keys, deadline_s)
+
+
+def test_many_hints_from_many_threads(store: Store, keys: list[BlockKey]) -> None:
+    """Taken, called off and measured at the same time as they are served."""
+    found: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            hint = store.hint(keys[: 1 + (number + turn) % BLOCKS], 20.0)
+            if turn % 3:
+                hint.cancel()
+            found.append(hint.nbytes)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80 and min(found) >= 0
+    assert None not in tiers(store, keys)
+
+
+def some_wants(count: int, nbytes: int = 4096) -> list[Want]:
+    return [Want(BlockKey(bytes([n]) * 32), 0, nbytes, nbytes, 0, nbytes) for n in range(count)]
+
+
+def test_a_step_takes_no_more_than_a_share_from_each_drive() -> None:
+    wants = some_wants(6)
+    record = record_bytes(4096)
+    hint = Hint(wants, 1.0)
+    drives = [None, None, None]
+    step = hint.take(drives, 100 * record, 2 * record)
+    assert step == {None: wants[:2]}
+    assert hint.first(9) == wants[2:], "what was left out comes next, in order"
+    assert hint.nbytes == 4 * record
+
+
+def test_a_step_takes_one_block_even_where_that_is_too_much() -> None:
+    wants = some_wants(3)
+    hint = Hint(wants, 1.0)
+    assert hint.take([None] * 3, 1, 1) == {None: wants[:1]}
+    assert hint.first(9) == wants[1:]

@@ -1,0 +1,306 @@
+"""What the child does until it is killed, and the diary by which the parent judges what is left.
+
+The diary is a file of JSON lines, each written before or after something became true: what it says
+survives the child. Everything else follows from the seed.
+"""
+
+import json
+import os
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.support.phases import Phase, Phases
+
+from kvdepot.core.block import BlockKey
+from kvdepot.core.config import Config, load
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace
+from kvdepot.store.move import mirror as mirrorer
+from kvdepot.store.open import assemble
+from kvdepot.store.store import Store
+from kvdepot.testing.faults import BOUNDARIES, Fault, FaultyFiles, Kill, Operation
+from kvdepot.testing.images import payload_for
+from kvdepot.tiers.device.files import EngineKind
+
+BLOCK_TOKENS = 4
+SEGMENT_BYTES = 128 << 10
+ROUNDS = 12
+ROOMY, FULL = 32, 8
+SPACES = {
+    "small": Namespace(model="small", layout=KVLayout.opaque(12_000, BLOCK_TOKENS, 3)),
+    "large": Namespace(model="large", layout=KVLayout.opaque(20_480, BLOCK_TOKENS, 5)),
+    "brief": Namespace(model="brief", layout=KVLayout.opaque(4_096, BLOCK_TOKENS)),
+}
+LAYOUTS = {space.tag: space.layout for space in SPACES.values()}
+
+Moment = Literal["before", "torn", "after", "without"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run of a child."""
+
+    folder: str
+    seed: int
+    segments: int
+    """Of capacity, over all drives. ROOMY: nothing is evicted. FULL: segments are reclaimed."""
+    drives: int = 1
+    engine: EngineKind = "auto"
+    boundary: int = 0
+    """Be killed at this write boundary; 0 for none."""
+    moment: Moment = "before"
+    kill_after_s: float | None = None
+    """Be killed by the parent after this time."""
+    drains: bool = False
+    """Drain the first drive in the second session."""
+    below: str = ""
+    """The write mode of a hard drive below; none for no such drive."""
+    phase: Phase | Literal[""] = ""
+    """Count the boundaries of this phase only."""
+    mirror: int = 0
+    """Tokens from which on a prompt lies on two drives; 0 for never."""
+
+    @property
+    def roomy(self) -> bool:
+        """Whether all that the workload puts fits: what was acknowledged must be there then."""
+        return self.segments >= ROOMY
+
+    @property
+    def diary(self) -> Path:
+        return Path(self.folder) / "diary"
+
+    @property
+    def paths(self) -> list[Path]:
+        return [Path(self.folder) / f"drive-{number}" for number in range(self.drives)]
+
+    @property
+    def hdd_paths(self) -> list[Path]:
+        return [Path(self.folder) / "below"] if self.below else []
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.segments * SEGMENT_BYTES
+
+    def config(self) -> Config:
+        ssd = {
+            "path": [str(path) for path in self.paths],
+            "capacity": self.capacity_bytes,
+            "segment": SEGMENT_BYTES,
+            "io_engine": self.engine,
+        }
+        if self.mirror:
+            ssd["mirror"] = self.mirror
+        writeback = {"staging": 1 << 20, "put_timeout": 10.0}
+        dram = {"capacity": 3 << 20, "huge_pages": "never", "prefault": False}
+        tree = {"dram": dram, "ssd": ssd, "writeback": writeback}
+        if self.below:
+            tree["hdd"] = {
+                "path": [str(path) for path in self.hdd_paths],
+                "capacity": 4 * ROOMY * SEGMENT_BYTES,
+                "segment": 4 * SEGMENT_BYTES,
+                "run": 4 * SEGMENT_BYTES,
+                "write_mode": self.below,
+                "io_engine": self.engine,
+            }
+        return load(overrides=tree)
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def payload_of(key: BlockKey) -> bytes:
+    return payload_for(key, LAYOUTS[key[:8]].block_bytes)
+
+
+def register(store: Store) -> None:
+    for space in SPACES.values():
+        store.register(space)
+
+
+class Diary:
+    """Facts, one line each, on disk's side of a SIGKILL when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, fact: str, keys: list[BlockKey], **more: Any) -> None:
+        line = {"fact": fact, "keys": [key.hex() for key in keys], **more}
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+
+@dataclass(slots=True)
+class Promises:
+    """What the diary says must be there and must not; of anything else nothing is known."""
+
+    known: set[BlockKey] = field(default_factory=set)
+    there: set[BlockKey] = field(default_factory=set)
+    gone: set[BlockKey] = field(default_factory=set)
+    boundaries: int = 0
+    finished: bool = False
+    died_in: str = ""
+    """The phase that a write was in when it was to be the last."""
+    in_phase: int = 0
+    """Boundaries that were in the plan's phase."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Promises":
+        promises = cls()
+        for line in path.read_text().splitlines() if path.exists() else ():
+            promises.take(json.loads(line))
+        return promises
+
+    def take(self, line: dict[str, Any]) -> None:
+        keys = {BlockKey(bytes.fromhex(key)) for key in line["keys"]}
+        match line["fact"]:
+            case "putting":
+                self.known |= keys
+                self.gone -= keys
+            case "flushed":
+                self.there |= keys
+            case "removing":
+                self.there -= keys
+            case "removed":
+                self.there -= keys
+                self.gone |= keys
+            case "finished":
+                self.finished = True
+                self.boundaries = line["boundaries"]
+                self.in_phase = line["in_phase"]
+            case "dying":
+                self.died_in = line["phase"]
+
+
+class Workload:
+    """Rounds of puts, gets, removals and flushes, in two sessions with a close between them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.random = random.Random(plan.seed)
+        self.diary = Diary(plan.diary)
+        self.living: list[BlockKey] = []
+        self.unflushed: list[BlockKey] = []
+        self.boundaries = 0
+        self.in_phase = 0
+        self.phases = Phases()
+
+    def run(self) -> None:
+        if self.plan.phase:
+            self.phases.install()
+        mirrorer._LOOK_S = 0.005
+        for half in (range(ROUNDS // 2), range(ROUNDS // 2, ROUNDS)):
+            self.session(half)
+        self.diary.write("finished", [], boundaries=self.boundaries, in_phase=self.in_phase)
+
+    def session(self, rounds: range) -> None:
+        files = FaultyFiles(self.plan.engine, faults=self.faults())
+        files.boundaries = self.boundaries
+        store = assemble(self.plan.config(), files=files)
+        register(store)
+        for number in rounds:
+            self.round(store, number)
+        if store.close():
+            self.diary.write("flushed", self.unflushed)
+        self.unflushed = []
+        self.boundaries = files.boundaries
+
+    def faults(self) -> list[Fault]:
+        """What is to happen, if anything."""
+        kill = Kill(self.plan.moment)
+        if self.plan.phase:
+            return [Fault(BOUNDARIES, kill, times=None, where=self.is_last_in_phase)]
+        return [Fault.at_boundary(self.plan.boundary, kill)] if self.plan.boundary else []
+
+    def is_last_in_phase(self, operation: Operation) -> bool:
+        """Whether this write is the one in the plan's phase to die at; says so in the diary."""
+        del operation
+        if not self.plan.phase or not self.phases.contains(self.plan.phase):
+            return False
+        self.in_phase += 1
+        last = self.in_phase == self.plan.boundary
+        if last:
+            self.diary.write("dying", [], phase=self.plan.phase)
+        return last
+
+    def round(self, store: Store, number: int) -> None:
+        if self.plan.drains and number == ROUNDS // 2 + 1:
+            store.drain_drive("ssd", self.plan.paths[0])
+        self.put(store, self.chain("small", number, 5))
+        self.put(store, self.chain("large", number, 2))
+        self.look(store)
+        if number % 3 != 2:
+            self.flush(store)
+        if number % 2:
+            self.remove(store, self.random.sample(self.living, min(3, len(self.living))))
+        if number % 4 == 1:
+            self.put(store, self.chain("brief", number, 3))
+        if number % 4 == 3:
+            self.remove_namespace(store)
+        if number == ROUNDS - 2:
+            again = self.chain("small", 1, 5)
+            self.put(store, again)
+            self.flush(store)
+
+    def chain(self, name: str, number: int, blocks: int) -> list[BlockKey]:
+        tokens = [number * 1000 + at for at in range(blocks * BLOCK_TOKENS)]
+        return SPACES[name].keys(tokens)
+
+    def put(self, store: Store, keys: list[BlockKey]) -> None:
+        self.diary.write("putting", keys)
+        answers = store.put_many(keys, [payload_of(key) for key in keys], timeout_s=10.0)
+        if not all(answers):
+            raise AssertionError(f"put said {answers}")
+        self.unflushed += keys
+        self.living += [key for key in keys if key not in self.living]
+
+    def look(self, store: Store) -> None:
+        """Use some blocks, so that reclaim finds them worth keeping."""
+        for key in self.random.sample(self.living, min(6, len(self.living))):
+            into = bytearray(len(payload_of(key)))
+            if store.get(key, into) and into != payload_of(key):
+                raise AssertionError("wrong bytes in the child")
+
+    def flush(self, store: Store) -> None:
+        if not store.flush():
+            raise AssertionError("flush failed")
+        self.diary.write("flushed", self.unflushed)
+        self.unflushed = []
+        if self.plan.mirror and self.plan.roomy:
+            self.await_mirrors(store)
+
+    def await_mirrors(self, store: Store) -> None:
+        """Give blocks of long prompts the time to get to a second drive."""
+        level, catalog = store._stock.levels[0], store._stock.catalog
+        assert level.mirrors is not None
+        for _ in range(100):
+            time.sleep(0.005)
+            if not level.mirrors.fresh and not level.mirrors.writing:
+                break
+        with store._stock.changed:
+            places = [level.places(row) for row in catalog.rows(self.living)]
+        both = [key for key, place in zip(self.living, places, strict=True) if len(place) == 2]
+        self.diary.write("mirrored", both)
+
+    def remove(self, store: Store, keys: list[BlockKey]) -> None:
+        self.forget(keys)
+        self.diary.write("removing", keys)
+        store.remove(keys)
+        self.removed(store, keys)
+
+    def remove_namespace(self, store: Store) -> None:
+        tag = SPACES["brief"].tag
+        keys = [key for key in self.living if key.startswith(tag)]
+        self.forget(keys)
+        self.diary.write("removing", keys)
+        store.remove_namespace(store.register(SPACES["brief"]))
+        self.removed(store, keys)
+
+    def removed(self, store: Store, keys: list[BlockKey]) -> None:
+        assert not store.stats()["counters"]["removal_unrecorded"], "there was no room for a note"
+        self.diary.write("removed", keys)
+
+    def forget(self, keys: list[BlockKey]) -> None:
+        self.living = [key for key in self.living if key not in keys]
+        self.unflushed = [key for key in self.unflushed if key not in keys]

@@ -1,0 +1,194 @@
+"""A small store, a reader of its files written from docs/formats.md, and ways to damage them."""
+
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import kvdepot
+from kvdepot.core.block import BlockKey
+from kvdepot.core.layout import KVLayout
+from kvdepot.store.namespace_handle import Space
+from kvdepot.store.store import Store
+from kvdepot.testing.images import payload_for
+
+PAGE = 4096
+SEGMENT_BYTES = 64 << 10
+BLOCK_BYTES = 6000
+LAYOUT = KVLayout.opaque(BLOCK_BYTES, 16, 3)
+BLOCKS = 22
+REMOVED = (3, 11)
+
+
+def open_store(path: Path, **settings: Any) -> Store:
+    """Memory for few blocks only, so that most gets read the disk."""
+    ssd = {"path": str(path), "capacity": "2MiB", "segment": SEGMENT_BYTES, "read_timeout": 10.0}
+    small = {"dram": {"capacity": "256KiB", "huge_pages": "never"}}
+    return kvdepot.open(ssd=ssd, writeback={"staging": "1MiB"}, **{**small, **settings})
+
+
+def space_of(store: Store) -> Space:
+    return store.namespace(model="m", layout=LAYOUT, tenant="t", secret=b"never printed")
+
+
+def keys_of(space: Space, chain: int, count: int = BLOCKS) -> list[BlockKey]:
+    return space.keys([chain * 1000 + token for token in range(16 * count)])
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A store that was closed properly, to be copied and damaged."""
+
+    path: Path
+    keys: list[BlockKey]
+    removed: list[BlockKey]
+
+    def copy(self, to: Path) -> Path:
+        return Path(shutil.copytree(self.path, to))
+
+
+def build(path: Path, chain: int) -> Closed:
+    with open_store(path) as store:
+        keys = keys_of(space_of(store), chain)
+        for key in keys:
+            assert store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+        assert store.flush()
+        removed = [keys[index] for index in REMOVED]
+        assert store.remove(removed) == len(removed)
+    return Closed(path, [key for key in keys if key not in removed], removed)
+
+
+@dataclass
+class Used:
+    """The bytes of one file that mean something, by what they mean."""
+
+    spans: list[tuple[int, int, str, bytes]] = field(default_factory=list)
+
+    def add(self, start: int, length: int, what: str, key: bytes = b"") -> None:
+        self.spans.append((start, start + length, what, key))
+
+    def at(self, offset: int) -> tuple[str, bytes]:
+        for start, stop, what, key in self.spans:
+            if start <= offset < stop:
+                return what, key
+        return "unused", b""
+
+
+def map_file(file: Path, live: set[bytes]) -> Used:
+    """Read a file as docs/formats.md tells."""
+    used, data = Used(), file.read_bytes()
+    if file.name == "superblock":
+        used.add(0, 24 + struct.unpack_from("<I", data, 20)[0], "superblock")
+    if not file.name.startswith("segment-") or not any(data[:PAGE]):
+        return used
+    used.add(0, 56, "header")
+    used.add(len(data) - PAGE, 96, "trailer")
+    trailer = struct.unpack_from("<QIIQQQQQQQQ16s", data, len(data) - PAGE)
+    footer_offset, count = trailer[6], trailer[8]
+    used.add(footer_offset, 64 * count, "footer")
+    for index in range(count):
+        key, page, kind, nbytes, _, _ = struct.unpack_from(
+            "<32sIIQQQ", data, footer_offset + 64 * index
+        )
+        what = {1: "block", 2: "removal", 3: "space"}[kind]
+        if what == "block" and key not in live:
+            continue
+        (head_bytes,) = struct.unpack_from("<I", data, page * PAGE + 64)
+        used.add(page * PAGE, head_bytes, what, key)
+        used.add(page * PAGE + PAGE, nbytes, what, key)
+    return used
+
+
+def flip(file: Path, offset: int, bit: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        (byte,) = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 1 << bit]))
+
+
+def read_all(path: Path, store: Closed, **settings: Any) -> set[BlockKey]:
+    """The keys that can be read, each with exactly the right bytes."""
+    with open_store(path, **settings) as opened:
+        space_of(opened)
+        return get_all(opened, [*store.keys, *store.removed])
+
+
+def get_all(store: Store, keys: list[BlockKey]) -> set[BlockKey]:
+    found = set()
+    for key in keys:
+        target = bytearray(BLOCK_BYTES)
+        if store.get(key, target):
+            assert bytes(target) == payload_for(key, BLOCK_BYTES), "a wrong byte"
+            found.add(key)
+    return found
+
+
+def truncate(path: Path, rng: random.Random, _: Closed) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    os.truncate(file, rng.randrange(file.stat().st_size))
+
+
+def extend(path: Path, rng: random.Random, _: Closed) -> None:
+    with rng.choice(sorted(path.iterdir())).open("ab") as file:
+        file.write(rng.randbytes(rng.randrange(1, 3 * PAGE)))
+
+
+def swap(path: Path, rng: random.Random, _: Closed) -> None:
+    one, other = rng.sample(sorted(path.iterdir()), 2)
+    one.rename(path / "between")
+    other.rename(one)
+    (path / "between").rename(other)
+
+
+def delete(path: Path, rng: random.Random, _: Closed) -> None:
+    rng.choice(sorted(path.iterdir())).unlink()
+
+
+def replace(path: Path, rng: random.Random, foreign: Closed) -> None:
+    source = rng.choice(sorted(foreign.path.iterdir()))
+    shutil.copyfile(source, path / source.name)
+
+
+def replace_anew(path: Path, rng: random.Random, foreign: Closed) -> None:
+    """As `replace`, but a new inode: who has the old file open keeps it."""
+    source = rng.choice(sorted(foreign.path.iterdir()))
+    (path / source.name).unlink(missing_ok=True)
+    shutil.copyfile(source, path / source.name)
+
+
+def duplicate(path: Path, rng: random.Random, _: Closed) -> None:
+    one, other = rng.sample(sorted(path.glob("segment-*")), 2)
+    shutil.copyfile(one, other)
+
+
+def zero(path: Path, rng: random.Random, _: Closed) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    pages = max(1, file.stat().st_size // PAGE)
+    with file.open("r+b") as opened:
+        opened.seek(PAGE * rng.randrange(pages))
+        opened.write(bytes(PAGE))
+
+
+def overwrite(path: Path, rng: random.Random, _: Closed) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    with file.open("r+b") as opened:
+        opened.seek(rng.randrange(max(1, file.stat().st_size)))
+        opened.write(rng.randbytes(rng.randrange(1, 4 * PAGE)))
+
+
+def flip_some(path: Path, rng: random.Random, _: Closed) -> None:
+    for _count in range(rng.randrange(1, 20)):
+        file = rng.choice(sorted(path.iterdir()))
+        if size := file.stat().st_size:
+            flip(file, rng.randrange(size), rng.randrange(8))
+
+
+Harm = Callable[[Path, random.Random, Closed], None]
+HARMS = [
+    truncate, extend, swap, delete, replace, replace_anew, duplicate, zero, overwrite, flip_some,
+]  # fmt: skip

@@ -1,0 +1,79 @@
+"""What a child is doing when it touches a disk: promotion, demotion, reclaim or drain.
+
+The methods that do these are wrapped, in the child alone, so that a thread knows which of them it
+is in. A fault then meets the nth write of a phase, and says so in the diary before it kills.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+from kvdepot.store.move.demote import Demoter
+from kvdepot.store.move.drain import Evacuator
+from kvdepot.store.move.reclaim import Reclaimer
+from kvdepot.store.state.state import Stock
+from kvdepot.store.write.write_back import Writer
+
+Phase = Literal["promotion", "demotion", "reclaim", "drain"]
+PHASES: Final[tuple[Phase, ...]] = ("promotion", "demotion", "reclaim", "drain")
+
+
+class Phases:
+    """Which phases the calling thread is in."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        self._promoted: set[int] = set()
+        """Rows that came up from a slower tier and are still to be written to a faster one."""
+
+    def contains(self, phase: Phase) -> bool:
+        return phase in self._now()
+
+    def install(self) -> None:
+        """Wrap the methods. For a process that ends afterwards."""
+        self._wrap(Demoter, "_copy", "demotion")
+        self._wrap(Reclaimer, "_empty", "reclaim")
+        self._wrap(Evacuator, "_move", "drain")
+        promote, append = Stock.promote, Writer._append
+
+        @functools.wraps(promote)
+        def promoted(stock: Stock, row: int, *rest: Any) -> None:
+            self._promoted.add(row)
+            promote(stock, row, *rest)
+
+        @functools.wraps(append)
+        def appended(writer: Writer, rows: list[int]) -> dict[int, int]:
+            if not self._promoted.intersection(rows) or writer._level.name != "ssd":
+                return append(writer, rows)
+            self._promoted.difference_update(rows)
+            with self._in("promotion"):
+                return append(writer, rows)
+
+        setattr(Stock, "promote", promoted)  # noqa: B010
+        setattr(Writer, "_append", appended)  # noqa: B010
+
+    def _wrap(self, owner: type, name: str, phase: Phase) -> None:
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(inner)
+        def wrapped(*args: Any, **named: Any) -> Any:
+            with self._in(phase):
+                return inner(*args, **named)
+
+        setattr(owner, name, wrapped)
+
+    @contextmanager
+    def _in(self, phase: Phase) -> Iterator[None]:
+        self._now().append(phase)
+        try:
+            yield
+        finally:
+            self._now().pop()
+
+    def _now(self) -> list[Phase]:
+        if not hasattr(self._here, "phases"):
+            self._here.phases = []
+        found: list[Phase] = self._here.phases
+        return found

@@ -1,0 +1,527 @@
+"""Scenarios on a real vLLM and a real model, each in a process of its own. Run by vLLM's Python.
+
+    python tests/support/real_vllm.py SCENARIO --model DIR --depot DIR [--reference FILE] --out FILE
+
+Writes one JSON object with what was seen; judging is `e2e.py`'s. Not imported by pytest.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.support.throttled import throttled
+
+PAGE = 32
+TOPICS = ("the sea", "old maps", "a clock tower", "bread", "two foxes", "winter trains")
+SAID = (
+    "Once upon a time there was a story about {0}. People told it in many ways, and each time "
+    "someone asked what it meant, the answer about {0} changed a little, for {1} reasons. "
+)
+
+
+def engine_arguments(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """An LLM with kvdepot; `extra=None` leaves it out."""
+    extra = more.pop("extra", {})
+    role = more.pop("role", "kv_both")
+    found: dict[str, Any] = {
+        "model": args.model,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 4096,
+        "block_size": PAGE,
+        "seed": 0,
+        "disable_log_stats": False,
+        **more,
+    }
+    if extra is not None:
+        found["kv_transfer_config"] = {
+            "kv_connector": "KVDepotConnector",
+            "kv_connector_module_path": "kvdepot.adapters.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra_config(args, extra),
+        }
+    return found
+
+
+def extra_config(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
+    """Everything is fetched, unless a scenario is about the decision."""
+    disk = {"path": args.depot, "capacity": "2GiB"}
+    paces = f"{args.depot}.paces"
+    return {"dram": "512MiB", "ssd": disk, "decide": False, "paces": paces, **extra}
+
+
+class Bench:
+    """One vLLM in this process."""
+
+    def __init__(self, args: argparse.Namespace, **more: Any) -> None:
+        from vllm import LLM  # type: ignore[import-not-found]
+
+        self.llm = LLM(**engine_arguments(args, **more))
+        self.tokenizer = self.llm.get_tokenizer()
+
+    @property
+    def engine(self) -> Any:
+        return self.llm.llm_engine
+
+    @property
+    def core(self) -> Any:
+        return self.engine.engine_core.engine_core
+
+    @property
+    def connector(self) -> Any:
+        return self.core.scheduler.connector
+
+    @property
+    def store(self) -> Any:
+        return self.connector._side._depot.store
+
+    def prompts(self, count: int = 6, longest: int = 1200) -> list[list[int]]:
+        """Token ids of prompts that share beginnings and differ in length."""
+        found = []
+        for number in range(count):
+            told = [SAID.format(TOPICS[(at // 3) % 6], at) for at in range(60)]
+            told[3 + 2 * number :] = [
+                SAID.format(TOPICS[(at + number) % 6], number * at) for at in range(60)
+            ]
+            ids = self.tokenizer.encode(" ".join(told))
+            found.append(ids[: 200 + (longest - 200) * (number + 1) // count])
+        return found
+
+    def ask(self, prompts: list[list[int]], tokens: int = 24) -> list[dict[str, Any]]:
+        """Greedy answers with their log-probabilities, all prompts at once."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True)
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        return [said(one) for one in self.llm.generate(asked, greedy, use_tqdm=False)]
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        assert self.llm.reset_prefix_cache()
+
+    def evict(self, ids: list[int], kept: int = 0) -> None:
+        """Leave the blocks of a prompt, but for the first ones, on disk only."""
+        assert self.store.flush(60.0)
+        stock = self.store._stock
+        (space,) = self.connector._side._spaces_of("")
+        with stock.changed:
+            rows = stock.catalog.rows(space.keys(ids)[kept:])
+            for row in reversed(rows):
+                if stock.catalog.memory.ready(row):
+                    stock.pools[0].drop(row)
+
+    def figures(self) -> dict[str, float]:
+        """What the connector has counted since the last call, and was not taken by vLLM."""
+        counts: dict[str, float] = {}
+        for part in (worker_of(self), self.connector._side):
+            for name, count in (part.tally.take() or {}).items():
+                counts[name] = counts.get(name, 0) + count
+        return counts
+
+    def count(self) -> None:
+        """Keep the counts for `figures`: vLLM would take them at every step."""
+        from kvdepot.adapters.vllm.connector import KVDepotConnector
+
+        KVDepotConnector.get_kv_connector_stats = lambda self: None  # type: ignore[method-assign]
+
+
+def worker_of(bench: Bench) -> Any:
+    from vllm.distributed.kv_transfer import (  # type: ignore[import-not-found]
+        get_kv_transfer_group,
+    )
+
+    return get_kv_transfer_group()._hands
+
+
+def said(output: Any) -> dict[str, Any]:
+    first = output.outputs[0]
+    return {
+        "prompt": len(output.prompt_token_ids),
+        "cached": output.num_cached_tokens,
+        "tokens": list(first.token_ids),
+        "logprobs": [
+            chosen[token].logprob
+            for chosen, token in zip(first.logprobs, first.token_ids, strict=True)
+        ],
+    }
+
+
+def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> dict[str, Any]:
+    """Same tokens? By how much do log-probabilities differ? What was hit?"""
+    pairs = [
+        abs(one - other)
+        for mine, theirs in zip(found, wanted, strict=True)
+        for one, other in zip(mine["logprobs"], theirs["logprobs"], strict=False)
+    ]
+    return {
+        "same": all(a["tokens"] == b["tokens"] for a, b in zip(found, wanted, strict=True)),
+        "worst": max(pairs),
+        "cached": [one["cached"] for one in found],
+        "prompt": [one["prompt"] for one in found],
+    }
+
+
+def full(prompts: list[list[int]]) -> list[int]:
+    return [len(ids) // PAGE * PAGE for ids in prompts]
+
+
+def reference(args: argparse.Namespace) -> dict[str, Any]:
+    """Without kvdepot: what is right."""
+    bench = Bench(args, extra=None)
+    prompts = bench.prompts()
+    answers = [bench.ask([ids])[0] for ids in prompts]
+    turns = turns_of(prompts, answers)
+    return {"answers": answers, "turns": [bench.ask([ids])[0] for ids in turns]}
+
+
+def turns_of(prompts: list[list[int]], answers: list[dict[str, Any]]) -> list[list[int]]:
+    """Second turns: the first prompts, what was answered, and something more."""
+    return [prompts[at] + answers[at]["tokens"] + prompts[0][5:20] for at in range(2)]
+
+
+def warm(args: argparse.Namespace) -> dict[str, Any]:
+    """Cold, from memory, second turns; then killed without warning, as far as written."""
+    wanted = json.loads(Path(args.reference).read_text())
+    bench = Bench(args, max_num_batched_tokens=256, extra={})
+    bench.count()
+    prompts = bench.prompts()
+    seen: dict[str, Any] = {"full": full(prompts)}
+    seen["cold, together, in chunks of 256"] = compare(bench.ask(prompts), wanted["answers"])
+    bench.forget()
+    seen["from memory, together"] = compare(bench.ask(prompts), wanted["answers"])
+    seen["again, from vLLM's own"] = compare(bench.ask(prompts), wanted["answers"])
+    bench.forget()
+    answers = wanted["answers"]
+    turns = turns_of(prompts, answers)
+    seen["second turns"] = compare([bench.ask([ids])[0] for ids in turns], wanted["turns"])
+    seen["second turns"]["answer_end"] = [
+        (len(prompts[at]) + len(answers[at]["tokens"]) - 1) // PAGE * PAGE for at in range(2)
+    ][:2]
+    seen["figures"] = bench.figures()
+    seen["identity"] = dict(worker_of(bench).facts.extra)
+    seen["flushed"] = bool(bench.store.flush(60.0))
+    write(args, seen)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return seen
+
+
+def disk(args: argparse.Namespace) -> dict[str, Any]:
+    """A fresh process: everything comes from disk. Then, as a control, garbage."""
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
+    bench = Bench(args)
+    bench.count()
+    prompts = bench.prompts()
+    seen: dict[str, Any] = {"full": full(prompts)}
+    seen["from disk, together"] = compare(bench.ask(prompts), wanted)
+    seen["figures"] = bench.figures()
+    bench.forget()
+    with garbled():
+        seen["control: garbage instead of blocks"] = compare(bench.ask(prompts), wanted)
+    bench.core.scheduler.reset_prefix_cache(False, True)
+    seen["after a reset"] = compare(bench.ask(prompts[:1]), wanted[:1])
+    return seen
+
+
+@contextmanager
+def garbled() -> Iterator[None]:
+    """Loads bring something else than what was saved."""
+    from kvdepot.adapters.tensors import HostMover
+
+    good = HostMover.onboard
+    HostMover.onboard = garbage  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        HostMover.onboard = good  # type: ignore[method-assign]
+
+
+def garbage(mover: Any, views: Any, pieces: Any, **more: Any) -> Any:
+    """Instead of HostMover.onboard: something else than what the blocks hold."""
+    from kvdepot.adapters.tensors import host
+
+    wrong = [bytes(len(view) - 4096) + bytes(view[:4096]) for view in views]
+    for block, view in zip(pieces, wrong, strict=True):
+        host.scatter(block, view)
+    return host.Done()
+
+
+def damaged(args: argparse.Namespace) -> dict[str, Any]:
+    """Bytes on disk were changed before the start: the text must not."""
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
+    bench = Bench(args)
+    bench.count()
+    prompts = bench.prompts()
+    seen: dict[str, Any] = {"full": full(prompts)}
+    seen["damaged on disk"] = compare(bench.ask(prompts), wanted)
+    seen["figures"] = bench.figures()
+    bench.forget()
+    seen["healed"] = compare(bench.ask(prompts), wanted)
+    return seen
+
+
+def faults(args: argparse.Namespace) -> dict[str, Any]:
+    """Errors, stalls and a full disk while serving; then the directory is deleted."""
+    import errno
+
+    from kvdepot.adapters.vllm import config, depot
+    from kvdepot.store.open import assemble
+    from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
+
+    files = FaultyFiles()
+    settings = config.read(extra_config(args, {"dram": "64MiB", "load_timeout": "1s"}))
+    name = depot.embedded_name(settings)
+    held = depot.hold(name, lambda: assemble(settings.depot, files=files))
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
+    bench = Bench(args, extra={"dram": "64MiB", "load_timeout": "1s"})
+    bench.count()
+    prompts = bench.prompts()
+    seen: dict[str, Any] = {}
+    effects: dict[str, Callable[[], Fault]] = {
+        "read errors": lambda: Fault(Call.RUN_READ, Fail(errno.EIO), times=None),
+        "stalled reads": lambda: Fault(Call.RUN_READ, Stall(), times=2),
+        "write errors": lambda: Fault(Call.RUN_WRITE, Fail(errno.EIO), times=None),
+        "no space": lambda: Fault(Call.RUN_WRITE, Fail(errno.ENOSPC), times=None),
+    }
+    for name, fault in effects.items():
+        made = fault()
+        files.add(made)
+        if made.calls is Call.RUN_WRITE:
+            bench.core.scheduler.reset_prefix_cache(False, True)  # everything is written anew
+        started = time.monotonic()
+        seen[name] = compare(bench.ask(prompts), wanted)
+        seen[name]["seconds"] = round(time.monotonic() - started, 2)
+        seen[name]["faults"] = made.hits
+        seen[name]["figures"] = bench.figures()
+        if isinstance(made.effect, Stall):
+            made.effect.release()
+        else:
+            bench.store.flush(5.0)
+        seen[name]["healthy"] = bench.store.stats()["tiers"]["ssd"]["healthy"]
+        files.clear()
+        bench.forget()
+    shutil.rmtree(args.depot)
+    seen["directory deleted"] = compare(bench.ask(prompts), wanted)
+    seen["directory deleted"]["figures"] = bench.figures()
+    held.close()
+    return seen
+
+
+def preempted(args: argparse.Namespace) -> dict[str, Any]:
+    """So little KV space that requests are preempted, with kvdepot on."""
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
+    bench = Bench(args, num_gpu_blocks_override=60, max_model_len=1600)
+    bench.count()
+    prompts = bench.prompts()
+    seen: dict[str, Any] = {}
+    kept: list[int] = []
+    scheduler = bench.core.scheduler
+    before = type(scheduler)._preempt_request
+
+    def counting(self: Any, request: Any, *rest: Any, **more: Any) -> None:
+        kept.append(1)
+        before(self, request, *rest, **more)
+
+    type(scheduler)._preempt_request = counting
+    seen["preempted"] = compare(bench.ask(prompts), wanted)
+    bench.forget()
+    seen["preempted, warm"] = compare(bench.ask(prompts), wanted)
+    seen["preemptions"] = len(kept)
+    seen["figures"] = bench.figures()
+    return seen
+
+
+def aborts(args: argparse.Namespace) -> dict[str, Any]:
+    """Many requests, many of them aborted at random moments; then nothing may be left."""
+    chance = random.Random(args.seed)
+    # Without vLLM's own prefix cache every request is loaded from the depot.
+    options = {"num_gpu_blocks_override": 200, "enable_prefix_caching": False}
+    bench = Bench(args, **options, extra={"dram": "32MiB"})
+    bench.count()
+    prompts = bench.prompts(6, 500)
+    wanted = dict(enumerate(bench.ask(prompts, 8)))
+    bench.forget()
+    rush(bench, prompts, wanted, chance, 48)  # all threads are there now
+    before = leftovers(bench)
+    counts = rush(bench, prompts, wanted, chance, args.requests)
+    after = leftovers(bench)
+    report = bench.store.check()
+    return {
+        **counts,
+        "seed": args.seed,
+        "before": before,
+        "after": after,
+        "check": {"ok": report.ok, "blocks": report.blocks},
+        "figures": bench.figures(),
+    }
+
+
+def rush(
+    bench: Bench, prompts: list[list[int]], wanted: Any, chance: random.Random, requests: int
+) -> dict[str, int]:
+    """So many requests, 16 at a time, some aborted at random moments, until all is quiet."""
+    from vllm import SamplingParams
+
+    counts = {"requests": 0, "aborted": 0, "wrong": 0, "over": 0}
+    live: dict[str, int] = {}
+    while counts["over"] < requests:
+        while len(live) < 16 and counts["requests"] < requests:
+            name, which = f"q{chance.random()}", chance.randrange(6)
+            greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+            bench.engine.add_request(name, {"prompt_token_ids": prompts[which]}, greedy)
+            live[name] = which
+            counts["requests"] += 1
+        if live and chance.random() < 0.5:
+            name = chance.choice(list(live))
+            bench.engine.abort_request([name])
+            del live[name]
+            counts["over"] += 1
+            counts["aborted"] += 1
+        for output in bench.engine.step():
+            if output.finished and output.request_id in live:
+                answer = compare([said(output)], [wanted[live.pop(output.request_id)]])
+                counts["over"] += 1
+                counts["wrong"] += answer["worst"] > 1e-3
+    while bench.core.scheduler.has_requests():
+        bench.core.step()
+    worker_of(bench)._saver.wait()
+    return counts
+
+
+def leftovers(bench: Bench) -> dict[str, int]:
+    bench.store.flush(60.0)
+    pool = bench.core.scheduler.kv_cache_manager.block_pool
+    stats = bench.store.stats()
+    return {
+        "leased": stats["leased"],
+        "staging_bytes": stats["staging_bytes"],
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "pages_in_use": pool.num_gpu_blocks - pool.get_num_free_blocks(),
+        "tracked": len(bench.connector._side._tracked),
+        "loading": len(worker_of(bench)._loader),
+    }
+
+
+def roundtrip(args: argparse.Namespace) -> dict[str, Any]:
+    """One prompt, cold and from memory, with whatever model `--model` is."""
+    bench = Bench(args, **json.loads(args.extra))
+    bench.count()
+    chance = random.Random(args.seed)
+    ids = [chance.randrange(1000, 30000) for _ in range(1000)]
+    cold = bench.ask([ids])
+    bench.forget()
+    seen = compare(bench.ask([ids]), cold)
+    seen["cold"] = cold[0]["cached"]
+    seen["figures"] = bench.figures()
+    bench.forget()
+    with garbled():
+        seen["control"] = compare(bench.ask([ids]), cold)["worst"]
+    seen["identity"] = dict(worker_of(bench).facts.extra)
+    return seen
+
+
+def ttft(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first token of a prompt of 4,000, however it comes by its KV.
+
+    Run a second time on the same depot, the prompt comes from disk.
+    """
+    options = {"block_size": 128, "max_num_batched_tokens": 4096, "max_model_len": 4224}
+    bench = Bench(args, **options, extra={"decide": True})
+    bench.count()
+    bench.ask(bench.prompts(1, 300), 2)
+    told = [SAID.format(TOPICS[at % 6], at) for at in range(120)]
+    ids = bench.tokenizer.encode(" ".join(told))[:4000]
+    seen: dict[str, Any] = {"first": timed(bench, ids), "rounds": []}
+    seen["flushed"] = bool(bench.store.flush(60.0))
+    for _ in range(args.rounds):
+        found = {"vllm": timed(bench, ids)}
+        bench.forget()
+        found["memory"] = timed(bench, ids)
+        bench.forget()
+        bench.evict(ids)
+        found["disk"] = timed(bench, ids)
+        seen["rounds"].append(found)
+    bench.forget()
+    bench.connector._side._loads = False
+    seen["recompute"] = timed(bench, ids)
+    seen["figures"] = bench.figures()
+    return seen
+
+
+def timed(bench: Bench, ids: list[int]) -> dict[str, Any]:
+    started = time.perf_counter()
+    (answer,) = bench.ask([ids], 1)
+    return {"seconds": time.perf_counter() - started, "cached": answer["cached"]}
+
+
+def refused(args: argparse.Namespace) -> dict[str, Any]:
+    """Starts that must fail; `--extra` is what is wrong with this one."""
+    try:
+        Bench(args, **json.loads(args.extra))
+    except Exception as error:  # whatever vLLM makes of it is shown
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
+SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    each.__name__: each
+    for each in (
+        reference,
+        warm,
+        disk,
+        damaged,
+        faults,
+        preempted,
+        aborts,
+        roundtrip,
+        ttft,
+        throttled,
+        refused,
+    )
+}
+
+
+def write(args: argparse.Namespace, seen: dict[str, Any]) -> None:
+    Path(args.out).write_text(json.dumps(seen))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--depot", required=True)
+    parser.add_argument("--reference")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--extra", default="{}")
+    args = parser.parse_args()
+    write(args, SCENARIOS[args.scenario](args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Makes small models with random weights, of kinds that differ in their KV. Run by vLLM's Python.
+
+python tests/support/tiny_models.py KIND TOKENIZER_FOLDER TARGET
+"""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+)
+
+SHARED: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+}
+GROUPED: dict[str, Any] = {**SHARED, "num_key_value_heads": 2, "head_dim": 32}
+KINDS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**GROUPED, num_hidden_layers=4),
+    "mistral": lambda: MistralConfig(**GROUPED, num_hidden_layers=3, sliding_window=256),
+    "gemma3": lambda: Gemma3TextConfig(
+        **GROUPED,
+        num_hidden_layers=6,
+        sliding_window=256,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    ),
+    "deepseek": lambda: DeepseekV2Config(
+        **SHARED,
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        moe_intermediate_size=64,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=3,
+        n_group=1,
+        topk_group=1,
+    ),
+}
+
+
+def make(kind: str, tokenizer: Path, target: Path) -> None:
+    torch.manual_seed(1)
+    maker: Any = AutoModelForCausalLM
+    model = maker.from_config(KINDS[kind]())
+    model.save_pretrained(target)
+    for path in tokenizer.glob("*token*"):
+        shutil.copy(path, target)
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,94 @@
+"""An emulated drive takes the time that such a drive would take."""
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.store.test_chain import settings
+
+import kvdepot
+from kvdepot.core.config import EmulateConfig
+from kvdepot.native import READ, address_of
+from kvdepot.testing.store_contract import prompt, put, space_of, tiers
+from kvdepot.tiers.device.emulation import EmulatedFiles
+from kvdepot.tiers.device.files import Ops, aligned, io_ops
+
+MODEL = EmulateConfig(read_bandwidth=10 << 20, write_bandwidth=5 << 20, seek=0.02, latency=0.001)
+BLOCK = 64 << 10
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    path = tmp_path / "drive"
+    path.write_bytes(os.urandom(1 << 20))
+    opened = os.open(path, os.O_RDWR)
+    yield opened
+    os.close(opened)
+
+
+@pytest.fixture
+def files(fd: int) -> Iterator[EmulatedFiles]:
+    opened = EmulatedFiles(MODEL, "threads")
+    opened.attach(fd, "drive")
+    yield opened
+    opened.close()
+
+
+def reads(fd: int, offsets: list[int]) -> tuple[Ops, list[memoryview]]:
+    ops = io_ops(len(offsets))
+    images = [aligned(BLOCK) for _ in offsets]
+    ops["fd"], ops["opcode"], ops["nbytes"] = fd, READ, BLOCK
+    ops["offset"] = offsets
+    ops["address"] = [address_of(image)[0] for image in images]
+    return ops, images
+
+
+def seconds(files: EmulatedFiles, batch: tuple[Ops, list[memoryview]]) -> float:
+    started = time.monotonic()
+    assert files.run(batch[0], 10.0) is None
+    return time.monotonic() - started
+
+
+def test_adjacent_reads_pay_for_one_seek_and_others_for_many(files: EmulatedFiles, fd: int) -> None:
+    transfer_s = 8 * BLOCK / MODEL.read_bandwidth
+    in_order = seconds(files, reads(fd, [n * BLOCK for n in range(8)]))
+    assert MODEL.seek + transfer_s <= in_order < 4 * MODEL.seek + transfer_s + 0.5
+    jumping = seconds(files, reads(fd, [n * BLOCK for n in (7, 3, 5, 1, 6, 2, 4, 0)]))
+    assert jumping >= 8 * MODEL.seek + transfer_s
+
+
+def test_the_bytes_are_real(files: EmulatedFiles, fd: int) -> None:
+    ops, images = reads(fd, [BLOCK, 0])
+    seconds(files, (ops, images))
+    assert b"".join(images[::-1]) == os.pread(fd, 2 * BLOCK, 0)
+
+
+def test_what_would_come_too_late_is_late(files: EmulatedFiles, fd: int) -> None:
+    ops, images = reads(fd, [0, 8 * BLOCK])
+    started = time.monotonic()
+    pending = files.run(ops, 0.035)
+    assert time.monotonic() - started < 1.0
+    assert ops["result"].tolist() == [0, -errno.ETIMEDOUT]
+    assert pending is not None
+    assert not pending.wait(0.0)
+    assert pending.wait(10.0)
+    assert len(images) == 2, "alive until then"
+    assert time.monotonic() - started >= 2 * (MODEL.seek + BLOCK / MODEL.read_bandwidth)
+
+
+def test_a_store_says_which_of_its_drives_are_emulated(tmp_path: Path) -> None:
+    model = {"read_bandwidth": "100MB", "write_bandwidth": "100MB", "seek": "1ms"}
+    with kvdepot.open(**settings(tmp_path, hdd={"emulate": model})) as store:
+        store.set_write_mode("hdd", "pass-through")
+        keys = prompt(space_of(store), 1, 5)
+        assert all(put(store, keys))
+        assert store.flush()
+        described = store.stats()["tiers"]
+        assert (described["ssd"]["emulated"], described["hdd"]["emulated"]) == (False, True)
+        assert [drive["emulated"] for drive in described["hdd"]["drives"]] == [True]
+    with kvdepot.open(**settings(tmp_path, hdd={"emulate": model})) as store:
+        space_of(store)
+        assert tiers(store, keys) == ["hdd"] * 5

@@ -1,0 +1,65 @@
+"""A hard drive's read that comes after its caller has gone leaves the caller's memory alone."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvdepot.core.clock import SystemClock
+from kvdepot.core.tier import Load, Outcome
+from kvdepot.native import address_of
+from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
+from kvdepot.testing.images import make_image, make_key, make_load, payload_for
+from kvdepot.tiers.log.hdd import HardDriveTier
+from kvdepot.tiers.log.mount import MountSettings
+
+NBYTES = 20_000
+KEYS = [make_key(number) for number in range(3)]
+
+
+def eventually(fact: Callable[[], bool]) -> bool:
+    for _ in range(1000):
+        if fact():
+            return True
+        time.sleep(0.01)
+    return fact()
+
+
+def test_a_round_of_two_readers_does_not_write_to_who_has_gone(tmp_path: Path) -> None:
+    files, first, second = FaultyFiles(), Stall(), Stall()
+    settings = MountSettings(8 << 20, 1 << 20, tier="hdd")
+    tier = HardDriveTier([tmp_path], files, settings, SystemClock())
+    places = tier.store([make_image(key, payload_for(key, NBYTES)) for key in KEYS])
+    targets = [bytearray(NBYTES) for _ in KEYS]
+    loads: list[Load] = []
+    for key, place, target in zip(KEYS, places, targets, strict=True):
+        assert place is not None
+        loads.append(make_load(key, place, NBYTES, copy_to=address_of(target)[0]))
+    outcomes: dict[int, Outcome] = {}
+
+    def read(number: int, timeout_s: float) -> None:
+        (outcomes[number],), _ = tier.load([loads[number]], timeout_s)
+
+    files.add(Fault(Call.RUN_READ, first, times=1))
+    files.add(Fault(Call.RUN_READ, second, skip=1, times=None))
+    readers = [
+        threading.Thread(target=read, args=(number, timeout_s))
+        for number, timeout_s in ((0, 60.0), (1, 0.3), (2, 60.0))
+    ]
+    elevator = tier._elevator(0)
+    readers[0].start()
+    assert eventually(lambda: elevator._thread is not None and not elevator._queue)
+    for reader in readers[1:]:
+        reader.start()
+    assert eventually(lambda: len(elevator._queue) == 2)
+    first.release()
+    readers[1].join()
+    assert outcomes[1] is Outcome.LATE
+    second.release()
+    readers[0].join()
+    readers[2].join()
+    assert (outcomes[0], outcomes[2]) == (Outcome.OK, Outcome.OK)
+    tier.close()
+    assert targets[1] == bytes(NBYTES), "written to after its caller had the answer"
+    assert targets[0] == payload_for(KEYS[0], NBYTES)
+    assert targets[2] == payload_for(KEYS[2], NBYTES)
