@@ -9,7 +9,7 @@ from tests.store.test_chain import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
-from kvdepot.core.order import Hint
+from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KeyFormatError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
@@ -92,7 +92,7 @@ class Books:
 
     def tell(self, tag: str, name: str, blocks: int) -> None:
         words = np.arange(1, 4 * blocks + 1, dtype=np.uint64).reshape(-1, 4)
-        self.sessions.tell(tag.encode().ljust(8), name, words, Hint.ALIVE)
+        self.sessions.tell(tag.encode().ljust(8), name, words, SessionState.ALIVE)
 
     def knows(self, tag: str, name: str) -> bool:
         return self.sessions.find(tag.encode().ljust(8), name) is not None
@@ -128,11 +128,11 @@ class TestBounds:
         keys = [BlockKey(b"tag-tag-" + bytes([n]) * 24) for n in range(1, 9)]
         words = as_words(keys)
         tag = keys[0][:8]
-        books.sessions.tell(tag, "chat", words[:5], Hint.ALIVE)
-        books.sessions.tell(tag, "chat", words[5:], Hint.PENDING, 5)
-        assert books.sessions.recall([tag], "chat") == ([keys], Hint.PENDING)
-        books.sessions.tell(tag, "chat", words[5:], Hint.ALIVE, 3)
-        assert books.sessions.recall([tag], "chat") == ([keys], Hint.PENDING), "a gap"
+        books.sessions.tell(tag, "chat", words[:5], SessionState.ALIVE)
+        books.sessions.tell(tag, "chat", words[5:], SessionState.PENDING, 5)
+        assert books.sessions.recall([tag], "chat") == ([keys], SessionState.PENDING)
+        books.sessions.tell(tag, "chat", words[5:], SessionState.ALIVE, 3)
+        assert books.sessions.recall([tag], "chat") == ([keys], SessionState.PENDING), "a gap"
 
 
 class TestMemory:

@@ -6,7 +6,7 @@ from kvdepot.client.get import batches, keys_of
 from kvdepot.client.hint import Asked, hinted_of
 from kvdepot.client.link import Link
 from kvdepot.core.block import BlockKey
-from kvdepot.core.order import Hint
+from kvdepot.core.order import SessionState
 from kvdepot.index.table import Keys
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Kind
@@ -15,7 +15,7 @@ from kvdepot.wire.frames import Kind
 class Teller:
     """Tells of one session over one connection."""
 
-    def __init__(self, link: Link, name: str, state: Hint, call_s: float) -> None:
+    def __init__(self, link: Link, name: str, state: SessionState, call_s: float) -> None:
         self._link = link
         self._name = name.encode()
         self._state = state
@@ -31,10 +31,10 @@ class Teller:
             return self._say(tag, b"" if words is None else words.tobytes(), 0, self._state)
         for part in parts:
             raw = words[part.start : part.stop].tobytes()
-            self._say(tag, raw, part.start, Hint.ALIVE)
+            self._say(tag, raw, part.start, SessionState.ALIVE)
         return self._say(tag, b"", 0, self._state)
 
-    def _say(self, tag: bytes, raw: bytes, start: int, state: Hint) -> int:
+    def _say(self, tag: bytes, raw: bytes, start: int, state: SessionState) -> int:
         head = messages.Told(tag, state, len(self._name), start)
         return self._link.number(Kind.SESSION, head.body() + self._name + raw, self._call_s)
 

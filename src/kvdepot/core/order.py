@@ -1,8 +1,8 @@
 """In which order blocks leave a tier: what a policy is told, and what it answers.
 
 The index decides who may leave at all (index/leaves.py: no children in the tier, nobody using it)
-and keeps those rows in lines. An `Order` says in which line a row stands, and which end of which
-line leaves first. It is told of every block that enters, is used and leaves; it is never told why.
+and keeps those rows in queues. An `Order` says in which queue a row stands, and which end of which
+queue leaves first. It is told of every block that enters, is used and leaves; it is never told why.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-NOBODY: Final = -1
-"""No row: the line is empty, the block has no parent, nothing can leave."""
+NO_ROW: Final = -1
+"""No row: the queue is empty, the block has no parent, nothing can leave."""
 
 
-class Hint(IntEnum):
+class SessionState(IntEnum):
     """What the engine said about the session of a block. The next use of the block ends it."""
 
     NONE = 0
@@ -28,17 +28,17 @@ class Hint(IntEnum):
     """The session will not come back."""
 
 
-class Column(Protocol):
+class ColumnView(Protocol):
     """One value for each row. `view` is the fast way to single values."""
 
     array: npt.NDArray[Any]
     view: memoryview
 
 
-class Rows(Protocol):
+class RowTable(Protocol):
     """The table whose rows are ordered."""
 
-    def column(self, dtype: npt.DTypeLike, fill: int) -> Column:
+    def column(self, dtype: npt.DTypeLike, fill: int) -> ColumnView:
         """A new column that grows with the table; freed rows return to `fill`."""
         ...
 
@@ -49,61 +49,61 @@ class Rows(Protocol):
     def digests(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]: ...
 
 
-class Family(Protocol):
+class TreeView(Protocol):
     """The prefix tree over the rows."""
 
     now: int
     """Block uses so far: the clock of every order."""
 
     @property
-    def parent(self) -> Column: ...
+    def parent(self) -> ColumnView: ...
 
     @property
-    def stamp(self) -> Column:
+    def stamp(self) -> ColumnView:
         """When each row was used last; a head's is newer than its tail's."""
         ...
 
 
-class Lines(Protocol):
-    """Rows in line, coldest first; `group` is a size class."""
+class EvictionQueues(Protocol):
+    """Rows in queues, coldest first; `group` is a size class."""
 
-    def first(self, group: int, line: int) -> int: ...
+    def first(self, group: int, queue: int) -> int: ...
 
-    def last(self, group: int, line: int) -> int: ...
+    def last(self, group: int, queue: int) -> int: ...
 
     def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The coldest and the warmest row of each line."""
+        """The coldest and the warmest row of each queue."""
         ...
 
     def occupied(self, group: int) -> int:
-        """The lines of a group that are not empty, as bits."""
+        """The queues of a group that are not empty, as bits."""
         ...
 
-    def to_end(self, row: int, line: int) -> None:
-        """Move a row that is in line to the warm end of a line of its group."""
+    def to_end(self, row: int, queue: int) -> None:
+        """Move a row that is in a queue to the warm end of a queue of its group."""
         ...
 
 
 class Order(Protocol):
     """Which eligible block leaves first. Not thread-safe; the store's lock guards it."""
 
-    lines: int
-    """How many lines each size class has."""
+    queues: int
+    """How many queues each size class has."""
 
     moves_on_use: bool
-    """Whether a block that is used goes to the warm end of its line."""
+    """Whether a block that is used goes to the warm end of its queue."""
 
-    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         """Called once, before everything else."""
         ...
 
     @property
-    def stamps(self) -> Column:
-        """By what rows stand in their line, smallest first."""
+    def stamps(self) -> ColumnView:
+        """By what rows stand in their queue, smallest first."""
         ...
 
-    def line(self, row: int) -> int:
-        """The line in which the row belongs now."""
+    def queue(self, row: int) -> int:
+        """The queue in which the row belongs now."""
         ...
 
     def entered(self, row: int) -> None:
@@ -118,28 +118,28 @@ class Order(Protocol):
         """The block is no longer in the tier."""
         ...
 
-    def hinted(self, rows: Sequence[int], hint: Hint) -> None: ...
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None: ...
 
     def victim(self, group: int) -> int:
-        """The row that should leave first from a size class, or NOBODY."""
+        """The row that should leave first from a size class, or NO_ROW."""
         ...
 
 
 class Recency:
-    """Least recently used first. Hints do not count."""
+    """Least recently used first. Session states do not count."""
 
-    lines = 1
+    queues = 1
     moves_on_use = True
 
-    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         self._stamps = tree.stamp
-        self._lines = lines
+        self._queues = queues
 
     @property
-    def stamps(self) -> Column:
+    def stamps(self) -> ColumnView:
         return self._stamps
 
-    def line(self, row: int) -> int:
+    def queue(self, row: int) -> int:
         return 0
 
     def entered(self, row: int) -> None:
@@ -151,8 +151,8 @@ class Recency:
     def left(self, row: int) -> None:
         """Nothing to remember."""
 
-    def hinted(self, rows: Sequence[int], hint: Hint) -> None:
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
         """Recency alone counts."""
 
     def victim(self, group: int) -> int:
-        return self._lines.first(group, 0)
+        return self._queues.first(group, 0)

@@ -1,11 +1,11 @@
 """Who may leave a tier: tails before heads, and nobody in use.
 
-Only leaves are in line: blocks with no child in the same tier, not leased, not waiting to be
+Only leaves are in a queue: blocks with no child in the same tier, not leased, not waiting to be
 written down. A parent enters when its last child left, at the place its stamp gives it. So a
-victim is always at an end of a line, and finding it costs the same for ten blocks or ten million.
+victim is always at an end of a queue, and finding it costs the same for ten blocks or ten million.
 
 Which of them leaves first is up to an `Order` (core/order.py, policy/eviction). Blocks stand in
-lines of their own per size class, because a slot can only be reused by its own class.
+queues of their own per size class, because a slot can only be reused by its own class.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import Hint, Order, Recency
-from kvdepot.index.lines import Lines
+from kvdepot.core.order import Order, Recency, SessionState
+from kvdepot.index.queues import LinkedQueues
 from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 from kvdepot.index.tree import FEW, PrefixTree
 
@@ -22,14 +22,14 @@ _OUT: Final = -1
 
 
 class LeafOrder:
-    """Lines of evictable rows of one tier."""
+    """The evictable rows of one tier."""
 
     def __init__(self, table: KeyTable, tree: PrefixTree, order: Order | None = None) -> None:
         self._tree = tree
         self._order: Order = Recency() if order is None else order
-        self._lines = Lines(table, self._order.lines)
-        self._order.bind(table, tree, self._lines)
-        self._line = self._lines.line
+        self._queues = LinkedQueues(table, self._order.queues)
+        self._order.bind(table, tree, self._queues)
+        self._queue = self._queues.queue
         self._group = table.column(np.int32, _OUT)
         self._kids = table.column(np.int32, 0)
         self._holds = table.column(np.int32, 0)
@@ -46,16 +46,16 @@ class LeafOrder:
         parent = self._tree.parent.view[row]
         if parent != NONE:
             self._kids.view[parent] += 1
-            if self._line.view[parent] != _OUT:
-                self._lines.remove(parent)
+            if self._queue.view[parent] != _OUT:
+                self._queues.remove(parent)
         self._order.entered(row)
         if not self._kids.view[row] and not self._holds.view[row]:
-            self._lines.append(row, group, self._order.line(row))
+            self._queues.append(row, group, self._order.queue(row))
 
     def leave(self, row: int) -> None:
         """The block is no longer in the tier."""
-        if self._line.view[row] != _OUT:
-            self._lines.remove(row)
+        if self._queue.view[row] != _OUT:
+            self._queues.remove(row)
         if self._group.view[row] != _OUT:
             self._group.view[row] = _OUT
             self._order.left(row)
@@ -76,10 +76,10 @@ class LeafOrder:
         self._kids.view[row] = 0
 
     def hold(self, row: int) -> None:
-        """Keep the block out of line until the same number of `release` calls."""
+        """Keep the block out of the queues until the same number of `release` calls."""
         self._holds.view[row] += 1
-        if self._line.view[row] != _OUT:
-            self._lines.remove(row)
+        if self._queue.view[row] != _OUT:
+            self._queues.remove(row)
 
     def release(self, row: int) -> None:
         self._holds.view[row] -= 1
@@ -93,9 +93,9 @@ class LeafOrder:
             return
         at = np.array(rows)
         np.add.at(self._holds.array, at, 1)
-        for row in at[self._line.array[at] != _OUT].tolist():
-            if self._line.view[row] != _OUT:
-                self._lines.remove(row)
+        for row in at[self._queue.array[at] != _OUT].tolist():
+            if self._queue.view[row] != _OUT:
+                self._queues.remove(row)
 
     def release_all(self, rows: Sequence[int]) -> None:
         """`release` for each of many rows."""
@@ -122,7 +122,7 @@ class LeafOrder:
         return here
 
     def used(self, rows: Sequence[int], *, hit: bool = True) -> None:
-        """Rows were stamped, head first: those in line go to the warm end, if use counts.
+        """Rows were stamped, head first: those in a queue go to the warm end, if use counts.
 
         `hit`: they were asked for, not just made.
         """
@@ -130,14 +130,14 @@ class LeafOrder:
         if not self._order.moves_on_use:
             return
         for row in self._standing(rows):
-            self._lines.remove(row)
-            self._lines.append(row, self._group.view[row], self._order.line(row))
+            self._queues.remove(row)
+            self._queues.append(row, self._group.view[row], self._order.queue(row))
 
-    def hint(self, rows: Sequence[int], hint: Hint) -> None:
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
         """The engine said what becomes of the session that uses these blocks."""
-        self._order.hinted(rows, hint)
+        self._order.session_changed(rows, state)
         for row in self._standing(rows):
-            self._lines.remove(row)
+            self._queues.remove(row)
             self._settle(row)
 
     def coldest(self, group: int) -> int:
@@ -145,7 +145,7 @@ class LeafOrder:
         return self._order.victim(group)
 
     def chain(self, row: int, count: int) -> list[int]:
-        """A row in line and, up to `count` in all, those above it that only wait for it to leave.
+        """A queued row and, up to `count` in all, those above it that only wait for it to leave.
 
         Tail first; as far as they were used together.
         """
@@ -170,22 +170,22 @@ class LeafOrder:
         return not self._kids.view[row] and self._holds.view[row] <= 1
 
     def _standing(self, rows: Sequence[int]) -> Sequence[int]:
-        """Those of the rows that are in line."""
+        """Those of the rows that are in a queue."""
         if len(rows) < FEW:
-            line = self._line.view
-            return [row for row in rows if line[row] != _OUT]
+            queue = self._queue.view
+            return [row for row in rows if queue[row] != _OUT]
         at = np.array(rows)
-        standing: list[int] = at[self._line.array[at] != _OUT].tolist()
+        standing: list[int] = at[self._queue.array[at] != _OUT].tolist()
         return standing
 
     def _settle(self, row: int) -> None:
-        """Put a row in line if nothing keeps it out any more."""
+        """Put a row in a queue if nothing keeps it out any more."""
         group = self._group.view[row]
         if (
             group == _OUT
             or self._kids.view[row]
             or self._holds.view[row]
-            or self._line.view[row] != _OUT
+            or self._queue.view[row] != _OUT
         ):
             return
-        self._lines.place(row, group, self._order.line(row), self._order.stamps)
+        self._queues.place(row, group, self._order.queue(row), self._order.stamps)

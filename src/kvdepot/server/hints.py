@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import Hint as State
+from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, WireError
 from kvdepot.server.client_holdings import Session
 from kvdepot.store.mapped import Places
@@ -70,14 +70,14 @@ class Foresight:
 
     def _tell(self, frame: Frame) -> None:
         head, raw = messages.split(messages.Told, frame.body)
-        if head.state not in (State.ALIVE, State.PENDING, State.CLOSED):
+        if head.state not in (SessionState.ALIVE, SessionState.PENDING, SessionState.CLOSED):
             raise WireError(f"a session in state {head.state}")
         name = _name(raw[: head.name_bytes])
         keys = messages.Keys(raw[head.name_bytes :])
         words = keys.words() if keys else None
         if words is not None and (words[:, 0] != np.frombuffer(head.tag, np.uint64)).any():
             raise WireError("a session with keys of another namespace")
-        count = self._places.tell(head.tag, name, words, State(head.state), head.start)
+        count = self._places.tell(head.tag, name, words, SessionState(head.state), head.start)
         self._channel.send(Kind.NUMBER, frame.serial, messages.Number(count).body())
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.codec.record import HEAD_BYTES, chunk_count
-from kvdepot.core import order
 from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, Put
+from kvdepot.core.order import SessionState
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys, Rows
@@ -220,9 +220,11 @@ class Places:
         if prompt is None:
             return Hint([], 0.0), 0
         wants, resident = self._away(prompt.words(tag))
-        return self.store._hinter.take(wants, deadline_s, prompt.hint), resident
+        return self.store._hinter.take(wants, deadline_s, prompt.state), resident
 
-    def tell(self, tag: bytes, name: str, keys: Keys | None, state: order.Hint, start: int) -> int:
+    def tell(
+        self, tag: bytes, name: str, keys: Keys | None, state: SessionState, start: int
+    ) -> int:
         """`Store.session` for one namespace, whose prompt may come in parts."""
         if _word(tag) not in self._sizes:
             return 0

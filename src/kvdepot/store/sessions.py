@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
-from kvdepot.core.order import Hint
+from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE, Keys, as_words
@@ -21,7 +21,9 @@ from kvdepot.index.table import NONE, Keys, as_words
 NUMBER_MAX: Final = 1 << 16
 BYTES_MAX: Final = 64 << 20
 NAME_BYTES_MAX: Final = 200
-STATES: Final = {hint.name.lower(): hint for hint in Hint if hint is not Hint.NONE}
+STATES: Final = {
+    state.name.lower(): state for state in SessionState if state is not SessionState.NONE
+}
 _WORD_BYTES: Final = 8
 _PACKED_BYTES: Final = 3 * _WORD_BYTES
 """A key without its namespace's tag."""
@@ -29,11 +31,11 @@ _OVERHEAD_BYTES: Final = 300
 """Of a name and its place in the books."""
 
 
-def state_of(state: str) -> Hint:
-    """The hint that a state stands for, or ConfigError."""
-    found = STATES.get(state)
+def state_of(name: str) -> SessionState:
+    """The state of that name, or ConfigError."""
+    found = STATES.get(name)
     if found is None:
-        raise ConfigError("state", f"{state!r} is not one of {', '.join(STATES)}")
+        raise ConfigError("state", f"{name!r} is not one of {', '.join(STATES)}")
     return found
 
 
@@ -58,7 +60,7 @@ class Prompt:
     """What is remembered of a session in one namespace."""
 
     packed: bytes
-    hint: Hint
+    state: SessionState
 
     def __len__(self) -> int:
         return len(self.packed) // _PACKED_BYTES
@@ -101,7 +103,9 @@ class Sessions:
         self._number = 0
         self._forgotten = 0
 
-    def remember(self, tag: bytes, name: str, words: Keys, hint: Hint, start: int = 0) -> None:
+    def remember(
+        self, tag: bytes, name: str, words: Keys, state: SessionState, start: int = 0
+    ) -> None:
         """Know the prompt of a session from now on, or its blocks from `start` on.
 
         What does not go on where the last one ended is ignored.
@@ -115,7 +119,7 @@ class Sessions:
         if len(packed) > self._bytes_max // 2:
             return
         self.forget(tag, name)
-        prompt = Prompt(packed, hint)
+        prompt = Prompt(packed, state)
         self._known.setdefault(tag, OrderedDict())[name] = prompt
         self._tails[tag, prompt.tail] += 1
         self._held[tag] += prompt.nbytes
@@ -129,11 +133,11 @@ class Sessions:
         names = self._known.get(tag)
         return names.get(name) if names is not None else None
 
-    def recall(self, tags: Sequence[bytes], name: str) -> tuple[list[list[BlockKey]], Hint]:
+    def recall(self, tags: Sequence[bytes], name: str) -> tuple[list[list[BlockKey]], SessionState]:
         """The prompts of a session, one of each namespace that has it, and its state."""
         found = [(tag, prompt) for tag in tags if (prompt := self.find(tag, name)) is not None]
-        hint = max((prompt.hint for _, prompt in found), default=Hint.NONE)
-        return [prompt.keys(tag) for tag, prompt in found], hint
+        state = max((prompt.state for _, prompt in found), default=SessionState.NONE)
+        return [prompt.keys(tag) for tag, prompt in found], state
 
     def forget(self, tag: bytes, name: str) -> None:
         """Know a session no more. Nothing happens if it is not known."""
@@ -149,7 +153,9 @@ class Sessions:
         if not names:
             del self._known[tag], self._held[tag]
 
-    def tell(self, tag: bytes, name: str, words: Keys | None, hint: Hint, start: int = 0) -> int:
+    def tell(
+        self, tag: bytes, name: str, words: Keys | None, state: SessionState, start: int = 0
+    ) -> int:
         """A session is in a state now, with this prompt or the one that is remembered.
 
         Returns how many of its leading blocks are in the store.
@@ -159,12 +165,12 @@ class Sessions:
             if prompt is None:
                 return 0
             words = prompt.words(tag)
-        if hint is Hint.CLOSED:
+        if state is SessionState.CLOSED:
             self.forget(tag, name)
         else:
-            self.remember(tag, name, words, hint, start)
+            self.remember(tag, name, words, state, start)
         rows = self._resident(words)
-        self._mark(tag, words, rows, hint)
+        self._mark(tag, words, rows, state)
         return len(rows)
 
     def describe(self) -> dict[str, Any]:
@@ -172,10 +178,10 @@ class Sessions:
         total = self._held.total()
         return {"remembered": self._number, "bytes": total, "forgotten": self._forgotten}
 
-    def _mark(self, tag: bytes, words: Keys, rows: list[int], hint: Hint) -> None:
+    def _mark(self, tag: bytes, words: Keys, rows: list[int], state: SessionState) -> None:
         """Let the order of leaving know, and the file tiers."""
         catalog = self._catalog
-        if hint is not Hint.CLOSED:
+        if state is not SessionState.CLOSED:
             catalog.closed.discard(rows)
         else:
             packed = np.ascontiguousarray(words[:, 1:]).tobytes()
@@ -185,7 +191,7 @@ class Sessions:
                 rows, {row for row, tail in pairs if (tag, tail) in self._tails}
             )
             catalog.closed.add(rows)
-        catalog.leaves.hint(rows, hint)
+        catalog.leaves.session_changed(rows, state)
 
     def _resident(self, words: Keys) -> list[int]:
         catalog = self._catalog

@@ -12,9 +12,9 @@ import numpy as np
 
 from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
-from kvdepot.core import order
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.namespace import Namespace
+from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.answers import FlushReport, Match
@@ -241,7 +241,7 @@ class Store:
                 tags = self._spaces.tags_of(tenant)
                 chains, state = self._sessions.recall(tags, checked_name(keys))
             else:
-                chains, state = [list(checked(keys))], order.Hint.NONE
+                chains, state = [list(checked(keys))], SessionState.NONE
             away = self._away(chains)
         return self._hinter.take(self._spaces.looks(away), deadline_s, state)
 

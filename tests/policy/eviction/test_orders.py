@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.order import Hint
+from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
@@ -92,10 +92,10 @@ class OrderMachine(RuleBasedStateMachine):
             self.catalog.leaves.release(self.row[number])
             self.held[number] -= 1
 
-    @rule(number=Numbers, hint=st.sampled_from(list(Hint)))
-    def give_hint(self, number: int, hint: Hint) -> None:
+    @rule(number=Numbers, state=st.sampled_from(list(SessionState)))
+    def change_session(self, number: int, state: SessionState) -> None:
         rows = [self.row[n] for n in path_to(number) if n in self.group]
-        self.catalog.leaves.hint(rows, hint)
+        self.catalog.leaves.session_changed(rows, state)
 
     @rule(group=st.sampled_from(GROUPS), times=st.integers(1, 20))
     def evict(self, group: int, times: int) -> None:
@@ -206,15 +206,15 @@ def test_s3fifo_keeps_what_came_back_after_it_left() -> None:
 def test_a_closed_session_leaves_first_and_a_pending_one_late() -> None:
     memory = Memory("default")
     memory.enter(*"abcd")
-    memory.catalog.leaves.hint([memory.row("a")], Hint.PENDING)
-    memory.catalog.leaves.hint([memory.row("d")], Hint.CLOSED)
+    memory.catalog.leaves.session_changed([memory.row("a")], SessionState.PENDING)
+    memory.catalog.leaves.session_changed([memory.row("d")], SessionState.CLOSED)
     assert memory.drain() == ["d", "b", "c", "a"]
 
 
 def test_a_hint_ends_with_the_next_use() -> None:
     memory = Memory("default")
     memory.enter(*"abc")
-    memory.catalog.leaves.hint([memory.row("c")], Hint.CLOSED)
+    memory.catalog.leaves.session_changed([memory.row("c")], SessionState.CLOSED)
     memory.use("c")
     assert memory.drain() == ["a", "b", "c"]
 
@@ -222,7 +222,7 @@ def test_a_hint_ends_with_the_next_use() -> None:
 def test_a_pending_session_that_never_returns_leaves_in_the_end() -> None:
     memory = Memory("default")
     memory.enter("p")
-    memory.catalog.leaves.hint([memory.row("p")], Hint.PENDING)
+    memory.catalog.leaves.session_changed([memory.row("p")], SessionState.PENDING)
     gone = []
     for number in range(400):
         memory.enter(f"n{number}")

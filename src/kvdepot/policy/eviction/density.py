@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import NOBODY, Column, Family, Hint, Lines, Rows
+from kvdepot.core.order import NO_ROW, ColumnView, EvictionQueues, RowTable, SessionState, TreeView
 from kvdepot.policy.eviction.ghosts import Ghosts
 from kvdepot.policy.eviction.hazard import AGES, Hazard, Ints
 from kvdepot.policy.eviction.shadow import LruShadow
@@ -28,8 +28,12 @@ _USE_LEVELS: Final = 5
 """Never, once, two or three times, four to seven times, more often."""
 _KINDS: Final = (_TURNS_MAX + 1) * _USE_LEVELS
 _ALIVE, _PENDING, _CLOSED = _KINDS, _KINDS + 1, _KINDS + 2
-_LINES: Final = _KINDS + 3
-_HINTED: Final = {Hint.ALIVE: _ALIVE, Hint.PENDING: _PENDING, Hint.CLOSED: _CLOSED}
+_QUEUES: Final = _KINDS + 3
+_BY_STATE: Final = {
+    SessionState.ALIVE: _ALIVE,
+    SessionState.PENDING: _PENDING,
+    SessionState.CLOSED: _CLOSED,
+}
 _BOOST: Final = [1] * _KINDS + [4, 16, 1]
 """A block with a hint promises so many times more, and counts as so many times younger."""
 _OUT: Final = 255
@@ -64,20 +68,20 @@ def _kind_of(turns: int, uses: int) -> int:
 
 
 _Look = tuple[int, int, int, float, float, int]
-"""The ends of a line, cold and warm; age and promise of the cold one; the smaller of the two
+"""The ends of a queue, cold and warm; age and promise of the cold one; the smaller of the two
 promises, and whose it is."""
 _NO_MOMENT: Final = (-1, 0)
-_UNSEEN: Final[_Look] = (NOBODY, NOBODY, 0, 0.0, 0.0, NOBODY)
+_UNSEEN: Final[_Look] = (NO_ROW, NO_ROW, 0, 0.0, 0.0, NO_ROW)
 
 
 class ReuseDensity:
     """Fewest expected reuses per place and time first."""
 
-    lines = _LINES
+    queues = _QUEUES
     moves_on_use = True
 
     def __init__(self) -> None:
-        self._hazard = Hazard(_LINES)
+        self._hazard = Hazard(_QUEUES)
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
         self._shadow = LruShadow()
         self._count = 0
@@ -87,19 +91,19 @@ class ReuseDensity:
         self._trust = _TRUST_FIRST
         self._periods = 0
         self._moment = _NO_MOMENT
-        self._looks = [_UNSEEN] * _LINES
+        self._looks = [_UNSEEN] * _QUEUES
         self._filled_by_bits: dict[int, tuple[int, ...]] = {}
         self._boost = np.array(_BOOST, dtype=np.float64)
 
-    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
-        self._rows, self._tree, self._lines = rows, tree, lines
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+        self._rows, self._tree, self._queues = rows, tree, queues
         self._since = rows.column(np.int64, 0)
         self._kind = rows.column(np.uint8, _OUT)
         self._turns = rows.column(np.uint8, 0)
         self._uses = rows.column(np.uint8, 0)
 
     @property
-    def stamps(self) -> Column:
+    def stamps(self) -> ColumnView:
         return self._since
 
     @property
@@ -108,7 +112,7 @@ class ReuseDensity:
         late = _LATE_WEIGHT * self._late / (self._hits + 1.0)
         return min(_OVERRULE_MAX, self._trust * late, self._trust)
 
-    def line(self, row: int) -> int:
+    def queue(self, row: int) -> int:
         kind: int = self._kind.view[row]
         return kind
 
@@ -163,37 +167,37 @@ class ReuseDensity:
         kind[row] = _OUT
         self._count -= 1
         parent = self._tree.parent.view[row]
-        if parent != NOBODY and since[parent] < since[row]:
+        if parent != NO_ROW and since[parent] < since[row]:
             since[parent] = since[row]
 
-    def hinted(self, rows: Sequence[int], hint: Hint) -> None:
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
         """Blocks that were used more often than their session came back belong to others too."""
         if not rows:
             return
         kind, turns, uses = self._kind.view, self._turns.view, self._uses.view
         comebacks = turns[rows[-1]] + 1
         for row in rows:
-            if kind[row] == _OUT or (hint == Hint.CLOSED and uses[row] > comebacks):
+            if kind[row] == _OUT or (state == SessionState.CLOSED and uses[row] > comebacks):
                 continue
             ordinary = _kind_of(turns[row], uses[row])
-            kind[row] = _HINTED.get(hint, ordinary)
+            kind[row] = _BY_STATE.get(state, ordinary)
 
     def victim(self, group: int) -> int:
         """Of the coldest and the warmest block of each kind the one that promises least."""
-        colds, warms = self._lines.ends(group)
+        colds, warms = self._queues.ends(group)
         if not colds:
-            return NOBODY
-        if colds[_CLOSED] != NOBODY:
+            return NO_ROW
+        if colds[_CLOSED] != NO_ROW:
             return colds[_CLOSED]
         looks = self._looks_now()
-        victim = least_promising = NOBODY
+        victim = least_promising = NO_ROW
         oldest, promise, least = -1.0, 0.0, _MUCH
-        for line in self._filled(self._lines.occupied(group)):
-            look = looks[line]
-            if look[0] != colds[line] or look[1] != warms[line]:
-                look = looks[line] = self._look(line, colds[line], warms[line])
+        for queue in self._filled(self._queues.occupied(group)):
+            look = looks[queue]
+            if look[0] != colds[queue] or look[1] != warms[queue]:
+                look = looks[queue] = self._look(queue, colds[queue], warms[queue])
             cold, _, age, promised, lesser, lesser_promising = look
-            boost = _BOOST[line]
+            boost = _BOOST[queue]
             if age > oldest * boost:
                 victim, oldest, promise = cold, age / boost, promised
             if lesser < least:
@@ -201,15 +205,15 @@ class ReuseDensity:
         return least_promising if least < promise * self.trust else victim
 
     def _looks_now(self) -> list[_Look]:
-        """What was seen at the ends of the lines since a block last came or was used."""
+        """What was seen at the ends of the queues since a block last came or was used."""
         moment = (self._tree.now, self._periods)
         if moment != self._moment:
             self._moment = moment
-            self._looks = [_UNSEEN] * _LINES
+            self._looks = [_UNSEEN] * _QUEUES
         return self._looks
 
-    def _look(self, line: int, cold: int, warm: int) -> _Look:
-        now, since, promises = self._tree.now, self._since.view, self._hazard.density[line]
+    def _look(self, queue: int, cold: int, warm: int) -> _Look:
+        now, since, promises = self._tree.now, self._since.view, self._hazard.density[queue]
         age = now - since[cold]
         promised = promises[bisect_right(AGES, age) - 1]
         later = promises[bisect_right(AGES, now - since[warm]) - 1] if warm != cold else promised
@@ -218,10 +222,10 @@ class ReuseDensity:
         return cold, warm, age, promised, promised, cold
 
     def _filled(self, occupied: int) -> tuple[int, ...]:
-        """The numbers of the lines that are not empty."""
+        """The numbers of the queues that are not empty."""
         found = self._filled_by_bits.get(occupied)
         if found is None:
-            found = tuple(line for line in range(_LINES) if occupied >> line & 1)
+            found = tuple(queue for queue in range(_QUEUES) if occupied >> queue & 1)
             self._filled_by_bits[occupied] = found
         return found
 
@@ -255,7 +259,7 @@ class ReuseDensity:
 
     def _turns_of_child(self, parent: int) -> int:
         """How many times the session of a new block has come back."""
-        if parent == NOBODY:
+        if parent == NO_ROW:
             return 0
         comes_back = int(self._uses.view[parent] > 0)
         return min(int(self._turns.view[parent]) + comes_back, _COUNT_MAX)

@@ -4,25 +4,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvdepot.core.order import Column, Family, Hint, Lines, Rows
+from kvdepot.core.order import ColumnView, EvictionQueues, RowTable, SessionState, TreeView
 
 
 class Fifo:
     """The block that came first leaves first."""
 
-    lines = 1
+    queues = 1
     moves_on_use = False
 
-    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
-        self._lines = lines
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+        self._queues = queues
         self._came = rows.column(np.int64, 0)
         self._arrivals = 0
 
     @property
-    def stamps(self) -> Column:
+    def stamps(self) -> ColumnView:
         return self._came
 
-    def line(self, row: int) -> int:
+    def queue(self, row: int) -> int:
         return 0
 
     def entered(self, row: int) -> None:
@@ -35,8 +35,8 @@ class Fifo:
     def left(self, row: int) -> None:
         """Nothing to remember."""
 
-    def hinted(self, rows: Sequence[int], hint: Hint) -> None:
-        """Hints count for nothing."""
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
+        """Session states do not count."""
 
     def victim(self, group: int) -> int:
-        return self._lines.first(group, 0)
+        return self._queues.first(group, 0)

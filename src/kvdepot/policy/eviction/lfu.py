@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import NOBODY, Column, Family, Hint, Lines, Rows
+from kvdepot.core.order import NO_ROW, ColumnView, EvictionQueues, RowTable, SessionState, TreeView
 
 _USES_MAX: Final = 255
 
@@ -13,19 +13,19 @@ _USES_MAX: Final = 255
 class Lfu:
     """The block with the fewest hits since it came leaves first."""
 
-    lines = _USES_MAX + 1
+    queues = _USES_MAX + 1
     moves_on_use = True
 
-    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
-        self._lines = lines
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+        self._queues = queues
         self._stamps = tree.stamp
         self._uses = rows.column(np.uint8, 0)
 
     @property
-    def stamps(self) -> Column:
+    def stamps(self) -> ColumnView:
         return self._stamps
 
-    def line(self, row: int) -> int:
+    def queue(self, row: int) -> int:
         uses: int = self._uses.view[row]
         return uses
 
@@ -41,11 +41,11 @@ class Lfu:
     def left(self, row: int) -> None:
         """Nothing to remember."""
 
-    def hinted(self, rows: Sequence[int], hint: Hint) -> None:
-        """Hints count for nothing."""
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
+        """Session states do not count."""
 
     def victim(self, group: int) -> int:
-        occupied = self._lines.occupied(group)
+        occupied = self._queues.occupied(group)
         if not occupied:
-            return NOBODY
-        return self._lines.first(group, (occupied & -occupied).bit_length() - 1)
+            return NO_ROW
+        return self._queues.first(group, (occupied & -occupied).bit_length() - 1)

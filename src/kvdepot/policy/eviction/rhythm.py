@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import NOBODY, Family, Lines, Recency, Rows
+from kvdepot.core.order import NO_ROW, EvictionQueues, Recency, RowTable, TreeView
 from kvdepot.policy.placing.placement import Outlook
 
 _OCTAVES: Final = 48
@@ -48,8 +48,8 @@ class Rhythm(Recency):
         self._unseen = _STALE
         self._later = self._later_sum = [0.0] * (_OCTAVES + 1)
 
-    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
-        super().bind(rows, tree, lines)
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+        super().bind(rows, tree, queues)
         self._tree = tree
         self._since = rows.column(np.int64, 0)
         self._returns = rows.column(np.uint8, 0)
@@ -103,7 +103,7 @@ class Rhythm(Recency):
         self._since.view[row] = self._stamps.view[row]
         self._count()
         parent = self._tree.parent.view[row]
-        if parent != NOBODY and self._returns.view[parent]:
+        if parent != NO_ROW and self._returns.view[parent]:
             self._returns.view[row] = 1
             self._octave.view[row] = self._octave.view[parent]
 

@@ -1,7 +1,7 @@
 """S3-FIFO: new blocks pass a short probation; those that were used there stay long.
 
-Two lines, first in first out. From the short one a used block moves to the long one, an unused one
-leaves and is remembered; if it comes back soon it goes to the long line at once. In the long line
+Two queues, first in first out. From the short one a used block moves to the long one, an unused one
+leaves and is remembered; if it comes back soon it goes to the long queue at once. In the long queue
 a used block goes round again, three times at most for each time around.
 """
 
@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import NOBODY, Column, Family, Hint, Lines, Rows
+from kvdepot.core.order import NO_ROW, ColumnView, EvictionQueues, RowTable, SessionState, TreeView
 from kvdepot.policy.eviction.ghosts import Ghosts
 
 PROBATION_SHARE: Final = 0.1
@@ -22,26 +22,26 @@ _GHOSTS_PER_BLOCK: Final = 1.0
 class S3Fifo:
     """Probation for new blocks, long stay for those that were used on probation."""
 
-    lines = 2
+    queues = 2
     moves_on_use = False
 
-    def bind(self, rows: Rows, tree: Family, lines: Lines) -> None:
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         self._rows = rows
-        self._lines = lines
+        self._queues = queues
         self._came = rows.column(np.int64, 0)
-        self._line = rows.column(np.uint8, _SHORT)
+        self._queue = rows.column(np.uint8, _SHORT)
         self._uses = rows.column(np.uint8, 0)
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
         self._arrivals = 0
         self._count = [0, 0]
 
     @property
-    def stamps(self) -> Column:
+    def stamps(self) -> ColumnView:
         return self._came
 
-    def line(self, row: int) -> int:
-        line: int = self._line.view[row]
-        return line
+    def queue(self, row: int) -> int:
+        queue: int = self._queue.view[row]
+        return queue
 
     def entered(self, row: int) -> None:
         known = self._ghosts.recall(self._rows.digest(row))
@@ -56,38 +56,38 @@ class S3Fifo:
             uses[at] = np.minimum(uses[at], _USES_MAX - 1) + 1
 
     def left(self, row: int) -> None:
-        line = self._line.view[row]
-        self._count[line] -= 1
-        if line == _SHORT:
+        queue = self._queue.view[row]
+        self._count[queue] -= 1
+        if queue == _SHORT:
             self._ghosts.remember(self._rows.digest(row), self._came.view[row], 0)
 
-    def hinted(self, rows: Sequence[int], hint: Hint) -> None:
-        """Hints count for nothing."""
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
+        """Session states do not count."""
 
     def victim(self, group: int) -> int:
         uses = self._uses.view
-        while (row := self._candidate(group)) != NOBODY:
+        while (row := self._candidate(group)) != NO_ROW:
             if not uses[row]:
                 return row
-            if self._line.view[row] == _SHORT:
+            if self._queue.view[row] == _SHORT:
                 uses[row] = 0
             else:
                 uses[row] -= 1
-            self._count[self._line.view[row]] -= 1
+            self._count[self._queue.view[row]] -= 1
             self._join(row, _LONG)
-            self._lines.to_end(row, _LONG)
-        return NOBODY
+            self._queues.to_end(row, _LONG)
+        return NO_ROW
 
     def _candidate(self, group: int) -> int:
         short, long = self._count
-        first = self._lines.first(group, _SHORT)
-        if first != NOBODY and short > (short + long) * PROBATION_SHARE:
+        first = self._queues.first(group, _SHORT)
+        if first != NO_ROW and short > (short + long) * PROBATION_SHARE:
             return first
-        main = self._lines.first(group, _LONG)
-        return first if main == NOBODY else main
+        main = self._queues.first(group, _LONG)
+        return first if main == NO_ROW else main
 
-    def _join(self, row: int, line: int) -> None:
+    def _join(self, row: int, queue: int) -> None:
         self._arrivals += 1
         self._came.view[row] = self._arrivals
-        self._line.view[row] = line
-        self._count[line] += 1
+        self._queue.view[row] = queue
+        self._count[queue] += 1

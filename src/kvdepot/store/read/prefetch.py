@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
-from kvdepot.core import order
+from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
 from kvdepot.store.read.reader import Reader
@@ -53,7 +53,7 @@ class Hint:
     """Answer to `Store.hint`: what it is about to bring, to be awaited or called off."""
 
     def __init__(
-        self, wants: list[Want], deadline_s: float, state: order.Hint = order.Hint.NONE
+        self, wants: list[Want], deadline_s: float, state: SessionState = SessionState.NONE
     ) -> None:
         self.deadline_s = deadline_s
         """By the store's clock."""
@@ -128,7 +128,7 @@ class Hinter:
         self._thread: threading.Thread | None = None
 
     def take(
-        self, wants: list[Want], deadline_s: float, state: order.Hint = order.Hint.NONE
+        self, wants: list[Want], deadline_s: float, state: SessionState = SessionState.NONE
     ) -> Hint:
         """Begin to bring blocks within so many seconds, as far as there is room for them.
 
@@ -214,14 +214,14 @@ class Hinter:
             self._stride.took(sum(sizes), spent_s)
             self._short_stride.took(max(sizes), spent_s)
 
-    def _pass_on(self, wants: list[Want], state: order.Hint) -> None:
+    def _pass_on(self, wants: list[Want], state: SessionState) -> None:
         """Blocks that have just come to memory are in the state of their session. Lock held."""
-        if state is order.Hint.NONE:
+        if state is SessionState.NONE:
             return
         catalog = self._stock.catalog
         rows = catalog.rows([want.key for want in wants])
         here = [row for row in rows if row >= 0 and catalog.memory.ready(row)]
-        catalog.leaves.hint(here, state)
+        catalog.leaves.session_changed(here, state)
 
     def _most_urgent(self) -> Hint | None:
         """The hint to go on with; those that are too late, or through, are forgotten."""

@@ -1,11 +1,11 @@
-"""Rows standing in lines: linked lists in columns, so that a row joins and leaves in no time."""
+"""Rows standing in queues: linked lists in columns, so that a row joins and leaves in no time."""
 
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import Column
+from kvdepot.core.order import ColumnView
 from kvdepot.index.table import NONE, KeyTable
 
 _STEPS_MAX: Final = 8
@@ -13,13 +13,13 @@ _STEPS_MAX: Final = 8
 OUT: Final = -1
 
 
-class Lines:
-    """`width` lines for each group of rows, coldest row first."""
+class LinkedQueues:
+    """`width` queues for each group of rows, coldest row first."""
 
     def __init__(self, table: KeyTable, width: int) -> None:
         self._width = width
-        self.line = table.column(np.int32, OUT)
-        """The number of the line in which a row stands, or OUT."""
+        self.queue = table.column(np.int32, OUT)
+        """The number of the queue in which a row stands, or OUT."""
         self._colder = table.column(np.int32, NONE)
         self._warmer = table.column(np.int32, NONE)
         self._base: dict[int, int] = {}
@@ -27,16 +27,16 @@ class Lines:
         self._warm: list[int] = []
         self._occupied: list[int] = []
 
-    def first(self, group: int, line: int) -> int:
+    def first(self, group: int, queue: int) -> int:
         base = self._base.get(group)
-        return NONE if base is None else self._cold[base + line]
+        return NONE if base is None else self._cold[base + queue]
 
-    def last(self, group: int, line: int) -> int:
+    def last(self, group: int, queue: int) -> int:
         base = self._base.get(group)
-        return NONE if base is None else self._warm[base + line]
+        return NONE if base is None else self._warm[base + queue]
 
     def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The coldest and the warmest row of each line."""
+        """The coldest and the warmest row of each queue."""
         base = self._base.get(group)
         if base is None:
             return (), ()
@@ -44,23 +44,23 @@ class Lines:
         return self._cold[base:end], self._warm[base:end]
 
     def occupied(self, group: int) -> int:
-        """The lines of a group that are not empty, as bits."""
+        """The queues of a group that are not empty, as bits."""
         base = self._base.get(group)
         return 0 if base is None else self._occupied[base // self._width]
 
-    def to_end(self, row: int, line: int) -> None:
-        """Move a row that is in line to the warm end of a line of its group."""
-        base = self.line.view[row] // self._width * self._width
+    def to_end(self, row: int, queue: int) -> None:
+        """Move a row that is in a queue to the warm end of a queue of its group."""
+        base = self.queue.view[row] // self._width * self._width
         self.remove(row)
-        self._insert_before(row, NONE, base + line)
+        self._insert_before(row, NONE, base + queue)
 
-    def append(self, row: int, group: int, line: int) -> None:
+    def append(self, row: int, group: int, queue: int) -> None:
         """Put a row at the warm end."""
-        self._insert_before(row, NONE, self._base_of(group) + line)
+        self._insert_before(row, NONE, self._base_of(group) + queue)
 
-    def place(self, row: int, group: int, line: int, stamps: Column) -> None:
+    def place(self, row: int, group: int, queue: int, stamps: ColumnView) -> None:
         """Put a row where its stamp belongs, if that is near an end; else at the warm end."""
-        at = self._base_of(group) + line
+        at = self._base_of(group) + queue
         view, warmer = stamps.view, self._warmer.view
         stamp, place = view[row], self._cold[at]
         for _ in range(_STEPS_MAX):
@@ -72,9 +72,9 @@ class Lines:
         self._insert_before(row, place, at)
 
     def remove(self, row: int) -> None:
-        line = self.line.view
+        queue = self.queue.view
         colders, warmers = self._colder.view, self._warmer.view
-        at, colder, warmer = line[row], colders[row], warmers[row]
+        at, colder, warmer = queue[row], colders[row], warmers[row]
         if colder == NONE:
             self._cold[at] = warmer
         else:
@@ -85,7 +85,7 @@ class Lines:
                 self._occupied[at // self._width] ^= 1 << at % self._width
         else:
             colders[warmer] = colder
-        line[row] = OUT
+        queue[row] = OUT
 
     def _insert_before(self, row: int, place: int, at: int) -> None:
         """Put `row` on the cold side of `place`; NONE is the warm end."""
@@ -102,7 +102,7 @@ class Lines:
             self._warm[at] = row
         else:
             colders[place] = row
-        self.line.view[row] = at
+        self.queue.view[row] = at
 
     def _base_of(self, group: int) -> int:
         base = self._base.get(group)
