@@ -2,7 +2,7 @@
 
     python benchmarks/background.py [--rounds 3] [--seconds 10] [--json FILE] [--markdown FILE]
 
-Four SSDs and twelve hard drives, all emulated at a hundredth of size and bandwidth (bench/hybrid.py
+Four SSDs and twelve hard drives, all emulated at a hundredth of size and bandwidth (hybrid.py
 says how). Two readers ask for ten blocks of a prompt at a time, from the SSDs and then from the
 hard drives, in turns without and with as much background work as the store will do: one thread
 demotes without end, another one hints without end. What was copied is forgotten again, so that
@@ -27,10 +27,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final
 
+import hybrid
 import numpy as np
 
 import kvdepot
-from kvdepot.bench import hybrid
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.store import Store
 

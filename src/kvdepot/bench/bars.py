@@ -33,22 +33,6 @@ TTFT_MISS: Final = 1.03
 DAEMON_MATCH_P99_US: Final = 1000.0
 """A match of 512 blocks through the daemon, while four clients are busy."""
 
-HYBRID_GAP: Final = 0.05
-"""Average gap of a hybrid store to SSDs alone over 50 turns, of that of the first turn."""
-
-HYBRID_SCALING: Final = {4: 1.0, 8: 1.9, 12: 2.8}
-"""First-turn throughput by the number of hard drives, of that of four."""
-
-HYBRID_SEQUENTIAL: Final = 0.85
-"""First read of a returning session, of the hard drives' bandwidth."""
-
-HYBRID_RETAINED: Final = 11.0
-"""Sessions that a hybrid store keeps, of those that its SSDs alone keep."""
-
-MODES_OF_BEST: Final = 0.98
-MODES_OF_LRU: Final = 0.99
-"""Hits of the default eviction order, of those of the best one and of LRU, in every write mode."""
-
 
 def daemon_bar(op: str, block_bytes: int) -> float | None:
     """The least share of the speed of a store in the same process, for batches."""

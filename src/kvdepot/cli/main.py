@@ -17,7 +17,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
@@ -88,8 +88,13 @@ class ShowVersion(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Never raises for a user's mistake."""
+    return exit_status(lambda: dispatch(argv))
+
+
+def exit_status(work: Callable[[], int]) -> int:
+    """The status that `work` returns; a failure of it becomes a message and a status."""
     try:
-        status = dispatch(argv)
+        status = work()
         output.flush()
     except StateError:
         raise  # a bug of ours: the trace is what the reporter needs

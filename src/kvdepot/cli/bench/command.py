@@ -24,7 +24,6 @@ from kvdepot.bench.scale import ScalePlan
 from kvdepot.bench.stores import INDEXES, StorePlan
 from kvdepot.bench.ttft import PREFIX_TOKENS, TtftPlan
 from kvdepot.cli import output
-from kvdepot.cli.bench import hybrid, modes
 from kvdepot.cli.cache import models_folder
 from kvdepot.cli.doctor import machine
 from kvdepot.cli.scratch import choose_parent, scratch_directory
@@ -64,10 +63,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     daemon.add_argument(
         "--block", type=sizes, metavar="BYTES,…", help="block sizes (default: 1MiB,4MiB,32MiB)"
     )
-    hybrid_kind = add_kind(kinds, "hybrid", "hard drives behind SSDs, on emulated drives")
-    hybrid.add_arguments(hybrid_kind)
-    modes_kind = add_kind(kinds, "modes", "write modes and eviction orders, on emulated drives")
-    modes.add_arguments(modes_kind)
     ttft = add_kind(kinds, "ttft", "a model's time to first token, computed and from each tier")
     ttft.add_argument("--prefix", type=positive, metavar="TOKENS", help="prompt (default: 4000)")
     ttft.add_argument(
@@ -131,10 +126,6 @@ def run(args: argparse.Namespace) -> int:
     parent = Path(facts.path).resolve()
     output.say(f"measuring in {parent} ({facts.filesystem}); what is written there is removed")
     with scratch_directory(parent, "kvdepot-bench-") as directory:
-        if args.what == "hybrid":
-            return run_hybrid(args, directory, facts)
-        if args.what == "modes":
-            return run_modes(args, directory, facts)
         results = measure(list(make_parts(args, directory)))
     if args.json:
         output.document(document(results, facts))
@@ -142,32 +133,6 @@ def run(args: argparse.Namespace) -> int:
         report(results)
     missed = [result for result in results if not result.ok]
     return 1 if args.strict and missed else 0
-
-
-def run_hybrid(args: argparse.Namespace, directory: Path, facts: machine.PathFacts) -> int:
-    result, size = hybrid.run(args, directory)
-    figures = hybrid.figures(result, size)
-    if args.json:
-        output.document({**hybrid.document(result, size), "machine": describe_machine(facts)})
-    else:
-        output.data("on emulated drives:")
-        report(figures)
-    return 1 if args.strict and not all(figure.ok for figure in figures) else 0
-
-
-def run_modes(args: argparse.Namespace, directory: Path, facts: machine.PathFacts) -> int:
-    cells, size = modes.run(args, directory)
-    figures = modes.figures(cells)
-    found = {**modes.document(cells, size), "machine": describe_machine(facts)}
-    if args.html is not None:
-        args.html.write_text(modes.page(cells, size), encoding="utf-8")
-        output.say(f"wrote {args.html}")
-    if args.json:
-        output.document(found)
-    else:
-        output.data("on emulated drives:\n" + modes.words(cells) + "\n")
-        report(figures)
-    return 1 if args.strict and not all(figure.ok for figure in figures) else 0
 
 
 def total_bytes(args: argparse.Namespace) -> int:
@@ -198,8 +163,6 @@ def ttft_plan(args: argparse.Namespace, directory: Path) -> TtftPlan:
 def needed_bytes(args: argparse.Namespace) -> int:
     if args.what == "ttft":
         return TTFT_NEEDED_BYTES
-    if args.what in ("hybrid", "modes"):
-        return hybrid.NEEDED_BYTES if args.what == "hybrid" else modes.NEEDED_BYTES
     if args.what == "daemon":
         return DAEMON_NEEDED_BYTES
     if args.what == "scale":

@@ -1,4 +1,6 @@
-"""`bench modes`: every write mode with every eviction order, for users who come back.
+"""Every write mode with every eviction order, for users who come back, on emulated drives.
+
+    python benchmarks/modes.py [--quick] [--path DIR] [--html FILE] [--json] [--strict]
 
 A real store in three tiers, its drives emulated, everything a thousandth of the size; the SSDs
 hold a tenth of what the users have, the hard drives most of it. Every cell of the table sees the
@@ -8,17 +10,23 @@ same requests.
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
+import experiment
+import hybrid
 import numpy as np
 
-from kvdepot.bench import hybrid
 from kvdepot.bench.raw import MIB
-from kvdepot.bench.returns import HABITS, Habit, Visit, living_blocks, tokens, visits
+from kvdepot.bench.rounds import Figure
+from kvdepot.cli import output
+from kvdepot.cli.report.page import section, table, whole
+from kvdepot.cli.report.svg import Bars, Series
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import StateError
@@ -43,6 +51,77 @@ HDD_SHARE: Final = 0.8
 PREFILL_S_PER_TOKEN: Final = hybrid.PREFILL_S / hybrid.TOKENS
 _WAIT_S: Final = 300.0
 _SEED: Final = 5
+OF_BEST_MIN: Final = 0.98
+OF_LRU_MIN: Final = 0.99
+"""Hits of the default eviction order, of those of the best one and of LRU, in every write mode."""
+
+
+_FIRST_BLOCKS: Final = (2, 9)
+_TURN_BLOCKS: Final = (1, 4)
+_BLOCKS_MAX: Final = 32
+"""Then the user begins a new conversation."""
+_SHARED_BLOCKS: Final = 2
+"""A system prompt, the same for everybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """Who comes back how often."""
+
+    name: str
+    exponent: float
+    """The user of rank n comes with a weight of n to the power of this, negative."""
+    strangers: float = 0.0
+    """The share of requests by users who come once and never again."""
+
+
+HABITS: Final = (Habit("zipf", 1.0), Habit("flat", 0.6), Habit("strangers", 1.0, 0.5))
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One request: a conversation, how long it was, and how long it is with this turn."""
+
+    conversation: int
+    before_blocks: int
+    after_blocks: int
+
+
+def visits(habit: Habit, users: int, requests: int, seed: int) -> list[Visit]:
+    """Everybody once, in any order; then as the habit says."""
+    draw = np.random.default_rng(seed)
+    weights = np.arange(1.0, users + 1) ** -habit.exponent
+    first = draw.permutation(users)
+    later = draw.choice(users, requests, p=weights / weights.sum())
+    strange = draw.random(requests) < habit.strangers
+    found: list[Visit] = []
+    open_now: dict[int, tuple[int, int]] = {}
+    conversations = 0
+    for user in [*first.tolist(), *np.where(strange, -1, later).tolist()]:
+        conversation, blocks = open_now.get(user, (conversations, 0))
+        if user < 0 or not blocks or blocks >= _BLOCKS_MAX:
+            conversation, blocks = conversations, 0
+            conversations += 1
+        grown = int(draw.integers(*(_TURN_BLOCKS if blocks else _FIRST_BLOCKS)))
+        before = blocks or _SHARED_BLOCKS
+        found.append(Visit(conversation, before, before + grown))
+        open_now[user] = (conversation, before + grown)
+    return found
+
+
+def tokens(conversation: int, blocks: int, block_tokens: int) -> list[int]:
+    """Of a conversation: those of the system prompt, then its own."""
+    shared = _SHARED_BLOCKS * block_tokens
+    own = range(blocks * block_tokens - shared)
+    return [*range(shared), conversation + 1, *own][: blocks * block_tokens]
+
+
+def living_blocks(found: list[Visit]) -> int:
+    """Blocks of every conversation as long as it is in the end."""
+    longest: dict[int, int] = {}
+    for visit in found:
+        longest[visit.conversation] = visit.after_blocks
+    return sum(longest.values()) - _SHARED_BLOCKS * (len(longest) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +148,21 @@ class Size:
     users: int = 240
     requests: int = 560
     habits: tuple[Habit, ...] = HABITS
+
+
+QUICK: Final = Size(users=80, requests=40, habits=HABITS[:1])
+NEEDED_BYTES: Final = 1 << 30
+HEADS: Final = (
+    "users", "write mode", "eviction", "dram", "ssd", "hdd", "hits",
+    "SSD written MB", "per byte read", "TTFT ms", "thrashed",
+)  # fmt: skip
+_ABOUT: Final = (
+    "Emulated drives as fast as {ssds} SSDs and {hdds} hard drives, sizes a {scale}th, time "
+    "{haste} times faster. {users} users, {requests} requests, of which the first half is not "
+    "counted. The SSDs hold a tenth of their blocks, memory a quarter of that, the hard drives "
+    "{hdd:.0%}. TTFT: fetching as measured, times {haste}, and computing what was missed or is "
+    "new at {prefill_us:.1f} us a token, which was not run."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,3 +356,122 @@ def _chain(space: Space, chains: dict[int, list[BlockKey]], visit: Visit) -> lis
         known = space.keys(tokens(visit.conversation, visit.after_blocks, KEY_TOKENS))
         chains[visit.conversation] = known
     return known[: visit.after_blocks]
+
+
+def play(directory: Path, quick: bool) -> experiment.Answer:
+    size = QUICK if quick else Size()
+    plan = ModesPlan(directory, size)
+    cells = []
+    with output.Progress("measuring", len(plan.cells())) as progress:
+        for habit, way, order in plan.cells():
+            progress.label = f"{habit.name} users, {way.name}, {order}"
+            progress.advance(0)
+            cells.append(plan.play(habit, way, order))
+            progress.advance()
+    text = output.table(HEADS, [_row(cell) for cell in cells]) + "\n"
+    return experiment.Answer(document(cells, size), figures(cells), text, lambda: page(cells, size))
+
+
+def about(size: Size) -> str:
+    """How the figures came about."""
+    return _ABOUT.format(
+        ssds=hybrid.SSDS,
+        hdds=hybrid.HDDS,
+        scale=SCALE,
+        haste=HASTE,
+        users=size.users,
+        requests=size.users + size.requests,
+        hdd=HDD_SHARE,
+        prefill_us=PREFILL_S_PER_TOKEN * 1e6,
+    )
+
+
+def document(cells: Sequence[Cell], size: Size) -> dict[str, Any]:
+    return {
+        "about": about(size),
+        "modes": list(MODES),
+        "users": list(size.habits),
+        "cells": [
+            {
+                **output.plain(cell),
+                "hit_ratio": cell.hit_ratio,
+                "fast_ratio": cell.fast_ratio,
+                "ssd_written_per_read": cell.written_per_read,
+            }
+            for cell in cells
+        ],
+    }
+
+
+def figures(cells: Sequence[Cell]) -> list[Figure]:
+    """The default order beside the best one and beside LRU."""
+    found: list[Figure] = []
+    measures: dict[str, Callable[[Cell], float]] = {
+        "hits": lambda cell: cell.hit_ratio,
+        "hits in memory and SSDs": lambda cell: cell.fast_ratio,
+    }
+    for (habit, mode), group in groupby(cells, lambda cell: (cell.habit, cell.mode)):
+        by_order = {cell.order: cell for cell in group}
+        for what, measure in measures.items():
+            ours = measure(by_order["default"])
+            best = max(by_order.values(), key=measure)
+            for name, other, bar in (
+                (f"the best, {best.order}", best, OF_BEST_MIN),
+                ("lru", by_order["lru"], OF_LRU_MIN),
+            ):
+                ratio = ours / measure(other) if measure(other) else 1.0
+                label = f"{habit} users, {mode}: {what}, of {name}"
+                found.append(Figure(label, ratio, "×", ratio, ratio, bar, bar_is_least=True))
+    return found
+
+
+def _row(cell: Cell) -> list[str]:
+    per_read = cell.written_per_read
+    return [
+        cell.habit,
+        cell.mode,
+        cell.order,
+        *(f"{cell.hits[tier]:.3f}" for tier in ("dram", "ssd", "hdd")),
+        f"{cell.hit_ratio:.3f}",
+        f"{cell.ssd_written_bytes / 1e6:.0f}",
+        "" if per_read is None else f"{per_read:.2f}",
+        f"{cell.ttft_s * 1e3:.0f}",
+        "yes" if cell.thrashed else "",
+    ]
+
+
+def page(cells: Sequence[Cell], size: Size) -> str:
+    """A plot of hits and one of wear for each mode, and the table."""
+    title = "kvdepot: write modes and eviction orders (emulated drives)"
+    parts = [f"<h1>{escape(title)}</h1>"]
+    made = f"{experiment.today()}, python benchmarks/modes.py --html."
+    parts.append(f'<p class="lead">{escape(about(size))} {made}</p>')
+    for habit, group in groupby(cells, lambda cell: cell.habit):
+        some = list(group)
+        parts += section(f"{habit} users", "Where their blocks came from.", _hits_plot(some))
+        parts += section("Their wear", "Written to the SSDs.", _wear_plot(some))
+    parts.append(table(HEADS, [_row(cell) for cell in cells]))
+    return whole(title, "\n".join(parts))
+
+
+def _hits_plot(cells: Sequence[Cell]) -> str:
+    styles = {"dram": "with", "ssd": "ssd", "hdd": "without"}
+    series = [
+        Series(tier, style, [cell.hits[tier] for cell in cells], lambda value: f"{value:.1%}")
+        for tier, style in styles.items()
+    ]
+    return Bars("Hits by tier", "", _names(cells), series, stacked=True).draw()
+
+
+def _wear_plot(cells: Sequence[Cell]) -> str:
+    megabytes = [cell.ssd_written_bytes / 1e6 for cell in cells]
+    series = [Series("written to SSDs", "ssd", megabytes, lambda value: f"{value:.0f} MB")]
+    return Bars("SSD writes", "MB", _names(cells), series).draw()
+
+
+def _names(cells: Sequence[Cell]) -> list[str]:
+    return [f"{cell.order}\n{cell.mode}" for cell in cells]
+
+
+if __name__ == "__main__":
+    experiment.main(__doc__, NEEDED_BYTES, play)

@@ -1,8 +1,11 @@
-"""`bench hybrid`: hard drives behind SSDs, at a hundredth of the size, on emulated drives.
+"""Hard drives behind SSDs, at a hundredth of the size, on emulated drives.
+
+    python benchmarks/hybrid.py [--quick] [--path DIR] [--html FILE] [--json] [--strict]
 
 Sizes and bandwidths are divided by `SCALE`, seek times and latencies are not: everything takes as
 long as it would on the real drives. Users come back whose context lies on hard drives only; their
 first turn reads it from there, all later ones from the SSDs that it was promoted to.
+Recomputing is not run: it is computed from PREFILL_S.
 """
 
 import shutil
@@ -11,13 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
+import experiment
 import numpy as np
 
 from kvdepot.bench.raw import MIB
+from kvdepot.bench.rounds import Figure
+from kvdepot.cli import output
+from kvdepot.cli.report.page import whole
+from kvdepot.cli.report.svg import Bars, Series
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import StateError
@@ -43,6 +52,15 @@ PREFILL_S: Final = 0.781
 """21,000 tokens on an H200, Llama-8B shape, bf16; queued behind each other."""
 CAPACITY_RATIO: Final = 180 / 15.36
 """Of the drives: 12 × 30 TB, mirrored, to 4 × 3.84 TB."""
+GAP_MAX: Final = 0.05
+"""Average gap of a hybrid store to SSDs alone over 50 turns, of that of the first turn."""
+SCALING_MIN: Final = {4: 1.0, 8: 1.9, 12: 2.8}
+"""First-turn throughput by the number of hard drives, of that of four."""
+SEQUENTIAL_MIN: Final = 0.85
+"""First read of a returning session, of the hard drives' bandwidth."""
+RETAINED_MIN: Final = 11.0
+"""Sessions that a hybrid store keeps, of those that its SSDs alone keep."""
+NEEDED_BYTES: Final = 8 << 30
 _WAIT_S: Final = 300.0
 
 
@@ -69,6 +87,9 @@ class Size:
         """The same context in smaller blocks."""
         blocks = self.blocks * self.block_tokens // tokens
         return Size(self.users, self.turns, blocks, tokens, self.retained_sessions)
+
+
+QUICK: Final = Size(users=3, turns=5, retained_sessions=24)
 
 
 @dataclass(slots=True)
@@ -286,3 +307,122 @@ def _sessions_kept(store: Store, sessions: int) -> int:
         store.put_many(chain, [payload] * len(chain), timeout_s=_WAIT_S)
     store.flush(_WAIT_S)
     return sum(len(store.match(chain)) == len(chain) for chain in chains)
+
+
+def play(directory: Path, quick: bool) -> experiment.Answer:
+    size = QUICK if quick else Size()
+    plan = HybridPlan(directory, size)
+    steps = plan.steps()
+    with output.Progress("measuring", len(steps)) as progress:
+        for name, step in steps:
+            progress.label = name
+            progress.advance(0)
+            step()
+            progress.advance()
+    result = plan.result
+    return experiment.Answer(
+        document(result, size), figures(result, size), "", lambda: page(result, size)
+    )
+
+
+def document(result: Hybrid, size: Size) -> dict[str, Any]:
+    return {
+        "gap_by_turns": result.gap_by_turns,
+        "drive_scaling": result.drive_scaling,
+        "sequential_ratio": result.sequential_ratio,
+        "arrival_order_ratio": result.arrival_order_ratio,
+        "retained_ratio": result.retained_ratio,
+        "ttft_s_by_turn": result.ttft_by_turn,
+        "setting": {
+            "scale": SCALE,
+            "users": size.users,
+            "turns": size.turns,
+            "context_tokens": TOKENS,
+            "ssds": SSDS,
+            "hdds": HDDS,
+            "ssd_read_bytes_per_s": SSD_BYTES_PER_S[0],
+            "hdd_read_bytes_per_s": HDD_BYTES_PER_S[0],
+            "hdd_seek_s": HDD_SEEK_S,
+            "recompute": f"not run: {PREFILL_S} s a prompt, one after the other",
+        },
+    }
+
+
+def figures(result: Hybrid, size: Size) -> list[Figure]:
+    """The results beside what we want of them."""
+    first, last = min(result.gap_by_turns), max(result.gap_by_turns)
+    gap = result.gap_by_turns[last] / result.gap_by_turns[first]
+    found = [
+        _figure(f"gap to SSDs alone, {turns} turns", seconds, "s")
+        for turns, seconds in result.gap_by_turns.items()
+    ]
+    judged = size.turns >= max(TURNS)
+    found.append(_figure(f"gap after {last} turns, of the first", gap, "×", GAP_MAX * judged))
+    found += [
+        _figure(f"first turn, {drives} hard drives", ratio, "×", SCALING_MIN[drives], least=True)
+        for drives, ratio in result.drive_scaling.items()
+    ]
+    sequential = "returning session, of the drives' bandwidth"
+    return [
+        *found,
+        _figure(sequential, result.sequential_ratio, "×", SEQUENTIAL_MIN, least=True),
+        _figure("the same, placed as it arrived", result.arrival_order_ratio, "×"),
+        _figure("sessions kept", result.retained_ratio, "×", RETAINED_MIN, least=True),
+    ]
+
+
+def _figure(what: str, value: float, unit: str, bar: float = 0.0, *, least: bool = False) -> Figure:
+    return Figure(what, value, unit, value, value, bar or None, least)
+
+
+def page(result: Hybrid, size: Size) -> str:
+    """Two plots and how they were made."""
+    title = "kvdepot: hard drives behind SSDs (emulated drives)"
+    caption = (
+        f"Emulated drives at 1/{SCALE} of size and bandwidth, real seek times: "
+        f"{SSDS} SSDs, {HDDS} hard drives, {size.users} users with "
+        f"{TOKENS:,} tokens each. "
+        f"Recomputing was not run: {PREFILL_S} s a prompt, one after the other. "
+        f"{experiment.today()}, python benchmarks/hybrid.py --html."
+    )
+    body = "\n".join(
+        [
+            f"<h1>{escape(title)}</h1>",
+            f'<p class="lead">{escape(caption)}</p>',
+            "<h2>Time to first token, by turn</h2>",
+            f'<div class="plot">{ttft_plot(result)}</div>',
+            "<h2>Average gap between hybrid and SSDs alone, by number of turns</h2>",
+            f'<div class="plot">{gap_plot(result)}</div>',
+        ]
+    )
+    return whole(title, body)
+
+
+def ttft_plot(result: Hybrid) -> str:
+    turns = _some(len(result.ttft_by_turn["hybrid"]))
+    ways = {"recompute": "without", "ssd": "ssd", "hybrid": "with"}
+    series = [
+        Series(way, style, [result.ttft_by_turn[way][turn - 1] for turn in turns], _seconds)
+        for way, style in ways.items()
+    ]
+    return Bars("Time to first token", "s", [f"turn {turn}" for turn in turns], series).draw()
+
+
+def gap_plot(result: Hybrid) -> str:
+    gaps = result.gap_by_turns
+    names = [f"{turns} turns" if turns > 1 else "1 turn" for turns in gaps]
+    series = [Series("hybrid less SSDs alone", "with", list(gaps.values()), _seconds)]
+    notes = [_seconds(gap) for gap in gaps.values()]
+    return Bars("Gap", "s", names, series, notes=notes).draw()
+
+
+def _some(turns: int) -> Sequence[int]:
+    return [turn for turn in (1, 2, 3, 4, 5, 10, 20, 30, 40, 50) if turn <= turns]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s"
+
+
+if __name__ == "__main__":
+    experiment.main(__doc__, NEEDED_BYTES, play)
