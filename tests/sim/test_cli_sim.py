@@ -170,11 +170,3 @@ def test_mistakes_about_users_are_told(
 def test_hits_only_needs_its_input(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--trace", str(trace), "--hits-only"]) == 2
     assert "--capacity" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_hybrid_paper_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sim", "--paper", "hybrid", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["figure"] for row in rows} == {str(number) for number in range(12, 23)}
-    assert all(row["why"] for row in rows if row["fits"] == "no"), "what does not fit says why"

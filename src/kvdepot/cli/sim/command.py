@@ -58,9 +58,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, metavar="FILE", help="what to replay")
     source.add_argument("--workload", choices=["multi-turn"], help="users who ask on and on")
-    source.add_argument(
-        "--paper", choices=["hybrid"], help="a paper's experiments, beside its figures"
-    )
     parser.add_argument("--hits-only", action="store_true", help="what is hit, without times")
     parser.add_argument(
         "--capacity",

@@ -12,7 +12,6 @@ from kvdepot.cli import output
 from kvdepot.cli.sim import page as sim_page
 from kvdepot.core.units import format_decimal_bytes
 from kvdepot.errors import ConfigError
-from kvdepot.planner.hybrid_paper import reproduce
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulated import Bill, Machines, bill_of, fleet_of, parse_tiers
 from kvdepot.policy.fetching.prefill_model import PrefillPace
@@ -103,8 +102,6 @@ class Run:
 
 def run(args: argparse.Namespace, load: Load) -> int:
     parts = load_parts(args.parts)
-    if args.paper is not None:
-        return _paper(args, parts)
     machines = machines_of(args, parts)
     if args.sample is not None:
         return _sampled(args, machines, parts)
@@ -308,20 +305,3 @@ def _sampled_values(runs: list[Run]) -> dict[str, list[float]]:
 
 def _interval_cells(value: Interval) -> list[str]:
     return [f"{value.mean:.4g}", f"± {value.error:.2g}"]
-
-
-def _paper(args: argparse.Namespace, parts: Parts) -> int:
-    with output.Progress("the hybrid paper's experiments") as line:
-        rows = reproduce(parts, lambda: line.advance())
-    if args.report is not None:
-        args.report.write_text(sim_page.render_paper(rows), encoding="utf-8")
-    if args.json:
-        output.document({"paper": "hybrid", "rows": rows})
-        return 0
-    cells = [[row.figure, row.what, row.paper, row.ours, row.fits] for row in rows]
-    output.data(output.table(["figure", "what", "paper", "ours", "fits"], cells))
-    output.data("")
-    for row in rows:
-        if row.why:
-            output.data(f"{row.figure}: {row.why}")
-    return 0

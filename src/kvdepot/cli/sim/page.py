@@ -1,6 +1,5 @@
 """A page about a simulation: one file that needs nothing else."""
 
-from collections.abc import Sequence
 from html import escape
 from typing import Final
 
@@ -9,7 +8,6 @@ import numpy as np
 from kvdepot.cli.report.page import section, table, tile, whole
 from kvdepot.cli.report.svg import Bars, Series
 from kvdepot.core.units import format_decimal_bytes
-from kvdepot.planner.hybrid_paper import Row
 from kvdepot.planner.simulated import Bill, Machines
 from kvdepot.sim.measures import BINS, Findings, Spread
 from kvdepot.sim.worker import HBM
@@ -39,18 +37,6 @@ def render(name: str, found: Findings, bill: Bill, machines: Machines) -> str:
     for words, rates in _flows(found):
         parts += section(words, "Bytes a second over time, all nodes together.", rates)
     return whole(title, "\n".join(parts))
-
-
-def render_paper(rows: Sequence[Row]) -> str:
-    """The paper's statements beside ours."""
-    title = "kvdepot sim: the hybrid storage paper"
-    heads = ["figure", "what", "paper", "ours", "fits", "inputs", "why"]
-    cells = [
-        [row.figure, row.what, row.paper, row.ours, row.fits, row.inputs, row.why] for row in rows
-    ]
-    lead = "SK hynix and Seagate, 2026, figures 12 to 22: what it says, and what is simulated."
-    body = f'<h1>{title}</h1>\n<p class="lead">{lead}</p>\n'
-    return whole(title, body + table(heads, cells, numbers=False))
 
 
 def _tiles(found: Findings, bill: Bill) -> str:

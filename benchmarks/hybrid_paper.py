@@ -1,17 +1,26 @@
-"""The experiments of the hybrid storage paper (seed 000), simulated, beside its figures.
+"""The experiments of the hybrid storage paper, simulated, beside its figures 12 to 22.
 
-Its setup: DeepSeek-R1-Distill-Llama-8B on one H100 PCIe; four 3.84 TB SSDs and twelve 30 TB hard
-drives behind 25 GB/s; prompts of 21,000 tokens; turn one was written to the drives beforehand. What
-it does not say is assumed: blocks of 16 tokens (Dynamo's with vLLM), a question of 20 tokens, and
-that GPU memory keeps no more than the running requests, since the reads were seen on the drives.
+    python benchmarks/hybrid_paper.py [--parts FILE] [--report FILE] [--json]
+
+The paper: "Enabling inference at massive scale with hybrid storage for KV cache offloading" (SK
+hynix and Seagate, 2026). Its setup: DeepSeek-R1-Distill-Llama-8B on one H100 PCIe; four 3.84 TB
+SSDs and twelve 30 TB hard drives behind 25 GB/s; prompts of 21,000 tokens; turn one is on the
+drives before the start. The paper does not give the following, they are assumed: blocks of 16
+tokens (Dynamo's with vLLM), a question of 20 tokens, and a GPU memory that keeps no more than the
+running requests, since the reads were seen on the drives.
 """
 
+import argparse
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import Final
 
-from kvdepot.planner.parts import Parts
+from kvdepot.cli import output
+from kvdepot.cli.report.page import table, whole
+from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulated import Machines, fleet_of, gpu_power_w
 from kvdepot.sim.fleet import Fleet
 from kvdepot.sim.measures import Findings
@@ -43,7 +52,7 @@ TALKS: Final = MultiTurn(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Statement:
     """One statement of the paper, and what the simulation says."""
 
     figure: str
@@ -57,22 +66,22 @@ class Row:
     why: str = ""
 
 
-def reproduce(parts: Parts, step: Callable[[], None]) -> list[Row]:
+def reproduce(parts: Parts, step: Callable[[], None]) -> list[Statement]:
     """All of them; about a minute on one core."""
-    lab = Lab(parts, step)
+    experiments = Experiments(parts, step)
     return [
-        *_turns(lab),
-        *_users(lab),
-        *_hybrid(lab),
+        *_turns(experiments),
+        *_users(experiments),
+        *_hybrid(experiments),
         *_capacity(parts),
-        *_closing(lab),
-        *_bandwidth(lab),
-        *_drives(lab),
-        *_prefill(lab, parts),
+        *_closing(experiments),
+        *_bandwidth(experiments),
+        *_drives(experiments),
+        *_prefill(experiments, parts),
     ]
 
 
-class Lab:
+class Experiments:
     """Runs the paper's machines."""
 
     def __init__(self, parts: Parts, step: Callable[[], None]) -> None:
@@ -149,15 +158,15 @@ def _fits_share(ours: float, paper: float) -> str:
     return "yes" if off <= 0.05 else "about" if off <= 0.15 else "no"
 
 
-def _turns(lab: Lab) -> list[Row]:
+def _turns(experiments: Experiments) -> list[Statement]:
     talks = replace(TALKS, turns=15, qps=0.1)
-    cold, warm = lab.recompute(talks), lab.ssd(talks)
+    cold, warm = experiments.recompute(talks), experiments.ssd(talks)
     first, last = (_turn_ttft(warm, turn, 15) for turn in (0, 14))
     before, after = (_turn_ttft(cold, turn, 15) for turn in (0, 14))
     inputs = "15 users, QPS 0.1 (assumed, as in figure 11), 15 turns"
     stable = "yes" if last / first < 1.2 else "no"
     return [
-        Row(
+        Statement(
             "12",
             "TTFT turn 1 → 15, recompute",
             "grows",
@@ -165,7 +174,7 @@ def _turns(lab: Lab) -> list[Row]:
             "yes" if after > before else "no",
             inputs,
         ),
-        Row(
+        Statement(
             "12",
             "TTFT turn 1 → 15, SSD × 4",
             "stable",
@@ -176,17 +185,17 @@ def _turns(lab: Lab) -> list[Row]:
     ]
 
 
-def _users(lab: Lab) -> list[Row]:
+def _users(experiments: Experiments) -> list[Statement]:
     few, many = (replace(TALKS, users=users) for users in (10, 50))
-    cold = _ttft(lab.recompute(many)) / _ttft(lab.recompute(few))
-    warm = _ttft(lab.ssd(many)) / _ttft(lab.ssd(few))
-    rising = [lab.recompute(replace(one, qps=one.users / 15.0)) for one in (few, many)]
+    cold = _ttft(experiments.recompute(many)) / _ttft(experiments.recompute(few))
+    warm = _ttft(experiments.ssd(many)) / _ttft(experiments.ssd(few))
+    rising = [experiments.recompute(replace(one, qps=one.users / 15.0)) for one in (few, many)]
     other = _ttft(rising[1]) / _ttft(rising[0])
     inputs = "QPS 1 (assumed, as in figures 14 to 18), 10 turns"
     stable = "yes" if warm < 1.2 else "about" if warm < 2.0 else "no"
     why = f"the rate is not given; if each user asks every 15 s instead, it is {other:.0f} ×"
     return [
-        Row(
+        Statement(
             "13",
             "TTFT 10 → 50 users, recompute",
             "20 ×",
@@ -195,17 +204,17 @@ def _users(lab: Lab) -> list[Row]:
             inputs,
             why,
         ),
-        Row("13", "TTFT 10 → 50 users, SSD × 4", "stable", f"{warm:.1f} ×", stable, inputs),
+        Statement("13", "TTFT 10 → 50 users, SSD × 4", "stable", f"{warm:.1f} ×", stable, inputs),
     ]
 
 
-def _hybrid(lab: Lab) -> list[Row]:
-    cold, warm = lab.recompute(TALKS), lab.hybrid(TALKS)
+def _hybrid(experiments: Experiments) -> list[Statement]:
+    cold, warm = experiments.recompute(TALKS), experiments.hybrid(TALKS)
     ttft, end = _ttft(warm) / _ttft(cold) - 1.0, _end(warm) / _end(cold) - 1.0
     inputs = "15 users, QPS 1, 10 turns, 100 tokens of answer"
     drop = f"{_ttft(cold):.2f} → {_ttft(warm):.2f} s"
     return [
-        Row(
+        Statement(
             "14",
             "TTFT, hybrid against recompute",
             "−95 %",
@@ -216,7 +225,7 @@ def _hybrid(lab: Lab) -> list[Row]:
             "of 7.6 s at one turn (figure 18) over 10 turns is 0.76 s, which is 5 % only of a "
             "recompute mean of 15 s or more",
         ),
-        Row(
+        Statement(
             "15",
             "end to end, hybrid against recompute",
             "−80 %",
@@ -228,14 +237,14 @@ def _hybrid(lab: Lab) -> list[Row]:
     ]
 
 
-def _capacity(parts: Parts) -> list[Row]:
+def _capacity(parts: Parts) -> list[Statement]:
     ssd, hdd = parts.tiers["ssd"], parts.tiers["hdd"]
     small, raw = SSDS * ssd.unit, DRIVES * hdd.unit
     mirrored = raw / 2 / small
     price = SSDS * (ssd.price + ssd.slot_price) + DRIVES * (hdd.price + hdd.slot_price)
     each = price / (raw / 2) / ((ssd.price + ssd.slot_price) / ssd.unit) - 1.0
     return [
-        Row(
+        Statement(
             "16",
             "capacity of hybrid against SSD × 4",
             "11 ×",
@@ -244,7 +253,7 @@ def _capacity(parts: Parts) -> list[Row]:
             "table 1: 12 × 30 TB against 4 × 3.84 TB",
             "360 TB over 15.36 TB is 23; 11 follows only if the RAID mirrors, which is not said",
         ),
-        Row(
+        Statement(
             "17",
             "cost of a byte kept",
             "−75 %",
@@ -255,13 +264,13 @@ def _capacity(parts: Parts) -> list[Row]:
     ]
 
 
-def _closing(lab: Lab) -> list[Row]:
+def _closing(experiments: Experiments) -> list[Statement]:
     rows, inputs = [], "15 users, QPS 1, 100 tokens of answer"
     for turns, paper in ((1, 7.6), (10, None), (50, 0.35)):
         talks = replace(TALKS, turns=turns)
-        gap = _ttft(lab.hybrid(talks)) - _ttft(lab.ssd(talks))
+        gap = _ttft(experiments.hybrid(talks)) - _ttft(experiments.ssd(talks))
         rows.append(
-            Row(
+            Statement(
                 "18",
                 f"TTFT of hybrid beyond SSD × 4, {turns} turns",
                 f"{paper} s" if paper else "falls",
@@ -277,14 +286,16 @@ def _closing(lab: Lab) -> list[Row]:
     return rows
 
 
-def _bandwidth(lab: Lab) -> list[Row]:
+def _bandwidth(experiments: Experiments) -> list[Statement]:
     rows = []
     for seconds, paper in ((100, 0.88), (1000, 0.15)):
         talks = replace(TALKS, turns=round(seconds * 4.0 / USERS), qps=4.0)
-        slow, fast = (_read_rate(run(talks), seconds) for run in (lab.hybrid, lab.ssd))
+        slow, fast = (
+            _read_rate(run(talks), seconds) for run in (experiments.hybrid, experiments.ssd)
+        )
         gap = 1.0 - slow / fast
         rows.append(
-            Row(
+            Statement(
                 "19",
                 f"read bandwidth of hybrid below SSD × 4, {seconds} s",
                 f"{paper:.0%}",
@@ -309,15 +320,15 @@ def _read_rate(found: Findings, seconds: float) -> float:
 DRIVES_INPUTS: Final = "15 users, QPS 1, one turn, no SSD"
 
 
-def _drives(lab: Lab) -> list[Row]:
+def _drives(experiments: Experiments) -> list[Statement]:
     talks = replace(TALKS, turns=1)
-    found = {count: lab.drives(talks, count) for count in (4, 8, 12, 24, 36, 48)}
+    found = {count: experiments.drives(talks, count) for count in (4, 8, 12, 24, 36, 48)}
     times = {count: _ttft(one) for count, one in found.items()}
-    speed = {count: lab.drive_rate(count) / lab.drive_rate(4) for count in (8, 12)}
+    speed = {count: experiments.drive_rate(count) / experiments.drive_rate(4) for count in (8, 12)}
     falls = {count: times[count] / times[12] - 1.0 for count in (24, 36, 48)}
-    full = 25e9 / lab.drive_rate(1)
+    full = 25e9 / experiments.drive_rate(1)
     return [
-        Row(
+        Statement(
             "20",
             "read rate of 8 and 12 drives against 4",
             "2 ×, 3 ×",
@@ -327,7 +338,7 @@ def _drives(lab: Lab) -> list[Row]:
             f"TTFT falls {times[4] / times[8]:.1f} × and {times[4] / times[12]:.1f} ×: queues "
             "shorten faster than the rate grows",
         ),
-        Row(
+        Statement(
             "20",
             "TTFT, 12 → 24 drives",
             "−50 %",
@@ -336,7 +347,7 @@ def _drives(lab: Lab) -> list[Row]:
             DRIVES_INPUTS,
             QUEUE_WHY,
         ),
-        Row(
+        Statement(
             "20",
             "TTFT, 12 → 36 drives and more",
             "−60 %",
@@ -345,7 +356,7 @@ def _drives(lab: Lab) -> list[Row]:
             DRIVES_INPUTS,
             QUEUE_WHY,
         ),
-        Row(
+        Statement(
             "20",
             "where the network's 25 GB/s caps",
             "36 drives",
@@ -355,17 +366,17 @@ def _drives(lab: Lab) -> list[Row]:
             "36 drives read at most 36 × 275 MB/s = 9.9 GB/s, so nothing is capped yet; TTFT with "
             f"48: {_percent(falls[48])}",
         ),
-        *_demand(lab, found),
+        *_demand(experiments, found),
     ]
 
 
-def _demand(lab: Lab, found: Mapping[int, Findings]) -> list[Row]:
+def _demand(experiments: Experiments, found: Mapping[int, Findings]) -> list[Statement]:
     """What the GPU asks of the drives."""
-    share = {count: _share(found[count], lab.drive_rate(count)) for count in (4, 12)}
+    share = {count: _share(found[count], experiments.drive_rate(count)) for count in (4, 12)}
     prompt = found[4].tiers[0].bytes_read / USERS
-    enough = ceil(prompt * TALKS.qps / lab.drive_rate(1))
+    enough = ceil(prompt * TALKS.qps / experiments.drive_rate(1))
     return [
-        Row(
+        Statement(
             "21",
             "highest above average read rate, 4 and 12 drives",
             "2 ×, 1.2 ×",
@@ -374,7 +385,7 @@ def _demand(lab: Lab, found: Mapping[int, Findings]) -> list[Row]:
             DRIVES_INPUTS,
             "in the model a queue keeps the drives at their highest rate all the time",
         ),
-        Row(
+        Statement(
             "21",
             "drives that meet the GPU's demand",
             "24",
@@ -392,14 +403,14 @@ def _share(found: Findings, most: float) -> float:
     return found.tiers[-1].bytes_read / seconds / most
 
 
-def _prefill(lab: Lab, parts: Parts) -> list[Row]:
+def _prefill(experiments: Experiments, parts: Parts) -> list[Statement]:
     talks = replace(TALKS, answer_tokens=2)
-    cold, warm = lab.recompute(talks).gpu_busy, lab.hybrid(talks).gpu_busy
+    cold, warm = experiments.recompute(talks).gpu_busy, experiments.hybrid(talks).gpu_busy
     gpu = parts.gpu(BASE.gpu)
     watts = gpu_power_w(gpu, warm) / gpu_power_w(gpu, cold) - 1.0
     inputs = "15 users, QPS 1, 10 turns, 2 tokens of answer"
     return [
-        Row(
+        Statement(
             "22",
             "GPU utilisation in prefill",
             "−76 %",
@@ -408,7 +419,7 @@ def _prefill(lab: Lab, parts: Parts) -> list[Row]:
             inputs,
             "ours counts steps only; the paper's counter perhaps also runs while KV is copied in",
         ),
-        Row(
+        Statement(
             "22",
             "GPU power",
             "−52 %",
@@ -418,3 +429,41 @@ def _prefill(lab: Lab, parts: Parts) -> list[Row]:
             "60 W idle and 350 W busy, linear between (assumed); copies draw power too",
         ),
     ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", type=Path, metavar="FILE", help="what the tiers and GPUs can do")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page here")
+    output.add_json_flag(parser)
+    args = parser.parse_args()
+    with output.Progress("the hybrid paper's experiments") as line:
+        rows = reproduce(load_parts(args.parts), lambda: line.advance())
+    if args.report is not None:
+        args.report.write_text(page(rows), encoding="utf-8")
+    if args.json:
+        output.document({"paper": "hybrid", "rows": rows})
+        return 0
+    cells = [[row.figure, row.what, row.paper, row.ours, row.fits] for row in rows]
+    output.data(output.table(["figure", "what", "paper", "ours", "fits"], cells))
+    output.data("")
+    for row in rows:
+        if row.why:
+            output.data(f"{row.figure}: {row.why}")
+    return 0
+
+
+def page(rows: list[Statement]) -> str:
+    """The paper's statements beside ours, as HTML."""
+    title = "kvdepot sim: the hybrid storage paper"
+    heads = ["figure", "what", "paper", "ours", "fits", "inputs", "why"]
+    cells = [
+        [row.figure, row.what, row.paper, row.ours, row.fits, row.inputs, row.why] for row in rows
+    ]
+    lead = "SK hynix and Seagate, 2026, figures 12 to 22: what it says, and what is simulated."
+    body = f'<h1>{title}</h1>\n<p class="lead">{lead}</p>\n'
+    return whole(title, body + table(heads, cells, numbers=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
