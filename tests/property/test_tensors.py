@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.adapters.tensors import KVTensors, Pieces, host
+from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 POISON = 0xEE
@@ -252,7 +252,7 @@ def test_payload_is_that_of_the_contents(case: tuple[Contents, list[str], Place,
     cache = place.cache(POISON)
     put(contents, place, cache)
     payload = bytearray(cache.pieces.nbytes)
-    host.gather(cache.pieces, payload)
+    HostMover().offload([cache.pieces], [payload])
     assert bytes(payload) == contents.payload(order)
     assert cache.pieces.nbytes == cache.pieces.layer_bytes * contents.layers
 
@@ -264,7 +264,7 @@ def test_scatter_into_any_other_layout_is_the_inverse(
     contents, order, _, place = case
     payload = contents.payload(order)
     cache, expected = place.cache(POISON), place.cache(POISON)
-    host.scatter(cache.pieces, payload)
+    HostMover().onboard([payload], [cache.pieces])
     put(contents, place, expected)
     assert raw(cache.storage) == raw(expected.storage), "and nothing else was touched"
 
@@ -280,7 +280,7 @@ def test_a_range_of_layers_is_that_range_of_the_payload(
     stop = data.draw(st.integers(start + 1, contents.layers))
     some = cache.pieces.layers(start, stop)
     payload = bytearray(some.nbytes)
-    host.gather(some, payload)
+    HostMover().offload([some], [payload])
     layer_bytes = cache.pieces.layer_bytes
     assert bytes(payload) == contents.payload(order)[start * layer_bytes : stop * layer_bytes]
 

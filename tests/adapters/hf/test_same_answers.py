@@ -253,7 +253,7 @@ def test_wrong_kv_changes_the_answer(memory: Store, monkeypatch: pytest.MonkeyPa
             expected = depot_model(ids).logits[:, -1]
             depot_model.flush()
             with monkeypatch.context() as patch:
-                patch.setattr("kvdepot.adapters.tensors.host.scatter", lambda pieces, view: None)
+                patch.setattr("kvdepot.native.scatter", lambda records, view: None)
                 patch.setattr("torch.empty", torch.zeros)
                 found = depot_model(ids).logits[:, -1]
         assert depot_model.last.rows[0].fetched, kind

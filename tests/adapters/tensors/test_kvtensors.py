@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvdepot.adapters.tensors import KVTensors, Pieces, host
+from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces
 from kvdepot.errors import BadBufferError, ConfigError
 
 PAGES, PAGE, HEADS, DIM = 5, 4, 2, 8
@@ -30,7 +30,7 @@ def contiguous(tokens: int = 12, batch: int = 3) -> list[tuple[torch.Tensor, tor
 
 def gathered(pieces: Pieces) -> torch.Tensor:
     payload = bytearray(pieces.nbytes)
-    host.gather(pieces, payload)
+    HostMover().offload([pieces], [payload])
     return torch.frombuffer(payload, dtype=torch.float32)
 
 

@@ -1,8 +1,9 @@
 """kvdepot under a real vLLM with a real model: `python tests/adapters/vllm/e2e.py --json`.
 
 Makes an environment with vLLM and the model in the cache folder when they are missing, runs the
-scenarios of `support/real_vllm.py` in processes of their own, and prints one line for each point of what must
-hold; with --json each line is an object, and the last one has them all. Exit status 1 if one fails.
+scenarios of `support/real_vllm.py` in processes of their own, and prints one line for each point
+of what must hold; with --json each line is an object, and the last one has them all. Exit status 1
+if one fails.
 """
 
 import argparse
@@ -54,7 +55,13 @@ class Run:
     def scenario(self, name: str, depot: str, *more: str, killed: bool = False) -> Seen:
         """Run one of real_vllm.py's scenarios; what it has seen."""
         out = self.folder / f"{name}-{len(list(self.folder.glob('*.json')))}.json"
-        command = [str(self.python), str(ROOT / "tests" / "support" / "real_vllm.py"), name, "--model", str(self.model)]
+        command = [
+            str(self.python),
+            str(ROOT / "tests" / "support" / "real_vllm.py"),
+            name,
+            "--model",
+            str(self.model),
+        ]
         command += ["--depot", str(self.folder / depot), "--out", str(out)]
         command += ["--reference", str(self.folder / "reference-0.json"), *more]
         log = out.with_suffix(".log")
@@ -315,7 +322,13 @@ def tokens_of(run: Run, count: int) -> list[int]:
 def tiny_model(run: Run, kind: str) -> Path:
     """A small random model: its heads divide by two."""
     target = run.folder / f"tiny {kind}"
-    command = [str(run.python), str(ROOT / "tests" / "support" / "tiny_models.py"), kind, str(run.model), str(target)]
+    command = [
+        str(run.python),
+        str(ROOT / "tests" / "support" / "tiny_models.py"),
+        kind,
+        str(run.model),
+        str(target),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return target
 

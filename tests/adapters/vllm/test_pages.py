@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from kvdepot.adapters.tensors import host
+from kvdepot.adapters.tensors import HostMover
 from kvdepot.adapters.vllm.pages import as_bytes_lie, page_tensors
 from kvdepot.errors import ModelError
 
@@ -30,7 +30,7 @@ def test_a_page_comes_out_as_it_lies(inner: tuple[int, ...]) -> None:
     tensor = cache((0, *inner))
     tensors = page_tensors({"a": tensor}, ["a"], PAGES)
     payload = bytearray(tensors.pages([2]).nbytes)
-    host.gather(tensors.pages([2]), payload)
+    HostMover().offload([tensors.pages([2])], [payload])
     size = HEADS * TOKENS * WIDTH
     flat = tensor.as_strided([PAGES * size], [1])
     assert bytes(payload) == flat[2 * size : 3 * size].numpy().tobytes()
@@ -43,8 +43,8 @@ def test_every_layout_goes_out_and_in(order: tuple[int, ...]) -> None:
     assert source.shape == (PAGES, HEADS, TOKENS, WIDTH)
     ours, theirs = (page_tensors({"a": one}, ["a"], PAGES) for one in (source, target))
     payload = bytearray(ours.pages([3, 1]).nbytes)
-    host.gather(ours.pages([3, 1]), payload)
-    host.scatter(theirs.pages([0, 4]), payload)
+    HostMover().offload([ours.pages([3, 1])], [payload])
+    HostMover().onboard([payload], [theirs.pages([0, 4])])
     assert torch.equal(target[0], source[3])
     assert torch.equal(target[4], source[1])
     assert not target[1:4].any()
@@ -54,7 +54,7 @@ def test_padding_between_pages_is_left_alone() -> None:
     padded = torch.zeros(PAGES, 2 * TOKENS * WIDTH)
     tensor = padded.as_strided([PAGES, 1, TOKENS, WIDTH], [2 * TOKENS * WIDTH, WIDTH, WIDTH, 1])
     tensors = page_tensors({"a": tensor}, ["a"], PAGES)
-    host.scatter(tensors.pages([1]), b"\x01" * (TOKENS * WIDTH * 4))
+    HostMover().onboard([b"\x01" * (TOKENS * WIDTH * 4)], [tensors.pages([1])])
     assert padded[1, : TOKENS * WIDTH].any()
     assert not padded[1, TOKENS * WIDTH :].any()
 

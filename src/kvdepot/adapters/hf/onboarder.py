@@ -15,7 +15,7 @@ from kvdepot.adapters.hf.caches import KV
 from kvdepot.adapters.hf.groups import ORDER, Group
 from kvdepot.adapters.hf.prefix import Chains, longest
 from kvdepot.adapters.hf.prompts import Prompt
-from kvdepot.adapters.tensors import Arrivals, BlockMover, KVTensors, Pieces
+from kvdepot.adapters.tensors import BlockMover, KVTensors, OnboardTicket, Pieces
 from kvdepot.core.block import MISS, BlockKey, Got
 from kvdepot.store.read.lease import Lease
 from kvdepot.store.read.request import Arrival
@@ -67,7 +67,7 @@ class Landing:
     tiers: dict[int, dict[int, str]] = field(default_factory=dict)
     """For each group the tier that each block came from."""
     misses: Counter[str] = field(default_factory=Counter)
-    arrivals: dict[int, list[Arrivals]] = field(default_factory=dict)
+    arrivals: dict[int, list[OnboardTicket]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
 
     def wait(self, group: int, layer: int) -> None:
@@ -203,7 +203,7 @@ class Sink:
         self._block_tokens = group.block_tokens
         self._tensors = KVTensors(list(tensors), AXES, order=ORDER)
         self._first, self._offset, self._batch = place
-        self.under_way: list[Arrivals] = []
+        self.under_way: list[OnboardTicket] = []
 
     def __call__(self, arrivals: list[Arrival]) -> None:
         pieces = [self._pieces(arrival.index) for arrival in arrivals]

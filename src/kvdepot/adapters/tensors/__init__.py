@@ -1,27 +1,31 @@
 """KV tensors of any engine on one side, block payloads on the other.
 
-`KVTensors` says where a block's bytes lie in an engine's tensors; a mover carries them to and from
+`KVTensors` says where a block's bytes lie in an engine's tensors; a mover copies them to and from
 the memory of a store. Importing this needs torch, but neither CUDA nor triton.
 """
 
 from typing import TYPE_CHECKING
 
-from kvdepot.adapters.tensors.host import HostMover
-from kvdepot.adapters.tensors.kvtensors import KVTensors
-from kvdepot.adapters.tensors.mover import Arrivals, BlockMover, Ticket, open_mover
-from kvdepot.adapters.tensors.pieces import Pieces
+from kvdepot.adapters.tensors.kvtensors import KVTensors, Pieces
+from kvdepot.adapters.tensors.mover import (
+    BlockMover,
+    HostMover,
+    OffloadTicket,
+    OnboardTicket,
+    open_mover,
+)
 
 if TYPE_CHECKING:
     from kvdepot.adapters.tensors.cuda import Mover
 
 __all__ = [
-    "Arrivals",
     "BlockMover",
     "HostMover",
     "KVTensors",
     "Mover",
+    "OffloadTicket",
+    "OnboardTicket",
     "Pieces",
-    "Ticket",
     "open_mover",
 ]
 

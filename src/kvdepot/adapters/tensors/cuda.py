@@ -7,33 +7,41 @@ buffer on the device, which takes microseconds, and crosses the bus in one copy 
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from kvdepot.adapters.tensors import plan, tile
-from kvdepot.adapters.tensors.host import Done
-from kvdepot.adapters.tensors.lane import Lane
-from kvdepot.adapters.tensors.mover import Arrivals, Ticket
+from kvdepot.adapters.tensors import slices
+from kvdepot.adapters.tensors.kvtensors import (
+    PIECE_BYTES_MAX,
+    Addresses,
+    Pieces,
+    check_device,
+    check_pairs,
+    check_view,
+)
+from kvdepot.adapters.tensors.mover import BlockMover, Done, OffloadTicket, OnboardTicket
 from kvdepot.adapters.tensors.pagelock import LockedMemory, PageLockError
-from kvdepot.adapters.tensors.pieces import Addresses, Pieces, check_device, check_pairs, check_view
-from kvdepot.adapters.tensors.template import PIECE_BYTES_MAX
 
 SLICE_BYTES: Final = 32 << 20
 _GROUP_SLICES: Final = 8
 _LOOK_S: Final = 50e-6
 _LOOK_LAZILY_S: Final = 500e-6
-"""Nobody waits for an offload, and each look takes the interpreter lock from the engine."""
+"""Nothing waits for an offload, and each look takes the interpreter lock from the engine."""
+BUFFERS: Final = 3
+_STREAM_PRIORITY: Final = -1
+"""Before the model's: their kernels are short, and the bus idles until they have run."""
 
 
 @dataclass(frozen=True, slots=True)
-class CudaTicket:
-    """An offload under way; see `Ticket`."""
+class CudaOffloadTicket:
+    """An offload under way; see `OffloadTicket`."""
 
     device: torch.device
     read: torch.cuda.Event
@@ -49,8 +57,8 @@ class CudaTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaArrivals:
-    """An onboard under way; see `Arrivals`."""
+class CudaOnboardTicket:
+    """An onboard under way; see `OnboardTicket`."""
 
     device: torch.device
     events: Sequence[torch.cuda.Event]
@@ -66,7 +74,75 @@ class CudaArrivals:
         _sleep_until(self.events[-1])
 
 
-class Mover:
+@dataclass(slots=True)
+class StagingBuffer:
+    """Staging memory on the device."""
+
+    memory: torch.Tensor
+    filled: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    drained: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+
+class CopyPipeline:
+    """One direction between the device and the host: two streams with staging buffers between them.
+
+    The first stream fills a buffer, the second drains it, and events keep them apart, so that the
+    kernels of one slice run while the copy engine moves another.
+    """
+
+    def __init__(self, device: torch.device, slice_bytes: int) -> None:
+        self.fill, self.drain = _stream(device), _stream(device)
+        self.lock = threading.RLock()
+        self._turn = 0
+        # Memory of the stream's own pool: no other stream can still be using it.
+        with torch.cuda.stream(self.fill):
+            self._buffers = [
+                StagingBuffer(torch.empty(slice_bytes, dtype=torch.uint8, device=device))
+                for _ in range(BUFFERS)
+            ]
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Give work, one thread at a time; after an exception nothing is under way."""
+        with self.lock:
+            try:
+                yield
+            except BaseException:
+                self.synchronize()
+                raise
+
+    def next_buffer(self) -> StagingBuffer:
+        """The buffer that was used longest ago."""
+        self._turn += 1
+        return self._buffers[self._turn % BUFFERS]
+
+    @contextmanager
+    def filling(self, buffer: StagingBuffer) -> Iterator[torch.Tensor]:
+        """The fill stream is current, and comes to this when the buffer is free."""
+        with torch.cuda.stream(self.fill):
+            buffer.drained.wait()
+            yield buffer.memory
+            buffer.filled.record()
+
+    @contextmanager
+    def draining(self, buffer: StagingBuffer) -> Iterator[torch.Tensor]:
+        """The drain stream is current, and comes to this when the buffer is full."""
+        with torch.cuda.stream(self.drain):
+            buffer.filled.wait()
+            yield buffer.memory
+            buffer.drained.record()
+
+    def synchronize(self) -> None:
+        """Block until nothing is under way."""
+        self.fill.synchronize()
+        self.drain.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+        self._buffers.clear()
+
+
+class Mover(BlockMover):
     """Moves blocks between the tensors on one device and page-locked payloads; see `BlockMover`.
 
     Holds two times three staging buffers of `slice_bytes` on the device. Raises PageLockError when
@@ -88,68 +164,66 @@ class Mover:
         self._slice_bytes = max(slice_bytes, PIECE_BYTES_MAX)
         # What a caller's inference mode creates could not be written outside of it.
         with torch.inference_mode(mode=False):
-            self._down = Lane(self.device, self._slice_bytes)
-            self._up = Lane(self.device, self._slice_bytes)
+            self._down = CopyPipeline(self.device, self._slice_bytes)
+            self._up = CopyPipeline(self.device, self._slice_bytes)
             self._compile()
             self._memory = _locked(memory, self.device)
 
-    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> Ticket:
-        """See `BlockMover.offload`."""
+    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> OffloadTicket:
         if not pieces and not views:
             return Done()
         ready = torch.cuda.current_stream(self.device).record_event()
-        lane = self._down
-        with lane.use():
+        pipe = self._down
+        with pipe.use():
             hosts = self._hosts(pieces, views, writable=True)
-            _keep_until_done(pieces, lane.fill)
-            lane.fill.wait_event(ready)
+            _keep_until_done(pieces, pipe.fill)
+            pipe.fill.wait_event(ready)
             # Some blocks at a time: the bus starts on the first ones while the rest is prepared.
             group = max(1, _GROUP_SLICES * self._slice_bytes // pieces[0].nbytes)
             for start in range(0, len(pieces), group):
                 self._offload(pieces[start : start + group], hosts[start : start + group])
-            return CudaTicket(self.device, _recorded(lane.fill), _recorded(lane.drain))
+            return CudaOffloadTicket(self.device, _recorded(pipe.fill), _recorded(pipe.drain))
 
     def _offload(self, pieces: Sequence[Pieces], hosts: Sequence[torch.Tensor]) -> None:
-        lane, shape = self._down, plan.Shape.of(pieces)
-        table, words = self._table(plan.address_table(pieces), shape, lane.fill)
-        (step,) = plan.steps(shape, shape.layers, self._slice_bytes)
+        pipe, shape = self._down, slices.BatchShape.of(pieces)
+        table, words = self._table(slices.address_table(pieces), shape, pipe.fill)
+        (step,) = slices.steps(shape, shape.layers, self._slice_bytes)
         for part in step.slices:
-            buffer = lane.next_buffer()
-            with lane.filling(buffer) as staging:
+            buffer = pipe.next_buffer()
+            with pipe.filling(buffer) as staging:
                 self._kernels.gather(table, staging, words, part)
-            with lane.draining(buffer) as staging:
+            with pipe.draining(buffer) as staging:
                 for host, packed in _sides(part, hosts, staging):
                     host.copy_(packed, non_blocking=True)
 
     def onboard(
         self, views: Sequence[Any], pieces: Sequence[Pieces], *, layers_per_step: int | None = None
-    ) -> Arrivals:
-        """See `BlockMover.onboard`."""
+    ) -> OnboardTicket:
         if not pieces and not views:
             return Done()
         ready = torch.cuda.current_stream(self.device).record_event()
-        lane = self._up
-        with lane.use():
+        pipe = self._up
+        with pipe.use():
             hosts = self._hosts(pieces, views, writable=False)
-            shape = plan.Shape.of(pieces)
-            layers = plan.choose_layers_per_step(shape, layers_per_step)
-            _keep_until_done(pieces, lane.drain)
-            lane.drain.wait_event(ready)
+            shape = slices.BatchShape.of(pieces)
+            layers = slices.choose_layers_per_step(shape, layers_per_step)
+            _keep_until_done(pieces, pipe.drain)
+            pipe.drain.wait_event(ready)
             events = []
-            for step in plan.steps(shape, layers, self._slice_bytes):
-                addresses = plan.address_table(pieces, step.layers)
+            for step in slices.steps(shape, layers, self._slice_bytes):
+                addresses = slices.address_table(pieces, step.layers)
                 # On the fill stream: it would wait behind that stream's copies otherwise.
-                table, words = self._table(addresses, shape, lane.fill)
-                table.record_stream(lane.drain)
+                table, words = self._table(addresses, shape, pipe.fill)
+                table.record_stream(pipe.drain)
                 for part in step.slices:
-                    buffer = lane.next_buffer()
-                    with lane.filling(buffer) as staging:
+                    buffer = pipe.next_buffer()
+                    with pipe.filling(buffer) as staging:
                         for host, packed in _sides(part, hosts, staging):
                             packed.copy_(host, non_blocking=True)
-                    with lane.draining(buffer) as staging:
+                    with pipe.draining(buffer) as staging:
                         self._kernels.scatter(table, staging, words, part)
-                events.append(_recorded(lane.drain))
-            return CudaArrivals(self.device, events, layers)
+                events.append(_recorded(pipe.drain))
+            return CudaOnboardTicket(self.device, events, layers)
 
     def close(self) -> None:
         """Wait for everything under way, unlock the memory, give the staging buffers back."""
@@ -157,17 +231,6 @@ class Mover:
             self._down.close()
             self._up.close()
             self._memory.close()
-
-    def __enter__(self) -> Mover:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _hosts(
         self, blocks: Sequence[Pieces], views: Sequence[Any], *, writable: bool
@@ -182,28 +245,30 @@ class Mover:
         return hosts
 
     def _table(
-        self, addresses: Addresses, shape: plan.Shape, stream: torch.cuda.Stream
-    ) -> tuple[torch.Tensor, tile.Tile]:
+        self, addresses: Addresses, shape: slices.BatchShape, stream: torch.cuda.Stream
+    ) -> tuple[torch.Tensor, slices.Tile]:
         """The addresses on the device, and how their pieces are cut. They must come from
         page-locked memory: a copy from elsewhere would block the caller until the stream comes
         to it."""
         pinned = torch.from_numpy(addresses).pin_memory()
         with torch.cuda.stream(stream):
             table = pinned.to(self.device, non_blocking=True)
-        return table, tile.choose(addresses, shape.piece_bytes)
+        return table, slices.choose_tile(addresses, shape.piece_bytes)
 
     def _compile(self) -> None:
         """Run both kernels once, as they are for large pieces, rather than in the first request."""
-        lane = self._up
-        place = lane.next_buffer().memory[: tile.TILE_BYTES]
+        pipe = self._up
+        place = pipe.next_buffer().memory[: slices.TILE_BYTES]
         addresses = np.array([place.data_ptr()], np.int64)
-        table, words = self._table(addresses, plan.Shape(1, 1, 1, tile.TILE_BYTES), lane.drain)
-        part = plan.Slice(first=0, count=1, segments=())
-        with torch.cuda.stream(lane.drain):
-            staging = lane.next_buffer().memory
+        table, words = self._table(
+            addresses, slices.BatchShape(1, 1, 1, slices.TILE_BYTES), pipe.drain
+        )
+        part = slices.StagingSlice(first=0, count=1, ranges=())
+        with torch.cuda.stream(pipe.drain):
+            staging = pipe.next_buffer().memory
             self._kernels.gather(table, staging, words, part)
             self._kernels.scatter(table, staging, words, part)
-        lane.synchronize()
+        pipe.synchronize()
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -223,8 +288,7 @@ def _locked(memory: Sequence[memoryview], device: torch.device) -> LockedMemory:
 
 
 def _forget_error(device: torch.device) -> None:
-    """The runtime keeps the code of a refused call, and whoever launches the next kernel would be
-    told of it. Launch one here."""
+    """Launch a kernel: the runtime reports the code of a refused call at the next launch."""
     try:
         torch.empty(1, device=device).fill_(1)
     except RuntimeError:
@@ -240,16 +304,20 @@ def _keep_until_done(blocks: Sequence[Pieces], stream: torch.cuda.Stream) -> Non
 
 
 def _sides(
-    part: plan.Slice, hosts: Sequence[torch.Tensor], staging: torch.Tensor
+    part: slices.StagingSlice, hosts: Sequence[torch.Tensor], staging: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each segment of a slice, in the payload and in the staging buffer."""
+    """Each range of a slice, in the payload and in the staging buffer."""
     return [
         (
-            hosts[segment.block].narrow(0, segment.payload_at, segment.nbytes),
-            staging.narrow(0, segment.staging_at, segment.nbytes),
+            hosts[staged.block].narrow(0, staged.payload_at, staged.nbytes),
+            staging.narrow(0, staged.staging_at, staged.nbytes),
         )
-        for segment in part.segments
+        for staged in part.ranges
     ]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=_STREAM_PRIORITY)  # type: ignore[no-untyped-call]
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from kvdepot.adapters.tensors.plan import Slice
-from kvdepot.adapters.tensors.tile import TILE_BYTES, Tile
+from kvdepot.adapters.tensors.slices import TILE_BYTES, StagingSlice, Tile
 from kvdepot.errors import ExtraMissingError
 
 try:
@@ -55,18 +54,18 @@ def _scatter(  # type: ignore[no-untyped-def]
     tl.store(piece[:, None] + cols[None, :], tl.load(packed, mask=kept), mask=kept)
 
 
-def gather(table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: Slice) -> None:
+def gather(table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice) -> None:
     """Pack the pieces of `part` of the address `table` into `staging`, on the current stream."""
     _launch(_gather, table, staging, tile, part)
 
 
-def scatter(table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: Slice) -> None:
+def scatter(table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice) -> None:
     """The inverse of `gather`."""
     _launch(_scatter, table, staging, tile, part)
 
 
 def _launch(
-    kernel: Any, table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: Slice
+    kernel: Any, table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice
 ) -> None:
     kernel[tile.grid(part.count)](
         table,

@@ -1,21 +1,70 @@
-"""An engine's KV tensors, described by the names of their axes."""
+"""An engine's KV tensors, described by the names of their axes, and where each block lies in them.
+
+A block is a table of equal pieces of memory, in payload order, for any strides. A run is the
+longest stretch that is contiguous in a tensor and in the payload; a piece is the greatest common
+divisor of the runs of all planes and layers. Only the block's first token, or its pages, change
+from block to block: the rest (`Template`) is computed once.
+
+The axes batch and page only select and are no part of the payload. "token" in an order stands for
+page and token together, so a payload does not depend on how an engine cuts its pages.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvdepot.adapters.tensors.axes import DEFAULT_ORDER, NAMES, parse, payload_order, tensor_axes
-from kvdepot.adapters.tensors.pieces import Addresses, Pieces
-from kvdepot.adapters.tensors.template import Plane, Template, build
+from kvdepot import native
 from kvdepot.errors import BadBufferError, ConfigError
 
-Layer = torch.Tensor | tuple[torch.Tensor, ...]
+NAMES: Final = ("layer", "batch", "kv", "page", "token", "head", "dim")
+PAYLOAD: Final = ("kv", "token", "head", "dim")
+DEFAULT_ORDER: Final = "kv token head dim"
 
+
+Addresses = npt.NDArray[np.int64]
+Layer = torch.Tensor | tuple[torch.Tensor, ...]
 _DEVICES: Final = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """The bytes of one block, or of some of its layers, as pieces of `piece_bytes` each."""
+
+    addresses: Addresses
+    """Shape (layers, pieces per layer); read row by row it is the order of the payload."""
+
+    piece_bytes: int
+    device: torch.device
+
+    tensors: tuple[torch.Tensor, ...]
+    """Whose memory it is; held so that the addresses stay good."""
+
+    @property
+    def layer_count(self) -> int:
+        return int(self.addresses.shape[0])
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer."""
+        return int(self.addresses.shape[1]) * self.piece_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload that these pieces make up."""
+        return int(self.addresses.size) * self.piece_bytes
+
+    def layers(self, start: int, stop: int) -> Pieces:
+        """Only the layers start <= i < stop: their payload is that range of the block's."""
+        if not 0 <= start < stop <= self.layer_count:
+            raise BadBufferError(f"{start}:{stop} is no range of {self.layer_count} layers")
+        return replace(self, addresses=self.addresses[start:stop])
 
 
 class KVTensors:
@@ -175,3 +224,192 @@ def _check_planes(sizes: Sequence[Mapping[str, int]], outer: Sequence[str]) -> N
 def _check_range(start: int, stop: int, tokens: int) -> None:
     if not 0 <= start < stop <= tokens:
         raise BadBufferError(f"{start}:{stop} is no range of {tokens} tokens")
+
+
+def parse(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The names in `text`, each once and each among `known`; else a ConfigError for `setting`."""
+    names = tuple(text.split())
+    for name in names:
+        if name not in known:
+            raise ConfigError(setting, f"{name!r} is not one of {', '.join(known)}")
+        if names.count(name) > 1:
+            raise ConfigError(setting, f"{name!r} is named twice")
+    return names
+
+
+def tensor_axes(text: str, *, planes: bool) -> tuple[str, ...]:
+    """The axes of one layer's tensor; with `planes` a tuple of tensors stands for the kv axis."""
+    names = parse("axes", text, [name for name in NAMES if name != "layer"])
+    for name in ("token", "dim"):
+        if name not in names:
+            raise ConfigError("axes", f"{name!r} is missing in {text!r}")
+    if "batch" in names and "page" in names:
+        raise ConfigError("axes", "pages belong to no batch: name one of batch and page")
+    if planes and "kv" in names:
+        raise ConfigError("axes", "a tuple of tensors is the kv axis: its tensors have none")
+    return names
+
+
+def payload_order(text: str, present: Sequence[str]) -> tuple[str, ...]:
+    """The payload axes that are `present`, outermost first; page goes before its token."""
+    names = parse("order", text, PAYLOAD)
+    for name in present:
+        if name in PAYLOAD and name not in names:
+            raise ConfigError("order", f"{name!r} is missing in {text!r}")
+    order = [name for name in names if name in present]
+    if "page" in present:
+        order.insert(order.index("token"), "page")
+    return tuple(order)
+
+
+PIECE_BYTES_MAX: Final = 4 << 20
+"""Longer runs are divided, so that every piece fits into a device's staging buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One layer's tensor: all of the layer, or only K, or only V."""
+
+    sizes: Mapping[str, int]
+    """Length of each axis within one block."""
+
+    strides: Mapping[str, int]
+    """Bytes from one element to the next, for each axis."""
+
+    outer: tuple[str, ...]
+    """Payload axes around the planes, outermost first."""
+
+    inner: tuple[str, ...]
+    """Payload axes inside this plane."""
+
+    item_bytes: int
+
+    @property
+    def run_bytes(self) -> int:
+        """Length of the contiguous end of the payload order."""
+        return self._run()[0]
+
+    def offsets(self, piece_bytes: int) -> Addresses:
+        """Where the pieces lie, as (outer, pieces inside), with every page taken for page 0."""
+        run, around = self._run()
+        steps = [(self.sizes[axis], self._stride(axis)) for axis in (*self.outer, *around)]
+        return self._by_outer(_grid([*steps, (run // piece_bytes, piece_bytes)]))
+
+    def ordinals(self, piece_bytes: int) -> Addresses:
+        """Which of the block's pages each piece lies in."""
+        run, around = self._run()
+        steps = [(self.sizes[axis], int(axis == "page")) for axis in (*self.outer, *around)]
+        return self._by_outer(_grid([*steps, (run // piece_bytes, 0)]))
+
+    def _run(self) -> tuple[int, tuple[str, ...]]:
+        run, around = self.item_bytes, list(self.inner)
+        while around and around[-1] != "page":
+            size = self.sizes[around[-1]]
+            if size > 1 and self.strides[around[-1]] != run:
+                break
+            run *= size
+            around.pop()
+        return run, tuple(around)
+
+    def _stride(self, axis: str) -> int:
+        return 0 if axis == "page" else self.strides[axis]
+
+    def _by_outer(self, flat: Addresses) -> Addresses:
+        return flat.reshape(math.prod(self.sizes[axis] for axis in self.outer), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The pieces of any block of one size, at `start + rate * where + batch_rate * batch`."""
+
+    piece_bytes: int
+
+    start: Addresses
+    """(layers, pieces): the addresses of a block at token 0 of batch 0, or all on page 0."""
+
+    rate: Addresses
+    """(layers, pieces): bytes from a token, or a page, to the next."""
+
+    batch_rate: Addresses
+    """(layers, pieces): bytes from one sequence of the batch to the next."""
+
+    ordinal: Addresses
+    """(pieces,): which of the block's pages; all 0 where there are none."""
+
+
+def build(
+    kinds: Sequence[Sequence[Plane]], kind_of: npt.NDArray[np.intp], bases: Addresses
+) -> Template:
+    """`kinds` are the different sets of planes, `kind_of` says which of them each layer has, and
+    `bases[i, j]` is the address of plane j in layer i."""
+    planes = kinds[0]
+    piece_bytes = _piece_bytes([plane.run_bytes for kind in kinds for plane in kind])
+    rows = np.stack([_row(kind, piece_bytes) for kind in kinds])[kind_of]
+    parts = [plane.ordinals(piece_bytes) for plane in planes]
+    return Template(
+        piece_bytes=piece_bytes,
+        start=bases[:, _spread(parts, range(len(planes)))] + rows[:, 0],
+        rate=rows[:, 1],
+        batch_rate=rows[:, 2],
+        ordinal=np.concatenate(parts, axis=1).ravel(),
+    )
+
+
+def _row(kind: Sequence[Plane], piece_bytes: int) -> Addresses:
+    """Offset, rate and batch rate of each piece of a layer."""
+    parts = [plane.offsets(piece_bytes) for plane in kind]
+    moving = "page" if "page" in kind[0].strides else "token"
+    rates = [plane.strides[moving] for plane in kind]
+    batch_rates = [plane.strides.get("batch", 0) for plane in kind]
+    offsets = np.concatenate(parts, axis=1).ravel()
+    return np.stack([offsets, _spread(parts, rates), _spread(parts, batch_rates)])
+
+
+def _spread(parts: Sequence[Addresses], values: Sequence[int]) -> Addresses:
+    """Each plane's value, once for each of its pieces."""
+    pairs = zip(parts, values, strict=True)
+    filled = [np.full(part.shape, value, np.int64) for part, value in pairs]
+    return np.concatenate(filled, axis=1).ravel()
+
+
+def _grid(steps: Sequence[tuple[int, int]]) -> Addresses:
+    """All sums of one multiple each of the strides, the last one running fastest."""
+    total = np.zeros(1, np.int64)
+    for size, stride in steps:
+        total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+    return total
+
+
+def _piece_bytes(runs: Sequence[int]) -> int:
+    """The greatest size, within the limit, that divides all runs."""
+    common = math.gcd(*runs)
+    parts = -(-common // PIECE_BYTES_MAX)
+    while common % parts:
+        parts += 1
+    return common // parts
+
+
+def check_view(pieces: Pieces, view: Any, *, writable: bool) -> int:
+    """The address of a payload that fits `pieces`; BadBufferError when it does not."""
+    try:
+        address, nbytes = native.address_of(view, writable)
+    except (BufferError, TypeError, ValueError) as error:
+        raise BadBufferError(f"no payload: {error}") from error
+    if nbytes != pieces.nbytes:
+        raise BadBufferError(f"the payload has {nbytes} bytes, the pieces {pieces.nbytes}")
+    return address
+
+
+def check_device(pieces: Pieces, device: torch.device) -> None:
+    """BadBufferError when the pieces lie elsewhere: their addresses mean nothing here."""
+    if pieces.device != device:
+        raise BadBufferError(f"tensors on {pieces.device} cannot be moved by the mover of {device}")
+
+
+def check_pairs(blocks: Sequence[Pieces], views: Sequence[Any]) -> None:
+    """BadBufferError unless there is one view a block and all blocks are cut alike."""
+    if len(blocks) != len(views):
+        raise BadBufferError(f"{len(blocks)} blocks cannot go with {len(views)} payloads")
+    cuts = {(block.addresses.shape, block.piece_bytes) for block in blocks}
+    if len(cuts) > 1:
+        raise BadBufferError("the blocks of one call must have the same layers and pieces")

@@ -1,19 +1,26 @@
-"""What a mover promises, on whichever device the tensors are."""
+"""Copying blocks between an engine's tensors and a store's memory: contract and host mover.
+
+`open_mover` chooses by device: `HostMover` copies with native code without the interpreter lock,
+`cuda.Mover` with the device's copy engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Protocol, Self
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, Self
 
+import numpy as np
 import torch
 
-from kvdepot.adapters.tensors.host import HostMover
-from kvdepot.adapters.tensors.pieces import Pieces
+from kvdepot import native
+from kvdepot.adapters.tensors.kvtensors import Pieces, check_device, check_pairs, check_view
 from kvdepot.errors import BadBufferError
 
+_CPU: Final = torch.device("cpu")
 
-class Ticket(Protocol):
+
+class OffloadTicket(Protocol):
     """An offload under way."""
 
     def wait(self) -> None:
@@ -21,20 +28,17 @@ class Ticket(Protocol):
         ...
 
     def wait_read(self) -> None:
-        """Whatever the caller's current stream does next comes after the blocks were read.
-
-        Does not block the caller.
-        """
+        """Order the caller's current stream after the reading of the blocks, without blocking."""
         ...
 
 
-class Arrivals(Protocol):
+class OnboardTicket(Protocol):
     """An onboard under way."""
 
     def wait_layer(self, layer: int) -> None:
-        """Whatever the caller's current stream does next finds this layer of all blocks in place.
+        """Order the caller's current stream after this layer of all blocks, without blocking.
 
-        `layer` counts from the first layer of the pieces given. Does not block the caller.
+        `layer` counts from the first layer of the pieces given.
         """
         ...
 
@@ -44,47 +48,43 @@ class Arrivals(Protocol):
 
 
 class BlockMover(Protocol):
-    """Carries blocks between an engine's tensors and the payloads of a store.
+    """Copies blocks between an engine's tensors and the payloads of a store.
 
     A mistake of the caller (sizes, devices, views outside the memory) is a BadBufferError, and
     nothing has been moved then. All blocks of one call come from tensors of one kind, with the same
     number of layers and pieces. Threads may share a mover.
     """
 
-    @property
-    def device(self) -> torch.device: ...
+    device: torch.device
 
-    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> Ticket:
+    @abstractmethod
+    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> OffloadTicket:
         """Copy each block into its view, as the caller's current stream leaves it.
 
         The views belong to the mover until `wait` of the ticket has returned, also when the caller
         no longer wants them. The tensors may be dropped, but not written on other streams.
         """
-        ...
 
+    @abstractmethod
     def onboard(
         self, views: Sequence[Any], pieces: Sequence[Pieces], *, layers_per_step: int | None = None
-    ) -> Arrivals:
+    ) -> OnboardTicket:
         """Copy each view into its block, layer by layer, after what the caller's current stream
         has been given so far.
 
         Layers arrive in order, `layers_per_step` at a time, by default so many that copies are
         large enough for the bus. The views must stay as they are until `synchronize` has returned.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Wait for everything under way and let go of the memory. May be called again."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def open_mover(memory: Sequence[memoryview], device: torch.device | str) -> BlockMover:
@@ -101,3 +101,54 @@ def open_mover(memory: Sequence[memoryview], device: torch.device | str) -> Bloc
     from kvdepot.adapters.tensors.cuda import Mover
 
     return Mover(memory, kind)
+
+
+class Done:
+    """Either ticket, for copies that are over when the call returns."""
+
+    def wait(self) -> None: ...
+
+    def wait_read(self) -> None: ...
+
+    def wait_layer(self, layer: int) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class HostMover(BlockMover):
+    """Tensors in host memory. Every call is synchronous."""
+
+    device = _CPU
+
+    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> Done:
+        return _copy(
+            pieces, views, lambda records, view: native.gather(view, records), writable=True
+        )
+
+    def onboard(
+        self, views: Sequence[Any], pieces: Sequence[Pieces], *, layers_per_step: int | None = None
+    ) -> Done:
+        return _copy(pieces, views, native.scatter, writable=False)
+
+    def close(self) -> None:
+        pass
+
+
+def _copy(
+    blocks: Sequence[Pieces],
+    views: Sequence[Any],
+    copy: Callable[[Any, Any], object],
+    *,
+    writable: bool,
+) -> Done:
+    check_pairs(blocks, views)
+    for block, view in zip(blocks, views, strict=True):
+        check_device(block, _CPU)
+        check_view(block, view, writable=writable)
+    for block, view in zip(blocks, views, strict=True):
+        records = np.zeros(block.addresses.size, native.STRIDED_DTYPE)
+        records["address"] = block.addresses.ravel()
+        records["rows"] = 1
+        records["row_bytes"] = block.piece_bytes
+        copy(records, view)
+    return Done()

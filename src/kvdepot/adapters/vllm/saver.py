@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from kvdepot.adapters.tensors import Ticket
+from kvdepot.adapters.tensors import OffloadTicket
 from kvdepot.adapters.tensors.cores import use_all_cores
 from kvdepot.adapters.vllm.complaints import Complaints
 from kvdepot.adapters.vllm.loader import Target
@@ -32,7 +32,7 @@ class Saver:
         self._tally = tally
         self._complaints = Complaints()
         self._thread = ThreadPoolExecutor(1, "kvdepot-save", initializer=use_all_cores)
-        self._reading: dict[Future[None], tuple[str, Ticket]] = {}
+        self._reading: dict[Future[None], tuple[str, OffloadTicket]] = {}
         """Saves that may still read pages, and whose they are."""
 
     def save(self, save: Save, keys: Sequence[BlockKey]) -> int | None:
@@ -84,7 +84,7 @@ class Saver:
         future = self._thread.submit(self._finish, ticket, slots, mine)
         self._reading[future] = save.request_id, ticket
 
-    def _finish(self, ticket: Ticket, slots: Reservation, mine: list[int]) -> None:
+    def _finish(self, ticket: OffloadTicket, slots: Reservation, mine: list[int]) -> None:
         with slots:
             ticket.wait()
             slots.seal(mine)

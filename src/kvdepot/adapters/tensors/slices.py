@@ -1,7 +1,8 @@
-"""In which slices a batch of blocks passes through a device's staging buffers.
+"""How a batch of blocks passes through a device's staging buffers. Only numbers, no device.
 
-A step is a range of layers of all blocks; a slice is what one kernel and one staging buffer take at
-a time: whole ranges of several blocks, or a part of one. Only numbers here, no device.
+A step is a range of layers of all blocks. A slice is what one kernel and one staging buffer take at
+a time: whole ranges of several blocks, or a part of one. A tile is what one program of a kernel
+copies: words as wide as the addresses of the pieces allow.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.adapters.tensors.pieces import Addresses, Pieces
+from kvdepot.adapters.tensors.kvtensors import Addresses, Pieces
 from kvdepot.errors import ConfigError
 
 COPY_BYTES_MIN: Final = 8 << 20
 """Below this a copy over the bus costs noticeably more than its bytes: 3 µs on an H200."""
-
+TILE_BYTES: Final = 8192
+"""What one program copies: 128 threads, four loads of 16 bytes each."""
+_ALIGN_MAX: Final = 16
+_WORD_MAX: Final = 8
 _ALL: Final = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StagedRange:
     """Bytes that are contiguous in one block's payload and in the staging buffer."""
 
     block: int
@@ -33,24 +37,24 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class StagingSlice:
     """Entries first <= i < first + count of the step's table, and their place in payloads."""
 
     first: int
     count: int
-    segments: tuple[Segment, ...]
+    ranges: tuple[StagedRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LayerStep:
     """A range of layers of all blocks."""
 
     layers: slice
-    slices: list[Slice]
+    slices: list[StagingSlice]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BatchShape:
     """What a batch of equal blocks looks like."""
 
     blocks: int
@@ -59,12 +63,12 @@ class Shape:
     piece_bytes: int
 
     @classmethod
-    def of(cls, blocks: Sequence[Pieces]) -> Shape:
+    def of(cls, blocks: Sequence[Pieces]) -> BatchShape:
         layers, layer_pieces = blocks[0].addresses.shape
         return cls(len(blocks), layers, layer_pieces, blocks[0].piece_bytes)
 
 
-def choose_layers_per_step(shape: Shape, asked: int | None) -> int:
+def choose_layers_per_step(shape: BatchShape, asked: int | None) -> int:
     """As asked, by default so many that the copy of a block's step is worth its overhead."""
     if asked is not None:
         if asked < 1:
@@ -81,18 +85,18 @@ def address_table(blocks: Sequence[Pieces], layers: slice = _ALL) -> Addresses:
 
 
 @lru_cache(maxsize=16)
-def steps(shape: Shape, layers_per_step: int, slice_bytes: int) -> tuple[Step, ...]:
+def steps(shape: BatchShape, layers_per_step: int, slice_bytes: int) -> tuple[LayerStep, ...]:
     """All layers, in order."""
     found = []
     for layer in range(0, shape.layers, layers_per_step):
         layers = min(layers_per_step, shape.layers - layer)
         start = layer * shape.layer_pieces
         slices = _slices(shape, start, layers * shape.layer_pieces, slice_bytes)
-        found.append(Step(slice(layer, layer + layers), slices))
+        found.append(LayerStep(slice(layer, layer + layers), slices))
     return tuple(found)
 
 
-def _slices(shape: Shape, start: int, count: int, slice_bytes: int) -> list[Slice]:
+def _slices(shape: BatchShape, start: int, count: int, slice_bytes: int) -> list[StagingSlice]:
     """`count` pieces from `start` on of every block."""
     room = slice_bytes // shape.piece_bytes
     if count <= room:
@@ -110,11 +114,41 @@ def _slices(shape: Shape, start: int, count: int, slice_bytes: int) -> list[Slic
     ]
 
 
-def _slice(shape: Shape, blocks: range, pieces: range, first: int) -> Slice:
+def _slice(shape: BatchShape, blocks: range, pieces: range, first: int) -> StagingSlice:
     """The same pieces of some blocks."""
     nbytes = len(pieces) * shape.piece_bytes
-    segments = tuple(
-        Segment(block, pieces.start * shape.piece_bytes, number * nbytes, nbytes)
+    ranges = tuple(
+        StagedRange(block, pieces.start * shape.piece_bytes, number * nbytes, nbytes)
         for number, block in enumerate(blocks)
     )
-    return Slice(first, len(blocks) * len(pieces), segments)
+    return StagingSlice(first, len(blocks) * len(pieces), ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program copies `columns` words of each of `rows` pieces."""
+
+    align: int
+    """Bytes that all addresses are a multiple of: a power of two up to 16."""
+
+    word_bytes: int
+    words: int
+    """Words in a piece."""
+
+    rows: int
+    columns: int
+
+    def grid(self, count: int) -> tuple[int, int]:
+        """Programs for `count` pieces."""
+        return -(-count // self.rows), -(-self.words // self.columns)
+
+
+def choose_tile(table: Addresses, piece_bytes: int) -> Tile:
+    """The widest words for pieces of this length at these addresses."""
+    bits = int(np.bitwise_or.reduce(table)) | piece_bytes | _ALIGN_MAX
+    align = bits & -bits
+    word_bytes = min(align, _WORD_MAX)
+    words = piece_bytes // word_bytes
+    across = TILE_BYTES // word_bytes
+    columns = min(across, 1 << (words - 1).bit_length())
+    return Tile(align, word_bytes, words, across // columns, columns)

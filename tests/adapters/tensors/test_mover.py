@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvdepot.adapters import tensors
-from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces, host, open_mover
+from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces, open_mover
 from kvdepot.errors import BadBufferError, ExtraMissingError
 
 LAYERS, PAGES, PAGE, DIM = 3, 6, 4, 16
@@ -66,9 +66,9 @@ def test_payloads_that_cannot_be_used_are_refused(seed: int) -> None:
     size = pieces.nbytes
     for payload in (bytes(size), memoryview(bytearray(2 * size))[::2], object()):
         with pytest.raises(BadBufferError):
-            host.gather(pieces, payload)
+            HostMover().offload([pieces], [payload])
     with pytest.raises(BadBufferError):
-        host.scatter(pieces, bytes(size + 1))
+        HostMover().onboard([bytes(size + 1)], [pieces])
 
 
 def test_one_payload_for_each_block_and_all_blocks_alike(seed: int) -> None:
@@ -84,7 +84,7 @@ def test_addresses_of_another_device_are_never_touched(seed: int) -> None:
     here = block(cache(seed), [0])
     there = Pieces(here.addresses, here.piece_bytes, torch.device("cuda:0"), here.tensors)
     with pytest.raises(BadBufferError, match="cuda:0"):
-        host.gather(there, bytearray(there.nbytes))
+        HostMover().offload([there], [bytearray(there.nbytes)])
     with pytest.raises(BadBufferError, match="cuda:0"):
         HostMover().onboard([bytes(there.nbytes)], [there])
 

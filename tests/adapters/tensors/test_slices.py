@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.adapters.tensors import KVTensors, Pieces, host, plan, tile
+from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces, slices
 from kvdepot.errors import ConfigError
 
 LAYERS, PAGES, PAGE, DIM = 5, 24, 3, 4
@@ -34,7 +34,7 @@ def payloads(blocks: list[Pieces]) -> list[bytearray]:
     return found
 
 
-HOST = host.HostMover()
+HOST = HostMover()
 counts = st.integers(1, 7)
 slice_pieces = st.integers(1, 100)
 
@@ -42,19 +42,19 @@ slice_pieces = st.integers(1, 100)
 @given(count=counts, room=slice_pieces)
 def test_offload_by_slices_fills_every_payload(count: int, room: int) -> None:
     blocks = blocks_of(cache(0), count)
-    shape = plan.Shape.of(blocks)
-    table = plan.address_table(blocks)
+    shape = slices.BatchShape.of(blocks)
+    table = slices.address_table(blocks)
     found = [bytearray(block.nbytes) for block in blocks]
-    (only,) = plan.steps(shape, shape.layers, room * shape.piece_bytes)
+    (only,) = slices.steps(shape, shape.layers, room * shape.piece_bytes)
     for part in only.slices:
         staging = b"".join(
             ctypes.string_at(address, shape.piece_bytes)
             for address in table[part.first : part.first + part.count].tolist()
         )
         assert len(staging) <= room * shape.piece_bytes
-        for segment in part.segments:
-            packed = staging[segment.staging_at : segment.staging_at + segment.nbytes]
-            found[segment.block][segment.payload_at : segment.payload_at + segment.nbytes] = packed
+        for staged in part.ranges:
+            packed = staging[staged.staging_at : staged.staging_at + staged.nbytes]
+            found[staged.block][staged.payload_at : staged.payload_at + staged.nbytes] = packed
     assert found == payloads(blocks)
 
 
@@ -64,15 +64,15 @@ def test_onboard_by_steps_brings_layers_in_order(
 ) -> None:
     source, target = cache(0), [torch.zeros_like(layer) for layer in cache(0)]
     sent, blocks = payloads(blocks_of(source, count)), blocks_of(target, count)
-    shape = plan.Shape.of(blocks)
-    for number, step in enumerate(plan.steps(shape, layers_per_step, room * shape.piece_bytes)):
-        table = plan.address_table(blocks, step.layers)
+    shape = slices.BatchShape.of(blocks)
+    for number, step in enumerate(slices.steps(shape, layers_per_step, room * shape.piece_bytes)):
+        table = slices.address_table(blocks, step.layers)
         for part in step.slices:
             staging = bytearray(part.count * shape.piece_bytes)
-            for segment in part.segments:
-                payload = memoryview(sent[segment.block])
-                ranges = payload[segment.payload_at : segment.payload_at + segment.nbytes]
-                staging[segment.staging_at : segment.staging_at + segment.nbytes] = ranges
+            for staged in part.ranges:
+                payload = memoryview(sent[staged.block])
+                content = payload[staged.payload_at : staged.payload_at + staged.nbytes]
+                staging[staged.staging_at : staged.staging_at + staged.nbytes] = content
             for entry, address in enumerate(table[part.first : part.first + part.count].tolist()):
                 piece = bytes(staging[entry * shape.piece_bytes : (entry + 1) * shape.piece_bytes])
                 ctypes.memmove(address, piece, len(piece))
@@ -89,11 +89,11 @@ def layers_of(blocks: list[Pieces], start: int, stop: int) -> list[Pieces]:
 
 
 def test_small_blocks_share_a_slice_and_large_ones_are_cut_evenly() -> None:
-    small = plan.Shape(blocks=5, layers=1, layer_pieces=4, piece_bytes=16)
-    (step,) = plan.steps(small, 1, slice_bytes=8 * 16)
-    assert [len(part.segments) for part in step.slices] == [2, 2, 1]
-    large = plan.Shape(blocks=1, layers=1, layer_pieces=9, piece_bytes=16)
-    (step,) = plan.steps(large, 1, slice_bytes=8 * 16)
+    small = slices.BatchShape(blocks=5, layers=1, layer_pieces=4, piece_bytes=16)
+    (step,) = slices.steps(small, 1, slice_bytes=8 * 16)
+    assert [len(part.ranges) for part in step.slices] == [2, 2, 1]
+    large = slices.BatchShape(blocks=1, layers=1, layer_pieces=9, piece_bytes=16)
+    (step,) = slices.steps(large, 1, slice_bytes=8 * 16)
     assert [part.count for part in step.slices] == [5, 4]
 
 
@@ -102,16 +102,16 @@ def test_small_blocks_share_a_slice_and_large_ones_are_cut_evenly() -> None:
     [(1 << 20, 32, 8), (9 << 20, 32, 1), (1000, 30, 30), ((8 << 20) - 16, 8, 2)],
 )
 def test_a_step_is_worth_a_copy(layer_bytes: int, layers: int, expected: int) -> None:
-    shape = plan.Shape(1, layers, layer_bytes // 8, 8)
-    assert plan.choose_layers_per_step(shape, None) == expected
+    shape = slices.BatchShape(1, layers, layer_bytes // 8, 8)
+    assert slices.choose_layers_per_step(shape, None) == expected
 
 
 def test_layers_per_step_as_asked() -> None:
-    shape = plan.Shape(1, 3, 1, 8)
-    assert plan.choose_layers_per_step(shape, 2) == 2
-    assert plan.choose_layers_per_step(shape, 99) == 3
+    shape = slices.BatchShape(1, 3, 1, 8)
+    assert slices.choose_layers_per_step(shape, 2) == 2
+    assert slices.choose_layers_per_step(shape, 99) == 3
     with pytest.raises(ConfigError, match="layers_per_step"):
-        plan.choose_layers_per_step(shape, 0)
+        slices.choose_layers_per_step(shape, 0)
 
 
 @given(
@@ -124,12 +124,12 @@ def test_words_fit_all_addresses_and_programs_cover_all_pieces(
     addresses: list[int], scale: int, pieces: int, count: int
 ) -> None:
     table = np.array(addresses, np.int64) * scale
-    chosen = tile.choose(table, pieces * scale)
+    chosen = slices.choose_tile(table, pieces * scale)
     assert chosen.align >= min(scale, 16)
     assert not (table % chosen.align).any()
     assert chosen.word_bytes == min(chosen.align, 8)
     assert chosen.words * chosen.word_bytes == pieces * scale
-    assert chosen.rows * chosen.columns * chosen.word_bytes == tile.TILE_BYTES
+    assert chosen.rows * chosen.columns * chosen.word_bytes == slices.TILE_BYTES
     for number in (chosen.rows, chosen.columns):
         assert number & (number - 1) == 0, "triton needs powers of two"
     down, across = chosen.grid(count)
