@@ -122,7 +122,9 @@ def check_serves(daemon: DaemonProcess) -> None:
         assert store.check(deep=False)
 
 
-@pytest.mark.parametrize(("kind", "body"), NONSENSE)
+@pytest.mark.parametrize(
+    ("kind", "body"), NONSENSE, ids=[f"{kind.name}-{n}" for n, (kind, _) in enumerate(NONSENSE)]
+)
 def test_nonsense_costs_the_connection(
     shared_daemon: DaemonProcess, kind: Kind, body: bytes
 ) -> None:
