@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from kvdepot.cli import output
 from kvdepot.policy.eviction import ORDERS
-from kvdepot.policy.placing.reclaim_rules import RULES
+from kvdepot.policy.placing.reclaim import RULES
 from kvdepot.sim.capacity import Capacity
 from kvdepot.sim.loads import LOADS
 from kvdepot.sim.log import play_log

@@ -24,7 +24,7 @@ import numpy as np
 
 import kvdepot
 from kvdepot.core.layout import KVLayout
-from kvdepot.policy.fetching.prefill_model import PrefillPace
+from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.drives import Medium
 from kvdepot.sim.fleet import Fleet, FleetSetup, TierSetup
 from kvdepot.sim.gpu import Pace

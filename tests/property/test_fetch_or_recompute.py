@@ -6,10 +6,24 @@ from math import inf, isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.policy.fetching.fetch_or_recompute import EXPLORE_BYTES, Decision, Reason, decide
-from kvdepot.policy.fetching.prefill_model import PrefillModel, PrefillPace, attention_work
-from kvdepot.policy.fetching.tier_model import TierModel, TierPace, Transfer
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run
+from kvdepot.policy.fetching.fetch_or_recompute import (
+    EXPLORE_BYTES,
+    Decision,
+    EngineFeatures,
+    EngineQueue,
+    PromptLengths,
+    Reason,
+    TierRun,
+    decide,
+)
+from kvdepot.policy.fetching.speed_models import (
+    PrefillModel,
+    PrefillPace,
+    TierModel,
+    TierPace,
+    Transfer,
+    attention_work,
+)
 
 TIERS = ("dram", "ssd", "hdd")
 CLOSE = 1.0 + 1e-9
@@ -28,14 +42,14 @@ prefills = st.builds(
     pair_s=st.floats(0.0, 1e-6),
 )
 queues = st.builds(
-    Queue,
+    EngineQueue,
     ahead_tokens=st.sampled_from([0, 0, 100, 5000]),
     ahead_attention=st.sampled_from([0.0, 1e6]),
     decodes=st.sampled_from([0, 3, 200]),
     decode_context_tokens=st.sampled_from([0, 100_000]),
 )
 engines = st.builds(
-    Engine,
+    EngineFeatures,
     chunk_tokens=st.sampled_from([256, 2048, 100_000]),
     loads_while_queued=st.booleans(),
     layer_steps=st.sampled_from([1, 1, 4, 32]),
@@ -44,21 +58,27 @@ engines = st.builds(
 
 
 @st.composite
-def matches(draw: st.DrawFn, tiers: tuple[str, ...] = TIERS) -> tuple[Prompt, list[Run]]:
+def matches(draw: st.DrawFn, tiers: tuple[str, ...] = TIERS) -> tuple[PromptLengths, list[TierRun]]:
     block_tokens = draw(st.sampled_from([16, 128, 256]))
     block_bytes = draw(st.sampled_from([10_000, 5_898_240, 33_554_432]))
     lengths = draw(st.lists(st.tuples(st.sampled_from(tiers), st.integers(0, 12)), max_size=5))
-    runs = [Run(tier, blocks, blocks * block_bytes) for tier, blocks in lengths]
+    runs = [TierRun(tier, blocks, blocks * block_bytes) for tier, blocks in lengths]
     local = draw(st.integers(0, 3 * block_tokens))
     matched = sum(run.blocks for run in runs) + local // block_tokens
     rest = draw(st.integers(0, 3 * block_tokens))
     tokens = max(matched * block_tokens + rest, local + 1)
-    return Prompt(tokens, block_tokens, local), runs
+    return PromptLengths(tokens, block_tokens, local), runs
 
 
 every_tier = st.fixed_dictionaries(dict.fromkeys(TIERS, paces))
 facts = st.tuples(matches(), prefills, every_tier, queues, engines)
-Facts = tuple[tuple[Prompt, list[Run]], PrefillPace, dict[str, TierPace], Queue, Engine]
+Facts = tuple[
+    tuple[PromptLengths, list[TierRun]],
+    PrefillPace,
+    dict[str, TierPace],
+    EngineQueue,
+    EngineFeatures,
+]
 
 
 def choose(given_facts: Facts) -> Decision:
@@ -222,9 +242,13 @@ def test_a_faster_tier_never_costs_time(given_facts: Facts, name: str) -> None:
 
 @given(prefills, queues, engines, every_tier, st.integers(1, 5000))
 def test_nothing_matched_is_nothing_fetched(
-    prefill: PrefillPace, queue: Queue, engine: Engine, tiers: dict[str, TierPace], tokens: int
+    prefill: PrefillPace,
+    queue: EngineQueue,
+    engine: EngineFeatures,
+    tiers: dict[str, TierPace],
+    tokens: int,
 ) -> None:
-    decision = decide(Prompt(tokens, 128), [], prefill, tiers, queue, engine)
+    decision = decide(PromptLengths(tokens, 128), [], prefill, tiers, queue, engine)
     assert decision.reason is Reason.NOTHING_MATCHED
     assert decision.fetched_blocks == 0
     assert decision.predicted_s == decision.recompute_s

@@ -3,7 +3,7 @@
 import pytest
 
 from kvdepot.errors import StateError
-from kvdepot.policy.fetching.prefill_model import PrefillPace
+from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.agenda import Agenda
 from kvdepot.sim.drives import Drives, Medium, Pipe
 from kvdepot.sim.gpu import Gpu, Job, Pace

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
-from kvdepot.policy.fetching.prefill_model import PrefillPace
+from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.drives import Medium
 from kvdepot.sim.fleet import Fleet, FleetSetup, TierSetup
 from kvdepot.sim.gpu import Pace

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.policy.placing.reclaim_rules import RULES, rule_named
+from kvdepot.policy.placing.reclaim import RULES, rule_named
 from kvdepot.sim.loads import LOADS, Load, load_named
 from kvdepot.sim.log import SEGMENTS, LogDrive, play_log
 from kvdepot.sim.requests import NO_PARENT, Request, Workload

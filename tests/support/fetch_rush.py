@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 from tests.support.fetch_world import TIER, Machine, Request
 
-from kvdepot.policy.fetching.fetch_or_recompute import decide
-from kvdepot.policy.fetching.prefill_model import PrefillPace, attention_work
-from kvdepot.policy.fetching.tier_model import TierPace
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run
+from kvdepot.policy.fetching.fetch_or_recompute import (
+    EngineFeatures,
+    EngineQueue,
+    PromptLengths,
+    TierRun,
+    decide,
+)
+from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace, attention_work
 
 
 @dataclass(slots=True)
@@ -80,7 +84,7 @@ class Rush:
         linear = self.machine.step_s * steps + self.machine.token_s * tokens
         return linear + self.machine.pair_s * work
 
-    def queue(self) -> Queue:
+    def queue(self) -> EngineQueue:
         """Prefill that is ready and not done."""
         ready = [job for job in self.waiting if job.ready_s <= self.now_s]
         tokens = float(sum(job.tokens - job.start for job in ready))
@@ -90,7 +94,7 @@ class Rush:
             rest = self.running.tokens - self.running.start
             tokens += left * rest
             work += left * attention_work(rest, self.running.start)
-        return Queue(ahead_tokens=int(tokens), ahead_attention=work)
+        return EngineQueue(ahead_tokens=int(tokens), ahead_attention=work)
 
 
 def always_fetch(_rush: Rush, request: Request) -> int:
@@ -107,18 +111,18 @@ def decided(rush: Rush, request: Request) -> int:
 
 def decided_blindly(rush: Rush, request: Request) -> int:
     """As if nobody waited for anything."""
-    return choose(rush, request, Queue(), 0.0)
+    return choose(rush, request, EngineQueue(), 0.0)
 
 
-def choose(rush: Rush, request: Request, queue: Queue, busy_s: float) -> int:
+def choose(rush: Rush, request: Request, queue: EngineQueue, busy_s: float) -> int:
     machine = rush.machine
     size = request.matched_blocks * machine.block_tokens * machine.token_bytes
     decision = decide(
-        Prompt(request.tokens, machine.block_tokens),
-        [Run(TIER, request.matched_blocks, size)],
+        PromptLengths(request.tokens, machine.block_tokens),
+        [TierRun(TIER, request.matched_blocks, size)],
         PrefillPace(machine.step_s, machine.token_s, machine.pair_s),
         {TIER: TierPace(machine.latency_s + busy_s, 1.0 / rush.bandwidth_bytes_s)},
         queue,
-        Engine(chunk_tokens=machine.chunk_tokens),
+        EngineFeatures(chunk_tokens=machine.chunk_tokens),
     )
     return decision.fetched_blocks

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp
 
 from kvdepot.policy.fetching.advisor import Advice, Advisor, Probe
-from kvdepot.policy.fetching.prefill_model import attention_work
-from kvdepot.policy.fetching.tier_model import TierProfile, Transfer
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Run
+from kvdepot.policy.fetching.fetch_or_recompute import EngineFeatures, PromptLengths, TierRun
+from kvdepot.policy.fetching.speed_models import TierProfile, Transfer, attention_work
 
 TIER = "tier"
 
@@ -56,7 +55,7 @@ def requests(machine: Machine, count: int, noise: float, rng: random.Random) -> 
     return made
 
 
-Choice = Callable[[Prompt, list[Run], int], Advice]
+Choice = Callable[[PromptLengths, list[TierRun], int], Advice]
 
 
 @dataclass
@@ -100,8 +99,8 @@ class World:
     def serve(self, request: Request) -> float:
         """The time to the first token."""
         self.wait_until(self.now_s + 1.0)
-        prompt = Prompt(request.tokens, self.machine.block_tokens)
-        runs = [Run(TIER, request.matched_blocks, request.matched_blocks * self.block_bytes)]
+        prompt = PromptLengths(request.tokens, self.machine.block_tokens)
+        runs = [TierRun(TIER, request.matched_blocks, request.matched_blocks * self.block_bytes)]
         outstanding = self.outstanding_bytes()
         if self.choose is not None:
             advice = self.choose(prompt, runs, outstanding)
@@ -175,7 +174,7 @@ class World:
 
 
 def new_world(machine: Machine, bandwidth: float, *, splits: bool = False) -> World:
-    engine = Engine(chunk_tokens=machine.chunk_tokens, splits=splits)
+    engine = EngineFeatures(chunk_tokens=machine.chunk_tokens, splits=splits)
     profile = TierProfile(machine.latency_s, bandwidth)
     return World(machine, bandwidth, Advisor(engine, {TIER: profile}))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvdepot.errors import ConfigError
 from kvdepot.planner.model import Model
 from kvdepot.planner.parts import GPU
-from kvdepot.policy.fetching.prefill_model import PrefillPace, attention_work
+from kvdepot.policy.fetching.speed_models import PrefillPace, attention_work
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvdepot.planner.model import find_model
 from kvdepot.planner.outcome import Cost
 from kvdepot.planner.parts import GPU, Device, Parts
 from kvdepot.planner.prefill import Weights, engine_of
-from kvdepot.policy.fetching.prefill_model import PrefillPace
+from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.drives import Medium
 from kvdepot.sim.fleet import FleetSetup, TierSetup
 from kvdepot.sim.gpu import Pace

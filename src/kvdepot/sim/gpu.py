@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvdepot.policy.fetching.prefill_model import PrefillPace, attention_work
-from kvdepot.policy.fetching.timetable import Queue
+from kvdepot.policy.fetching.fetch_or_recompute import EngineQueue
+from kvdepot.policy.fetching.speed_models import PrefillPace, attention_work
 from kvdepot.sim.agenda import Agenda
 
 
@@ -70,10 +70,10 @@ class Gpu:
         elif not self._running:
             self._step()
 
-    def queue(self) -> Queue:
+    def queue(self) -> EngineQueue:
         """What is ahead of the next prompt."""
         work = sum(attention_work(job.new_tokens, job.context_tokens) for job in self._waiting)
-        return Queue(self.waiting_tokens, work, len(self._answers), self._context_tokens)
+        return EngineQueue(self.waiting_tokens, work, len(self._answers), self._context_tokens)
 
     def _step(self) -> None:
         """Begin the next step, or many alike when there is only decoding to do."""

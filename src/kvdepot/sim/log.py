@@ -12,8 +12,7 @@ from typing import Final
 import numpy as np
 
 from kvdepot.index.table import Bools, Rows
-from kvdepot.policy.placing.reclaim import SegmentFacts
-from kvdepot.policy.placing.reclaim_rules import Rule
+from kvdepot.policy.placing.reclaim import ReclaimRule, SegmentFacts
 from kvdepot.sim.hits import Progress
 from kvdepot.sim.requests import Workload
 from kvdepot.sim.tiers import Index
@@ -47,7 +46,7 @@ class LogCounts:
 class LogDrive:
     """Room for SEGMENTS segments of equally large blocks."""
 
-    def __init__(self, capacity_blocks: int, index: Index, rule: Rule) -> None:
+    def __init__(self, capacity_blocks: int, index: Index, rule: ReclaimRule) -> None:
         self._tree, self._rule = index.tree, rule
         self._segment_blocks = max(1, capacity_blocks // SEGMENTS)
         self._place = np.full(len(index.tree.stamp.array), _NOWHERE, dtype=np.int64)
@@ -136,7 +135,9 @@ class LogDrive:
                 self._at[gone] = _NOWHERE
 
 
-def play_log(workload: Workload, capacity_blocks: int, rule: Rule, progress: Progress) -> LogCounts:
+def play_log(
+    workload: Workload, capacity_blocks: int, rule: ReclaimRule, progress: Progress
+) -> LogCounts:
     """Every prompt's blocks are read if they are there, and written if not."""
     index = Index.of(workload)
     drive = LogDrive(capacity_blocks, index, rule)

@@ -13,9 +13,13 @@ from typing import Final
 import numpy as np
 
 from kvdepot.index.table import Bools, Rows
-from kvdepot.policy.fetching.fetch_or_recompute import decide
-from kvdepot.policy.fetching.tier_model import TierPace
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Run
+from kvdepot.policy.fetching.fetch_or_recompute import (
+    EngineFeatures,
+    PromptLengths,
+    TierRun,
+    decide,
+)
+from kvdepot.policy.fetching.speed_models import TierPace
 from kvdepot.sim.agenda import Agenda
 from kvdepot.sim.drives import Pipe
 from kvdepot.sim.gpu import Gpu, Job, Pace
@@ -180,7 +184,7 @@ class Worker:
         starts = np.flatnonzero(np.diff(where, prepend=-2))
         counts = np.diff(np.append(starts, len(where))).tolist()
         runs = [
-            Run(shelves[tier].name, count, int(count * shelves[tier].block_bytes))
+            TierRun(shelves[tier].name, count, int(count * shelves[tier].block_bytes))
             for tier, count in zip(where[starts].tolist(), counts, strict=True)
         ]
         paces: dict[str, TierPace | None] = {}
@@ -189,9 +193,9 @@ class Worker:
             rate = min(shelf.drives.rate_bytes_per_s(shelf.block_bytes), self.link.bytes_per_s)
             wait_s = max(shelf.drives.wait_s(now_s), self.link.wait_s(now_s))
             paces[shelf.name] = TierPace(wait_s, 1.0 / rate, 0.0)
-        prompt = Prompt(visit.served.input_tokens, size, visit.local * size)
+        prompt = PromptLengths(visit.served.input_tokens, size, visit.local * size)
         pace = self.habits.pace
-        engine = Engine(chunk_tokens=pace.chunk_tokens)
+        engine = EngineFeatures(chunk_tokens=pace.chunk_tokens)
         return decide(prompt, runs, pace.prefill, paces, self.gpu.queue(), engine).cut_blocks
 
     def _first(self, visit: Visit) -> None:

@@ -14,7 +14,7 @@ from kvdepot.core.config import Config, CxlConfig, FileTierConfig, SsdConfig, lo
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
-from kvdepot.policy.eviction.rhythm import Rhythm
+from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import Stock
 from kvdepot.store.state.yielding import Pace
@@ -90,7 +90,7 @@ def assemble(
         for part in held:
             part.close()
         raise
-    rhythm = Rhythm()
+    rhythm = ReturnTimes()
     catalog = Catalog(
         [tier.name for tier in tiers] or ["ssd"],
         ("dram", "cxl") if cxl else ("dram",),

@@ -15,7 +15,7 @@ from kvdepot.adapters.vllm.messages import LoadEnd, StepTime, TierTime
 from kvdepot.adapters.vllm.requests import Hit, Phase, Tracked
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
-from kvdepot.policy.fetching.prefill_model import attention_work
+from kvdepot.policy.fetching.speed_models import attention_work
 from kvdepot.store.namespace_handle import Space
 from kvdepot.testing.clocks import ManualClock
 

@@ -7,8 +7,7 @@ import pytest
 from kvdepot.adapters.vllm.fetching import FetchDesk
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime, TierTime
 from kvdepot.adapters.vllm.paces import Paces, paces_file, read_paces, write_paces
-from kvdepot.policy.fetching.prefill_model import PrefillPace
-from kvdepot.policy.fetching.tier_model import TierProfile
+from kvdepot.policy.fetching.speed_models import PrefillPace, TierProfile
 
 PACES = Paces(PrefillPace(0.01, 0.001, 1e-7), {"ssd": TierProfile(0.002, 3e9)})
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.policy.eviction.ghosts import Ghosts
-from kvdepot.policy.eviction.hazard import AGES, Hazard, bucket, buckets
-from kvdepot.policy.eviction.shadow import LruShadow
+from kvdepot.policy.eviction.reuse_density import AGES, LruShadow, ReuseRates, bucket, buckets
 
 Digests = st.integers(0, 2**64 - 1)
 
@@ -74,7 +73,7 @@ def test_ages_fall_into_their_bucket(age: int) -> None:
 
 def test_density_is_reuses_per_time_where_reuse_is_steady() -> None:
     """One kind reused at a constant rate at all ages: its density is that rate."""
-    hazard = Hazard(2)
+    hazard = ReuseRates(2)
     rate = 1e-3
     ages = np.array(AGES[:20])
     hazard.exposed(np.zeros(20, dtype=np.int64), ages, 1e9)
@@ -88,7 +87,7 @@ def test_density_is_reuses_per_time_where_reuse_is_steady() -> None:
 def test_density_looks_ahead_to_the_age_at_which_reuse_comes() -> None:
     """Nothing is reused young, much at one later age: the young ones promise more as they near it,
     and those past it promise nothing."""
-    hazard = Hazard(1)
+    hazard = ReuseRates(1)
     ages = np.array(AGES[:30])
     hazard.exposed(np.zeros(30, dtype=np.int64), ages, 1e6)
     hazard._reuses[0, 20] = 1e4

@@ -13,7 +13,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.policy.eviction import ORDERS, order_named
-from kvdepot.policy.eviction.density import ReuseDensity
+from kvdepot.policy.eviction.reuse_density import ReuseDensity
 from kvdepot.sim.requests import NO_PARENT, Workload
 from kvdepot.sim.tiers import Index, Tier
 
@@ -258,7 +258,7 @@ def test_a_few_blocks_are_counted_as_many_are(monkeypatch: pytest.MonkeyPatch) -
     """The loop for a few rows and numpy for many leave the same counts behind."""
     states = []
     for few in (0, 1000):
-        monkeypatch.setattr("kvdepot.policy.eviction.density._FEW", few)
+        monkeypatch.setattr("kvdepot.policy.eviction.reuse_density._FEW", few)
         draw = random.Random(5)
         workload = Workload(16)
         chains = [workload.new_blocks(NO_PARENT, 1 + number % 9) for number in range(50)]

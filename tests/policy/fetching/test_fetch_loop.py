@@ -31,8 +31,8 @@ from tests.support.fetch_world import (
 )
 
 from kvdepot.policy.fetching.advisor import Advice, Advisor
-from kvdepot.policy.fetching.tier_model import TierModel, TierProfile, Transfer
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Run
+from kvdepot.policy.fetching.fetch_or_recompute import EngineFeatures, PromptLengths, TierRun
+from kvdepot.policy.fetching.speed_models import TierModel, TierProfile, Transfer
 
 WITHIN = 1.10
 SWITCH_WITHIN = 5
@@ -82,7 +82,7 @@ def test_where_splitting_pays_it_is_better_than_both(machine: Machine, seed: int
 @pytest.mark.parametrize("speed", [1e9, 1e6])
 def test_it_starts_from_nothing(speed: float, seed: int) -> None:
     """No profile, no step seen: the first requests find out."""
-    advisor = Advisor(Engine(chunk_tokens=SMALL.chunk_tokens), {TIER: None})
+    advisor = Advisor(EngineFeatures(chunk_tokens=SMALL.chunk_tokens), {TIER: None})
     world, rng = World(SMALL, speed, advisor), random.Random(seed)
     [step] = throttle(world, [speed], lambda: requests(SMALL, 25, NOISE, rng), SWITCH_WITHIN)
     assert step.of_the_better <= WITHIN
@@ -113,7 +113,7 @@ def test_without_learning_it_would_not_keep_up(seed: int) -> None:
 def test_without_probes_it_would_not_come_back(seed: int) -> None:
     world = new_world(SMALL, SPEEDS[0])
 
-    def choose(prompt: Prompt, runs: list[Run], outstanding: int) -> Advice:
+    def choose(prompt: PromptLengths, runs: list[TierRun], outstanding: int) -> Advice:
         return Advice(world.advisor.advise(prompt, runs, {TIER: outstanding}).decision, None)
 
     world.choose = choose

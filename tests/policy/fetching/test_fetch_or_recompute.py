@@ -5,26 +5,27 @@ from math import inf
 
 import pytest
 
-from kvdepot.policy.fetching.advisor import PROBE_BLOCKS, PROBE_EVERY, Advisor
-from kvdepot.policy.fetching.decision_log import DecisionLog
+from kvdepot.policy.fetching.advisor import PROBE_BLOCKS, PROBE_EVERY, Advisor, DecisionLog
 from kvdepot.policy.fetching.fetch_or_recompute import (
     EXPLORE_BYTES,
     EXPLORE_SHARE,
     Decision,
+    EngineFeatures,
+    EngineQueue,
+    PromptLengths,
     Reason,
+    TierRun,
     decide,
 )
-from kvdepot.policy.fetching.prefill_model import PrefillPace
-from kvdepot.policy.fetching.tier_model import TierPace, TierProfile, Transfer
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run
+from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace, TierProfile, Transfer
 
 MB = 1_000_000
 BLOCK = 10 * MB
-PROMPT = Prompt(tokens=1010, block_tokens=100)
+PROMPT = PromptLengths(tokens=1010, block_tokens=100)
 PACE = PrefillPace(0.0, 0.01, 0.0)
 """A block of a hundred tokens takes a second, the last ten tokens a tenth."""
-ENGINE = Engine(chunk_tokens=100_000)
-SPLITTING = Engine(chunk_tokens=100_000, splits=True)
+ENGINE = EngineFeatures(chunk_tokens=100_000)
+SPLITTING = EngineFeatures(chunk_tokens=100_000, splits=True)
 
 
 def tier(block_s: float, wait_s: float = 0.0, spread: float = 0.0) -> TierPace:
@@ -32,20 +33,20 @@ def tier(block_s: float, wait_s: float = 0.0, spread: float = 0.0) -> TierPace:
     return TierPace(wait_s, block_s / BLOCK, spread)
 
 
-def runs(*parts: tuple[str, int]) -> list[Run]:
-    return [Run(name, blocks, blocks * BLOCK) for name, blocks in parts]
+def runs(*parts: tuple[str, int]) -> list[TierRun]:
+    return [TierRun(name, blocks, blocks * BLOCK) for name, blocks in parts]
 
 
 def choose(
-    matched: list[Run],
+    matched: list[TierRun],
     tiers: Mapping[str, TierPace | None],
     *,
     pace: PrefillPace | None = PACE,
-    queue: Queue | None = None,
-    engine: Engine = ENGINE,
-    prompt: Prompt = PROMPT,
+    queue: EngineQueue | None = None,
+    engine: EngineFeatures = ENGINE,
+    prompt: PromptLengths = PROMPT,
 ) -> Decision:
-    return decide(prompt, matched, pace, tiers, queue or Queue(), engine)
+    return decide(prompt, matched, pace, tiers, queue or EngineQueue(), engine)
 
 
 class TestOneTier:
@@ -79,19 +80,19 @@ class TestOneTier:
         assert decision.predicted_s == pytest.approx(10.1)
 
     def test_the_last_token_is_always_computed(self) -> None:
-        exact = Prompt(tokens=1000, block_tokens=100)
+        exact = PromptLengths(tokens=1000, block_tokens=100)
         decision = choose(runs(("ssd", 10)), {"ssd": tier(0.0)}, prompt=exact)
         assert decision.predicted_s == pytest.approx(0.01)
 
     def test_what_the_engine_has_is_not_gained_again(self) -> None:
         """Half of the first block is there: fetching it saves half a second and costs 0.6."""
-        local = Prompt(tokens=1010, block_tokens=100, local_tokens=950)
+        local = PromptLengths(tokens=1010, block_tokens=100, local_tokens=950)
         assert choose(runs(("ssd", 1)), {"ssd": tier(0.6)}, prompt=local).fetched_blocks == 0
         assert choose(runs(("ssd", 1)), {"ssd": tier(0.4)}, prompt=local).fetched_blocks == 1
 
     def test_attention_makes_a_long_prefix_worth_more(self) -> None:
         quadratic = PrefillPace(0.0, 0.005, 1e-5)
-        short = Prompt(tokens=410, block_tokens=100)
+        short = PromptLengths(tokens=410, block_tokens=100)
         tiers = {"hdd": tier(0.8)}
         few = choose(runs(("hdd", 4)), tiers, pace=quadratic, prompt=short)
         many = choose(runs(("hdd", 10)), tiers, pace=quadratic)
@@ -122,24 +123,28 @@ class TestSeveralTiers:
 class TestQueue:
     def test_a_fetch_behind_a_queue_is_free(self) -> None:
         """Fetching 10 blocks takes 20 s, recomputing them 10; but 30 s of prefill come before."""
-        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=Queue(ahead_tokens=3000))
+        decision = choose(
+            runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=EngineQueue(ahead_tokens=3000)
+        )
         assert decision.fetched_blocks == 10
         assert decision.predicted_s == pytest.approx(30.1)
 
     def test_as_much_is_fetched_as_the_queue_hides(self) -> None:
-        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=Queue(ahead_tokens=800))
+        decision = choose(
+            runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=EngineQueue(ahead_tokens=800)
+        )
         assert decision.by_run == (4,)
         assert decision.predicted_s == pytest.approx(8.0 + 6.1)
 
     def test_not_if_the_engine_waits_for_loads(self) -> None:
-        engine = Engine(chunk_tokens=100_000, loads_while_queued=False)
-        queue = Queue(ahead_tokens=800)
+        engine = EngineFeatures(chunk_tokens=100_000, loads_while_queued=False)
+        queue = EngineQueue(ahead_tokens=800)
         decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=queue, engine=engine)
         assert decision.fetched_blocks == 0
 
     def test_decoding_requests_make_recompute_dearer(self) -> None:
         """In every step of fifty tokens forty go to others: a block takes ten steps, not two."""
-        busy, engine = Queue(decodes=40), Engine(chunk_tokens=50)
+        busy, engine = EngineQueue(decodes=40), EngineFeatures(chunk_tokens=50)
         tiers = {"hdd": tier(2.0)}
         assert choose(runs(("hdd", 10)), tiers, engine=engine).fetched_blocks == 0
         assert choose(runs(("hdd", 10)), tiers, engine=engine, queue=busy).fetched_blocks == 10
@@ -148,14 +153,14 @@ class TestQueue:
 class TestOverlap:
     def test_layer_by_layer_a_fetch_runs_beside_the_compute_of_the_rest(self) -> None:
         """Five blocks fetched in 6 s beside five computed in 5.1: 6 s and a tenth of 5.1."""
-        engine = Engine(chunk_tokens=100_000, layer_steps=10)
+        engine = EngineFeatures(chunk_tokens=100_000, layer_steps=10)
         decision = choose(runs(("ssd", 5)), {"ssd": tier(1.2)}, engine=engine)
         assert decision.fetched_blocks == 5
         assert decision.predicted_s == pytest.approx(6.0 + 0.51)
         assert choose(runs(("ssd", 5)), {"ssd": tier(1.2)}).fetched_blocks == 0
 
     def test_only_the_first_step_overlaps(self) -> None:
-        engine = Engine(chunk_tokens=100, layer_steps=10)
+        engine = EngineFeatures(chunk_tokens=100, layer_steps=10)
         decision = choose(runs(("ssd", 5)), {"ssd": tier(0.9)}, engine=engine)
         assert decision.predicted_s == pytest.approx(4.5 + 5.1 - 0.9)
 
@@ -202,7 +207,9 @@ class TestDeadline:
         assert decision.deadline_s == pytest.approx(10.1)
 
     def test_waiting_is_free_while_the_engine_is_busy(self) -> None:
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1)}, queue=Queue(ahead_tokens=700))
+        decision = choose(
+            runs(("ssd", 10)), {"ssd": tier(0.1)}, queue=EngineQueue(ahead_tokens=700)
+        )
         assert decision.deadline_s == pytest.approx(7.0)
 
 
@@ -214,9 +221,9 @@ class TestUnknown:
         assert decision.deadline_s == pytest.approx(EXPLORE_SHARE * 6.0)
 
     def test_and_few_bytes(self) -> None:
-        decision = choose([Run("new", 10, 10 * EXPLORE_BYTES // 4)], {"new": None})
+        decision = choose([TierRun("new", 10, 10 * EXPLORE_BYTES // 4)], {"new": None})
         assert decision.by_run == (4,)
-        assert choose([Run("new", 10, 100 * EXPLORE_BYTES)], {"new": None}).by_run == (1,)
+        assert choose([TierRun("new", 10, 100 * EXPLORE_BYTES)], {"new": None}).by_run == (1,)
 
     def test_a_known_tier_before_it_is_fetched_from_as_ever(self) -> None:
         tiers = {"dram": tier(0.01), "new": None}

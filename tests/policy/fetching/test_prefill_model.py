@@ -5,7 +5,7 @@ from math import exp, nan
 
 import pytest
 
-from kvdepot.policy.fetching.prefill_model import PrefillModel, PrefillPace, attention_work
+from kvdepot.policy.fetching.speed_models import PrefillModel, PrefillPace, attention_work
 
 PACE = PrefillPace(0.06, 2.2e-3, 5e-7)
 LONG = (2000, 2000)

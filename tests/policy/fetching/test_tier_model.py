@@ -5,7 +5,7 @@ from math import exp, inf
 
 import pytest
 
-from kvdepot.policy.fetching.tier_model import TierModel, TierPace, TierProfile, Transfer
+from kvdepot.policy.fetching.speed_models import TierModel, TierPace, TierProfile, Transfer
 
 MB = 1_000_000
 BLOCK = 6 * MB

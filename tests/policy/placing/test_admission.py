@@ -5,9 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.core.endurance import DAY_S, Endurance
-from kvdepot.policy.placing.admission import price, worth_wear
-from kvdepot.policy.placing.promise import Promise, kind_of
-from kvdepot.policy.placing.thrash import ThrashDetector
+from kvdepot.policy.placing.admission import ReuseChance, ThrashDetector, kind_of, price, worth_wear
 
 Writes = st.lists(
     st.tuples(st.floats(0, 20_000), st.integers(1, 10**9), st.floats(0, 1)), max_size=60
@@ -77,7 +75,7 @@ def test_a_clock_that_goes_back_fills_nothing() -> None:
         assert budget.level_bytes == 0.0
 
 
-def play(promise: Promise, blocks: int, returns: int) -> None:
+def play(promise: ReuseChance, blocks: int, returns: int) -> None:
     """Blocks of one page, of which the first `returns` of every four are asked for again soon."""
     for number in range(blocks):
         promise.seen(number, kind_of(0, 0), 4096)
@@ -87,7 +85,7 @@ def play(promise: Promise, blocks: int, returns: int) -> None:
 
 @pytest.mark.parametrize("returns", [0, 1, 2, 3, 4])
 def test_a_kind_promises_what_others_of_it_came_to(returns: int) -> None:
-    promise = Promise(200 * 4096)
+    promise = ReuseChance(200 * 4096)
     play(promise, 8000, returns)
     assert promise.chance(kind_of(0, 0)) == pytest.approx(returns / 4, abs=0.05)
     if returns:
@@ -95,7 +93,7 @@ def test_a_kind_promises_what_others_of_it_came_to(returns: int) -> None:
 
 
 def test_what_comes_back_after_the_tier_would_have_dropped_it_does_not_count() -> None:
-    promise = Promise(100 * 4096)
+    promise = ReuseChance(100 * 4096)
     for number in range(4000):
         promise.seen(number, kind_of(0, 0), 4096)
         if number >= 150:
@@ -104,11 +102,11 @@ def test_what_comes_back_after_the_tier_would_have_dropped_it_does_not_count() -
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert {Promise(1 << 20).chance(kind_of(turns, 0)) for turns in range(5)} == {0.25}
+    assert {ReuseChance(1 << 20).chance(kind_of(turns, 0)) for turns in range(5)} == {0.25}
 
 
 def test_a_large_tier_is_watched_in_part() -> None:
-    promise = Promise(1 << 40)
+    promise = ReuseChance(1 << 40)
     play(promise, 100_000, 1)
     assert len(promise._watched) <= 1 << 14
     play(promise, 100_000, 4)

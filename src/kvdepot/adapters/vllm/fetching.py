@@ -17,10 +17,14 @@ from kvdepot.adapters.vllm.paces import Paces, read_paces, write_paces
 from kvdepot.adapters.vllm.requests import Hit, Phase, Tracked
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.policy.fetching.advisor import Advisor
-from kvdepot.policy.fetching.fetch_or_recompute import Decision
-from kvdepot.policy.fetching.prefill_model import attention_work
-from kvdepot.policy.fetching.tier_model import Transfer
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run
+from kvdepot.policy.fetching.fetch_or_recompute import (
+    Decision,
+    EngineFeatures,
+    EngineQueue,
+    PromptLengths,
+    TierRun,
+)
+from kvdepot.policy.fetching.speed_models import Transfer, attention_work
 
 KEEP_EVERY_S: Final = 10.0
 
@@ -65,7 +69,7 @@ class FetchDesk:
         self._keep_at = 0.0
         paces = read_paces(kept) if kept is not None else Paces()
         self.advisor = Advisor(
-            Engine(chunk_tokens=chunk_tokens),
+            EngineFeatures(chunk_tokens=chunk_tokens),
             {tier: paces.tiers.get(tier) for tier in TIER_NAMES},
             prefill=paces.prefill,
         )
@@ -81,7 +85,7 @@ class FetchDesk:
         known = self._rulings.get(name)
         if known is not None and known.hit == hit:
             return known
-        prompt = Prompt(tracked.request.num_tokens, self._block_tokens, hit.local_tokens)
+        prompt = PromptLengths(tracked.request.num_tokens, self._block_tokens, hit.local_tokens)
         queue = queue_before(tracked, others)
         advice = self.advisor.advise(prompt, self._runs(hit.tiers), self._outstanding, queue)
         ruling = Ruling(advice.decision, hit, self._clock())
@@ -158,12 +162,12 @@ class FetchDesk:
             found["prediction_error:bias"] = error.bias
         return found
 
-    def _runs(self, tiers: Sequence[str]) -> list[Run]:
+    def _runs(self, tiers: Sequence[str]) -> list[TierRun]:
         counts = [(tier, sum(1 for _ in group)) for tier, group in groupby(tiers)]
-        return [Run(tier, blocks, blocks * self._block_bytes) for tier, blocks in counts]
+        return [TierRun(tier, blocks, blocks * self._block_bytes) for tier, blocks in counts]
 
 
-def queue_before(tracked: Tracked, others: Iterable[Tracked]) -> Queue:
+def queue_before(tracked: Tracked, others: Iterable[Tracked]) -> EngineQueue:
     """What vLLM has to do before this request, and beside it."""
     tokens, attention, decodes, contexts = 0, 0.0, 0, 0
     for other in others:
@@ -178,7 +182,7 @@ def queue_before(tracked: Tracked, others: Iterable[Tracked]) -> Queue:
             have = max(other.hit.local_tokens, other.hit.stop_block * other.chain.block_tokens)
         rest = max(0, request.num_tokens - have)
         tokens, attention = tokens + rest, attention + attention_work(rest, have)
-    return Queue(tokens, attention, decodes, contexts)
+    return EngineQueue(tokens, attention, decodes, contexts)
 
 
 def step_work(tracked: Iterable[tuple[Tracked, int]]) -> tuple[int, float, bool]:

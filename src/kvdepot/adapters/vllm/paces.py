@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 
-from kvdepot.policy.fetching.prefill_model import PrefillPace
-from kvdepot.policy.fetching.tier_model import TierProfile
+from kvdepot.policy.fetching.speed_models import PrefillPace, TierProfile
 
 
 @dataclass(frozen=True, slots=True)

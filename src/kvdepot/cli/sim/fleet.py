@@ -14,7 +14,7 @@ from kvdepot.core.units import format_decimal_bytes
 from kvdepot.errors import ConfigError
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulated import Bill, Machines, bill_of, fleet_of, parse_tiers
-from kvdepot.policy.fetching.prefill_model import PrefillPace
+from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.fleet import Fleet
 from kvdepot.sim.measures import Findings, Spread
 from kvdepot.sim.requests import Workload

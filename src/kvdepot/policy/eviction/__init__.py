@@ -5,10 +5,8 @@ from typing import Final
 
 from kvdepot.core.order import Order, Recency
 from kvdepot.errors import ConfigError
-from kvdepot.policy.eviction.density import ReuseDensity
-from kvdepot.policy.eviction.fifo import Fifo
-from kvdepot.policy.eviction.lfu import Lfu
-from kvdepot.policy.eviction.s3fifo import S3Fifo
+from kvdepot.policy.eviction.fifo_lfu_s3fifo import Fifo, Lfu, S3Fifo
+from kvdepot.policy.eviction.reuse_density import ReuseDensity
 
 ORDERS: Final[dict[str, Callable[[], Order]]] = {
     "lru": Recency,

@@ -1,25 +1,81 @@
-"""What an engine's adapter asks and tells: decisions from models that learn from their outcome.
+"""Fetch-or-recompute decisions for one engine, from models that learn from their outcome.
 
 No clock, no thread: times come in as facts. The simulator runs the same code.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Final
 
-from kvdepot.policy.fetching.decision_log import DecisionLog
-from kvdepot.policy.fetching.fetch_or_recompute import Decision, decide
-from kvdepot.policy.fetching.prefill_model import CROSSOVER_TOKENS, PrefillModel, PrefillPace
-from kvdepot.policy.fetching.tier_model import TierModel, TierProfile
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run
+import numpy as np
+
+from kvdepot.policy.fetching.fetch_or_recompute import (
+    Decision,
+    EngineFeatures,
+    EngineQueue,
+    PromptLengths,
+    Reason,
+    TierRun,
+    decide,
+)
+from kvdepot.policy.fetching.speed_models import (
+    CROSSOVER_TOKENS,
+    PrefillModel,
+    PrefillPace,
+    TierModel,
+    TierProfile,
+)
+
+KEPT: Final = 256
+"""Decisions of each reason that the figures are about."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionError:
+    """Errors relative to what was measured.
+
+    `bias`: by how much of their time decisions took longer than predicted; below zero, shorter.
+    """
+
+    count: int
+    bias: float
+    p50: float
+    p95: float
+
+
+class DecisionLog:
+    """Predicted and actual times to the first token, of the latest decisions of each reason."""
+
+    def __init__(self) -> None:
+        self._pairs = {reason: deque[tuple[float, float]](maxlen=KEPT) for reason in Reason}
+        self.counts = dict.fromkeys(Reason, 0)
+
+    def record(self, decision: Decision, actual_s: float) -> None:
+        """Count a decision; where it predicted nothing, there is no error to keep."""
+        self.counts[decision.reason] += 1
+        if isfinite(decision.predicted_s) and actual_s > 0.0:
+            self._pairs[decision.reason].append((decision.predicted_s, actual_s))
+
+    def error(self, reason: Reason | None = None) -> PredictionError | None:
+        """Of one reason or of all; None if there is nothing to tell."""
+        reasons = Reason if reason is None else [reason]
+        pairs = np.array([pair for each in reasons for pair in self._pairs[each]])
+        if not len(pairs):
+            return None
+        predicted, actual = pairs.T
+        p50, p95 = np.quantile(np.abs(predicted - actual) / actual, [0.5, 0.95])
+        bias = float((actual - predicted).sum() / actual.sum())
+        return PredictionError(len(pairs), bias, float(p50), float(p95))
+
 
 PROBE_EVERY: Final = 2
 """A tier that was passed over this often in a row is asked for a little, to see how it is now."""
 PROBE_BYTES: Final = (4 << 20, 16 << 20)
 """How little: by turns this much, or one block and three. Two sizes tell latency from bandwidth."""
 PROBE_BLOCKS: Final = (1, 3)
-IDLE: Final = Queue()
+IDLE: Final = EngineQueue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +104,7 @@ class Advisor:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineFeatures,
         profiles: Mapping[str, TierProfile | None],
         crossover_tokens: float = CROSSOVER_TOKENS,
         prefill: PrefillPace | None = None,
@@ -62,10 +118,10 @@ class Advisor:
 
     def advise(
         self,
-        prompt: Prompt,
-        runs: Sequence[Run],
+        prompt: PromptLengths,
+        runs: Sequence[TierRun],
         outstanding_bytes: Mapping[str, int],
-        queue: Queue = IDLE,
+        queue: EngineQueue = IDLE,
     ) -> Advice:
         """Decide, and say whether a tier that was passed over should be looked at again.
 
@@ -87,7 +143,7 @@ class Advisor:
         }
 
     def _probe(
-        self, decision: Decision, runs: Sequence[Run], outstanding_bytes: Mapping[str, int]
+        self, decision: Decision, runs: Sequence[TierRun], outstanding_bytes: Mapping[str, int]
     ) -> Probe | None:
         """Of the first tier that stopped us, if it is idle and its turn has come."""
         used = {run.tier for run, blocks in zip(runs, decision.by_run, strict=True) if blocks}
@@ -110,7 +166,7 @@ class Advisor:
         self._passed_over[tier] = 0
         return True
 
-    def _probe_of(self, run: Run, start: int) -> Probe:
+    def _probe_of(self, run: TierRun, start: int) -> Probe:
         turn = self._probes[run.tier] % len(PROBE_BYTES)
         self._probes[run.tier] += 1
         fit = PROBE_BYTES[turn] * run.blocks // max(run.size_bytes, 1)

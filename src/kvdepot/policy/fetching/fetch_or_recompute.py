@@ -2,19 +2,252 @@
 
 A pure function of facts: the paces of tiers and prefill, the queue, what the engine can do. The KV
 of a block depends on the tokens before it, not on how their KV came to be there: prefill needs all
-before it in place, but blocks behind it may be fetched meanwhile.
+before it in place, but blocks behind it may be fetched meanwhile. So a plan may have a hole: a head
+and a tail are fetched, and what lies between is recomputed. The last blocks are the most expensive
+to recompute, since they attend to all before them, so of a slow run the first blocks are recomputed
+and the last ones fetched.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from typing import Final
 
-from kvdepot.policy.fetching.prefill_model import PrefillPace
-from kvdepot.policy.fetching.split import Holes, Plan
-from kvdepot.policy.fetching.tier_model import TierPace
-from kvdepot.policy.fetching.timetable import Engine, Prompt, Queue, Run, Timetable, fetch_seconds
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """What the engine was asked, and how many of its first tokens it has the KV of."""
+
+    tokens: int
+    block_tokens: int
+    local_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierRun:
+    """Matched blocks in a row that are fetched from one tier; sizes as they lie there."""
+
+    tier: str
+    blocks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineQueue:
+    """What the engine does before this prompt, and beside it.
+
+    `ahead_tokens`, `ahead_attention`: prefill that comes before, with its attention work.
+    `decodes`, `decode_context_tokens`: requests that take one token of every step, and the sum of
+    their contexts.
+    """
+
+    ahead_tokens: int = 0
+    ahead_attention: float = 0.0
+    decodes: int = 0
+    decode_context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFeatures:
+    """What the engine can do.
+
+    `chunk_tokens`: the most new tokens of one step.
+    `loads_while_queued`: blocks can be fetched for a prompt while others are computed.
+    `layer_steps`: in how many pieces, by layers, a fetch can overlap with the step that uses it.
+    `splits`: blocks behind a part that is being recomputed can be fetched meanwhile, and used.
+    """
+
+    chunk_tokens: int = 2048
+    loads_while_queued: bool = True
+    layer_steps: int = 1
+    splits: bool = False
+
+
+class PrefillTimes:
+    """Times of one prompt's prefill; index i of an array is for i blocks in place."""
+
+    def __init__(
+        self,
+        prompt: PromptLengths,
+        blocks: int,
+        pace: PrefillPace,
+        queue: EngineQueue,
+        engine: EngineFeatures,
+    ) -> None:
+        self.blocks = blocks
+        self._engine = engine
+        self._pace = pace
+        # Requests that decode take their share of every step, in time and in tokens.
+        self._step_s = pace.step_s + pace.token_s * queue.decodes
+        self._step_s += pace.pair_s * queue.decode_context_tokens
+        self._chunk = float(max(engine.chunk_tokens - queue.decodes, 1))
+        self.queue_s = self._step_s * queue.ahead_tokens / self._chunk
+        self.queue_s += pace.token_s * queue.ahead_tokens + pace.pair_s * queue.ahead_attention
+        first = prompt.local_tokens // prompt.block_tokens * prompt.block_tokens
+        # The engine computes at least the last token itself, for its logits.
+        last = prompt.tokens - 1
+        self.positions: Floats = np.arange(blocks + 1, dtype=np.float64)
+        self.positions *= prompt.block_tokens
+        self.positions += first
+        np.maximum(self.positions, min(prompt.local_tokens, last), out=self.positions)
+        np.minimum(self.positions, last, out=self.positions)
+        rest = prompt.tokens - self.positions
+        self.suffix_s: Floats = self._step_s * np.maximum(rest / self._chunk, 1.0)
+        self.suffix_s += rest * (
+            pace.token_s + 0.5 * pace.pair_s * (prompt.tokens + self.positions)
+        )
+
+    @property
+    def recompute_s(self) -> float:
+        return self.queue_s + float(self.suffix_s[0])
+
+    @property
+    def saved_s(self) -> float:
+        """What having all the blocks in place would save."""
+        return float(self.suffix_s[0] - self.suffix_s[-1])
+
+    def stretch_s(self, start: int, stop: int) -> float:
+        """Recompute of the blocks start..stop, when all before them is in place."""
+        begin, end = float(self.positions[start]), float(self.positions[stop])
+        tokens = end - begin
+        steps = max(tokens / self._chunk, 1.0) if tokens else 0.0
+        pairs = tokens * (begin + end) / 2.0
+        return self._step_s * steps + self._pace.token_s * tokens + self._pace.pair_s * pairs
+
+    def finish_s(self, fetch_s: Floats) -> Floats:
+        """The time to the first token, where fetching the first i blocks takes fetch_s[i]."""
+        hidden = self.queue_s if self._engine.loads_while_queued else 0.0
+        lag: Floats = np.maximum(fetch_s - hidden, 0.0)
+        finish: Floats = self.queue_s + lag + self.suffix_s
+        if self._engine.layer_steps > 1:
+            finish -= self._overlap_s(lag)
+        return finish
+
+    def _overlap_s(self, lag: Floats) -> Floats:
+        """What layer by layer saves: only the first step of the rest can run beside the fetch.
+
+        Its attention to the context is left out, so that this never saves too much.
+        """
+        step_s = self._step_s + self._pace.token_s * self._chunk
+        beside: Floats = np.minimum(np.minimum(self.suffix_s, step_s), lag)
+        saved: Floats = beside * (1.0 - 1.0 / self._engine.layer_steps)
+        return saved
+
+
+def fetch_seconds(runs: Sequence[TierRun], paces: Mapping[str, TierPace]) -> Floats:
+    """How long fetching the first i blocks takes; tiers work side by side, each in order."""
+    seconds: Floats = np.arange(sum(run.blocks for run in runs) + 1, dtype=np.float64)
+    until = dict.fromkeys(paces, 0.0)
+    start = 0
+    for run in runs:
+        if not run.blocks:
+            continue
+        pace = paces[run.tier]
+        begin = until[run.tier] or pace.wait_s
+        others = max((end for tier, end in until.items() if tier != run.tier), default=0.0)
+        until[run.tier] = begin + pace.byte_s * run.size_bytes
+        ramp = seconds[start + 1 : start + run.blocks + 1]
+        ramp -= start
+        ramp *= pace.byte_s * run.size_bytes / run.blocks
+        ramp += begin
+        np.maximum(ramp, others, out=ramp)
+        start += run.blocks
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """Fetch the blocks before `cut` without those of the hole.
+
+    `fetch_s`: when all of them are there; `busy_s`: until when the engine has other things to do
+    than to wait for them; `finish_s`: the first token.
+    """
+
+    cut: int
+    hole_start: int
+    hole_stop: int
+    fetch_s: float
+    busy_s: float
+    finish_s: float
+
+
+class SplitPlans:
+    """The times of plans with a hole."""
+
+    def __init__(
+        self,
+        table: PrefillTimes,
+        runs: Sequence[TierRun],
+        paces: Mapping[str, TierPace],
+        fetch_s: Floats,
+    ) -> None:
+        self._table = table
+        self._fetch_s: list[float] = fetch_s.tolist()
+        self._suffix_s: list[float] = table.suffix_s.tolist()
+        self._parts: list[tuple[int, int, float, int]] = []
+        tiers = list(dict.fromkeys(run.tier for run in runs))
+        self._waits = [paces[tier].wait_s for tier in tiers]
+        start = 0
+        for run in runs:
+            stop = start + run.blocks
+            block_s = paces[run.tier].byte_s * run.size_bytes / max(run.blocks, 1)
+            self._parts.append((start, stop, block_s, tiers.index(run.tier)))
+            start = stop
+
+    def best(self, cuts: Iterable[int], otherwise: FetchPlan) -> FetchPlan:
+        """The fastest plan with one of these cuts and a hole from a border between tiers on.
+
+        `otherwise` is the fastest without, and stays if none is faster.
+        """
+        best = otherwise
+        for cut in cuts:
+            for start, *_ in self._parts:
+                begin_s = max(self._table.queue_s, self._fetch_s[start])
+                if start < cut and begin_s + self._suffix_s[cut] < best.finish_s:
+                    best = min(best, self._balanced(start, cut), key=lambda plan: plan.finish_s)
+        return best
+
+    def _balanced(self, start: int, cut: int) -> FetchPlan:
+        """The hole that is computed just when the tail behind it is there."""
+
+        def computed_first(stop: int) -> bool:
+            return self._busy_s(start, stop) >= self._tail_s(start, stop, cut)
+
+        stop = bisect_left(range(start, cut), True, key=computed_first) + start
+        plans = [self._plan(start, near, cut) for near in (stop - 1, stop) if start < near < cut]
+        return min(plans, key=lambda plan: plan.finish_s, default=self._without(start))
+
+    def _plan(self, start: int, stop: int, cut: int) -> FetchPlan:
+        fetch_s, busy_s = self._tail_s(start, stop, cut), self._busy_s(start, stop)
+        finish_s = max(fetch_s, busy_s) + self._suffix_s[cut]
+        return FetchPlan(cut, start, stop, fetch_s, busy_s, finish_s)
+
+    def _without(self, cut: int) -> FetchPlan:
+        fetch_s, busy_s = self._fetch_s[cut], self._table.queue_s
+        return FetchPlan(cut, 0, 0, fetch_s, busy_s, max(fetch_s, busy_s) + self._suffix_s[cut])
+
+    def _busy_s(self, start: int, stop: int) -> float:
+        begin_s = max(self._table.queue_s, self._fetch_s[start])
+        return begin_s + self._table.stretch_s(start, stop)
+
+    def _tail_s(self, start: int, stop: int, cut: int) -> float:
+        """When the head before the hole and the tail behind it are there."""
+        until = [0.0] * len(self._waits)
+        for first, last, block_s, tier in self._parts:
+            blocks = last - first if last <= start else min(last, cut) - max(first, stop)
+            if blocks > 0:
+                until[tier] = (until[tier] or self._waits[tier]) + blocks * block_s
+        return max(until)
+
 
 EXPLORE_SHARE: Final = 0.1
 """A tier of which nothing is known is given this share of the time that its blocks can save."""
@@ -67,12 +300,12 @@ class Decision:
 
 
 def decide(
-    prompt: Prompt,
-    runs: Sequence[Run],
+    prompt: PromptLengths,
+    runs: Sequence[TierRun],
     prefill: PrefillPace | None,
     tiers: Mapping[str, TierPace | None],
-    queue: Queue,
-    engine: Engine,
+    queue: EngineQueue,
+    engine: EngineFeatures,
 ) -> Decision:
     """The choice with the shortest predicted time to the first token; among equals, most fetched.
 
@@ -84,14 +317,14 @@ def decide(
     blocks = sum(run.blocks for run in asked)
     if prefill is None:
         return _without_prefill(runs, asked, tiers)
-    table = Timetable(prompt, blocks, prefill, queue, engine)
+    table = PrefillTimes(prompt, blocks, prefill, queue, engine)
     paces = _paces(asked, tiers, EXPLORE_SHARE * table.saved_s)
     fetch_s = fetch_seconds(asked, paces)
     finish_s = table.finish_s(fetch_s)
     cut = blocks - int(finish_s[::-1].argmin())
-    plan = Plan(cut, 0, 0, float(fetch_s[cut]), table.queue_s, float(finish_s[cut]))
+    plan = FetchPlan(cut, 0, 0, float(fetch_s[cut]), table.queue_s, float(finish_s[cut]))
     if engine.splits and blocks:
-        plan = Holes(table, asked, paces, fetch_s).best({cut, blocks}, plan)
+        plan = SplitPlans(table, asked, paces, fetch_s).best({cut, blocks}, plan)
     by_run = _by_run(runs, plan)
     return Decision(
         cut_blocks=plan.cut,
@@ -107,14 +340,14 @@ def decide(
     )
 
 
-def _askable(runs: Sequence[Run], tiers: Mapping[str, TierPace | None]) -> list[Run]:
+def _askable(runs: Sequence[TierRun], tiers: Mapping[str, TierPace | None]) -> list[TierRun]:
     """The runs up to where an unknown tier has been asked for enough."""
-    asked: list[Run] = []
+    asked: list[TierRun] = []
     left = EXPLORE_BYTES
     for run in runs:
         if tiers[run.tier] is None and run.size_bytes > left:
             blocks = max(run.blocks * left // run.size_bytes, 1 if left == EXPLORE_BYTES else 0)
-            asked.append(Run(run.tier, blocks, run.size_bytes * blocks // run.blocks))
+            asked.append(TierRun(run.tier, blocks, run.size_bytes * blocks // run.blocks))
             break
         if tiers[run.tier] is None:
             left -= run.size_bytes
@@ -123,7 +356,7 @@ def _askable(runs: Sequence[Run], tiers: Mapping[str, TierPace | None]) -> list[
 
 
 def _paces(
-    runs: Sequence[Run], tiers: Mapping[str, TierPace | None], explore_s: float
+    runs: Sequence[TierRun], tiers: Mapping[str, TierPace | None], explore_s: float
 ) -> dict[str, TierPace]:
     """A tier of which nothing is known is taken to be just fast enough for its time."""
     paces: dict[str, TierPace] = {}
@@ -136,7 +369,7 @@ def _paces(
     return paces
 
 
-def _by_run(runs: Sequence[Run], plan: Plan) -> tuple[int, ...]:
+def _by_run(runs: Sequence[TierRun], plan: FetchPlan) -> tuple[int, ...]:
     fetched = []
     start = 0
     for run in runs:
@@ -148,7 +381,7 @@ def _by_run(runs: Sequence[Run], plan: Plan) -> tuple[int, ...]:
 
 
 def _margin(
-    runs: Sequence[Run], by_run: Sequence[int], tiers: Mapping[str, TierPace | None]
+    runs: Sequence[TierRun], by_run: Sequence[int], tiers: Mapping[str, TierPace | None]
 ) -> float:
     """By which share of its time a fetch may be late; not at all where it explores."""
     known = [tiers[run.tier] for run, blocks in zip(runs, by_run, strict=True) if blocks]
@@ -156,7 +389,7 @@ def _margin(
     return max((max(MARGIN_SPREADS * spread, MARGIN_SHARE_MIN) for spread in spreads), default=0.0)
 
 
-def _deadline(plan: Plan, margin: float, recompute_s: float) -> float:
+def _deadline(plan: FetchPlan, margin: float, recompute_s: float) -> float:
     """Waiting is free while the engine is busy, and never longer than a recompute takes."""
     if not plan.cut:
         return 0.0
@@ -164,12 +397,12 @@ def _deadline(plan: Plan, margin: float, recompute_s: float) -> float:
 
 
 def _explores(
-    runs: Sequence[Run], by_run: Sequence[int], tiers: Mapping[str, TierPace | None]
+    runs: Sequence[TierRun], by_run: Sequence[int], tiers: Mapping[str, TierPace | None]
 ) -> bool:
     return any(blocks and tiers[run.tier] is None for run, blocks in zip(runs, by_run, strict=True))
 
 
-def _reason(plan: Plan, blocks: int, explores: bool) -> Reason:
+def _reason(plan: FetchPlan, blocks: int, explores: bool) -> Reason:
     if not blocks:
         return Reason.NOTHING_MATCHED
     if explores:
@@ -182,12 +415,12 @@ def _reason(plan: Plan, blocks: int, explores: bool) -> Reason:
 
 
 def _without_prefill(
-    runs: Sequence[Run], asked: Sequence[Run], tiers: Mapping[str, TierPace | None]
+    runs: Sequence[TierRun], asked: Sequence[TierRun], tiers: Mapping[str, TierPace | None]
 ) -> Decision:
     """Fetch: as long as no step was seen, a hit is taken to be worth its time."""
     blocks = sum(run.blocks for run in asked)
     fetch_s = float(fetch_seconds(asked, _paces(asked, tiers, EXPLORE_S))[-1])
-    plan = Plan(blocks, 0, 0, fetch_s, 0.0, inf)
+    plan = FetchPlan(blocks, 0, 0, fetch_s, 0.0, inf)
     by_run = _by_run(runs, plan)
     return Decision(
         cut_blocks=blocks,

@@ -1,10 +1,87 @@
-"""Which blocks are worth their wear. Pure.
+"""Which blocks may enter a tier: how likely they are used again, wear, and thrashing. Pure."""
 
-While a drive's bucket (core/endurance.py) is full everything may be written; as it empties, blocks
-must promise more and more reuse.
-"""
-
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final
+
+from kvdepot.policy.eviction.ghosts import Ghosts
+
+_TURNS_MAX: Final = 3
+_USE_LEVELS: Final = 4
+"""Never, once, two or three times, more often."""
+_KINDS: Final = (_TURNS_MAX + 1) * _USE_LEVELS
+_OUTCOME_FADE: Final = 0.998
+"""What an outcome is worth one outcome of its kind later."""
+_FIRST_CHANCE: Final = 0.25
+"""Before anything is known: three of four blocks of chats are never read again."""
+_PRIOR: Final = 8.0
+"""As many outcomes of a kind count as much as what is known of all."""
+_WATCHED_MAX: Final = 1 << 14
+
+
+def kind_of(turns: int, uses: int) -> int:
+    """`turns`: how many times its session has come back; `uses`: how often it was asked for."""
+    return min(turns, _TURNS_MAX) * _USE_LEVELS + min(uses.bit_length(), _USE_LEVELS - 1)
+
+
+@dataclass(slots=True)
+class _Outcomes:
+    """Of blocks whose fate is known."""
+
+    asked: float = 0.0
+    seen: float = 0.0
+
+    def add(self, *, asked: bool) -> None:
+        self.asked = self.asked * _OUTCOME_FADE + asked
+        self.seen = self.seen * _OUTCOME_FADE + 1.0
+
+    def chance(self, prior: float) -> float:
+        return (self.asked + _PRIOR * prior) / (self.seen + _PRIOR)
+
+
+class ReuseChance:
+    """Learns for a tier of `capacity_bytes`."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._watched: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Digest to kind and bytes, oldest first."""
+        self._watched_bytes = 0
+        self._mask = 0
+        self._kinds = [_Outcomes() for _ in range(_KINDS)]
+        self._all = _Outcomes()
+
+    def chance(self, kind: int) -> float:
+        """How likely a block of this kind is asked for again while the tier would keep it."""
+        return self._kinds[kind].chance(self._all.chance(_FIRST_CHANCE))
+
+    def seen(self, digest: int, kind: int, nbytes: int) -> None:
+        """A block was made or asked for, and is of this kind from now on."""
+        if digest & self._mask:
+            return
+        before = self._watched.pop(digest, None)
+        if before is not None:
+            self._watched_bytes -= before[1]
+            self._ended(before[0], asked=True)
+        self._watched[digest] = (kind, nbytes)
+        self._watched_bytes += nbytes
+        while self._watched_bytes * (self._mask + 1) > self._capacity_bytes:
+            _, (oldest, oldest_bytes) = self._watched.popitem(last=False)
+            self._watched_bytes -= oldest_bytes
+            self._ended(oldest, asked=False)
+        if len(self._watched) > _WATCHED_MAX:
+            self._watch_fewer()
+
+    def _ended(self, kind: int, *, asked: bool) -> None:
+        self._kinds[kind].add(asked=asked)
+        self._all.add(asked=asked)
+
+    def _watch_fewer(self) -> None:
+        """Every second one, from now on."""
+        self._mask = 2 * self._mask + 1
+        for digest in [digest for digest in self._watched if digest & self._mask]:
+            self._watched_bytes -= self._watched.pop(digest)[1]
+
 
 PROMISING: Final = 0.5
 """A block with at least this chance of reuse does not wait for its second use."""
@@ -24,3 +101,80 @@ def worth_wear(chance: float, level: float) -> bool:
     `chance`: how likely it is asked for again while the tier would keep it.
     """
     return level >= 0.0 and chance >= price(level)
+
+
+_GHOSTS_PER_BLOCK: Final = 1.5
+"""A reuse is late, not new, as long as no more blocks have left since than this, for each one in
+the tier."""
+_WINDOW_USES: Final = 1024
+"""At least; as many as half the tier's blocks, where these are more."""
+_WINDOW_FADE: Final = 0.5
+_LATE_SHARE: Final = 0.5
+_CALM_SHARE: Final = 0.25
+"""Two thresholds, so that it does not flicker."""
+_SAMPLED: Final = 16
+"""While it thrashes, one prompt of so many is promoted: who is hot may have changed."""
+
+
+class ThrashDetector:
+    """Watches hits against reuses that came too late: of blocks that had left the tier before."""
+
+    def __init__(self, window_uses: int = _WINDOW_USES) -> None:
+        self.thrashing = False
+        self._window_uses_min = window_uses
+        self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
+        self._blocks = 0
+        self._departures = 0
+        self._hits = self._late = 0.0
+        self._from_below = self._new = 0.0
+        self._uses = 0
+        self._windows = 0
+
+    @property
+    def late_share(self) -> float:
+        """Of the reuses that a larger tier would have hit, the share that this one missed."""
+        reuses = self._hits + self._late
+        return self._late / reuses if reuses else 0.0
+
+    def left(self, digest: int, blocks: int) -> None:
+        """A block made room; so many are in the tier."""
+        self._blocks = blocks
+        self._ghosts.fit(blocks)
+        self._departures += 1
+        self._ghosts.remember(digest, self._departures, 0)
+
+    def hit(self) -> None:
+        """A block was read from the tier."""
+        self._hits += 1
+        self._passed()
+
+    def missed(self, digest: int) -> None:
+        """A block was read from below, and could be promoted into the tier."""
+        self._from_below += 1
+        self._wanted(digest)
+
+    def made(self, digest: int) -> None:
+        """A block was made, anew if the tier once had it."""
+        self._new += 1
+        self._wanted(digest)
+
+    def promotes(self, sample: int) -> bool:
+        """Whether a prompt may be promoted into the tier; `sample` is a byte of its own."""
+        return not self.thrashing or (sample + self._windows) % _SAMPLED == 0
+
+    def _wanted(self, digest: int) -> None:
+        ghost = self._ghosts.recall(digest)
+        if ghost is not None:
+            self._late += self._departures - ghost.stamp <= _GHOSTS_PER_BLOCK * self._blocks
+        self._passed()
+
+    def _passed(self) -> None:
+        self._uses += 1
+        if self._uses < max(self._window_uses_min, self._blocks // 2):
+            return
+        limit = _CALM_SHARE if self.thrashing else _LATE_SHARE
+        self.thrashing = self.late_share > limit and self._from_below >= self._new
+        self._hits, self._late = self._hits * _WINDOW_FADE, self._late * _WINDOW_FADE
+        self._from_below, self._new = self._from_below * _WINDOW_FADE, self._new * _WINDOW_FADE
+        self._uses = 0
+        self._windows += 1

@@ -1,15 +1,19 @@
-"""Which segment makes room on a log-structured tier, and what of it is worth writing again.
+"""Which space is emptied when a tier is full: a segment of a log, a slab of the arena. Pure.
 
-Pure functions of facts, shared with the simulator. This is the default; others to compare with are
-in reclaim_rules.py.
+A rule of log-structured tiers picks a segment and says which of its blocks are written again; that
+costs writes of the drive. Segments are given oldest first. The rules other than the default are
+there to compare with, and follow the orders of the same names (policy/eviction) as far as a log
+can. The simulator uses the same functions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from kvdepot.errors import ConfigError
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -83,3 +87,91 @@ def _lost_share(facts: SegmentFacts) -> float:
     """How much would be dropped elsewhere, in segments."""
     dropped = ~keep(facts, np.zeros(len(facts.sizes), dtype=bool))
     return float(facts.below[dropped].sum()) / facts.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimRule:
+    """How one tier makes room."""
+
+    coldest: Callable[[Sequence[SegmentFacts]], int]
+    """Index of the segment that goes, of at least one, oldest first."""
+
+    keep: Callable[[SegmentFacts, Bools, Sequence[SegmentFacts]], Bools]
+    """Which of its blocks are written again: those that must, and some. Then come the segments that
+    stay, as far as they were looked at."""
+
+
+def _oldest(segments: Sequence[SegmentFacts]) -> int:
+    return 0
+
+
+def _nothing(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
+    return forced.copy()
+
+
+def _least_recent(segments: Sequence[SegmentFacts]) -> int:
+    return _smallest(segments, lambda facts: facts.stamps)
+
+
+def _more_recent(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
+    """What was used later than the usual block that stays elsewhere, the latest first."""
+    bar = _mean_elsewhere(others, lambda other: other.stamps)
+    return fill(facts, forced, facts.stamps > bar, facts.stamps)
+
+
+def _least_often(segments: Sequence[SegmentFacts]) -> int:
+    return _smallest(segments, lambda facts: facts.hits)
+
+
+def _more_often(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
+    """What was used more often than the usual block that stays elsewhere, most used first."""
+    bar = _mean_elsewhere(others, lambda other: other.hits)
+    return fill(facts, forced, facts.hits > bar, facts.hits)
+
+
+def _smallest(segments: Sequence[SegmentFacts], values: Callable[[SegmentFacts], Ints]) -> int:
+    """The segment whose blocks have the smallest mean; an empty one at once."""
+    means = [float(values(facts).mean()) if len(facts.sizes) else -1.0 for facts in segments]
+    return min(range(len(means)), key=means.__getitem__)
+
+
+def _mean_elsewhere(
+    others: Sequence[SegmentFacts], values: Callable[[SegmentFacts], Ints]
+) -> float:
+    """The mean over all blocks that stay; without any, nothing is above it."""
+    if not any(len(other.sizes) for other in others):
+        return float("inf")
+    return float(np.concatenate([values(other) for other in others]).mean())
+
+
+RULES: Final[dict[str, ReclaimRule]] = {
+    "default": ReclaimRule(coldest, keep),
+    "lru": ReclaimRule(_least_recent, _more_recent),
+    "fifo": ReclaimRule(_oldest, _nothing),
+    "lfu": ReclaimRule(_least_often, _more_often),
+    "s3fifo": ReclaimRule(_oldest, keep),
+}
+
+
+def rule_named(name: str) -> ReclaimRule:
+    """Raises ConfigError for a name that is none."""
+    if name not in RULES:
+        raise ConfigError("policy", f"{name!r} is not an eviction order", hint=" | ".join(RULES))
+    return RULES[name]
+
+
+FREE: Final = -1
+HELD: Final = int(np.iinfo(np.int64).max)
+
+
+def coldest_stretch(stamps: npt.NDArray[np.int64], chunks: int) -> int | None:
+    """Start of the stretch of `chunks` whose hottest block is the coldest, or None if all are held.
+
+    `stamps` has a value a chunk: FREE, HELD, or the newest stamp of the blocks in its slab.
+    """
+    if len(stamps) < chunks:
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(stamps, chunks)
+    hottest = windows.max(axis=1)
+    start = int(hottest.argmin())
+    return None if hottest[start] == HELD else start

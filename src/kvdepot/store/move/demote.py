@@ -13,7 +13,7 @@ import numpy as np
 from kvdepot.codec.record import record_bytes
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
-from kvdepot.policy.placing.demotion import DemotionFacts, worth_demoting
+from kvdepot.policy.placing.extra_copies import DemotionFacts, worth_demoting
 from kvdepot.store.move.append import MakeRoom, append
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import TEMPORARY, Stock

@@ -2,7 +2,7 @@
 
 It keeps some of the faster memory free. What leaves is what its order says, tails before heads;
 whether it is worth a place below, and what of the slower memory is worth one above, is asked of
-policy/placing/placement.py. Bytes are copied without the lock and verified on the way.
+policy/placing/memory_levels.py. Bytes are copied without the lock and verified on the way.
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, VERIFY, address_of
-from kvdepot.policy.placing.placement import Outlook, is_kept, is_promoted
+from kvdepot.policy.placing.memory_levels import ExpectedReuse, is_kept, is_promoted
 from kvdepot.store.state.memory_tier import Pool
 from kvdepot.store.state.state import Stock
 from kvdepot.store.write.memory_eviction import Room
@@ -225,5 +225,5 @@ class Porter:
             return damaged or self._upper.copies.ready(row)
         return source.leaves.may_leave(row) and (damaged or not used)
 
-    def _outlook(self, row: int) -> Outlook:
+    def _outlook(self, row: int) -> ExpectedReuse:
         return self._rhythm.expect(row)

@@ -19,7 +19,7 @@ from kvdepot.core.block import TAG_BYTES, CopyState
 from kvdepot.index.paths import path_blocks, path_order
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
-from kvdepot.policy.placing.mirroring import MirrorFacts, worth_mirroring
+from kvdepot.policy.placing.extra_copies import MirrorFacts, worth_mirroring
 from kvdepot.store.move.append import MakeRoom, append
 from kvdepot.store.move.demote import Piece, rest
 from kvdepot.store.state.lower_tier import Level

@@ -10,8 +10,7 @@ import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned
-from kvdepot.policy.placing.reclaim_rules import rule_named
+from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, rule_named
 from kvdepot.store.move.demote import Demoter
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import TEMPORARY, Stock

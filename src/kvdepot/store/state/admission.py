@@ -6,8 +6,7 @@ tier of files only. Guarded by the stock's lock.
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.index.catalog import Catalog
-from kvdepot.policy.placing.admission import PROMISING, worth_wear
-from kvdepot.policy.placing.thrash import ThrashDetector
+from kvdepot.policy.placing.admission import PROMISING, ThrashDetector, worth_wear
 from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.counters import Counters
 from kvdepot.store.state.lower_tier import Level

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Final
 
-from kvdepot.policy.placing.shares import Lane, Shares, are_uneven
+from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.tier import SegmentTier
 
@@ -44,9 +44,9 @@ class Turns:
         """Whether some drives are known to be faster than others."""
         return are_uneven(self._lanes(), _UNEVEN)
 
-    def _lanes(self) -> list[Lane]:
+    def _lanes(self) -> list[DriveLoad]:
         return [
-            Lane(index, _speed(drive), self._writing[index] + drive.gauge.queued_bytes)
+            DriveLoad(index, _speed(drive), self._writing[index] + drive.gauge.queued_bytes)
             for index, drive in enumerate(self._tier.drives)
             if drive.breaker.closed and not (drive.lost or drive.draining or drive.wear.spent)
         ]

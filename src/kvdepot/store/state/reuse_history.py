@@ -8,7 +8,7 @@ import numpy as np
 from kvdepot.codec.record import record_bytes
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
-from kvdepot.policy.placing.promise import Promise, kind_of
+from kvdepot.policy.placing.admission import ReuseChance, kind_of
 
 _COUNT_MAX: Final = 255
 
@@ -18,7 +18,7 @@ class History:
 
     def __init__(self, catalog: Catalog, capacity_bytes: int) -> None:
         self._catalog = catalog
-        self._promise = Promise(capacity_bytes)
+        self._promise = ReuseChance(capacity_bytes)
         self._turns = catalog.table.column(np.uint8, 0)
         """How many times the session of a block had come back when the block was made."""
         self._uses = catalog.table.column(np.uint8, 0)

@@ -16,7 +16,7 @@ from kvdepot.core.config import Config
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
-from kvdepot.policy.eviction.rhythm import Rhythm
+from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
 from kvdepot.store.counters import Counters
 from kvdepot.store.state.admission import Admission
@@ -42,7 +42,7 @@ class Stock:
     """The file tiers, fastest first."""
     cxl_arena: Arena | None = None
     """Of the slower memory, if there is one."""
-    rhythm: Rhythm = field(default_factory=Rhythm)
+    rhythm: ReturnTimes = field(default_factory=ReturnTimes)
     """What tells when blocks are expected; it learns where there is such a memory."""
     pools: tuple[Pool, ...] = field(init=False)
     """The memory tiers, fastest first; `arena` is that of the first."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Rows
-from kvdepot.policy.placing.slab import FREE, HELD, coldest_stretch
+from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
 from kvdepot.store.state.memory_tier import Pool
 from kvdepot.store.state.state import Stock
 from kvdepot.tiers.memory.arena import NOBODY, Slab

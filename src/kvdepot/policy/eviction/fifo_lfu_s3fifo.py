@@ -1,9 +1,4 @@
-"""S3-FIFO: new blocks pass a short probation; those that were used there stay long.
-
-Two queues, first in first out. From the short one a used block moves to the long one, an unused one
-leaves and is remembered; if it comes back soon it goes to the long queue at once. In the long queue
-a used block goes round again, three times at most for each time around.
-"""
+"""Orders to compare with: first in first out, least often used, S3-FIFO. LRU: core/order.py."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,9 +8,89 @@ import numpy as np
 from kvdepot.core.order import NO_ROW, ColumnView, EvictionQueues, RowTable, SessionState, TreeView
 from kvdepot.policy.eviction.ghosts import Ghosts
 
+
+class Fifo:
+    """The block that came first leaves first."""
+
+    queues = 1
+    moves_on_use = False
+
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+        self._queues = queues
+        self._came = rows.column(np.int64, 0)
+        self._arrivals = 0
+
+    @property
+    def stamps(self) -> ColumnView:
+        return self._came
+
+    def queue(self, row: int) -> int:
+        return 0
+
+    def entered(self, row: int) -> None:
+        self._arrivals += 1
+        self._came.view[row] = self._arrivals
+
+    def used(self, rows: Sequence[int], *, hit: bool) -> None:
+        """Use counts for nothing."""
+
+    def left(self, row: int) -> None:
+        """Nothing to remember."""
+
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
+        """Session states do not count."""
+
+    def victim(self, group: int) -> int:
+        return self._queues.first(group, 0)
+
+
+_COUNT_MAX: Final = 255
+
+
+class Lfu:
+    """The block with the fewest hits since it came leaves first."""
+
+    queues = _COUNT_MAX + 1
+    moves_on_use = True
+
+    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+        self._queues = queues
+        self._stamps = tree.stamp
+        self._uses = rows.column(np.uint8, 0)
+
+    @property
+    def stamps(self) -> ColumnView:
+        return self._stamps
+
+    def queue(self, row: int) -> int:
+        uses: int = self._uses.view[row]
+        return uses
+
+    def entered(self, row: int) -> None:
+        self._uses.view[row] = 0
+
+    def used(self, rows: Sequence[int], *, hit: bool) -> None:
+        if hit:
+            at = np.asarray(rows, dtype=np.int64)
+            uses = self._uses.array
+            uses[at] = np.minimum(uses[at], _COUNT_MAX - 1) + 1
+
+    def left(self, row: int) -> None:
+        """Nothing to remember."""
+
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
+        """Session states do not count."""
+
+    def victim(self, group: int) -> int:
+        occupied = self._queues.occupied(group)
+        if not occupied:
+            return NO_ROW
+        return self._queues.first(group, (occupied & -occupied).bit_length() - 1)
+
+
 PROBATION_SHARE: Final = 0.1
 _SHORT, _LONG = 0, 1
-_USES_MAX: Final = 3
+_LAPS_MAX: Final = 3
 _GHOSTS_PER_BLOCK: Final = 1.0
 
 
@@ -53,7 +128,7 @@ class S3Fifo:
         if hit:
             at = np.asarray(rows, dtype=np.int64)
             uses = self._uses.array
-            uses[at] = np.minimum(uses[at], _USES_MAX - 1) + 1
+            uses[at] = np.minimum(uses[at], _LAPS_MAX - 1) + 1
 
     def left(self, row: int) -> None:
         queue = self._queue.view[row]

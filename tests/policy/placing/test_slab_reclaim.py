@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvdepot.policy.placing.slab import FREE, HELD, coldest_stretch
+from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
 
 
 def stretch(stamps: list[int], chunks: int) -> int | None:

@@ -10,8 +10,15 @@ import numpy.typing as npt
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.policy.placing.reclaim import KEEP_SHARE_MAX, SegmentFacts, abandoned, coldest, keep
-from kvdepot.policy.placing.reclaim_rules import RULES, rule_named
+from kvdepot.policy.placing.reclaim import (
+    KEEP_SHARE_MAX,
+    RULES,
+    SegmentFacts,
+    abandoned,
+    coldest,
+    keep,
+    rule_named,
+)
 
 CAPACITY = 1000
 NOW = 100

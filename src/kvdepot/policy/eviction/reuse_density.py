@@ -1,27 +1,166 @@
 """The default order: the block that promises the fewest reuses for its place leaves first.
 
-A block's kind is how many times its session has come back, and how often it was used itself:
-a tail inherits the promise of the prefix it continues, and what many sessions share is judged by
-all of them. How soon each kind is reused is counted (hazard.py), also for blocks that are gone
+A block's kind is how many times its session has come back, and how often it was used itself: a tail
+inherits the promise of the prefix it continues, and blocks that many sessions share are judged by
+all of them. `ReuseRates` counts how soon each kind is reused, also for blocks that have left
 (ghosts.py), so that the order knows what a longer stay would have brought.
 
 Where the tier is large enough, recency is hard to beat and counts are noise. So the least recently
-used block leaves unless another one promises clearly less, and how clearly is learned from ghosts:
-the fewer reuses come too late, the closer to LRU; and what plain LRU would have hit (shadow.py)
-against what was hit moves the trust in the counts up and down.
+used block leaves unless another one promises clearly less, and how clearly is learnt: the fewer
+reuses of ghosts, the closer to LRU; and the hits that plain LRU would have had (`LruShadow`)
+against the real hits move the trust in the counts up and down.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from math import exp
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdepot.core.order import NO_ROW, ColumnView, EvictionQueues, RowTable, SessionState, TreeView
 from kvdepot.policy.eviction.ghosts import Ghosts
-from kvdepot.policy.eviction.hazard import AGES, Hazard, Ints
-from kvdepot.policy.eviction.shadow import LruShadow
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_STEPS_PER_OCTAVE: Final = 2
+_OCTAVES: Final = 34
+_AGE_MIN: Final = 16
+_DECAY: Final = 0.99
+"""What a count is worth one period later."""
+_PRIOR: Final = 0.05
+"""A kind is taken for average until this share of the tier has been watched for one period."""
+
+AGES: Final[list[int]] = [
+    (_AGE_MIN * (_STEPS_PER_OCTAVE + step) << octave) // _STEPS_PER_OCTAVE if octave + step else 0
+    for octave in range(_OCTAVES)
+    for step in range(_STEPS_PER_OCTAVE)
+]
+"""Where each age bucket starts, in block uses."""
+_AGES: Final = np.array(AGES, dtype=np.int64)
+_WIDTHS: Final = np.diff(np.append(_AGES, 2 * _AGES[-1])).astype(np.float64)
+
+
+def bucket(age: int) -> int:
+    return bisect_right(AGES, age) - 1
+
+
+def buckets(ages: Ints) -> Ints:
+    found: Ints = np.searchsorted(_AGES, ages, side="right") - 1
+    return found
+
+
+class ReuseRates:
+    """Reuses and exposure by kind and age."""
+
+    def __init__(self, kinds: int) -> None:
+        self._shape = (kinds, len(AGES))
+        self._reuses: Floats = np.zeros(self._shape)
+        self._exposure: Floats = np.zeros(self._shape)
+        self._cells = self._reuses.reshape(-1)
+        self._cell = self._cells.data
+        self.density: list[list[float]] = np.zeros(self._shape).tolist()
+
+    def reused(self, kind: int, age: int) -> None:
+        self._cell[kind * len(AGES) + bucket(age)] += 1
+
+    def reused_many(self, kinds: Ints, ages: Ints) -> None:
+        np.add.at(self._cells, kinds * len(AGES) + buckets(ages), 1.0)
+
+    def exposed(self, kinds: Ints, ages: Ints, each: float) -> None:
+        """Blocks of these kinds and ages were there; each stands for `each` blocks times uses."""
+        self._exposure += each * self._count(kinds, ages)
+
+    def refresh(self, now: int, prior: float, boost: Floats) -> None:
+        """Bring `density` up to date, each kind's times its boost, and let the past fade.
+
+        `prior` is how many blocks times uses make a period.
+        """
+        seen = bucket(now) + 1
+        rates = self._rates(seen, prior * _PRIOR)
+        known = _densities(rates, _WIDTHS[:seen]) * boost[:, None]
+        self.density = np.pad(known, ((0, 0), (0, len(AGES) - seen)), mode="edge").tolist()
+        self._reuses *= _DECAY
+        self._exposure *= _DECAY
+
+    def _rates(self, seen: int, prior: float) -> Floats:
+        reuses, exposure = self._reuses[:, :seen], self._exposure[:, :seen]
+        total = exposure.sum(axis=0)
+        average = np.divide(reuses.sum(axis=0), total, out=np.zeros(seen), where=total > 0)
+        rates: Floats = (reuses + prior * average) / (exposure + prior + 1e-9)
+        return rates
+
+    def _count(self, kinds: Ints, ages: Ints) -> Floats:
+        cells = kinds * self._shape[1] + buckets(ages)
+        counts: Floats = np.bincount(cells, minlength=self._reuses.size).astype(np.float64)
+        return counts.reshape(self._shape)
+
+
+def _densities(rates: Floats, widths: Floats) -> Floats:
+    """For each kind and age the best of: chance of a reuse until then, over the time spent.
+
+    `rates` are constant within a bucket; a block that is reused stops taking time.
+    """
+    spent = rates * widths
+    before = np.cumsum(spent, axis=1) - spent
+    survival = np.exp(-np.maximum(before[:, None, :] - before[:, :, None], 0.0))
+    within = np.where(spent > 1e-12, -np.expm1(-spent) / np.maximum(rates, 1e-300), widths)
+    later = np.triu(np.ones((len(widths), len(widths))))
+    time = np.cumsum(later * survival * within[:, None, :], axis=2)
+    chance = later * (1.0 - survival * np.exp(-spent)[:, None, :])
+    best: Floats = (chance / np.maximum(time, 1e-300)).max(axis=2)
+    return best
+
+
+_KEYS_MAX: Final = 2048
+
+
+class LruShadow:
+    """Sampled keys in order of use, as many as the tier's share of them."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+        self.bits = 0
+        """One key in 2 ** bits is in the sample."""
+        self.capacity = 1
+
+    def fit(self, blocks: int) -> None:
+        """The tier holds `blocks` now."""
+        while blocks >> self.bits > _KEYS_MAX:
+            self.bits += 1
+            kept = [digest for digest in self._order if self.has(digest)]
+            self._order = OrderedDict.fromkeys(kept)
+        self.capacity = max(1, blocks >> self.bits)
+        while len(self._order) > self.capacity:
+            self._order.popitem(last=False)
+
+    def has(self, digest: int) -> bool:
+        """Whether the key is in the sample. Other bits than those that places are chosen by."""
+        return not digest >> 64 - self.bits
+
+    def sampled(self, digests: npt.NDArray[np.uint64]) -> list[int]:
+        """Those of the keys that are in the sample."""
+        if self.bits:
+            digests = digests[digests >> np.uint64(64 - self.bits) == 0]
+        chosen: list[int] = digests.tolist()
+        return chosen
+
+    def touch(self, digests: Iterable[int]) -> int:
+        """Keys of the sample were asked for. Returns how many of them LRU would have had."""
+        order, had = self._order, 0
+        for digest in digests:
+            if digest in order:
+                order.move_to_end(digest)
+                had += 1
+            else:
+                order[digest] = None
+        while len(order) > self.capacity:
+            order.popitem(last=False)
+        return had
+
 
 _TURNS_MAX: Final = 3
 _USE_LEVELS: Final = 5
@@ -81,7 +220,7 @@ class ReuseDensity:
     moves_on_use = True
 
     def __init__(self) -> None:
-        self._hazard = Hazard(_QUEUES)
+        self._hazard = ReuseRates(_QUEUES)
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
         self._shadow = LruShadow()
         self._count = 0

@@ -1,17 +1,54 @@
-"""Least recently used first, and when each block is expected back.
+"""When blocks are expected back, and which of two memory levels they belong in.
 
-A block that came back shows its rhythm; a new one has that of the prompt it continues. Gaps of all
-blocks together say the rest: how many come back at all, and after how long. Who has been idle for
-long can only come back after that long. Gaps are counted in uses of blocks, in octaves.
+The rule of chapter 9.7 of the seed guide, for each block: the tier whose latency matches its
+expected reuse interval. A place costs what the block that must leave for it would have brought, so
+a block goes where the next to leave is expected later than itself.
+
+A block that came back shows its interval; a new one has that of the prompt it continues. Gaps of
+all blocks together say the rest: how many come back at all, and after how long. A block that has
+been idle for long can only come back after that long. Gaps are counted in uses of blocks, in
+octaves.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kvdepot.core.order import NO_ROW, EvictionQueues, Recency, RowTable, TreeView
-from kvdepot.policy.placing.placement import Outlook
+
+PROMOTE_MARGIN: Final = 2.0
+"""How many times sooner a block must be expected to be brought up: that costs two copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedReuse:
+    """When a block is expected to be used again."""
+
+    chance: float
+    """That it is used again at all."""
+    interval: float
+    """Until then, if so, counted in uses of blocks."""
+
+    @property
+    def rate(self) -> float:
+        """Reuses that its place brings, per use of any block."""
+        return self.chance / max(1.0, self.interval)
+
+
+def is_kept(leaving: ExpectedReuse, incumbent: ExpectedReuse) -> bool:
+    """Whether a block that leaves a tier belongs in the next one, instead of one that is there.
+
+    Where nothing is known of either, the one that was used last stays.
+    """
+    return leaving.rate >= incumbent.rate
+
+
+def is_promoted(used: ExpectedReuse, incumbent: ExpectedReuse) -> bool:
+    """Whether a block that was used belongs in the faster tier, instead of one that is there."""
+    return used.rate > PROMOTE_MARGIN * incumbent.rate
+
 
 _OCTAVES: Final = 48
 _BREATH: Final = 8
@@ -25,7 +62,7 @@ _GROWTH: Final = 1.001
 _WEIGHT_MAX: Final = 1e9
 _STALE: Final = 64
 """Observations between two looks at what they add up to."""
-_NEVER: Final = Outlook(0.0, float("inf"))
+_NEVER: Final = ExpectedReuse(0.0, float("inf"))
 
 
 def octave(gap: int) -> int:
@@ -38,7 +75,7 @@ def middle(number: int) -> float:
     return 0.75 * float(1 << number) if number else 0.5
 
 
-class Rhythm(Recency):
+class ReturnTimes(Recency):
     """The order of a tier below memory, which says when blocks are expected, in any tier."""
 
     def __init__(self) -> None:
@@ -62,7 +99,7 @@ class Rhythm(Recency):
             for row in rows:
                 self._made(row)
 
-    def expect(self, row: int) -> Outlook:
+    def expect(self, row: int) -> ExpectedReuse:
         """When the block is used again, counted from now."""
         idle = max(0, self._tree.now - self._since.view[row])
         first = octave(idle)
@@ -79,7 +116,7 @@ class Rhythm(Recency):
             total += returns * middle(own)
         if not weight:
             return _NEVER
-        return Outlook(weight / (weight + silent), total / weight - idle)
+        return ExpectedReuse(weight / (weight + silent), total / weight - idle)
 
     def _came_back(self, rows: Sequence[int]) -> None:
         since, stamps = self._since.view, self._stamps.view

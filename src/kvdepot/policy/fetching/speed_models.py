@@ -1,13 +1,14 @@
-"""Durations as a sum of non-negative costs, learnt from measurements as they come. Pure.
+"""How fast prefill and the tiers are, learnt from measurements as they come. Pure.
 
-Least squares of the relative error over a few recent samples of every size, so that a stream of
-small ones does not wash out what large ones told. Where the samples cannot tell the costs apart
-(all of one size), they keep the proportions that were assumed or learnt before.
+Both are durations that are sums of non-negative costs: least squares of the relative error over a
+few recent samples of every size, so that a stream of small ones does not wash out what large ones
+told. Where the samples cannot tell the costs apart (all of one size), they keep the proportions
+that were assumed or learnt before.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, frexp, isfinite, log, sqrt
+from math import exp, frexp, inf, isfinite, log, sqrt
 from typing import Final
 
 import numpy as np
@@ -44,7 +45,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SampleWeighting:
     """How long samples count, and what it takes to end that.
 
     `fade`, `fade_any`: how much less a sample counts (natural log) for each newer one of its size
@@ -75,7 +76,9 @@ class LinearFit:
     cannot be reconciled with what was seen before it ends the memory of that.
     """
 
-    def __init__(self, shape: Sequence[float], memory: Memory, *, to_scale: bool = False) -> None:
+    def __init__(
+        self, shape: Sequence[float], memory: SampleWeighting, *, to_scale: bool = False
+    ) -> None:
         rows = CLASSES * DEPTH
         self.costs: tuple[float, ...] = tuple(shape)
         self.samples = 0
@@ -277,3 +280,189 @@ def _non_negative(matrix: Floats, target: Floats) -> Floats:
         if units.min() >= 0.0:
             return units
         left &= units > 0.0
+
+
+PREFILL_WEIGHTING: Final = SampleWeighting(
+    fade=0.16, fade_any=0.004, confirm=3, constant_stays=False
+)
+"""Steps of each size are remembered for long: many small ones say nothing about large ones."""
+STEP_TOKENS: Final = 16.0
+"""Before anything is known: a step costs as much as this many tokens, whatever is in it."""
+CROSSOVER_TOKENS: Final = 16384.0
+"""Before anything is known: the context at which attention costs as much as all the rest."""
+
+
+def attention_work(new_tokens: float, context_tokens: float) -> float:
+    """Pairs of tokens that attend: each new token to the context and to the new ones before it."""
+    return new_tokens * (context_tokens + new_tokens / 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPace:
+    """seconds of a step = step_s + token_s · new tokens + pair_s · attention work."""
+
+    step_s: float
+    token_s: float
+    pair_s: float
+
+    def __post_init__(self) -> None:
+        if min(self.step_s, self.token_s, self.pair_s) < 0.0:
+            raise ValueError(f"a prefill pace is not negative: {self}")
+
+
+class PrefillModel:
+    """Prefill speed as a function of context, following the engine as it changes.
+
+    `crossover_tokens`: the context at which attention costs as much as the rest of the model, where
+    the model's shape is known; it only matters until steps with different contexts were seen.
+    `known`: what was learnt before, by an engine like this.
+    """
+
+    def __init__(
+        self, crossover_tokens: float = CROSSOVER_TOKENS, known: PrefillPace | None = None
+    ) -> None:
+        shape = (STEP_TOKENS, 1.0, 1.0 / crossover_tokens)
+        if known is not None:
+            shape = (known.step_s, known.token_s, known.pair_s)
+        self._fit = LinearFit(shape, PREFILL_WEIGHTING, to_scale=known is not None)
+        self._known = known is not None
+
+    @property
+    def steps(self) -> int:
+        """How many steps were observed."""
+        return self._fit.samples
+
+    @property
+    def spread_share(self) -> float:
+        return self._fit.spread_share
+
+    def observe(self, new_tokens: int, attention: float, seconds: float) -> None:
+        """One engine step: its new tokens (decoding requests have one each) and the sum of
+        `attention_work` over its requests. Steps without prefill need not be told."""
+        if new_tokens > 0:
+            work = max(attention, attention_work(1, 0) * new_tokens)
+            self._fit.observe((1.0, float(new_tokens), work), seconds)
+
+    def pace(self) -> PrefillPace | None:
+        """None before the first step, unless something was known."""
+        return PrefillPace(*self._fit.costs) if self._known or self._fit.samples else None
+
+    def estimate(self, new_tokens: int, context_tokens: int) -> Estimate | None:
+        """One step of one request; None before the first step."""
+        if not self._fit.samples:
+            return None
+        work = attention_work(new_tokens, context_tokens)
+        return self._fit.estimate((1.0, float(new_tokens), work))
+
+
+TIER_WEIGHTING: Final = SampleWeighting(fade=0.0, fade_any=0.16, confirm=2, constant_stays=True)
+"""A tier is what it was lately. Old transfers of other sizes would mistake less bandwidth for more
+latency, when only small ones were made since."""
+LATENCY_BYTES: Final = 1 << 18
+"""Before anything is known: the latency of a transfer is worth this many bytes of it."""
+LATENCY_MIN_BYTES: Final = 1 << 14
+"""A latency of zero could never be learnt to be more: it is at least worth this many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierProfile:
+    """What a tier is said to do, or did when it was measured last."""
+
+    latency_s: float
+    bandwidth_bytes_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A batch of blocks that was asked of a tier.
+
+    `seconds`: from the request until the last block was ready for use, or until we stopped waiting.
+    `outstanding_bytes`: asked of the tier before, and not there yet when this was asked.
+    `late_blocks`: those of `blocks` that had not come when we stopped waiting.
+    """
+
+    blocks: int
+    size_bytes: int
+    seconds: float
+    outstanding_bytes: int = 0
+    late_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierPace:
+    """How fast a tier is now: seconds = wait_s + byte_s · bytes, for what is asked of it next.
+
+    `wait_s`: its latency, and the time that what is outstanding takes.
+    """
+
+    wait_s: float
+    byte_s: float
+    spread_share: float = SPREAD_UNSEEN
+
+    def __post_init__(self) -> None:
+        if min(self.wait_s, self.byte_s, self.spread_share) < 0.0:
+            raise ValueError(f"a tier's pace is not negative: {self}")
+
+
+class TierModel:
+    """Latency and bandwidth of one tier; two surprising transfers in a row make it think again."""
+
+    def __init__(self, profile: TierProfile | None = None) -> None:
+        shape = (float(LATENCY_BYTES), 1.0)
+        if profile is not None:
+            byte_s = 1.0 / profile.bandwidth_bytes_s
+            shape = (max(profile.latency_s, LATENCY_MIN_BYTES * byte_s), byte_s)
+        self._fit = LinearFit(shape, TIER_WEIGHTING, to_scale=profile is not None)
+        self._profiled = profile is not None
+
+    @property
+    def known(self) -> bool:
+        return self._profiled or self._fit.samples > 0
+
+    @property
+    def transfers(self) -> int:
+        """How many transfers were learnt from."""
+        return self._fit.samples
+
+    @property
+    def doubting(self) -> bool:
+        """Whether there were surprises lately that another transfer should confirm."""
+        return self._fit.doubting
+
+    @property
+    def latency_s(self) -> float:
+        return self._fit.costs[0] if self.known else 0.0
+
+    @property
+    def bandwidth_bytes_s(self) -> float:
+        return 1.0 / self._fit.costs[1] if self.known and self._fit.costs[1] > 0.0 else inf
+
+    def observe(self, transfer: Transfer) -> None:
+        """Learn from a transfer, complete or not; one of nothing tells nothing."""
+        if not transfer.size_bytes:
+            return
+        size_bytes = float(transfer.outstanding_bytes + transfer.size_bytes)
+        self._fit.observe((1.0, size_bytes), self._seconds(transfer, size_bytes))
+
+    def _seconds(self, transfer: Transfer, size_bytes: float) -> float:
+        """How long the transfer would have taken, had we waited for the rest of it."""
+        if not transfer.late_blocks:
+            return transfer.seconds
+        # We stopped somewhere between the last block that came and the next.
+        late_bytes = transfer.size_bytes * (transfer.late_blocks - 0.5) / transfer.blocks
+        moving_s = max(transfer.seconds - self.latency_s, transfer.seconds / 2.0)
+        return transfer.seconds + moving_s * late_bytes / (size_bytes - late_bytes)
+
+    def estimate(self, size_bytes: int, outstanding_bytes: int = 0) -> Estimate | None:
+        """None for a tier of which nothing is known."""
+        if not self.known:
+            return None
+        return self._fit.estimate((1.0, float(outstanding_bytes + size_bytes)))
+
+    def pace(self, outstanding_bytes: int = 0) -> TierPace | None:
+        """None for a tier of which nothing is known."""
+        if not self.known:
+            return None
+        latency_s, byte_s = self._fit.costs
+        wait_s = latency_s + byte_s * outstanding_bytes
+        return TierPace(wait_s, byte_s, self._fit.spread_share)

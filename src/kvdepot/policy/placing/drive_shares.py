@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class DriveLoad:
     """One drive that could take a run."""
 
     drive: int
@@ -28,24 +28,24 @@ class Shares:
     _floor: float = 0.0
     """What all have spent: a drive that was away does not get everything when it is back."""
 
-    def next(self, lanes: Sequence[Lane]) -> int | None:
+    def next(self, lanes: Sequence[DriveLoad]) -> int | None:
         """The drive whose turn it is; None where there is none."""
         if not lanes:
             return None
         weights = _weights(lanes)
 
-        def busy(lane: Lane) -> tuple[float, float]:
+        def busy(lane: DriveLoad) -> tuple[float, float]:
             weight = weights[lane.drive]
             return self._of(lane.drive) + lane.queued_bytes / weight, -weight
 
         return min(lanes, key=busy).drive
 
-    def take(self, drive: int, nbytes: int, lanes: Sequence[Lane]) -> None:
+    def take(self, drive: int, nbytes: int, lanes: Sequence[DriveLoad]) -> None:
         """A drive takes a run."""
         self._floor = max(self._floor, min((self._of(lane.drive) for lane in lanes), default=0.0))
         self._spent[drive] = self._of(drive) + nbytes / _weights(lanes).get(drive, 1.0)
 
-    def part(self, drive: int, lanes: Sequence[Lane]) -> float:
+    def part(self, drive: int, lanes: Sequence[DriveLoad]) -> float:
         """Of what waits, how much falls to this drive."""
         weights = _weights(lanes)
         return weights.get(drive, 1.0) / max(sum(weights.values()), 1.0)
@@ -54,13 +54,13 @@ class Shares:
         return max(self._floor, self._spent.get(drive, 0.0))
 
 
-def are_uneven(lanes: Sequence[Lane], ratio: float) -> bool:
+def are_uneven(lanes: Sequence[DriveLoad], ratio: float) -> bool:
     """Whether the speeds of all are known, and one is `ratio` times another."""
     speeds = [lane.bytes_per_s for lane in lanes]
     return len(speeds) > 1 and min(speeds) > 0 and max(speeds) >= ratio * min(speeds)
 
 
-def _weights(lanes: Sequence[Lane]) -> dict[int, float]:
+def _weights(lanes: Sequence[DriveLoad]) -> dict[int, float]:
     """Speeds against the average; all the same where one is not known."""
     speeds = [lane.bytes_per_s for lane in lanes]
     if not speeds or min(speeds) <= 0:

@@ -8,40 +8,47 @@ from hypothesis import strategies as st
 
 from kvdepot.core.block import BlockKey
 from kvdepot.index.catalog import Catalog
-from kvdepot.policy.eviction.rhythm import Rhythm, middle, octave
-from kvdepot.policy.placing.placement import PROMOTE_MARGIN, Outlook, is_kept, is_promoted
+from kvdepot.policy.placing.memory_levels import (
+    PROMOTE_MARGIN,
+    ExpectedReuse,
+    ReturnTimes,
+    is_kept,
+    is_promoted,
+    middle,
+    octave,
+)
 
 INF = float("inf")
 
 
 def test_who_is_expected_sooner_has_the_place() -> None:
-    soon, late = Outlook(1.0, 100.0), Outlook(1.0, 10_000.0)
+    soon, late = ExpectedReuse(1.0, 100.0), ExpectedReuse(1.0, 10_000.0)
     assert is_kept(soon, late) and not is_kept(late, soon)
     assert is_promoted(soon, late) and not is_promoted(late, soon)
 
 
 def test_a_doubtful_return_is_worth_as_much_less() -> None:
     """One that comes back every other time, as soon, is worth half."""
-    assert is_kept(Outlook(0.5, 100.0), Outlook(1.0, 200.0))
-    assert not is_kept(Outlook(0.5, 100.0), Outlook(1.0, 199.0))
+    assert is_kept(ExpectedReuse(0.5, 100.0), ExpectedReuse(1.0, 200.0))
+    assert not is_kept(ExpectedReuse(0.5, 100.0), ExpectedReuse(1.0, 199.0))
 
 
 def test_moving_up_takes_more_than_a_tie() -> None:
-    incumbent = Outlook(1.0, 100.0)
-    assert not is_promoted(Outlook(1.0, 100.0 / PROMOTE_MARGIN), incumbent)
-    assert is_promoted(Outlook(1.0, 99.0 / PROMOTE_MARGIN), incumbent)
+    incumbent = ExpectedReuse(1.0, 100.0)
+    assert not is_promoted(ExpectedReuse(1.0, 100.0 / PROMOTE_MARGIN), incumbent)
+    assert is_promoted(ExpectedReuse(1.0, 99.0 / PROMOTE_MARGIN), incumbent)
 
 
 def test_where_nothing_is_known_the_last_used_stays_and_nothing_moves_up() -> None:
-    never = Outlook(0.0, INF)
+    never = ExpectedReuse(0.0, INF)
     assert is_kept(never, never)
     assert not is_promoted(never, never)
-    assert is_promoted(Outlook(0.1, 1e6), never)
+    assert is_promoted(ExpectedReuse(0.1, 1e6), never)
 
 
 @given(st.floats(0.0, 1.0), st.floats(1.0, 1e9), st.floats(0.0, 1.0), st.floats(1.0, 1e9))
 def test_two_blocks_never_both_push_the_other_out(a: float, x: float, b: float, y: float) -> None:
-    one, two = Outlook(a, x), Outlook(b, y)
+    one, two = ExpectedReuse(a, x), ExpectedReuse(b, y)
     assert not (is_promoted(one, two) and is_promoted(two, one))
     assert not (is_promoted(one, two) and is_kept(two, one)), "up, and down again"
 
@@ -57,7 +64,7 @@ class Uses:
     """Prompts of four blocks in a catalog with two memories."""
 
     def __init__(self) -> None:
-        self.rhythm = Rhythm()
+        self.rhythm = ReturnTimes()
         self.catalog = Catalog(memories=("dram", "cxl"), below=self.rhythm)
         self._made = 0
 

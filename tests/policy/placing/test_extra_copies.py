@@ -9,7 +9,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.paths import path_blocks
 from kvdepot.index.table import NONE
-from kvdepot.policy.placing.mirroring import MirrorFacts, PlaceFacts, nearer, worth_mirroring
+from kvdepot.policy.placing.extra_copies import MirrorFacts, PlaceFacts, nearer, worth_mirroring
 from kvdepot.store.state.second_copies import Mirrors
 
 
