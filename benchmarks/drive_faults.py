@@ -30,14 +30,13 @@ import numpy as np
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
 from kvdepot.core.layout import KVLayout
-from kvdepot.core.tier import Pending
+from kvdepot.core.tier import Pending, drive_of
 from kvdepot.native import READ
 from kvdepot.store.namespace_handle import Space
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Ops
-from kvdepot.tiers.log.tier import drive_of
 
 DRIVES, BAD = 3, 1
 SLOWER = 20.0

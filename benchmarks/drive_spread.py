@@ -18,10 +18,10 @@ import numpy as np
 
 from kvdepot.core.config import EmulateConfig, load
 from kvdepot.core.layout import KVLayout
+from kvdepot.core.tier import drive_of
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.tiers.device.emulation import EmulatedFiles
-from kvdepot.tiers.log.tier import drive_of
 
 FAST_BYTES_PER_S = 90_000_000
 RATIO = 3.0

@@ -7,11 +7,11 @@ import pytest
 
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.config import EmulateConfig
-from kvdepot.core.tier import Tier
 from kvdepot.native import uring_available
 from kvdepot.testing.contract import Reopen, TierContract
 from kvdepot.testing.faults import FaultyFiles
 from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier
+from kvdepot.testing.twins import PlainTier as Tier
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import EngineKind, Files
 from kvdepot.tiers.log.hdd import HardDriveTier

@@ -20,7 +20,7 @@ from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, space_of, tiers
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.tier import drive_of
+from kvdepot.core.tier import drive_of
 
 pytestmark = pytest.mark.crash
 

@@ -26,7 +26,7 @@ from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, t
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.tier import drive_of
+from kvdepot.core.tier import drive_of
 
 pytestmark = pytest.mark.crash
 

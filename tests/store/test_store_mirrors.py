@@ -10,11 +10,11 @@ import pytest
 
 import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.tier import drive_of
 from kvdepot.errors import ConfigError
 from kvdepot.store.move import mirror as mirrorer
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, space_of, tiers
-from kvdepot.tiers.log.tier import drive_of
 
 LONG = 8
 """Blocks of a prompt that is mirrored."""

@@ -14,10 +14,10 @@ import numpy as np
 from kvdepot.cli import output
 from kvdepot.cli.doctor.drives import NOT_MEASURED, profile_text
 from kvdepot.codec.segment import FORMAT
+from kvdepot.core.tier import Contents
 from kvdepot.core.units import format_bytes
 from kvdepot.store.check.offline import opened, read_drive
 from kvdepot.tiers.device.profile import PROFILE_TAG, Profile
-from kvdepot.tiers.log.contents import Contents
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.notes import Notebook
 
@@ -94,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspect(path: Path, drive: Drive) -> Inspection:
-    notebook, contents = read_drive(drive)
-    (recovered,) = contents.recovered
+    notebook, contents, recovered = read_drive(drive)
     entries = [segment.entries["sequence"] for segment in recovered if len(segment.entries)]
     sequences = np.concatenate(entries) if entries else np.zeros(1, np.uint64)
     in_use = drive.segments

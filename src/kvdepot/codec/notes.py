@@ -6,25 +6,15 @@ has it, and carries it along while a segment up to `until_segment`, the newest o
 """
 
 import struct
-from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, write_head
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.tier import Removal
 from kvdepot.native import chunk_checksums
 
 _REMOVAL: Final = struct.Struct("<32sQQQ")
 _CHUNK: Final = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """Blocks that must not come back."""
-
-    key: BlockKey
-    whole_namespace: bool
-    below_sequence: int
-    until_segment: int
 
 
 def space_key(tag: bytes) -> BlockKey:

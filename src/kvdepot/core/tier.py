@@ -1,18 +1,50 @@
-"""The interface every storage tier implements, and the words it answers with.
+"""What a store needs of a tier below memory, and what a plug-in implements.
 
-A tier is physical: it keeps record images (see codec.record) at places it chooses, and gives
-them back verified. What to keep and what to drop is decided above it.
+A tier keeps record images (codec.record) at places that it chooses, and gives them back verified.
+It never decides what to keep: the store picks what is appended, discarded and moved.
+
+- A **drive** is a part of a tier with its own room and health: a directory, a block device. A tier
+  that has only one part has one drive, number 0.
+- A **segment** is what a drive frees as one: a file of a log, an object, a file with one block.
+- A **location** is one integer: drive (7 bits), segment (24 bits), page in the segment (32 bits).
+
+Faults of the medium are values: no room is None, a read error is FAILED, wrong bytes are CORRUPT.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from kvdepot.core.block import BlockKey
 
-TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl")
+TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl", "plugin")
 """Every tier there may be. Between processes a tier is its place in here."""
+DRIVES_MAX: Final = 127
+SEGMENTS_MAX: Final = 1 << 24
+_DRIVE_SHIFT: Final = 56
+_SEGMENT_SHIFT: Final = 32
+Array = npt.NDArray[Any]
+
+
+def pack_location(drive: int, segment: int, page: int) -> int:
+    return drive << _DRIVE_SHIFT | segment << _SEGMENT_SHIFT | page
+
+
+def drive_of(location: int) -> int:
+    return location >> _DRIVE_SHIFT
+
+
+def segment_of(location: int) -> int:
+    return location >> _SEGMENT_SHIFT & SEGMENTS_MAX - 1
+
+
+def page_of(location: int) -> int:
+    return location & (1 << _SEGMENT_SHIFT) - 1
 
 
 class Outcome(Enum):
@@ -63,6 +95,102 @@ class Pending(Protocol):
         """True once nothing is in flight any more. Blocks for `timeout_s` at most."""
 
 
+Loaded = tuple[list[Outcome], Pending | None]
+"""An outcome for each load. Pending is not None exactly when some outcome is LATE."""
+
+
+class Purpose(Enum):
+    """Why a record is appended. A drive keeps room back so that segments can always be reclaimed:
+    blocks may not take its last spare segment, moved blocks and notes may.
+    """
+
+    BLOCK = auto()
+    MOVE = auto()
+    """A block on its way out of a segment that is reclaimed."""
+    NOTE = auto()
+    CARRY = auto()
+    """A note on its way out of a segment that is reclaimed: may use all the room there is."""
+
+    @property
+    def is_note(self) -> bool:
+        return self in (Purpose.NOTE, Purpose.CARRY)
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Blocks that must not come back after a restart: records of the key, or of its whole
+    namespace, with a lower sequence than `below_sequence`.
+    """
+
+    key: BlockKey
+    whole_namespace: bool
+    below_sequence: int
+    until_segment: int
+    """The newest segment id when the block was removed: older copies lie in none that is newer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriveFacts:
+    """One drive as it is now."""
+
+    label: str
+    up: bool
+    """It works, as far as is known."""
+    takes_blocks: bool
+    """It is up, not draining or lost, and has not spent its budget of writes."""
+    lost: bool = False
+    """Its medium was taken away; its blocks are gone until it is mounted again."""
+    draining: bool = False
+    """No block is written to it any more."""
+    retired: bool = False
+    """It holds nothing, and is used no more."""
+    retry_in_s: float = 0.0
+    """How long it is still left alone after a failure."""
+    segment_bytes: int = 0
+    segments_max: int = 0
+    spare_segments: int = 0
+    """Segments that can be opened without reclaiming one."""
+    record_bytes_max: int = 0
+    read_bytes_per_s: float = 0.0
+    """Measured; 0 where it is not known."""
+    queued_bytes: int = 0
+    """Reads that were asked for and have not come."""
+    reads_running: int = 0
+    slowdown: float = 1.0
+    """How many times slower it reads than it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """A segment that can be reclaimed: it is full, and all of its blocks are counted."""
+
+    slot: int
+    segment_id: int
+    """Rises with age: the lowest is the oldest."""
+    live_bytes: int = 0
+    live_count: int = 0
+
+
+def _no_rows() -> Array:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Blocks that a tier holds, as arrays, oldest first, each key once."""
+
+    words: Array
+    """Keys, four u64 each."""
+    locations: Array
+    payload_bytes: Array
+    second_of: Array = field(default_factory=_no_rows)
+    """Indices of blocks that have a second copy on another drive, where the tier keeps some."""
+    second_locations: Array = field(default_factory=_no_rows)
+
+
+NO_CONTENTS: Final = Contents(np.zeros((0, 4), np.uint64), _no_rows(), _no_rows())
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a tier holds.
@@ -85,36 +213,92 @@ class Health:
     retry_in_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class WriteBudget:
+    """What the drives of a tier may still write, where writes are limited."""
+
+    bucket_bytes: int
+    left_bytes: int
+
+
 class Tier(Protocol):
-    """One medium that holds blocks. Thread-safe. No method raises for a fault of the medium."""
+    """Keeps blocks below memory. Thread-safe. No method raises for a fault of the medium."""
 
     name: str
+    writable: bool
 
-    def store(self, images: Sequence[memoryview]) -> list[int | None]:
-        """Keep copies of record images; the caller may reuse them afterwards.
+    def append(
+        self,
+        drive: int,
+        images: Sequence[memoryview],
+        purpose: Purpose = Purpose.BLOCK,
+        *,
+        keep_sequence: Sequence[bool] | None = None,
+    ) -> list[int | None]:
+        """Write record images to one drive. Blocks. The images may be reused afterwards.
 
-        Returns a location each, None where there was no room or the medium failed. A location is
-        valid until it is discarded. May set the segment id and sequence in the images' heads.
-        Blocks.
+        Returns a location each, None where there was no room or the medium failed. Sets segment id
+        and sequence in the images' heads; `keep_sequence` marks images that keep the sequence they
+        have. What was appended counts as written but not entered until `count`.
         """
 
-    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
-        """Read and verify. Blocks until all are done or `timeout_s` has passed.
+    def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
+        """Read and verify key and checksums. Blocks until done or `timeout_s` has passed."""
 
-        Pending is not None exactly when some outcome is LATE.
-        """
+    def read_records(
+        self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
+    ) -> list[bool]:
+        """Read whole records into images, verified. Blocks until the medium answers."""
+
+    def count(self, location: int, payload_bytes: int) -> None:
+        """An appended block is in use from now on."""
 
     def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
-        """Forget blocks of these sizes; their room is used again.
+        """Blocks are out of use. Their bytes die with their segment."""
 
-        Unknown locations are a caller's bug.
+    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
+        """What keeps every record of a key that exists now from coming back. No I/O."""
+
+    def erase(self, removals: Sequence[Removal], drives: Sequence[int] | None = None) -> list[int]:
+        """Record removals on every drive, or those given. Returns where it could not be done."""
+
+    def remember(self, tag: bytes, description: bytes) -> bool:
+        """Record what a namespace's tag stands for. False: not on every drive."""
+
+    def descriptions(self) -> dict[bytes, bytes]:
+        """What was recorded with `remember`, by tag."""
+
+    def has_room(self, drive: int, nbytes: int) -> bool:
+        """Whether a block of this record size finds room without reclaiming a segment."""
+
+    def segments(self, drive: int) -> list[SegmentInfo]:
+        """The segments that can be reclaimed, oldest first."""
+
+    def has_unentered(self, drive: int) -> bool:
+        """Whether blocks were appended, or are being, that `count` has not been told of."""
+
+    def release(self, drive: int, slot: int) -> bool:
+        """Free a segment whose blocks were moved or discarded. Notes in it that are still needed
+        are written elsewhere first; False: there was no room for them, and nothing has changed.
         """
 
-    def scan(self) -> Iterator[Found]:
-        """What was found when the tier was opened, each key once. Volatile tiers find nothing."""
+    def take_contents(self) -> Contents:
+        """What was found when the tier was opened, once; afterwards it is forgotten."""
 
-    def flush(self) -> bool:
-        """Make everything stored so far as durable as the tier can. False: it could not."""
+    def drive_count(self) -> int:
+        """Drives are numbered from 0; a drive that is gone keeps its number."""
+
+    def drive(self, drive: int) -> DriveFacts:
+        """One drive as it is now."""
+
+    def is_up(self, drive: int | None = None) -> bool:
+        """Whether a drive, or every drive, works as far as is known. Cheap."""
+
+    def write_budget(self) -> WriteBudget | None:
+        """What may still be written; None: there is no limit."""
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Make everything appended so far durable, as configured. False: it could not be."""
 
     def usage(self) -> Usage:
         """What is held now."""
@@ -122,5 +306,69 @@ class Tier(Protocol):
     def health(self) -> Health:
         """Whether the medium works."""
 
+    def describe_drives(self) -> list[dict[str, Any]]:
+        """Every drive in plain values, for `stats`."""
+
     def close(self) -> None:
         """Release everything. May be called twice."""
+
+
+class Reading(Protocol):
+    """Loads under way."""
+
+    def result(self) -> Loaded:
+        """What came of them. Blocks until they are done or their deadline has passed."""
+
+
+@runtime_checkable
+class QueuesReads(Protocol):
+    """A tier that has its own queue of reads: no thread of the store waits for them."""
+
+    def submit(self, loads: Sequence[Load], timeout_s: float, done: Callable[[], None]) -> Reading:
+        """Begin to load. `done` is called at most once, from any thread, when the answer is there.
+
+        It may come after the deadline, or never once `result` was called: do not wait for it
+        longer than `timeout_s`. `result` then returns at once, with LATE.
+        """
+
+
+@runtime_checkable
+class ChangesDrives(Protocol):
+    """A tier whose drives come, go and are looked after while it is open."""
+
+    def index_of(self, path: Path) -> int:
+        """The number of the drive at `path`, or ConfigError."""
+
+    def add(self, path: Path) -> int:
+        """Use one more drive, which must be empty. Returns its number, or ConfigError."""
+
+    def start_drain(self, drive: int) -> None:
+        """Write no more blocks to a drive."""
+
+    def all_segments(self, drive: int) -> list[int]:
+        """Every segment of a drive, also those that are being written."""
+
+    def retire(self, drive: int) -> None:
+        """Give everything of an empty drive back, and close it."""
+
+    def resize(self, drive: int, segments_max: int) -> None:
+        """Let a drive have more or fewer segments; those that are too many go with `trim`."""
+
+    def trim(self, drive: int) -> bool:
+        """Give back free segments that are too many. False: there are still too many."""
+
+    def probe(self, drive: int) -> None:
+        """Try a drive whose pause after a failure is over; notice one that was taken away."""
+
+    def remount(self, drive: int, forget: Callable[[], None]) -> Contents | None:
+        """Open a lost drive again. `forget` is called before its old locations become invalid.
+        None: not yet. Raises KVDepotError and OSError.
+        """
+
+    def measure(self, is_quiet: Callable[[], bool]) -> float:
+        """Measure drives that were never measured, a little at a time while `is_quiet`. Returns in
+        how many seconds to call again.
+        """
+
+    def stop_measuring(self) -> None:
+        """Give back what a drive has lent for measuring."""

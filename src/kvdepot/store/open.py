@@ -185,6 +185,7 @@ def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Cl
         tier=config.TIER,
         daily_bytes=config.daily_bytes if isinstance(config, SsdConfig) else 0,
         wall=wall,
+        profile=config.profile,
         mirrored=config.mirror > 0,
     )
     kind = HardDriveTier if config.TIER == "hdd" else SegmentTier

@@ -1,13 +1,11 @@
 """A store in plain values, for `stats` and whoever shows them."""
 
-from dataclasses import asdict
 from typing import Any
 
 from kvdepot.core.config import CxlConfig
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.memory_tier import Pool
 from kvdepot.store.state.state import Stock
-from kvdepot.tiers.log.drive import Drive
 
 
 def describe(stock: Stock, *, leased: int) -> dict[str, Any]:
@@ -63,30 +61,5 @@ def _file_tier(level: Level) -> dict[str, Any]:
         "errors": health.errors,
         "emulated": level.config.emulate is not None,
         "write_mode": level.mode.value,
-        "drives": [_drive(drive) for drive in level.tier.drives],
-    }
-
-
-def _drive(drive: Drive) -> dict[str, Any]:
-    health, gauge = drive.breaker.health(), drive.gauge
-    return {
-        "path": drive.medium.label,
-        "healthy": health.ok,
-        "reason": health.reason,
-        "errors": health.errors,
-        "draining": drive.draining,
-        "drained": drive.retired,
-        "used_bytes": sum(segment.live_bytes for segment in list(drive.segments.values())),
-        "capacity_bytes": drive.settings.slots_max * drive.settings.segment_bytes,
-        "retry_in_s": round(health.retry_in_s, 3),
-        "segments": len(drive.segments),
-        "free_segments": len(drive.free),
-        "segment_bytes": drive.settings.segment_bytes,
-        "direct_io": drive.medium.direct,
-        "emulated": drive.files.emulated,
-        "read_bytes_per_s": round(gauge.bytes_per_s),
-        "profile": asdict(gauge.profile) if gauge.profile else None,
-        "of_profile": gauge.of_profile,
-        "damage": list(drive.damage),
-        "written": drive.wear.describe(),
+        "drives": level.tier.describe_drives(),
     }

@@ -29,9 +29,10 @@ from hypothesis.stateful import (
 
 from kvdepot.codec.record import PAGE, record_bytes
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import Outcome, Tier
+from kvdepot.core.tier import Outcome
 from kvdepot.native import address_of
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
+from kvdepot.testing.twins import PlainTier as Tier
 
 TIMEOUT_S: Final = 30.0
 PAYLOAD_BYTES: Final = 4 * PAGE - 100

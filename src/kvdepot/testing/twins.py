@@ -9,16 +9,33 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own
 from kvdepot.core.clock import Clock, SystemClock
-from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Tier, Usage
+from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Usage
 from kvdepot.native import COPY, address_of, checksum
 from kvdepot.tiers.memory.copy_ops import transfers
 
 GARBAGE: Final = 0xA5
 """What a failed load leaves behind, so that whoever looks at it is found out."""
+
+
+class PlainTier(Protocol):
+    """What the wrappers here wrap."""
+
+    name: str
+
+    def store(self, images: Sequence[memoryview]) -> list[int | None]: ...
+    def load(
+        self, loads: Sequence[Load], timeout_s: float
+    ) -> tuple[list[Outcome], Pending | None]: ...
+    def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None: ...
+    def scan(self) -> Iterator[Found]: ...
+    def flush(self) -> bool: ...
+    def usage(self) -> Usage: ...
+    def health(self) -> Health: ...
+    def close(self) -> None: ...
 
 
 class MemoryTier:
@@ -103,7 +120,7 @@ def _intact(record: memoryview, load: Load) -> bool:
 class WrappedTier:
     """A tier that hands everything on to `inner`. Base of the wrappers."""
 
-    def __init__(self, inner: Tier) -> None:
+    def __init__(self, inner: PlainTier) -> None:
         self.inner = inner
         self.name = inner.name
 
@@ -148,7 +165,7 @@ class FaultyTier(WrappedTier):
     `release_late` is called, and is busy until then.
     """
 
-    def __init__(self, inner: Tier, rates: Rates | None = None) -> None:
+    def __init__(self, inner: PlainTier, rates: Rates | None = None) -> None:
         super().__init__(inner)
         self._rates = rates or Rates(0)
         self._random = random.Random(self._rates.seed)
@@ -258,7 +275,7 @@ class SlowTier(WrappedTier):
 
     def __init__(
         self,
-        inner: Tier,
+        inner: PlainTier,
         delay_s: float,
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -298,7 +315,7 @@ class _Countdown:
 class CountingTier(WrappedTier):
     """Counts calls by name, blocks by verb and bytes by direction; and what became of loads."""
 
-    def __init__(self, inner: Tier) -> None:
+    def __init__(self, inner: PlainTier) -> None:
         super().__init__(inner)
         self.calls: Counter[str] = Counter()
         self.blocks: Counter[str] = Counter()

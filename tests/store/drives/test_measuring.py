@@ -27,6 +27,7 @@ from kvdepot.tiers.device.profile import PROFILE_TAG, Profile
 from kvdepot.tiers.device.speed import Gauge
 from kvdepot.tiers.device.survey import FLASH, HEAD, Survey
 from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.measuring import Measuring
 
 MODEL = EmulateConfig(read_bandwidth=200_000_000, write_bandwidth=100_000_000, seek=0.01)
 PROFILE = Profile(
@@ -183,6 +184,10 @@ def drive_of(store: Store) -> Drive:
     return drive
 
 
+def measuring_of(store: Store) -> Measuring:
+    return store._stock.levels[0].tier._measuring
+
+
 def profile_of(store: Store) -> Any:
     return store.stats()["tiers"]["ssd"]["drives"][0]["profile"]
 
@@ -204,7 +209,7 @@ def measured(path: Path) -> Any:
 
 def known(store: Store) -> bool:
     """Whether the store has read what is kept of its drive."""
-    return eventually(lambda: drive_of(store) in store._fleet._prober._surveyor._met)
+    return eventually(lambda: drive_of(store) in measuring_of(store)._known)
 
 
 class TestStore:
@@ -221,7 +226,7 @@ class TestStore:
     def test_small_stores_are_left_alone(self, tmp_path: Path) -> None:
         with kvdepot.open(**small(tmp_path)) as store:
             assert known(store)
-            assert not store._fleet._prober._surveyor._waiting
+            assert not measuring_of(store)._waiting
 
     def test_what_is_measured_does_not_touch_blocks(self, tmp_path: Path) -> None:
         with kvdepot.open(**small(tmp_path)) as store:
@@ -290,8 +295,8 @@ class TestStore:
         fault = files.add(Fault(Call.RUN_WRITE, Fail(errno.EIO), times=None))
         with assemble(load(overrides=small(tmp_path, profile="always")), files=files) as store:
             assert eventually(lambda: fault.hits > 0)
-            surveyor = store._fleet._prober._surveyor
-            assert eventually(lambda: surveyor._site is None and not surveyor._waiting)
+            measuring = measuring_of(store)
+            assert eventually(lambda: measuring.idle)
             files.clear()
             assert profile_of(store) is None
             assert not drive_of(store).segments
@@ -301,8 +306,8 @@ class TestStore:
     def test_closing_does_not_wait_for_it(self, tmp_path: Path) -> None:
         model = {"read_bandwidth": "1MB", "write_bandwidth": "1MB", "seek": "100ms"}
         store = kvdepot.open(**small(tmp_path, profile="always", emulate=model))
-        surveyor = store._fleet._prober._surveyor
-        assert eventually(lambda: surveyor._site is not None)
+        measuring = measuring_of(store)
+        assert eventually(lambda: measuring._current is not None)
         assert store.close()
-        assert surveyor._site is None
+        assert measuring._current is None
         assert audit(tmp_path / "ssd").ok

@@ -14,12 +14,12 @@ from tests.store.drives.test_measuring import PROFILE, eventually
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
+from kvdepot.core.tier import drive_of
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.tier import drive_of
 
 FASTER = 3.0
 MODEL = EmulateConfig(read_bandwidth=300_000_000, write_bandwidth=300_000_000)

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvdepot.native import READ
 from kvdepot.tiers.device.files import Files, Ops, io_ops
-from kvdepot.tiers.log.elevator import Elevator, Request
+from kvdepot.tiers.log.hdd import DriveReads, Elevator
 
 BLOCK = 4096
 
@@ -29,11 +29,11 @@ class Recorder(Files):
         ops["result"] = 0
 
 
-def request(places: list[int], within_s: float = 10.0) -> Request:
+def request(places: list[int], within_s: float = 10.0) -> DriveReads:
     ops = io_ops(len(places))
     ops["opcode"], ops["nbytes"] = READ, BLOCK
     ops["offset"] = places
-    return Request(ops, np.array(places, dtype=np.int64), time.monotonic() + within_s)
+    return DriveReads(ops, np.array(places, dtype=np.int64), time.monotonic() + within_s)
 
 
 def test_what_waits_together_is_read_in_one_sweep_from_where_the_head_is() -> None:

@@ -18,10 +18,11 @@ import numpy as np
 from kvdepot.codec.record import PAGE, Kind, parse_head, payload_intact, record_bytes
 from kvdepot.codec.segment import Entries, Superblock, parse_slots
 from kvdepot.core.clock import SystemClock
+from kvdepot.core.tier import Contents
 from kvdepot.errors import FormatError
 from kvdepot.store.check.report import CheckReport, Finding
 from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.contents import Contents, read_contents
+from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.mount import MountSettings, mount
 from kvdepot.tiers.log.notes import Notebook
@@ -102,10 +103,11 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
         files.close()
 
 
-def read_drive(drive: Drive) -> tuple[Notebook, Contents]:
+def read_drive(drive: Drive) -> tuple[Notebook, Contents, list[Recovered]]:
     """What a drive holds. Raises FileNotFoundError where a writer takes files away meanwhile."""
     notebook = Notebook(drive)
-    return notebook, read_contents([notebook])
+    contents, (recovered,) = read_contents([notebook])
+    return notebook, contents, recovered
 
 
 def reader_of(drive: Drive, slot: int) -> SegmentReader:
@@ -146,8 +148,7 @@ def _look_again(path: Path, progress: Progress | None) -> AuditReport:
 def _look(path: Path, progress: Progress | None) -> AuditReport:
     with opened(path) as drive:
         listed = _listed(drive)
-        _, contents = read_drive(drive)
-        (segments,) = contents.recovered
+        _, contents, segments = read_drive(drive)
         report = AuditReport(path=str(path), segments=len(segments))
         report.held_bytes = drive.held_bytes()
         report.findings = [_finding(drive, text) for text in drive.damage]

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.core.block import BlockKey, CopyState
+from kvdepot.core.tier import drive_of, segment_of
 from kvdepot.index.table import NONE, Rows
 from kvdepot.native import VERIFY, address_of
 from kvdepot.store.check.report import CheckReport
@@ -14,7 +15,6 @@ from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.memory_tier import Pool
 from kvdepot.store.state.second_copies import Mirrors
 from kvdepot.store.state.state import TEMPORARY, Stock
-from kvdepot.tiers.log.tier import drive_of, slot_of
 from kvdepot.tiers.memory.arena import NOBODY
 from kvdepot.tiers.memory.copy_ops import transfers
 
@@ -91,8 +91,8 @@ def _check_file_books(level: Level, report: CheckReport) -> None:
                     f"{found[0]} blocks, {found[1]} bytes; the books say {books[0]}, {books[1]}",
                 )
     for location in places.tolist():
-        if slot_of(location) not in level.tier.drives[location >> 56].segments:
-            where = f"slot {slot_of(location)}"
+        if segment_of(location) not in level.tier.drives[location >> 56].segments:
+            where = f"slot {segment_of(location)}"
             report.add(level.name, f"a block is said to be in {where}, which is not in use")
 
 
@@ -169,7 +169,7 @@ def _check_copy(stock: Stock, level: Level, row: int, location: int, report: Che
     if not intact and not moved:
         drive = level.tier.drives[location >> 56]
         report.add(
-            f"{drive.medium.label}: slot {slot_of(location)}, page {location & 0xFFFFFFFF}",
+            f"{drive.medium.label}: slot {segment_of(location)}, page {location & 0xFFFFFFFF}",
             f"block {key.hex()} cannot be read back",
         )
 

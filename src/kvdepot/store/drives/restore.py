@@ -19,7 +19,7 @@ class Restorer:
     def restore(self) -> bool:
         """Mount the drive again. True: it can be written to."""
         try:
-            contents = self._level.tier.remount(self._index, before=self._forget)
+            contents = self._level.tier.remount(self._index, self._forget)
         except (OSError, KVDepotError):
             return False
         if contents is not None:

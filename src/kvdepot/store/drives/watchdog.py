@@ -8,15 +8,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvdepot.store.drives.measuring import Surveyor
 from kvdepot.store.drives.restore import Restorer
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import Stock
 from kvdepot.store.write.write_back import Writer
-from kvdepot.tiers.log.trial import try_out
 
 _LOOK_S: Final = 1.0
 _LOOK_S_MIN: Final = 0.02
+_QUIET_S: Final = 0.25
+"""Nobody has read for so long."""
 
 
 class Prober:
@@ -25,7 +25,7 @@ class Prober:
     def __init__(self, stock: Stock, writers: Mapping[Level, Sequence[Writer]]) -> None:
         self._stock = stock
         self._writers = writers
-        self._surveyor = Surveyor(stock)
+        self._measure_in_s = 0.0
         self.thread = threading.Thread(target=self._run, name="kvdepot-prober", daemon=True)
 
     def _run(self) -> None:
@@ -34,21 +34,28 @@ class Prober:
                 for level in self._stock.levels:
                     for index in range(len(level.tier.drives)):
                         self.look(level, index)
-                self._surveyor.work()
+                pauses = [level.tier.measure(self._is_quiet) for level in self._stock.levels]
+                self._measure_in_s = min(pauses)
         finally:
-            self._surveyor.stop()
+            for level in self._stock.levels:
+                level.tier.stop_measuring()
+
+    def _is_quiet(self) -> bool:
+        """Whether nobody reads, and nothing waits to be written."""
+        since_s = self._stock.clock.now() - _QUIET_S
+        return not self._stock.closing and not any(
+            level.tickets or level.moving or level.pace.busy_since(since_s)
+            for level in self._stock.levels
+        )
 
     def look(self, level: Level, index: int) -> None:
         """Bring one drive back if it is away and can be."""
         drive = level.tier.drives[index]
         if drive.draining or self._stock.closing:
             return
-        if not drive.lost and not drive.medium.intact():
-            drive.lose()
+        level.tier.probe(index)
         if drive.lost:
             self._restore(level, index)
-        elif not drive.breaker.closed:
-            try_out(level.tier, index)
 
     def _restore(self, level: Level, index: int) -> None:
         writers = self._writers.get(level, ())
@@ -65,4 +72,4 @@ class Prober:
             for drive in level.tier.drives
             if not drive.draining and not drive.breaker.closed
         ]
-        return max(_LOOK_S_MIN, min([_LOOK_S, self._surveyor.pause_s(), *away]))
+        return max(_LOOK_S_MIN, min([_LOOK_S, self._measure_in_s, *away]))

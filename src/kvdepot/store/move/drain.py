@@ -3,11 +3,11 @@
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.core.tier import drive_of
 from kvdepot.index.table import NONE
 from kvdepot.store.move.append import MakeRoom, append
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import TEMPORARY, Stock
-from kvdepot.tiers.log.tier import drive_of
 
 _PIECE_BYTES: Final = 4 << 20
 

@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.codec.notes import Removal
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import TAG_BYTES, CopyState
+from kvdepot.core.tier import Removal, drive_of
 from kvdepot.index.paths import path_blocks, path_order
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
@@ -26,7 +26,6 @@ from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.second_copies import Mirrors
 from kvdepot.store.state.state import TEMPORARY, Stock
 from kvdepot.store.state.yielding import Stride
-from kvdepot.tiers.log.tier import drive_of
 from kvdepot.tiers.memory.copy_ops import transfers
 
 _LOOK_S = 0.25

@@ -9,12 +9,13 @@ from typing import Final
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
+from kvdepot.core.tier import Purpose
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, rule_named
 from kvdepot.store.move.demote import Demoter
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import TEMPORARY, Stock
-from kvdepot.tiers.log.segments import Purpose, Segment
+from kvdepot.tiers.log.segments import Segment
 
 _OLDEST: Final = 8
 _NEWEST: Final = 4

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from kvdepot.core.tier import drive_of
 from kvdepot.index.table import NONE
 from kvdepot.policy.placing.extra_copies import PlaceFacts, nearer
 from kvdepot.store.read.request import Errand
 from kvdepot.store.state.lower_tier import Level
-from kvdepot.tiers.log.tier import drive_of
 
 Queued: TypeAlias = Mapping[tuple[Level, int], int]
 

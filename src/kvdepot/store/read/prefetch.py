@@ -15,6 +15,7 @@ from typing import Final
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.order import SessionState
+from kvdepot.core.tier import drive_of
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
 from kvdepot.store.read.reader import Reader
@@ -22,7 +23,6 @@ from kvdepot.store.read.request import Want
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import Stock
 from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, Stride, rest_s
-from kvdepot.tiers.log.tier import drive_of
 
 _STEP_BYTES: Final = 32 << 20
 _LOOK_MAX: Final = 512

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import MISS, CopyState, Got
-from kvdepot.core.tier import Outcome
+from kvdepot.core.tier import Outcome, drive_of
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
 from kvdepot.store.read.disk_reads import Flight, Flights, Loaded, Step
@@ -26,7 +26,6 @@ from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.memory_tier import Pool
 from kvdepot.store.state.state import TEMPORARY, Stock
 from kvdepot.store.write.memory_eviction import Room
-from kvdepot.tiers.log.tier import drive_of
 from kvdepot.tiers.memory.copy_ops import read_op, transfers
 
 _READY: Final = int(CopyState.READY)

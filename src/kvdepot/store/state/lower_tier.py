@@ -10,6 +10,7 @@ import numpy as np
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import CopyState
 from kvdepot.core.config import FileTierConfig, HddConfig
+from kvdepot.core.tier import Contents, drive_of, segment_of
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Column, Rows
@@ -18,8 +19,7 @@ from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.state.drive_shares import Turns
 from kvdepot.store.state.second_copies import Mirrors
 from kvdepot.store.state.yielding import Pace
-from kvdepot.tiers.log.contents import Contents
-from kvdepot.tiers.log.tier import SegmentTier, drive_of, slot_of
+from kvdepot.tiers.log.tier import SegmentTier
 
 _WAVE_BYTES: Final = 8 << 20
 
@@ -244,8 +244,8 @@ class Level:
         entered = np.concatenate([known, new])
         if len(entered):
             self._list_many(rows[entered], locations[entered])
-        twins = contents.twins
-        self._take_in_again(rows[twins], contents.twin_locations, contents.payload_bytes[twins])
+        twins = contents.second_of
+        self._take_in_again(rows[twins], contents.second_locations, contents.payload_bytes[twins])
 
     def _take_in_again(self, rows: Rows, locations: Rows, payload_bytes: Rows) -> None:
         """Blocks that have a place already were found at another: second copies, or surplus."""
@@ -264,5 +264,5 @@ class Level:
             listed.frombytes(part.astype(np.int32).tobytes())
 
     def _list(self, row: int, location: int) -> None:
-        place = (drive_of(location), slot_of(location))
+        place = (drive_of(location), segment_of(location))
         self.segment_rows.setdefault(place, array("i")).append(row)

@@ -1,9 +1,8 @@
 """What the drives of a log tier hold when it is opened, as arrays: fast for millions of blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ from kvdepot.codec.notes import parse_removals
 from kvdepot.codec.record import HEAD_BYTES, PAGE, Kind, parse_head, payload_intact, record_bytes
 from kvdepot.codec.segment import ENTRY
 from kvdepot.core.block import TAG_BYTES, BlockKey
-from kvdepot.core.tier import Found
+from kvdepot.core.tier import NO_CONTENTS, Contents
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.notes import Notebook
 from kvdepot.tiers.log.recovery import Recovered
@@ -20,29 +19,8 @@ from kvdepot.tiers.log.recovery import Recovered
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Live blocks, oldest first, each key once."""
-
-    words: Array
-    locations: Array
-    payload_bytes: Array
-    recovered: list[list[Recovered]]
-    twins: Array
-    """Indices of the blocks that lie on a second drive too, where such copies are of use,"""
-    twin_locations: Array
-    """and where."""
-
-    def found(self) -> Iterator[Found]:
-        keys = np.ascontiguousarray(self.words).tobytes()
-        for row, (location, nbytes) in enumerate(
-            zip(self.locations.tolist(), self.payload_bytes.tolist(), strict=True)
-        ):
-            yield Found(BlockKey(keys[32 * row : 32 * row + 32]), location, nbytes)
-
-
-_NO_ROWS: Final = np.zeros(0, np.int64)
-NOTHING: Final = Contents(np.zeros((0, 4), np.uint64), _NO_ROWS, _NO_ROWS, [], _NO_ROWS, _NO_ROWS)
+Recoveries = list[list[Recovered]]
+"""Of each drive, the segments that were found."""
 
 
 def read_contents(
@@ -51,7 +29,7 @@ def read_contents(
     *,
     others: Sequence[Notebook] = (),
     mirrored: bool = False,
-) -> Contents:
+) -> tuple[Contents, Recoveries]:
     """Recover drives, numbered from `first_drive`, fill their notebooks, count what is alive.
 
     The drives are read at the same time. What `others` say of removals counts too. `mirrored`: of
@@ -78,14 +56,15 @@ def read_contents(
     _, last = np.unique(words[alive, 2][::-1], return_index=True)
     newest = alive[np.sort(len(alive) - 1 - last)]
     sizes = entries["payload_bytes"][newest].astype(np.int64)
-    twins = seconds = _NO_ROWS
+    second_of = seconds = NO_CONTENTS.second_of
     if mirrored:
-        twins, seconds = _seconds(words, locations, alive, newest)
-        same = entries["payload_bytes"][seconds] == sizes[twins]
-        twins, seconds = twins[same], seconds[same]
+        second_of, seconds = _seconds(words, locations, alive, newest)
+        same = entries["payload_bytes"][seconds] == sizes[second_of]
+        second_of, seconds = second_of[same], seconds[same]
     counted = np.concatenate([locations[newest], locations[seconds]])
-    _count(notebooks, counted, np.concatenate([sizes, sizes[twins]]), first_drive)
-    return Contents(words[newest], locations[newest], sizes, recovered, twins, locations[seconds])
+    _count(notebooks, counted, np.concatenate([sizes, sizes[second_of]]), first_drive)
+    found = Contents(words[newest], locations[newest], sizes, second_of, locations[seconds])
+    return found, recovered
 
 
 def _seconds(words: Array, locations: Array, alive: Array, newest: Array) -> tuple[Array, Array]:
@@ -97,8 +76,8 @@ def _seconds(words: Array, locations: Array, alive: Array, newest: Array) -> tup
     elsewhere = locations[alive] >> 56 != locations[newest[at]] >> 56
     second = np.full(len(newest), -1, np.int64)
     np.maximum.at(second, at[elsewhere], np.flatnonzero(elsewhere))
-    twins = np.flatnonzero(second >= 0)
-    return twins, alive[second[twins]]
+    found = np.flatnonzero(second >= 0)
+    return found, alive[second[found]]
 
 
 def _not_removed(words: Array, sequences: Array, notebooks: Sequence[Notebook]) -> Array:

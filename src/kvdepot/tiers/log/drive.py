@@ -10,24 +10,29 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
 from kvdepot.codec.segment import SegmentHeader, footer_bytes, pack_entry
 from kvdepot.core.clock import Clock, WallClock
-from kvdepot.native import WRITE, address_of
+from kvdepot.core.tier import DriveFacts, Purpose
+from kvdepot.native import READ, WRITE, address_of
 from kvdepot.tiers.device.breaker import Breaker, RetryPauses
-from kvdepot.tiers.device.files import Files, io_ops
+from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops
 from kvdepot.tiers.device.speed import Gauge
 from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium
 from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
-from kvdepot.tiers.log.segments import Appended, Purpose, Run, Segment, closing_pages
+from kvdepot.tiers.log.segments import Appended, Run, Segment, closing_pages, kept_back
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
+_TRIAL_UNIT: Final = 256 << 10
+_TRIAL_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,11 @@ class Drive:
         return found
 
     def append(
-        self, images: Sequence[memoryview], purpose: Purpose = Purpose.BLOCK
+        self,
+        images: Sequence[memoryview],
+        purpose: Purpose = Purpose.BLOCK,
+        *,
+        keep_sequence: Sequence[bool] | None = None,
     ) -> list[Appended | None]:
         """Write record images to the log. None where there was no room or the write failed.
 
@@ -151,7 +160,7 @@ class Drive:
         Several threads may append: places are given out one after the other, writes overlap.
         """
         with self._turn() as mine:
-            runs = self._reserve(images, purpose) if mine else []
+            runs = self._reserve(images, purpose, keep_sequence) if mine else []
         written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
         if self.settings.fsync == "always" and written and not self.sync():
             written = {}
@@ -161,7 +170,12 @@ class Drive:
                 self._settle(run, images, purpose, written, results)
         return results
 
-    def _reserve(self, images: Sequence[memoryview], purpose: Purpose) -> "list[Run]":
+    def _reserve(
+        self,
+        images: Sequence[memoryview],
+        purpose: Purpose,
+        keep_sequence: Sequence[bool] | None,
+    ) -> "list[Run]":
         """Give images their places, as far as there is room."""
         closed = self.retired or (self.draining and not purpose.is_note)
         if self.lost or closed or not self.breaker.allows():
@@ -179,7 +193,9 @@ class Drive:
             if not runs or runs[-1].segment is not segment:
                 runs.append(Run(segment))
                 segment.runs += 1
-            place(image, segment.segment_id, self._numbers.sequence())
+            kept = keep_sequence is not None and keep_sequence[index]
+            sequence = parse_own(image)[2] if kept else self._numbers.sequence()
+            place(image, segment.segment_id, sequence)
             runs[-1].places.append((index, segment.tail))
             segment.tail += len(image)
             segment.count += 1
@@ -267,7 +283,7 @@ class Drive:
     def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
         end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
         if segment.tail > PAGE:
-            end -= purpose.kept_back(self.settings.segment_bytes, last=not self.spare_slots())
+            end -= kept_back(purpose, self.settings.segment_bytes, last=not self.spare_slots())
         return segment.tail + nbytes <= end
 
     def _segment_for(self, nbytes: int, purpose: Purpose) -> Segment | None:
@@ -332,6 +348,56 @@ class Drive:
         """The largest record that a segment can take."""
         return self.settings.segment_bytes - PAGE - footer_bytes(1)
 
+    def facts(self) -> DriveFacts:
+        up, profile = self.breaker.closed, self.gauge.profile
+        usable = up and not (self.lost or self.draining)
+        return DriveFacts(
+            label=self.medium.label,
+            up=up,
+            takes_blocks=usable and not self.wear.spent,
+            lost=self.lost,
+            draining=self.draining,
+            retired=self.retired,
+            retry_in_s=0.0 if up else self.breaker.health().retry_in_s,
+            segment_bytes=self.settings.segment_bytes,
+            segments_max=self.settings.slots_max,
+            spare_segments=self.spare_slots(),
+            record_bytes_max=self.record_bytes_max,
+            read_bytes_per_s=profile.read_bytes_per_s if profile and profile.direct_io else 0.0,
+            queued_bytes=self.gauge.queued_bytes,
+            reads_running=self.gauge.running,
+            slowdown=self.gauge.slowdown,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """In plain values, for `stats`."""
+        health, gauge, segment_bytes = (
+            self.breaker.health(),
+            self.gauge,
+            self.settings.segment_bytes,
+        )
+        return {
+            "path": self.medium.label,
+            "healthy": health.ok,
+            "reason": health.reason,
+            "errors": health.errors,
+            "draining": self.draining,
+            "drained": self.retired,
+            "used_bytes": sum(segment.live_bytes for segment in list(self.segments.values())),
+            "capacity_bytes": self.settings.slots_max * segment_bytes,
+            "retry_in_s": round(health.retry_in_s, 3),
+            "segments": len(self.segments),
+            "free_segments": len(self.free),
+            "segment_bytes": segment_bytes,
+            "direct_io": self.medium.direct,
+            "emulated": self.files.emulated,
+            "read_bytes_per_s": round(gauge.bytes_per_s),
+            "profile": asdict(gauge.profile) if gauge.profile else None,
+            "of_profile": gauge.of_profile,
+            "damage": list(self.damage),
+            "written": self.wear.describe(),
+        }
+
     def has_room(self, nbytes: int) -> bool:
         """Whether a block would find room without reclaiming a segment."""
         active, spare = self._active, self.spare_slots() - self._kept_back
@@ -380,6 +446,42 @@ class Drive:
             self.wear.spend(written_bytes)
             if self.segments.get(lent.slot) is lent:
                 self.release(lent.slot)
+
+    def try_to_write(self) -> bool:
+        """Clear a free segment. False: that failed. A drive without a free one is not asked."""
+        errors = self.breaker.errors
+        lent = self.lend()
+        if lent is not None:
+            self.take_back(lent)
+        return self.breaker.errors == errors
+
+    def trial_reads(self) -> "tuple[Segment, list[int], Ops, memoryview] | None":
+        """Reads from the fullest segment: it, offsets in it, operations, the memory they fill.
+
+        None: nothing is there to be read. What is read does not matter.
+        """
+        segment = max(list(self.segments.values()), key=lambda one: one.tail, default=None)
+        if segment is None or segment.tail <= PAGE:
+            return None
+        fd, base = self.medium.extent(segment.slot)
+        whole = min(_TRIAL_BYTES, segment.tail - PAGE)
+        starts = np.arange(PAGE, PAGE + whole, _TRIAL_UNIT)
+        memory = aligned(whole)
+        ops = io_ops(len(starts))
+        ops["fd"], ops["opcode"] = fd, READ
+        ops["offset"] = base + starts
+        ops["address"] = address_of(memory)[0] + starts - PAGE
+        ops["nbytes"] = np.minimum(_TRIAL_UNIT, PAGE + whole - starts)
+        return segment, starts.tolist(), ops, memory
+
+    def try_superblock(self) -> None:
+        """Read the superblock, and tell the breaker how that went."""
+        try:
+            self.medium.read_superblock()
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
+        else:
+            self.breaker.succeeded()
 
     def count(self, slot: int, nbytes: int, records: int = 1) -> None:
         """Records of a segment came into use, or with negative counts went out of it."""

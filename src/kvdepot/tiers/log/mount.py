@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -53,6 +53,8 @@ class MountSettings:
     daily_bytes: int = 0
     """What may be written to each drive in a day; 0: no limit."""
     wall: Clock = field(default_factory=WallClock)
+    profile: Literal["auto", "always", "never"] = "auto"
+    """Whether drives are measured: see tiers.log.measuring."""
     mirrored: bool = False
     """Whether a second copy of a block on another drive is of use."""
 

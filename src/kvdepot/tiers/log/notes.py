@@ -7,13 +7,13 @@ written again, as long as it is needed.
 import threading
 from dataclasses import dataclass, field
 
-from kvdepot.codec.notes import Removal, pack_removals, space_key, write_note
+from kvdepot.codec.notes import pack_removals, space_key, write_note
 from kvdepot.codec.record import Kind, record_bytes
 from kvdepot.core.block import BlockKey
+from kvdepot.core.tier import Purpose, Removal
 from kvdepot.tiers.device.files import aligned
 from kvdepot.tiers.device.profile import PROFILE_TAG, Profile
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.segments import Purpose
 
 _REMOVAL_KEY = space_key(b"")
 _REMOVALS_PER_NOTE = 256

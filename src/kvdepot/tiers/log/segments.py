@@ -1,43 +1,26 @@
-"""What a drive knows of the segments of its log, and why it appends to them."""
+"""What a drive knows of the segments of its log."""
 
-import enum
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import ENTRY, Trailer, footer_bytes
+from kvdepot.core.tier import Purpose
 from kvdepot.native import checksum
 
 _NOTE_RESERVE_MAX: Final = 64 << 10
 _CARRY_RESERVE_MAX: Final = 256 << 10
 
 
-class Purpose(enum.Enum):
-    """Why a record is appended. Blocks leave a drive its last spare segment: without it the others
-    could not be reclaimed, since what is needed of them must go somewhere first.
+def kept_back(purpose: Purpose, segment_bytes: int, *, last: bool) -> int:
+    """Room in a segment that is not for this purpose.
+
+    Each segment has some for notes alone, so that removals can be recorded on a full drive; the
+    last one that can be opened has some for notes that a reclaim must carry.
     """
-
-    BLOCK = enum.auto()
-    MOVE = enum.auto()
-    """A block on its way out of a segment that is reclaimed."""
-    NOTE = enum.auto()
-    """May also use the room that segments keep back for notes."""
-    CARRY = enum.auto()
-    """A note on its way out of a segment that is reclaimed: may use all the room there is."""
-
-    @property
-    def is_note(self) -> bool:
-        return self in (Purpose.NOTE, Purpose.CARRY)
-
-    def kept_back(self, segment_bytes: int, *, last: bool) -> int:
-        """Room in a segment that is not for this purpose.
-
-        In each there is some for notes alone, so that removals can be kept on a full drive; in the
-        last one that can be opened some for what a reclaim must carry, so that there can be one.
-        """
-        notes = 0 if self.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
-        carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)
-        return notes + (carried if last and self is not Purpose.CARRY else 0)
+    notes = 0 if purpose.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
+    carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)
+    return notes + (carried if last and purpose is not Purpose.CARRY else 0)
 
 
 @dataclass(slots=True, eq=False)

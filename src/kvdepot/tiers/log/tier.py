@@ -5,7 +5,7 @@ A location is (drive, slot, page) in one integer. Which segment makes room is de
 """
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.codec.notes import Removal
 from kvdepot.codec.record import (
     HEAD_BYTES,
     IDENTITY,
@@ -30,45 +29,49 @@ from kvdepot.codec.record import (
 )
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
-from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Usage
+from kvdepot.core.tier import (
+    DRIVES_MAX,
+    NO_CONTENTS,
+    Contents,
+    DriveFacts,
+    Found,
+    Health,
+    Load,
+    Loaded,
+    Outcome,
+    Pending,
+    Purpose,
+    Removal,
+    SegmentInfo,
+    Usage,
+    WriteBudget,
+    drive_of,
+    pack_location,
+    page_of,
+    segment_of,
+)
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.native import READ, address_of
 from kvdepot.tiers.device.files import Files, Ops, io_ops
 from kvdepot.tiers.device.profile import PROFILE_TAG
-from kvdepot.tiers.log.contents import NOTHING, Contents, read_contents
+from kvdepot.tiers.device.survey import FLASH
+from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.mount import MountSettings, mount
 from kvdepot.tiers.log.notes import Notebook
 from kvdepot.tiers.log.numbers import Numbers
-from kvdepot.tiers.log.segments import Purpose
 from kvdepot.tiers.memory.memory import Memory
 
-_DRIVE_SHIFT: Final = 56
-_SLOT_SHIFT: Final = 32
-_SLOT_MASK: Final = (1 << 24) - 1
-_PAGE_MASK: Final = (1 << 32) - 1
 _STANDS_OUT: Final = 4.0
-_DRIVES_MAX: Final = 127
 _REGISTERED_MAX: Final = 8 << 30
 _STALL_S: Final = 1.0
-"""Who gave a drive less time than this cannot tell whether it stalls or is slow."""
+"""A read with a shorter deadline does not tell whether the drive stalls or is slow."""
+_TRIAL_TIMEOUT_S: Final = 2.0
 _TOO_SLOW: Final = "reads are many times slower than they were"
 _IDENTITY_BYTES: Final = IDENTITY.stop - IDENTITY.start
 
-
-Rows = npt.NDArray[np.int64]
-
-
-def pack_location(drive: int, slot: int, page: int) -> int:
-    return drive << _DRIVE_SHIFT | slot << _SLOT_SHIFT | page
-
-
-def drive_of(location: int) -> int:
-    return location >> _DRIVE_SHIFT
-
-
-def slot_of(location: int) -> int:
-    return location >> _SLOT_SHIFT & _SLOT_MASK
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,28 @@ class LateLoads:
         return self.pending.wait(timeout_s)
 
 
-class SegmentTier:
-    """A file tier: `ssd`, or what `settings.tier` says. Implements core.tier.Tier."""
+@dataclass(slots=True)
+class PlannedReads:
+    """Loads as operations of the I/O engine. Loads that cannot be tried have none."""
+
+    ops: Ops
+    asked: list[int]
+    """The load of each operation."""
+    drives: list[Drive]
+    locations: list[int]
+    expected: bytearray
+    """What the engine compares the heads with; in use until the last read has ended."""
+    outcomes: list[Outcome]
+    """Of the loads."""
+
+
+class LogTier:
+    """A file tier: `ssd`, or what `settings.tier` says.
+
+    Implements core.tier.Tier and core.tier.ChangesDrives.
+    """
+
+    survey_terms = FLASH
 
     def __init__(
         self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock
@@ -102,6 +125,13 @@ class SegmentTier:
         self._numbers = Numbers()
         self._turn = 0
         self._closed = False
+        self._measuring = Measuring(
+            lambda: zip(list(self.drives), list(self.notebooks), strict=False),
+            settings.profile,
+            self.survey_terms,
+            clock,
+            writable=settings.writable,
+        )
         try:
             for index in range(len(self._paths)):
                 self.drives.append(self._mount(index))
@@ -118,9 +148,9 @@ class SegmentTier:
             raise ConfigError(f"{self.name}.path", reason, hint=hint) from error
 
     def _recover(self) -> Contents:
-        contents = read_contents(self.notebooks, mirrored=self._settings.mirrored)
+        contents, found = read_contents(self.notebooks, mirrored=self._settings.mirrored)
         if self.writable:
-            for drive, recovered in zip(self.drives, contents.recovered, strict=True):
+            for drive, recovered in zip(self.drives, found, strict=True):
                 drive.resume(recovered)
         return contents
 
@@ -156,16 +186,29 @@ class SegmentTier:
         return bool(dead)
 
     def append(
-        self, index: int, images: Sequence[memoryview], purpose: Purpose = Purpose.BLOCK
+        self,
+        drive: int,
+        images: Sequence[memoryview],
+        purpose: Purpose = Purpose.BLOCK,
+        *,
+        keep_sequence: Sequence[bool] | None = None,
     ) -> list[int | None]:
-        """`store` on one drive; the caller counts what it keeps (`count`)."""
+        appended = self.drives[drive].append(images, purpose, keep_sequence=keep_sequence)
         return [
-            None if place is None else pack_location(index, place.slot, place.page)
-            for place in self.drives[index].append(images, purpose)
+            None if place is None else pack_location(drive, place.slot, place.page)
+            for place in appended
         ]
 
-    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
-        outcomes = [Outcome.FAILED] * len(loads)
+    def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
+        planned = self._plan(loads)
+        if not planned.asked:
+            return planned.outcomes, None
+        pending, slow = self._timed_read(
+            planned.drives, planned.ops, planned.locations, timeout_s, planned.expected
+        )
+        return self._answer(planned, timeout_s, pending, slow)
+
+    def _plan(self, loads: Sequence[Load]) -> PlannedReads:
         involved = {drive_of(load.location) for load in loads}
         allowed = {index for index in involved if self.drives[index].breaker.allows()}
         rows: list[tuple[Any, ...]] = []
@@ -174,77 +217,87 @@ class SegmentTier:
         expected_at = address_of(expected)[0] if expected else 0
         for index, load in enumerate(loads):
             drive = self.drives[drive_of(load.location)]
-            segment = drive.segments.get(slot_of(load.location))
+            segment = drive.segments.get(segment_of(load.location))
             if segment is None or drive_of(load.location) not in allowed:
                 continue
             at = _IDENTITY_BYTES * index
             expected[at : at + _IDENTITY_BYTES] = identity(Kind.BLOCK, load.key, segment.segment_id)
             rows.append(_read_op(load, *drive.medium.extent(segment.slot), expected_at + at))
             asked.append(index)
-        if not rows:
-            return outcomes, None
         ops = io_ops(len(rows))
-        ops[:] = rows
+        if rows:
+            ops[:] = rows
         locations = [loads[index].location for index in asked]
         drives = [self.drives[drive_of(location)] for location in locations]
-        if len(set(drives)) == 1:
-            pending, slow = self._timed_read(drives[0], ops, locations, timeout_s)
-        else:
-            pending, slow = self._read(ops, locations, timeout_s), False
-        for index, drive, code in zip(asked, drives, ops["result"].tolist(), strict=True):
-            outcomes[index] = _outcome(code)
+        return PlannedReads(ops, asked, drives, locations, expected, [Outcome.FAILED] * len(loads))
+
+    def _answer(
+        self,
+        planned: PlannedReads,
+        timeout_s: float,
+        pending: Pending | None,
+        slow: Collection[Drive],
+    ) -> Loaded:
+        """Outcomes by the results of the operations; the drives' breakers are told."""
+        codes = planned.ops["result"].tolist()
+        for index, drive, code in zip(planned.asked, planned.drives, codes, strict=True):
+            planned.outcomes[index] = _outcome(code)
             late = code == -errno.ETIMEDOUT and timeout_s < _STALL_S
-            if not late and (code != 0 or not slow):
+            if not late and (code != 0 or drive not in slow):
                 self._judge(drive, code)
-        return outcomes, LateLoads(pending, ops, expected) if pending is not None else None
+        if pending is None:
+            return planned.outcomes, None
+        return planned.outcomes, LateLoads(pending, planned.ops, planned.expected)
 
     def _timed_read(
-        self, drive: Drive, ops: Ops, locations: Sequence[int], timeout_s: float
-    ) -> tuple[Pending | None, bool]:
-        """`_read` from one drive, and whether that one has become too slow to be used."""
-        trial = not drive.breaker.closed
-        asked = int(ops["nbytes"].sum())
-        drive.gauge.begin(asked, trial=trial)
-        pending = self._read(ops, locations, timeout_s)
-        done = np.flatnonzero(ops["result"] == 0)
-        work_bytes = self._work_bytes(ops[done], np.array(locations, dtype=np.int64)[done])
-        fine = drive.gauge.end(work_bytes, len(done), asked, trial=trial)
-        slow = not fine and self._stands_out(drive)
-        if slow:
-            drive.breaker.failed(_TOO_SLOW, at_once=True, slow=True)
-        return pending, slow
-
-    def try_reads(
         self,
-        index: int,
+        drives: Sequence[Drive],
         ops: Ops,
         locations: Sequence[int],
         timeout_s: float,
-        memory: memoryview,
-    ) -> None:
-        """Run reads of one drive that was left alone, and judge it by them alone."""
-        drive = self.drives[index]
-        pending, slow = self._timed_read(drive, ops, locations, timeout_s)
-        if pending is not None:
-            self._files.keep(pending, memory)
-        bad = next((code for code in ops["result"].tolist() if code), 0)
-        if bad or not slow:
-            self._judge(drive, bad)
+        memory: object = None,
+    ) -> tuple[Pending | None, Collection[Drive]]:
+        """Run reads as Files.run; also returns drives that have become too slow to be used.
+
+        `memory` is in use until the last read has ended. Reads of several drives are not timed.
+        """
+        del memory  # the caller has it
+        drive = drives[0]
+        if any(other is not drive for other in drives):
+            return self._files.run(ops, timeout_s), ()
+        trial = self._begin_timing(drive, ops)
+        pending = self._files.run(ops, timeout_s)
+        places = np.array(locations, dtype=np.int64)
+        slow = self._end_timing(drive, ops, places, ops["result"], trial=trial)
+        return pending, (drive,) if slow else ()
+
+    def _begin_timing(self, drive: Drive, ops: Ops) -> bool:
+        """Reads of a drive begin. Returns whether the drive is on trial."""
+        trial = not drive.breaker.closed
+        drive.gauge.begin(int(ops["nbytes"].sum()), trial=trial)
+        return trial
+
+    def _end_timing(
+        self, drive: Drive, ops: Ops, places: Places, results: Ops, *, trial: bool
+    ) -> bool:
+        """The reads have ended. True: the drive has become too slow to be used."""
+        done = np.flatnonzero(results == 0)
+        work_bytes = self._work_bytes(ops[done], places[done])
+        fine = drive.gauge.end(work_bytes, len(done), int(ops["nbytes"].sum()), trial=trial)
+        slow = not fine and self._stands_out(drive)
+        if slow:
+            drive.breaker.failed(_TOO_SLOW, at_once=True, slow=True)
+        return slow
 
     def _stands_out(self, drive: Drive) -> bool:
         """Whether a slow drive is slower than the others have become: else it is the machine."""
         others = [one.gauge.slowdown for one in self.drives if one is not drive and not one.retired]
         return bool(others) and drive.gauge.slowdown >= _STANDS_OUT * median(others)
 
-    def _work_bytes(self, ops: Ops, locations: Rows) -> int:
+    def _work_bytes(self, ops: Ops, places: Places) -> int:
         """What reads cost a drive, in bytes."""
-        del locations
+        del places  # flash has no order
         return int(ops["nbytes"].sum())
-
-    def _read(self, ops: Ops, locations: Sequence[int], timeout_s: float) -> Pending | None:
-        """Run reads of these places; as Files.run."""
-        del locations  # flash has no order
-        return self._files.run(ops, timeout_s)
 
     def register_memory(self, memory: Memory) -> bool:
         """Tell the I/O engine about memory that transfers will use, where the machine lets it.
@@ -263,20 +316,22 @@ class SegmentTier:
     def read_images(
         self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
     ) -> list[bool]:
-        """Read whole records, each verified by what its own head says.
+        """As read_records."""
+        return self.read_records(keys, locations, images)
 
-        Blocks until the medium answers.
-        """
+    def read_records(
+        self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
+    ) -> list[bool]:
         drives = [self.drives[drive_of(location)] for location in locations]
         allowed = {drive for drive in dict.fromkeys(drives) if drive.breaker.allows()}
         asked = []
         rows = []
         for index, (drive, location) in enumerate(zip(drives, locations, strict=True)):
-            segment = drive.segments.get(slot_of(location))
+            segment = drive.segments.get(segment_of(location))
             if segment is not None and drive in allowed:
                 fd, base = drive.medium.extent(segment.slot)
                 asked.append((index, segment.segment_id))
-                rows.append((fd, base + (location & _PAGE_MASK) * PAGE, *address_of(images[index])))
+                rows.append((fd, base + page_of(location) * PAGE, *address_of(images[index])))
         ops = io_ops(len(rows))
         ops["opcode"] = READ
         for column, name in enumerate(("fd", "offset", "address", "nbytes")):
@@ -300,42 +355,34 @@ class SegmentTier:
             for drive in set(drives):
                 drive.breaker.failed("reads do not finish", at_once=True)
 
-    def remount(self, index: int, before: Callable[[], None]) -> Contents | None:
-        """Open a lost drive again, once its pause is over. `before` is called when its old blocks
-        are gone.
-
-        None: not yet. Raises what `mount` raises.
-        """
-        drive = self.drives[index]
-        if not drive.medium.restorable() or not drive.breaker.allows():
+    def remount(self, drive: int, forget: Callable[[], None]) -> Contents | None:
+        lost = self.drives[drive]
+        if not lost.medium.restorable() or not lost.breaker.allows():
             return None
-        before()
-        drive.medium.unlock()
-        fresh = self._mount(index)
-        fresh.wear.take_over(drive.wear)
-        self._former.append(drive)
+        forget()
+        lost.medium.unlock()
+        fresh = self._mount(drive)
+        fresh.wear.take_over(lost.wear)
+        self._former.append(lost)
         notebook = Notebook(fresh)
-        others = [other for other in self.notebooks if other.drive is not drive]
-        contents = read_contents([notebook], first_drive=index, others=others)
-        fresh.resume(contents.recovered[0])
-        self.drives[index], self.notebooks[index] = fresh, notebook
+        others = [other for other in self.notebooks if other.drive is not lost]
+        contents, (found,) = read_contents([notebook], first_drive=drive, others=others)
+        fresh.resume(found)
+        self.drives[drive], self.notebooks[drive] = fresh, notebook
         return contents
 
     def add(self, path: Path) -> int:
-        """Use one more drive, which must be empty; its number. Raises what `mount` raises."""
         setting = f"{self.name}.path"
-        if path in self._paths or len(self._paths) > _DRIVES_MAX:
+        if path in self._paths or len(self._paths) > DRIVES_MAX:
             raise ConfigError(setting, f"{path} is in use, or there are too many drives")
         drive = mount(path, self._files, self._settings, self._numbers, self._clock)
         notebook = Notebook(drive)
-        contents = read_contents([notebook])
+        contents, (found,) = read_contents([notebook])
         if len(contents.words) or notebook.removals or notebook.spaces:
             drive.close()
             raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
-        drive.resume(contents.recovered[0])
-        known = {tag: text for other in self.notebooks for tag, (_, text) in other.spaces.items()}
-        known.pop(PROFILE_TAG, None)
-        for tag, description in known.items():
+        drive.resume(found)
+        for tag, description in self.descriptions().items():
             notebook.remember(tag, description)
         self._paths.append(path)
         self.notebooks.append(notebook)
@@ -343,40 +390,37 @@ class SegmentTier:
         return len(self.drives) - 1
 
     def index_of(self, path: Path) -> int:
-        """The number of the drive at `path`, or ConfigError."""
         for index, known in enumerate(self._paths):
             if known == path or known.resolve() == path.resolve():
                 return index
         raise ConfigError(f"{self.name}.path", f"{path} is not one of this store's drives")
 
     def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
-        """See Tier.discard. The bytes stay on disk, dead, until their segment is reused."""
         for location, nbytes in zip(locations, payload_bytes, strict=True):
             drive = self.drives[drive_of(location)]
-            drive.count(slot_of(location), -record_bytes(nbytes), -1)
+            drive.count(segment_of(location), -record_bytes(nbytes), -1)
 
     def scan(self) -> Iterator[Found]:
-        return self._contents.found()
+        keys = np.ascontiguousarray(self._contents.words).tobytes()
+        places = zip(
+            self._contents.locations.tolist(), self._contents.payload_bytes.tolist(), strict=True
+        )
+        for row, (location, nbytes) in enumerate(places):
+            yield Found(BlockKey(keys[32 * row : 32 * row + 32]), location, nbytes)
 
     def take_contents(self) -> Contents:
-        """What `scan` tells, as arrays, once: afterwards it is forgotten, for it can be large."""
-        contents, self._contents = self._contents, NOTHING
+        contents, self._contents = self._contents, NO_CONTENTS
         return contents
 
-    def erase(self, removals: list[Removal], drives: Sequence[int] | None = None) -> list[int]:
-        """Record removals, so that the blocks do not come back after a restart.
-
-        On every drive, or those given. Returns the drives on which it could not be done.
-        """
+    def erase(self, removals: Sequence[Removal], drives: Sequence[int] | None = None) -> list[int]:
         asked = range(len(self.drives)) if drives is None else drives
         return [
             index
             for index in asked
-            if not self.drives[index].retired and not self.notebooks[index].remove(removals)
+            if not self.drives[index].retired and not self.notebooks[index].remove(list(removals))
         ]
 
     def remember(self, tag: bytes, description: bytes) -> bool:
-        """Record what a namespace tag stands for, on every drive that does not know it."""
         unaware = [
             notebook
             for notebook in self.notebooks
@@ -385,11 +429,13 @@ class SegmentTier:
         done = [notebook.remember(tag, description) for notebook in unaware]
         return all(done)
 
-    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
-        """The note that keeps every record of a key, or of its namespace, from coming back.
+    def descriptions(self) -> dict[bytes, bytes]:
+        known = {tag: text for notes in self.notebooks for tag, (_, text) in notes.spaces.items()}
+        known.pop(PROFILE_TAG, None)
+        return known
 
-        Older copies may lie in any segment that exists now, also where they were dropped long ago.
-        """
+    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
+        # Older copies may lie in any segment that exists now, also if they are out of use.
         sequence, last_segment = self._numbers.sequence(), self._numbers.segment_id()
         return Removal(key, whole_namespace, sequence, last_segment)
 
@@ -398,18 +444,100 @@ class SegmentTier:
         segment = self.drives[index].segments[slot]
         return self.notebooks[index].carry(segment.segment_id)
 
-    def release(self, index: int, slot: int) -> None:
-        """Reuse a segment. Its blocks must have been moved or dropped, its notes carried."""
-        self.drives[index].release(slot)
+    def has_room(self, drive: int, nbytes: int) -> bool:
+        return self.drives[drive].has_room(nbytes)
+
+    def segments(self, drive: int) -> list[SegmentInfo]:
+        return [
+            SegmentInfo(one.slot, one.segment_id, one.live_bytes, one.live_count)
+            for one in self.drives[drive].sealed()
+        ]
+
+    def has_unentered(self, drive: int) -> bool:
+        segments = list(self.drives[drive].segments.values())
+        return any(segment.runs or segment.unentered for segment in segments)
+
+    def release(self, drive: int, slot: int) -> bool:
+        segment = self.drives[drive].segments.get(slot)
+        if segment is not None:
+            if not self.notebooks[drive].carry(segment.segment_id):
+                return False
+            self.drives[drive].release(slot)
+        return True
+
+    def drive_count(self) -> int:
+        return len(self.drives)
+
+    def drive(self, drive: int) -> DriveFacts:
+        return self.drives[drive].facts()
+
+    def write_budget(self) -> WriteBudget | None:
+        if not any(drive.wear.has_budget for drive in self.drives):
+            return None
+        usable = [one for one in self.drives if one.breaker.closed and not one.draining]
+        return WriteBudget(
+            bucket_bytes=int(sum(drive.wear.bucket_bytes for drive in usable)),
+            left_bytes=int(sum(drive.wear.level_bytes for drive in usable)),
+        )
+
+    def describe_drives(self) -> list[dict[str, Any]]:
+        return [drive.describe() for drive in self.drives]
+
+    def start_drain(self, drive: int) -> None:
+        self.drives[drive].draining = True
+
+    def all_segments(self, drive: int) -> list[int]:
+        return list(self.drives[drive].segments)
+
+    def retire(self, drive: int) -> None:
+        self.drives[drive].retire()
+
+    def resize(self, drive: int, segments_max: int) -> None:
+        self.drives[drive].resize(segments_max)
+
+    def trim(self, drive: int) -> bool:
+        return self.drives[drive].trim()
+
+    def probe(self, drive: int) -> None:
+        one = self.drives[drive]
+        if one.draining or one.lost:
+            return
+        if not one.medium.intact():
+            one.lose()
+        elif not one.breaker.closed:
+            self._try_out(drive)
+
+    def _try_out(self, index: int) -> None:
+        """Write to and read from a drive whose pause is over, so that no request has to."""
+        drive = self.drives[index]
+        if not drive.breaker.allows() or (self.writable and not drive.try_to_write()):
+            return
+        trial = drive.trial_reads()
+        if trial is None:
+            drive.try_superblock()
+            return
+        segment, starts, ops, memory = trial
+        places = [pack_location(index, segment.slot, start // PAGE) for start in starts]
+        pending, slow = self._timed_read([drive], ops, places, _TRIAL_TIMEOUT_S, memory)
+        if pending is not None:
+            self._files.keep(pending, (memory, ops))
+        bad = next((code for code in ops["result"].tolist() if code), 0)
+        if bad or not slow:
+            self._judge(drive, bad)
+
+    def measure(self, is_quiet: Callable[[], bool]) -> float:
+        return self._measuring.work(is_quiet)
+
+    def stop_measuring(self) -> None:
+        self._measuring.stop()
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         done = [drive.sync(timeout_s) for drive in self.drives]
         return all(done)
 
     def count(self, location: int, payload_bytes: int) -> None:
-        """A block that was appended is in use from now on, until it is discarded."""
         drive = self.drives[drive_of(location)]
-        drive.count(slot_of(location), record_bytes(payload_bytes))
+        drive.count(segment_of(location), record_bytes(payload_bytes))
 
     def usage(self) -> Usage:
         return Usage(
@@ -420,9 +548,10 @@ class SegmentTier:
             held_bytes=sum(drive.held_bytes() for drive in self.drives),
         )
 
-    def is_up(self) -> bool:
-        """Whether every drive works, as far as is known."""
-        return all(drive.breaker.closed for drive in self.drives)
+    def is_up(self, drive: int | None = None) -> bool:
+        if drive is not None:
+            return self.drives[drive].breaker.closed
+        return all(one.breaker.closed for one in self.drives)
 
     def health(self) -> Health:
         parts = [drive.breaker.health() for drive in self.drives]
@@ -465,7 +594,7 @@ def _outcome(code: int) -> Outcome:
 def _read_op(load: Load, fd: int, base: int, expected_at: int) -> tuple[Any, ...]:
     """One row of native.IO_DTYPE: the whole record at once, or head and payload range apart."""
     image = address_of(load.image)[0]
-    record = base + (load.location & _PAGE_MASK) * PAGE
+    record = base + page_of(load.location) * PAGE
     if load.start == 0 and load.stop == load.payload_bytes:
         span = (record, image, record_bytes(load.payload_bytes), 0, image, 0)
     else:
@@ -480,3 +609,6 @@ def _read_op(load: Load, fd: int, base: int, expected_at: int) -> tuple[Any, ...
         0, fd, READ, *span, expected_at, _IDENTITY_BYTES, 1,
         table, payload, load.stop - load.start, load.chunk_bytes, load.copy_to,
     )  # fmt: skip
+
+
+SegmentTier = LogTier

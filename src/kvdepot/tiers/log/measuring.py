@@ -1,0 +1,164 @@
+"""Measures drives that were never measured, while nothing else uses them, and records the result.
+
+Each piece takes a few milliseconds: a read or write that arrives meanwhile waits for that at most,
+and the piece does not count.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvdepot.codec.record import PAGE
+from kvdepot.core.clock import Clock
+from kvdepot.tiers.device.profile import Profile
+from kvdepot.tiers.device.survey import SURVEY_BYTES_MIN, Survey, Terms
+from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.notes import Notebook
+from kvdepot.tiers.log.segments import Segment
+
+ProfileMode = Literal["auto", "always", "never"]
+WORTH_BYTES: Final = 1 << 30
+"""A smaller drive is measured only where the setting is "always"."""
+_SETTLE_S: Final = 1.0
+"""After opening, before anything is measured; not where the setting is "always"."""
+_QUIET_S: Final = 0.25
+"""When to look again while the tier is in use."""
+_BOUT_S: Final = 0.1
+"""Longest time of one call of `work`."""
+_READ_ONLY_BYTES_MIN: Final = 16 << 20
+_NEVER_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDrive:
+    """The drive that is being measured, and the segment it has lent for that, if it could."""
+
+    drive: Drive
+    notes: Notebook
+    survey: Survey
+    lent: Segment | None
+
+
+class Measuring:
+    """Of all drives of a tier. For one thread."""
+
+    def __init__(
+        self,
+        drives: Callable[[], Iterable[tuple[Drive, Notebook]]],
+        mode: ProfileMode,
+        terms: Terms,
+        clock: Clock,
+        *,
+        writable: bool,
+    ) -> None:
+        self._drives = drives
+        self._mode = mode
+        self._terms = terms
+        self._clock = clock
+        self._writable = writable
+        self._opened_s = clock.now()
+        self._known: set[Drive] = set()
+        self._waiting: deque[tuple[Drive, Notebook]] = deque()
+        self._current: MeasuredDrive | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to measure."""
+        return self._current is None and not self._waiting
+
+    def work(self, is_quiet: Callable[[], bool]) -> float:
+        """Measure a little if nothing uses the drives. Returns in how many seconds to go on."""
+        self._find_new()
+        now = self._clock.now
+        until_s = now() + _BOUT_S
+        settled = self._mode == "always" or now() >= self._opened_s + _SETTLE_S
+        while settled and not self.idle and now() < until_s and is_quiet():
+            if self._current is None and not self._begin():
+                return _QUIET_S
+            self._step(is_quiet)
+        if self.idle:
+            return _NEVER_S
+        return 0.0 if settled and is_quiet() else _QUIET_S
+
+    def stop(self) -> None:
+        """Give back what a drive has lent."""
+        current, self._current = self._current, None
+        if current is not None and current.lent is not None:
+            current.drive.take_back(current.lent, current.survey.written_bytes)
+
+    def _find_new(self) -> None:
+        """Give drives the profile that their log has; queue those that are to be measured."""
+        for drive, notes in self._drives():
+            if drive in self._known or drive.lost:
+                continue
+            self._known.add(drive)
+            profile = notes.profile
+            if profile is not None and profile.emulated != drive.files.emulated:
+                profile = None
+            if profile is not None and profile.is_measured:
+                drive.gauge.profile = profile
+            if self._is_worth(drive):
+                self._waiting.append((drive, notes))
+            elif drive.files.emulated and profile is None and self._writable:
+                notes.keep_profile(Profile.unmeasured(emulated=True))
+
+    def _is_worth(self, drive: Drive) -> bool:
+        settings = drive.settings
+        if self._mode == "never" or not self._writable:
+            return False
+        if settings.segment_bytes < SURVEY_BYTES_MIN + 2 * PAGE:
+            return False
+        if self._mode == "always":
+            return True
+        large = settings.slots_max * settings.segment_bytes >= WORTH_BYTES
+        return large and drive.medium.direct and drive.gauge.profile is None
+
+    def _begin(self) -> bool:
+        """Go to the next drive. False: there is none that can be measured now."""
+        there = {drive for drive, _ in self._drives()}
+        for _ in range(len(self._waiting)):
+            drive, notes = self._waiting.popleft()
+            if drive.lost or drive.draining or drive not in there:
+                continue
+            if drive.breaker.closed and not drive.wear.spent:
+                self._current = self._open(drive, notes)
+            if self._current is not None:
+                return True
+            self._waiting.append((drive, notes))
+        return False
+
+    def _open(self, drive: Drive, notes: Notebook) -> MeasuredDrive | None:
+        lent = drive.lend()
+        segment = lent or max(drive.sealed(), key=lambda one: one.tail, default=None)
+        if segment is None:
+            return None
+        end = segment.tail if lent is None else drive.settings.segment_bytes - PAGE
+        if end - PAGE < (_READ_ONLY_BYTES_MIN if lent is None else SURVEY_BYTES_MIN):
+            return None
+        fd, base = drive.medium.extent(segment.slot)
+        place = (fd, base + PAGE, end - PAGE)
+        survey = Survey(drive.files, place, self._terms, writes=lent is not None)
+        return MeasuredDrive(drive, notes, survey, lent)
+
+    def _step(self, is_quiet: Callable[[], bool]) -> None:
+        current = self._current
+        assert current is not None
+        drive, survey = current.drive, current.survey
+        if drive.lost or drive.draining or not drive.breaker.closed:
+            self.stop()
+            return
+        try:
+            survey.step()
+        except OSError as error:
+            drive.breaker.failed(str(error.strerror))
+            self.stop()
+            return
+        if not is_quiet():
+            survey.discard()
+        elif survey.done:
+            self.stop()
+            files = drive.files
+            profile = survey.profile(direct_io=drive.medium.direct, emulated=files.emulated)
+            drive.gauge.profile = profile
+            current.notes.keep_profile(profile)
