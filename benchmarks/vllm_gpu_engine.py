@@ -197,15 +197,15 @@ class Engine:
         """What the connector has counted since the last call, and what it believes."""
         counts: dict[str, Any] = {}
         for part in (self._worker, self._side):
-            for name, count in (part.tally.take() or {}).items():
+            for name, count in (part.counts.take() or {}).items():
                 counts[name] = counts.get(name, 0) + count
-        if self._side._desk is not None:
-            counts |= self._side._desk.figures()
+        if self._side._decider is not None:
+            counts |= self._side._decider.metrics()
         return counts
 
     @property
     def _side(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector._side
+        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side
 
     @property
     def _worker(self) -> Any:
@@ -213,7 +213,7 @@ class Engine:
             get_kv_transfer_group,
         )
 
-        return get_kv_transfer_group()._hands
+        return get_kv_transfer_group().worker_side
 
     @property
     def _store(self) -> Any:

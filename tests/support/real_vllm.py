@@ -69,8 +69,8 @@ def engine_arguments(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
 def extra_config(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
     """Everything is fetched, unless a scenario is about the decision."""
     disk = {"path": args.depot, "capacity": "2GiB"}
-    paces = f"{args.depot}.paces"
-    return {"dram": "512MiB", "ssd": disk, "decide": False, "paces": paces, **extra}
+    speeds = f"{args.depot}.speeds"
+    return {"dram": "512MiB", "ssd": disk, "decide": False, "speeds": speeds, **extra}
 
 
 class Bench:
@@ -96,7 +96,7 @@ class Bench:
 
     @property
     def store(self) -> Any:
-        return self.connector._side._depot.store
+        return self.connector.scheduler_side._depot.store
 
     def prompts(self, count: int = 6, longest: int = 1200) -> list[list[int]]:
         """Token ids of prompts that share beginnings and differ in length."""
@@ -126,7 +126,7 @@ class Bench:
         """Leave the blocks of a prompt, but for the first ones, on disk only."""
         assert self.store.flush(60.0)
         stock = self.store._stock
-        (space,) = self.connector._side._spaces_of("")
+        (space,) = self.connector.scheduler_side._spaces_of("")
         with stock.changed:
             rows = stock.catalog.rows(space.keys(ids)[kept:])
             for row in reversed(rows):
@@ -136,8 +136,8 @@ class Bench:
     def figures(self) -> dict[str, float]:
         """What the connector has counted since the last call, and was not taken by vLLM."""
         counts: dict[str, float] = {}
-        for part in (worker_of(self), self.connector._side):
-            for name, count in (part.tally.take() or {}).items():
+        for part in (worker_of(self), self.connector.scheduler_side):
+            for name, count in (part.counts.take() or {}).items():
                 counts[name] = counts.get(name, 0) + count
         return counts
 
@@ -153,7 +153,7 @@ def worker_of(bench: Bench) -> Any:
         get_kv_transfer_group,
     )
 
-    return get_kv_transfer_group()._hands
+    return get_kv_transfer_group().worker_side
 
 
 def said(output: Any) -> dict[str, Any]:
@@ -281,14 +281,14 @@ def faults(args: argparse.Namespace) -> dict[str, Any]:
     """Errors, stalls and a full disk while serving; then the directory is deleted."""
     import errno
 
-    from kvdepot.adapters.vllm import config, depot
+    from kvdepot.adapters.vllm import config, shared_depot
     from kvdepot.store.open import assemble
     from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 
     files = FaultyFiles()
     settings = config.read(extra_config(args, {"dram": "64MiB", "load_timeout": "1s"}))
-    name = depot.embedded_name(settings)
-    held = depot.hold(name, lambda: assemble(settings.depot, files=files))
+    name = shared_depot.embedded_name(settings)
+    held = shared_depot.hold(name, lambda: assemble(settings.depot, files=files))
     wanted = json.loads(Path(args.reference).read_text())["answers"]
     bench = Bench(args, extra={"dram": "64MiB", "load_timeout": "1s"})
     bench.count()
@@ -415,7 +415,7 @@ def leftovers(bench: Bench) -> dict[str, int]:
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "pages_in_use": pool.num_gpu_blocks - pool.get_num_free_blocks(),
-        "tracked": len(bench.connector._side._tracked),
+        "tracked": len(bench.connector.scheduler_side._tracked),
         "loading": len(worker_of(bench)._loader),
     }
 
@@ -460,7 +460,7 @@ def ttft(args: argparse.Namespace) -> dict[str, Any]:
         found["disk"] = timed(bench, ids)
         seen["rounds"].append(found)
     bench.forget()
-    bench.connector._side._loads = False
+    bench.connector.scheduler_side._loads = False
     seen["recompute"] = timed(bench, ids)
     seen["figures"] = bench.figures()
     return seen

@@ -71,15 +71,15 @@ def throttled(args: argparse.Namespace) -> dict[str, Any]:
     """Time to the first token at each speed: always fetched, always recomputed, decided."""
     from tests.support.real_vllm import Bench, extra_config
 
-    from kvdepot.adapters.vllm import config, depot
+    from kvdepot.adapters.vllm import config, shared_depot
     from kvdepot.store.open import assemble
 
     disk = {"path": args.depot, "capacity": "2GiB", "promote": False}
     extra = {"dram": "256MiB", "ssd": disk, "decide": True, "load_timeout": "300s"}
     settings = config.read(extra_config(args, extra))
     files = ThrottledFiles()
-    name = depot.embedded_name(settings)
-    held = depot.hold(name, lambda: assemble(settings.depot, files=files))
+    name = shared_depot.embedded_name(settings)
+    held = shared_depot.hold(name, lambda: assemble(settings.depot, files=files))
     bench = Bench(args, extra=extra, block_size=32, max_num_batched_tokens=4096)
     bench.count()
     trial = Trial(bench, files)
@@ -89,7 +89,7 @@ def throttled(args: argparse.Namespace) -> dict[str, Any]:
         "mixed": trial.mixed(),
         "tokens": len(trial.ids),
         "bytes": trial.nbytes,
-        "figures": trial.side._desk.figures(),
+        "figures": trial.side._decider.metrics(),
     }
     held.close()
     return seen
@@ -101,9 +101,9 @@ class Trial:
     def __init__(self, bench: Any, files: ThrottledFiles) -> None:
         self.bench = bench
         self.files = files
-        self.side = bench.connector._side
+        self.side = bench.connector.scheduler_side
         self.ids = bench.prompts(6, 1100)[5]
-        self.nbytes = len(self.ids) // 32 * self.side._desk._block_bytes
+        self.nbytes = len(self.ids) // 32 * self.side._decider._block_bytes
         self.kept = 0
         self.asked = 0
         for ids in (*bench.prompts(4, 1000), self.ids):
@@ -119,12 +119,12 @@ class Trial:
     @contextmanager
     def always(self, fetch: bool) -> Iterator[None]:
         """Without the decision."""
-        desk, self.side._desk = self.side._desk, None
+        desk, self.side._decider = self.side._decider, None
         self.side._loads = fetch
         try:
             yield
         finally:
-            self.side._desk, self.side._loads = desk, True
+            self.side._decider, self.side._loads = desk, True
 
     def cold(self) -> None:
         """A prompt that nobody has asked before, as there always are some."""
@@ -182,9 +182,9 @@ class Trial:
             self.files.speed = after * MB
             fetches = []
             for _ in range(2 * LEARN):
-                counts = dict(self.side._desk.advisor.log.counts)
+                counts = dict(self.side._decider.advisor.log.counts)
                 self.ask()
-                now = self.side._desk.advisor.log.counts
+                now = self.side._decider.advisor.log.counts
                 fetches.append([reason.name for reason in now if now[reason] > counts[reason]])
             right = "RECOMPUTE" if after < before else "FETCH"
             wrong = [at for at, made in enumerate(fetches) if made != [right]]

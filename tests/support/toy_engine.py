@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.depot import hold
-from kvdepot.adapters.vllm.identity import Seat
-from kvdepot.adapters.vllm.scheduler import EngineFacts, Scheduler
-from kvdepot.adapters.vllm.worker import Worker
+from kvdepot.adapters.vllm.identity import WorkerRank
+from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
+from kvdepot.adapters.vllm.shared_depot import hold
+from kvdepot.adapters.vllm.worker import ConnectorWorker
 from kvdepot.store.store import Store
 
 PAGE_TOKENS = 4
@@ -149,7 +149,7 @@ class ToyEngine:
         name = f"toy {id(store)}"
         self.pool = PagePool(pages)
         self.budget = budget
-        self.side = Scheduler(
+        self.side = ConnectorScheduler(
             settings,
             hold(name, lambda: store),
             EngineFacts(budget, shares_pages=True),
@@ -161,13 +161,13 @@ class ToyEngine:
         for rank in range(shards):
             shape = (pages, HEADS, PAGE_TOKENS, WIDTH)
             caches = {f"layer{number}": torch.zeros(shape) for number in range(LAYERS)}
-            worker = Worker(
+            worker = ConnectorWorker(
                 engine_config(), cache_config(pages), settings, hold(name, lambda: store)
             )
-            worker.register(caches, Seat(rank, shards, "toy 1"))
+            worker.register(caches, WorkerRank(rank, shards, "toy 1"))
             self.workers.append(worker)
             self.caches.append(caches)
-        self.side.meet([worker.facts for worker in self.workers])
+        self.side.set_workers([worker.facts for worker in self.workers])
         self.requests: dict[str, ToyRequest] = {}
         self.waiting: list[ToyRequest] = []
         self.running: list[ToyRequest] = []
@@ -234,7 +234,7 @@ class ToyEngine:
         for name, count in scheduled.items():
             self._sample(self.requests.get(name), count)
         for report in (end[3] for end in ends):
-            self.side.learn(report)
+            self.side.handle_report(report)
         for sent, received, _, _ in ends:
             self._moved(sent, received)
 
@@ -411,7 +411,7 @@ class ToyEngine:
             if self.recv_left[name]:
                 continue
             del self.recv_left[name]
-            self.side.received([name])
+            self.side.loads_ended([name])
             if name in self.held:
                 self.pool.give_back(self.held.pop(name))
                 continue
@@ -419,7 +419,7 @@ class ToyEngine:
         for name in sent:
             self.sent_left[name] -= 1
             if not self.sent_left[name]:
-                self.side.sent([name])
+                self.side.saves_ended([name])
                 self.pool.give_back(self.held.pop(name))
 
     def _loaded(self, request: ToyRequest) -> None:

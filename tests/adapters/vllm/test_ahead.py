@@ -11,10 +11,10 @@ from tests.adapters.vllm.conftest import OpenStore
 from tests.support.toy_engine import ToyRequest
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.depot import Depot
 from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan
-from kvdepot.adapters.vllm.requests import Hit
-from kvdepot.adapters.vllm.scheduler import EngineFacts, Scheduler
+from kvdepot.adapters.vllm.requests import DepotHit
+from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
+from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.layout import KVLayout
 from kvdepot.store.store import Store
 
@@ -22,16 +22,18 @@ SIZE = 4
 PAGES = list(range(100, 140))
 
 
-def scheduler(store: Store, *, at_once: bool = True) -> Scheduler:
+def scheduler(store: Store, *, at_once: bool = True) -> ConnectorScheduler:
     layout = KVLayout.opaque(4096, SIZE).description()
     facts = ShardFacts("m", "f", layout, 0, 1, (), 1, at_once)
     engine = EngineFacts(64, shares_pages=True)
-    side = Scheduler(ConnectorConfig(), Depot("", store), engine, loads=True, saves=True)
-    side.meet([facts])
+    side = ConnectorScheduler(
+        ConnectorConfig(), SharedDepot("", store), engine, loads=True, saves=True
+    )
+    side.set_workers([facts])
     return side
 
 
-def step(side: Scheduler, request: ToyRequest, tokens: int) -> StepPlan:
+def step(side: ConnectorScheduler, request: ToyRequest, tokens: int) -> StepPlan:
     table = SimpleNamespace(get_block_ids=lambda name: (PAGES,))
     output: Any = SimpleNamespace(
         num_scheduled_tokens={request.request_id: tokens},
@@ -108,7 +110,7 @@ def test_throttled_blocks_are_offered_again_with_the_next_one(open_store: OpenSt
     request = ToyRequest("r", list(range(16)), 9)
     side.add(request)
     assert saved(step(side, request, 8)) == [(0, (100, 101))]
-    side.learn(StepReport(unsaved={"r": 1}))
+    side.handle_report(StepReport(unsaved={"r": 1}))
     assert saved(step(side, request, 3)) == []
     assert saved(step(side, request, 1)) == [(1, (101, 102))]
 
@@ -121,10 +123,10 @@ def test_pages_outside_a_window_are_neither_saved_nor_loaded(open_store: OpenSto
     save = tracked.plan_save(3, [0, 101, 102], SIZE)
     assert save is not None
     assert (save.first_block, save.pages) == (1, (101, 102))
-    tracked.found(Hit(0, 0, ("dram",) * 4), 0)
+    tracked.found(DepotHit(0, 0, ("dram",) * 4), 0)
     load = tracked.begin_load(16, [0, 0, 102, 103], SIZE)
     assert (load.first_block, load.pages, load.present_pages) == (2, (102, 103), 0)
-    assert load.keys == tracked.chain.keys(2, 4)
+    assert load.keys == tracked.block_keys.keys(2, 4)
     assert load.whole
     assert not tracked.begin_load(16, [100, 101, 102, 103], SIZE).whole
 
@@ -134,8 +136,8 @@ def test_a_window_that_begins_inside_a_block(open_store: OpenStore) -> None:
     request = ToyRequest("r", list(range(16)), 9)
     side.add(request)
     tracked = side._tracked["r"]
-    tracked.chain.grow(request.all_token_ids, 4)
-    tracked.found(Hit(0, 0, ("dram",) * 4), 0)
+    tracked.block_keys.grow(request.all_token_ids, 4)
+    tracked.found(DepotHit(0, 0, ("dram",) * 4), 0)
     load = tracked.begin_load(16, [0, 0, 0, 103, 104, 105, 106, 107], SIZE // 2)
     assert (load.first_block, load.present_pages) == (1, 1)
     assert load.pages == (0, 103, 104, 105, 106, 107)
@@ -148,4 +150,4 @@ def test_requests_without_token_ids_are_left_to_vllm(open_store: OpenStore) -> N
     side.add(request)
     assert side.match(request, 0) == 0
     assert saved(step(side, request, 8)) == []
-    assert side.tally.take() == {"unserved_requests:prompt_embeds": 1}
+    assert side.counts.take() == {"unserved_requests:prompt_embeds": 1}

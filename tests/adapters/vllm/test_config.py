@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 
 from kvdepot.adapters.vllm.config import pages_per_block, read
-from kvdepot.adapters.vllm.depot import default_socket, embedded_name
 from kvdepot.adapters.vllm.identity import check_engine, check_groups
+from kvdepot.adapters.vllm.shared_depot import default_socket, embedded_name
 from kvdepot.errors import ConfigError, ModelError
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 
 from kvdepot.adapters.tensors import HostMover
-from kvdepot.adapters.vllm.pages import as_bytes_lie, page_tensors
+from kvdepot.adapters.vllm.page_transfer import in_memory_order, page_tensors
 from kvdepot.errors import ModelError
 
 PAGES, HEADS, TOKENS, WIDTH = 5, 3, 4, 8
@@ -69,4 +69,4 @@ def test_what_has_no_pages_is_refused() -> None:
         page_tensors({"a": good, "b": good[:, :1]}, ["a", "b"], PAGES)
     gaps = torch.zeros(2, 4, 4, 4, 4)[:, ::2, ::2, ::2, ::2]
     with pytest.raises(ModelError, match="plain bytes"):
-        as_bytes_lie(gaps)
+        in_memory_order(gaps)

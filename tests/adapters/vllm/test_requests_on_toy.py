@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from tests.support.toy_engine import PAGE_TOKENS, ToyEngine, ToyRequest, answer_of, prompts
 
-from kvdepot.adapters.vllm.messages import Load, StepPlan
+from kvdepot.adapters.vllm.messages import LoadJob, StepPlan
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles
 
@@ -90,7 +90,7 @@ def test_it_survives_a_restart(open_store: OpenStore, open_engine: OpenEngine) -
     engine.close()
     again = open_engine(open_store())
     assert ask(again, "warm", PROMPT) == len(PROMPT) % PAGE_TOKENS + 2
-    figures = again.workers[0].tally.take()
+    figures = again.workers[0].counts.take()
     assert figures is not None
     assert figures["loaded_blocks:ssd"] == FULL_PAGES
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_recomputed_and_saved_again(
     again = open_engine(open_store(files))
     files.add(Fault(Call.RUN_READ, effect, skip=4))
     assert ask(again, "warm", PROMPT) > len(PROMPT) % PAGE_TOKENS + 2
-    figures = again.workers[0].tally.take()
+    figures = again.workers[0].counts.take()
     assert figures is not None
     assert any(name.startswith("missed_blocks:") for name in figures)
     forget_local(again)
@@ -194,7 +194,7 @@ def test_preempted_requests_come_back_from_the_depot(
     assert engine.preemptions
     for number in range(3):
         assert engine.done[f"r{number}"].answer == answer_of([number, *PROMPT[:20]], 24)
-    figures = engine.side.tally.take()
+    figures = engine.side.counts.take()
     assert figures is not None
     assert figures["hit_tokens"]
 
@@ -223,7 +223,7 @@ def test_what_one_request_loads_others_wait_for(
         engine.add(ToyRequest(f"r{number}", [*PROMPT[:40], number, 9], 2))
     engine.run()
     assert engine.waits
-    figures = engine.workers[0].tally.take()
+    figures = engine.workers[0].counts.take()
     assert figures is not None
     assert figures["loaded_blocks:dram"] == 10
     for number in range(4):
@@ -239,7 +239,7 @@ def test_what_fails_is_a_page_or_the_whole_load(
     (worker,) = engine.workers
     keys = engine.side._spaces[""][0].keys(PROMPT)[:2]
     lacking = engine.side._spaces[""][0].keys([9] * PAGE_TOKENS)
-    load = Load("r", "", ((*keys, *lacking),), (5, 6, 7), 0, timeout_s=20.0, whole=whole)
+    load = LoadJob("r", "", ((*keys, *lacking),), (5, 6, 7), 0, timeout_s=20.0, whole=whole)
     worker.begin(StepPlan(loads=[load]))
     received: set[str] = set()
     failed: set[str] = set()

@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvdepot.adapters.vllm.identity import adapter_of
-from kvdepot.adapters.vllm.weights import folder_digest
+from kvdepot.adapters.vllm.identity import adapter_of, folder_digest
 
 
 @pytest.fixture

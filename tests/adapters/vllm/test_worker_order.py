@@ -13,7 +13,7 @@ from tests.adapters.vllm.test_requests_on_toy import FULL_PAGES, PROMPT, ask, fo
 from tests.support.toy_engine import ToyEngine, ToyRequest
 
 from kvdepot.adapters.tensors import HostMover
-from kvdepot.adapters.vllm import loader
+from kvdepot.adapters.vllm import page_transfer
 from kvdepot.adapters.vllm.messages import StepPlan
 from kvdepot.store.store import Store
 
@@ -65,8 +65,8 @@ def mover() -> SlowMover:
 def engine_with(mover: Any, engine: ToyEngine) -> ToyEngine:
     worker = engine.workers[0]
     assert worker._saver is not None and worker._loader is not None
-    target = replace(worker._saver._target, mover=mover)
-    worker._saver._target = worker._loader._target = target
+    cache = replace(worker._saver._cache, mover=mover)
+    worker._saver._cache = worker._loader._cache = cache
     worker._mover = mover
     return engine
 
@@ -115,7 +115,7 @@ def test_large_loads_are_handed_over_in_groups(
     forget_local(engine)
     worker = engine.workers[0]
     assert worker._loader is not None
-    monkeypatch.setattr(loader, "_GROUP_BYTES", 3 * worker._loader._block_bytes)
+    monkeypatch.setattr(page_transfer, "_GROUP_BYTES", 3 * worker._loader._block_bytes)
     ask(engine, "warm", PROMPT)
     assert sum(mover.onboarded) == FULL_PAGES
     assert mover.onboarded == [3] * (FULL_PAGES // 3) + [FULL_PAGES % 3] * (FULL_PAGES % 3 > 0)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvdepot import native
+from kvdepot.core.layout import DType
 from kvdepot.errors import BadBufferError, ConfigError
 
 NAMES: Final = ("layer", "batch", "kv", "page", "token", "head", "dim")
@@ -29,6 +30,15 @@ DEFAULT_ORDER: Final = "kv token head dim"
 
 
 Addresses = npt.NDArray[np.int64]
+DTYPES: Final[dict[torch.dtype, DType]] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+}
 Layer = torch.Tensor | tuple[torch.Tensor, ...]
 _DEVICES: Final = ("cpu", "cuda")
 

@@ -1,8 +1,8 @@
 """kvdepot under vLLM: its prefix cache reaches through memory and disk, and survives restarts.
 
 vLLM loads the connector by name, `kv_connector="KVDepotConnector"` and
-`kv_connector_module_path="kvdepot.adapters.vllm"`. Everything but `connector` and `metrics` works
-without vLLM installed.
+`kv_connector_module_path="kvdepot.adapters.vllm"`. Everything but `connector` works without vLLM
+installed.
 """
 
 from typing import Any

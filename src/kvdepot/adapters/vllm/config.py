@@ -53,7 +53,7 @@ class ConnectorConfig:
     """Whether a daemon is started when none answers."""
 
     tenant: str = ""
-    """Whose blocks these are."""
+    """The tenant that owns the blocks."""
 
     model: str = ""
     """The model's name in the depot; left out, the one that vLLM was given."""
@@ -68,17 +68,17 @@ class ConnectorConfig:
     """What is offloaded: prompts and answers, prompts only, or nothing."""
 
     decide: bool = True
-    """Fetch only what is expected to be faster than computing it, by what was measured; false: all
+    """Fetch only what is expected to be faster than computing it, by measured speeds; false: all
     that is found."""
 
-    paces: Path = Path("~/.cache/kvdepot/paces")
-    """Where what was measured is kept for the next start on this machine."""
+    speeds: Path = Path("~/.cache/kvdepot/speeds")
+    """Where measured speeds are kept for the next start on this machine."""
 
     load_threads: int = 4
     """Requests that are loaded at the same time."""
 
     load_timeout: Seconds = 5.0
-    """What has not come by then is recomputed."""
+    """Blocks that have not arrived by then are recomputed."""
 
     hint: Seconds = 30.0
     """A request that waits for its turn has its blocks brought from hard drives to memory

@@ -1,4 +1,7 @@
-"""The class that vLLM loads. Needs vLLM; everything else is in `scheduler` and `worker`."""
+"""The class that vLLM loads, and its metrics. The only module here that needs vLLM.
+
+Each call goes to `scheduler` or to `worker`, by the role that vLLM gives the connector.
+"""
 
 import logging
 from collections import Counter
@@ -14,16 +17,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: ignore[import-not-found]
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[import-not-found]
 from vllm.version import __version__  # type: ignore[import-not-found]
 
 from kvdepot.adapters.vllm import config
-from kvdepot.adapters.vllm.depot import open_depot
-from kvdepot.adapters.vllm.identity import Seat, check_engine, check_groups
+from kvdepot.adapters.vllm.identity import WorkerRank, check_engine, check_groups
 from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport
-from kvdepot.adapters.vllm.metrics import DepotMetrics, DepotStats
-from kvdepot.adapters.vllm.scheduler import EngineFacts, Scheduler
-from kvdepot.adapters.vllm.worker import Worker
+from kvdepot.adapters.vllm.metrics import COUNTERS, GAUGES, merged, summary
+from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
+from kvdepot.adapters.vllm.shared_depot import open_depot
+from kvdepot.adapters.vllm.worker import ConnectorWorker
 from kvdepot.errors import KVDepotError
 
 _logger = logging.getLogger("vllm.kvdepot")
@@ -35,8 +42,8 @@ KVConnectorWorkerMetadata.register(StepReport)
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
-    """Say in one line what is wrong: vLLM buries it under the traces of its processes."""
+def _logged() -> Iterator[None]:
+    """Log an error in one line: vLLM buries it under the traces of its processes."""
     try:
         yield
     except KVDepotError as error:
@@ -45,12 +52,54 @@ def _telling() -> Iterator[None]:
         raise
 
 
+class DepotStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts of one period; `data` is what `metrics` of a scheduler or a worker returns."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: Any) -> "DepotStats":
+        return DepotStats(data=merged(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(summary(self.data))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class DepotMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:kvdepot_…` counters and gauges on vLLM's metrics page."""
+
+    def __init__(self, config: Any, types: Any, names: list[str], values: Any) -> None:
+        super().__init__(config, types, names, values)
+        self._metrics = {
+            what: kind(
+                name=f"vllm:kvdepot_{what}",
+                documentation=f"kvdepot: {text}.",
+                labelnames=[*names, label] if label else names,
+            )
+            for kind, table in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
+            for what, (label, text) in table.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.items():
+            what, _, kind = name.partition(":")
+            if what in GAUGES:
+                self._metrics[what].labels(*labels, kind).set(count)
+            elif what in COUNTERS:
+                values = [*labels, kind] if COUNTERS[what][0] else labels
+                self._metrics[what].labels(*values).inc(count)
+
+
 class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Connects one vLLM engine, as its scheduler or as one of its workers, to a depot."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        with _telling():
+        with _logged():
             self._start(vllm_config, kv_cache_config)
 
     def _start(self, engine: Any, cache: Any) -> None:
@@ -63,17 +112,16 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
         alone = parallel.data_parallel_size == 1
         one_process = alone and parallel.distributed_executor_backend == "uni"
         depot = open_depot(settings, one_process=one_process)
-        self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self._part: ConnectorScheduler | ConnectorWorker
         if self.role == KVConnectorRole.SCHEDULER:
             loads, saves = transfer.is_kv_consumer, transfer.is_kv_producer
             facts = EngineFacts(
                 chunk_tokens=engine.scheduler_config.max_num_batched_tokens,
                 shares_pages=bool(engine.cache_config.enable_prefix_caching),
             )
-            self._scheduler = Scheduler(settings, depot, facts, loads=loads, saves=saves)
+            self._part = ConnectorScheduler(settings, depot, facts, loads=loads, saves=saves)
         else:
-            self._worker = Worker(engine, cache, settings, depot)
+            self._part = ConnectorWorker(engine, cache, settings, depot)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -81,14 +129,14 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     @property
-    def _side(self) -> Scheduler:
-        assert self._scheduler is not None, "called on a worker"
-        return self._scheduler
+    def scheduler_side(self) -> ConnectorScheduler:
+        assert isinstance(self._part, ConnectorScheduler), "called on a worker"
+        return self._part
 
     @property
-    def _hands(self) -> Worker:
-        assert self._worker is not None, "called on the scheduler"
-        return self._worker
+    def worker_side(self) -> ConnectorWorker:
+        assert isinstance(self._part, ConnectorWorker), "called on the scheduler"
+        return self._part
 
     @property
     def _plan(self) -> StepPlan:
@@ -101,23 +149,23 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
             get_tensor_model_parallel_world_size,
         )
 
-        seat = Seat(
+        place = WorkerRank(
             get_tensor_model_parallel_rank(),
             get_tensor_model_parallel_world_size(),
             f"vllm {__version__}",
         )
-        with _telling():
-            self._hands.register(kv_caches, seat)
+        with _logged():
+            self.worker_side.register(kv_caches, place)
 
     def get_handshake_metadata(self) -> ShardFacts:
-        return self._hands.facts
+        return self.worker_side.facts
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._hands.begin(self._plan)
+        self.worker_side.begin(self._plan)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        self._hands.preempt(kv_connector_metadata)
+        self.worker_side.preempt(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads were started with the step; vLLM calls this after its computation."""
@@ -131,71 +179,69 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
-        self._hands.save(self._plan)
+        self.worker_side.save(self._plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        over = self._hands.finished(self._plan)
+        over = self.worker_side.finished(self._plan)
         return KVConnectorTransferResults(over.sent, over.received, over.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._hands.take_invalid()
+        return self.worker_side.take_invalid()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        return self._hands.take_report()
+        return self.worker_side.take_report()
 
     def get_kv_connector_stats(self) -> DepotStats | None:
-        part = self._worker or self._scheduler
-        assert part is not None
-        figures = part.figures()
-        return DepotStats(data=figures) if figures else None
+        counts = self._part.metrics()
+        return DepotStats(data=counts) if counts else None
 
     def on_new_request(self, request: Any) -> None:
-        self._side.add(request)
+        self.scheduler_side.add(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tokens = self._side.match(request, num_computed_tokens)
+        tokens = self.scheduler_side.match(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             pages = blocks.get_block_ids()[0]
-            self._side.allocated(request.request_id, pages, num_external_tokens)
+            self.scheduler_side.allocated(request.request_id, pages, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
         counts: Counter[Any] = Counter()
-        for tier, tokens in self._side.sources(request.request_id, num_external_tokens).items():
+        for tier, tokens in self.scheduler_side.sources(
+            request.request_id, num_external_tokens
+        ).items():
             counts[CacheHitSource.HOST if tier in _IN_MEMORY else CacheHitSource.DISK] += tokens
         return dict(counts)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        return self._side.plan(scheduler_output)
+        return self.scheduler_side.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._side.learn(connector_output.kv_connector_worker_meta)
-        self._side.received(connector_output.finished_recving or ())
-        self._side.sent(connector_output.finished_sending or ())
+        self.scheduler_side.handle_report(connector_output.kv_connector_worker_meta)
+        self.scheduler_side.loads_ended(connector_output.finished_recving or ())
+        self.scheduler_side.saves_ended(connector_output.finished_sending or ())
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._side.finish(request, block_ids), None
+        return self.scheduler_side.finish(request, block_ids), None
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], ShardFacts]
     ) -> None:
-        self._side.meet(metadata.values())
+        self.scheduler_side.set_workers(metadata.values())
 
     def reset_cache(self) -> bool:
-        return self._side.reset()
+        return self.scheduler_side.reset()
 
     def shutdown(self) -> None:
-        part = self._worker or self._scheduler
-        if part is not None:
-            part.close()
+        self._part.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> DepotStats:

@@ -1,9 +1,11 @@
-"""Who a worker's KV belongs to: everything that makes a page useless to another vLLM.
+"""The identity of a model in vLLM: everything that makes its pages useless to another vLLM.
 
-Taken from vLLM's configuration and from the layers themselves, which know the backend and the
-instruction set that were chosen. What cannot be served is refused here, at start.
+Taken from vLLM's configuration, from the weight files, and from the layers themselves, which know
+the backend and the instruction set that were chosen. What cannot be served is refused here, at
+start.
 """
 
+import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,27 +14,24 @@ from typing import Any, Final
 
 import torch
 
-from kvdepot.adapters.tensors import KVTensors
+from kvdepot.adapters.tensors.kvtensors import DTYPES, KVTensors
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig, pages_per_block
 from kvdepot.adapters.vllm.messages import ShardFacts
-from kvdepot.adapters.vllm.weights import folder_digest
+from kvdepot.core.keys import encode
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace, fingerprint
 from kvdepot.errors import ConfigError, ModelError
 
-DTYPES: Final[dict[Any, Any]] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-}
+_WEIGHTS_HEAD_BYTES: Final = 1 << 20
+"""Enough for the header of a safetensors file, which names every tensor."""
+_SAMPLE_BYTES: Final = 1 << 14
+_SAMPLES: Final = 64
+_WEIGHTS_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_CONFIG_FILES: Final = ("adapter_config.json", "config.json", "quantize_config.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerRank:
     """A worker's place in its engine."""
 
     rank: int
@@ -77,7 +76,7 @@ def check_groups(cache: Any) -> Any:
 
 
 def shard_facts(
-    engine: Any, cache: Any, tensors: KVTensors, config: ConnectorConfig, seat: Seat
+    engine: Any, cache: Any, tensors: KVTensors, config: ConnectorConfig, place: WorkerRank
 ) -> ShardFacts:
     """What the namespace of this worker's blocks is made of."""
     group = check_groups(cache)
@@ -95,9 +94,9 @@ def shard_facts(
         model=config.model or _model_name(engine.model_config),
         fingerprint=_fingerprint(engine, config),
         layout=layout.description(),
-        shard_rank=seat.rank // replicas,
-        shard_size=max(1, seat.ranks // replicas),
-        extra=(*_extra(engine, cache, group, tensors), ("engine", seat.engine)),
+        shard_rank=place.rank // replicas,
+        shard_size=max(1, place.ranks // replicas),
+        extra=(*_extra(engine, cache, group, tensors), ("engine", place.engine)),
         pages_per_block=ratio,
         saves_settle_at_once=tensors.device.type == "cpu",
     )
@@ -203,3 +202,35 @@ def differences(one: ShardFacts, other: ShardFacts) -> list[str]:
     """In which fields two shards differ, besides their rank."""
     left, right = asdict(one), asdict(other)
     return [name for name in left if name != "shard_rank" and left[name] != right[name]]
+
+
+def folder_digest(folder: Path) -> str:
+    """A digest of the weights in a folder; empty if there are none. The same for a copy elsewhere.
+
+    Covers names, sizes and samples of at most 2 MiB of each file. A change that touches no sample
+    and keeps the size goes unnoticed; no training or conversion makes such a change.
+    """
+    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS_SUFFIXES)
+    if not files:
+        return ""
+    digest = hashlib.blake2b(digest_size=32, person=b"kvdepot-weights")
+    for path in files:
+        digest.update(encode((path.name, path.stat().st_size, _sample(path))))
+    for path in (folder / name for name in _CONFIG_FILES):
+        if path.is_file():
+            digest.update(encode((path.name, path.read_bytes())))
+    return digest.hexdigest()
+
+
+def _sample(path: Path) -> bytes:
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        digest.update(file.read(_WEIGHTS_HEAD_BYTES))
+        step = max(1, (size - _SAMPLE_BYTES) // _SAMPLES)
+        for at in range(_WEIGHTS_HEAD_BYTES, max(size - _SAMPLE_BYTES, 0) + 1, step):
+            file.seek(at)
+            digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()

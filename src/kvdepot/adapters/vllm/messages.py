@@ -1,9 +1,8 @@
-"""What the scheduler's side and the workers tell each other: ids, keys and figures, never bytes.
+"""What the scheduler and the workers send each other: ids, keys and figures, never bytes.
 
 vLLM pickles these at every step.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ ShardKeys = tuple[tuple[BlockKey, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TransferJob:
     """Consecutive blocks of one request, and the pages that they fill."""
 
     request_id: str
@@ -28,7 +27,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Load(Job):
+class LoadJob(TransferJob):
     """Blocks to be brought into pages."""
 
     present_pages: int = 0
@@ -39,7 +38,7 @@ class Load(Job):
 
 
 @dataclass(frozen=True, slots=True)
-class Save(Job):
+class SaveJob(TransferJob):
     """Blocks that are complete when the step is over."""
 
 
@@ -47,12 +46,12 @@ class Save(Job):
 class StepPlan:
     """What the workers do besides one step."""
 
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
     awaited: list[str] = field(default_factory=list)
     """Requests that are over, and whose pages are kept until no save reads them."""
-    probes: list[Load] = field(default_factory=list)
-    """Blocks to be brought into memory for the sake of knowing how long it takes."""
+    probes: list[LoadJob] = field(default_factory=list)
+    """Blocks to be brought into memory only to measure how long it takes."""
     idle: bool = False
     """The step computes nothing."""
     preempted: bool = False
@@ -87,7 +86,7 @@ class LoadEnd:
 
     request_id: str
     failed_block: int | None
-    """The first block of the request that could not be had."""
+    """The first block of the request that was not loaded."""
     times: tuple[TierTime, ...] = ()
     late_blocks: int = 0
     seconds: float = 0.0
@@ -95,7 +94,7 @@ class LoadEnd:
 
 @dataclass(slots=True)
 class StepReport:
-    """What a worker has to say after a step."""
+    """What a worker reports after a step."""
 
     loads: list[LoadEnd] = field(default_factory=list)
     unsaved: dict[str, int] = field(default_factory=dict)
@@ -106,7 +105,7 @@ class StepReport:
         return bool(self.loads or self.unsaved or self.steps)
 
     def aggregate(self, other: "StepReport") -> "StepReport":
-        """What two workers say together: the worse of both."""
+        """Two workers' reports as one; the worse of both."""
         unsaved = dict(self.unsaved)
         for request_id, block in other.unsaved.items():
             unsaved[request_id] = min(block, unsaved.get(request_id, block))
@@ -115,7 +114,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class ShardFacts:
-    """Who one worker is: the fields of its namespace, as plain values."""
+    """The fields of one worker's namespace, as plain values."""
 
     model: str
     fingerprint: str
@@ -126,8 +125,3 @@ class ShardFacts:
     pages_per_block: int
     saves_settle_at_once: bool
     """A save has read its pages when the step is over."""
-
-
-def shards(facts: Iterable[ShardFacts]) -> list[ShardFacts]:
-    """One for each shard: ranks that hold the same bytes count once."""
-    return list({each.shard_rank: each for each in facts}.values())

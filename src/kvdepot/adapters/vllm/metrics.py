@@ -1,15 +1,16 @@
-"""The connector's figures in vLLM's log and on its metrics page. Needs vLLM."""
+"""What the connector counts, what each count means, and rate-limited warnings. Needs no vLLM."""
 
-from typing import Any, Final
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: ignore[import-not-found]
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from kvdepot.adapters.vllm.messages import TierTime
 
-from kvdepot.adapters.vllm.stats import added, summary
-
-LABELLED: Final = {
+WARN_EVERY_S: Final = 10.0
+COUNTERS: Final = {
     "loaded_blocks": ("tier", "blocks that were loaded into vLLM's pages"),
     "loaded_bytes": ("tier", "their bytes"),
     "load_seconds": ("tier", "time from the start of each load to the last block of the tier"),
@@ -17,70 +18,89 @@ LABELLED: Final = {
     "saved_blocks": ("outcome", "blocks that were offered to the depot"),
     "depot_errors": ("call", "calls that the depot could not answer"),
     "unserved_requests": ("reason", "requests that the depot is not used for"),
+    "hit_tokens": ("", "prompt tokens that were found in the depot and not in vLLM"),
+    "failed_loads": ("", "loads of which a part was recomputed"),
+    "failed_saves": ("", "saves that ended with an error"),
 }
-GAUGED: Final = {
+"""Name, label and meaning."""
+GAUGES: Final = {
     "tier_latency_seconds": ("tier", "latency of a tier, as measured"),
     "tier_bytes_per_second": ("tier", "bandwidth of a tier, as measured"),
     "prediction_error": ("kind", "error of predicted times to the first token, relative"),
     "decisions": ("reason", "decisions to fetch or to recompute, since the start"),
 }
-PLAIN: Final = {
-    "hit_tokens": "prompt tokens that were found in the depot and not in vLLM",
-    "failed_loads": "loads of which a part was recomputed",
-    "failed_saves": "saves that ended with an error",
-}
+"""Values as they are now, not counted up."""
+_logger = logging.getLogger("vllm.kvdepot")
 
 
-class DepotStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of one period; `data` is what `Tally.take` returns."""
+class ConnectorCounts:
+    """Counts since they were taken last. Thread-safe.
 
-    def reset(self) -> None:
-        self.data: dict[str, Any] = {}
+    Names are `what` or `what:kind`, as in `loaded_blocks:ssd` or `missed_blocks:late`.
+    """
 
-    def aggregate(self, other: Any) -> "DepotStats":
-        return DepotStats(data=added(self.data, other.data))
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
 
-    def reduce(self) -> dict[str, int | float]:
-        return dict(summary(self.data))
+    def add(self, what: str, count: float = 1, kind: str = "") -> None:
+        with self._lock:
+            self._counts[f"{what}:{kind}" if kind else what] += count  # type: ignore[assignment]
 
-    def is_empty(self) -> bool:
-        return not self.data
+    def loaded(self, times: Iterable[TierTime]) -> None:
+        for one in times:
+            self.add("loaded_blocks", one.blocks, one.tier)
+            self.add("loaded_bytes", one.nbytes, one.tier)
+            self.add("load_seconds", one.seconds, one.tier)
+
+    def missed(self, reasons: Iterable[str]) -> None:
+        for reason in reasons:
+            self.add("missed_blocks", 1, reason)
+
+    def take(self) -> dict[str, float] | None:
+        """What was counted since the last call; None if nothing was."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts) or None
 
 
-class DepotMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:kvdepot_…` counters."""
+def merged(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    """Two periods, or two workers, together: counters add up, of a gauge the later value holds."""
+    latest = {**left, **right}
+    return {
+        name: latest[name]
+        if name.partition(":")[0] in GAUGES
+        else left.get(name, 0) + right.get(name, 0)
+        for name in latest
+    }
 
-    def __init__(self, config: Any, types: Any, names: list[str], values: Any) -> None:
-        super().__init__(config, types, names, values)
-        self._counters = {
-            what: self._counter_cls(
-                name=f"vllm:kvdepot_{what}",
-                documentation=f"kvdepot: {text}.",
-                labelnames=[*names, label],
-            )
-            for what, (label, text) in LABELLED.items()
-        } | {
-            what: self._counter_cls(
-                name=f"vllm:kvdepot_{what}", documentation=f"kvdepot: {text}.", labelnames=names
-            )
-            for what, text in PLAIN.items()
-        }
 
-        self._gauges = {
-            what: self._gauge_cls(
-                name=f"vllm:kvdepot_{what}",
-                documentation=f"kvdepot: {text}.",
-                labelnames=[*names, label],
-            )
-            for what, (label, text) in GAUGED.items()
-        }
+def summary(counts: Mapping[str, float]) -> dict[str, float]:
+    """For a line in a log: all counts, and the rate of each tier."""
+    rates = {
+        f"{name.partition(':')[2]}_MB_s": round(
+            counts.get(name.replace("load_seconds", "loaded_bytes"), 0) / seconds / 1e6, 1
+        )
+        for name, seconds in counts.items()
+        if name.startswith("load_seconds:") and seconds > 0
+    }
+    return {**{name: round(counts[name], 4) for name in sorted(counts)}, **rates}
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
-        for name, count in transfer_stats_data.items():
-            what, _, kind = name.partition(":")
-            if what in self._gauges:
-                self._gauges[what].labels(*labels, kind).set(count)
-            elif what in self._counters:
-                values = [*labels, kind] if what in LABELLED else labels
-                self._counters[what].labels(*values).inc(count)
+
+class RateLimitedWarnings:
+    """Logs each kind of warning at most every WARN_EVERY_S seconds. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._logged_at: dict[str, float] = {}
+
+    def warn(self, text: str, error: BaseException) -> bool:
+        """Log `text` and the error, unless that was done lately. Whether it was logged."""
+        now = self._clock()
+        with self._lock:
+            if now - self._logged_at.get(text, -WARN_EVERY_S) < WARN_EVERY_S:
+                return False
+            self._logged_at[text] = now
+        _logger.warning("kvdepot: %s: %s: %s", text, type(error).__name__, error)
+        return True

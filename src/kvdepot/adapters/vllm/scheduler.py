@@ -1,25 +1,29 @@
-"""The scheduler's side: what to load before a request is computed, what to save after a step.
+"""The connector in vLLM's scheduler: looks prompts up in the depot, plans loads and saves.
 
-Looks the depot up and writes plans; never touches bytes. It learns who the workers are when they
-have their pages (`meet`), before the first request.
+`match` looks a prompt up and asks `fetch_decision` how much of it to fetch; `allocated` plans the
+load; `plan` plans the saves of a step. Never touches bytes. Learns of the workers when they have
+registered their pages (`set_workers`), before the first request.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol
 
-from kvdepot.adapters.vllm.chains import chain_for
-from kvdepot.adapters.vllm.complaints import Complaints
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.depot import Depot
-from kvdepot.adapters.vllm.fetching import FetchDesk, step_work
-from kvdepot.adapters.vllm.foresight import Foresight
-from kvdepot.adapters.vllm.identity import adapter_of, differences, namespace_of
-from kvdepot.adapters.vllm.messages import Load, ShardFacts, StepPlan, StepReport, shards
-from kvdepot.adapters.vllm.paces import paces_file
-from kvdepot.adapters.vllm.requests import EngineRequest, Hit, Phase, Tracked
-from kvdepot.adapters.vllm.stats import Figures, Tally
+from kvdepot.adapters.vllm.fetch_decision import FetchDecider, speeds_file, step_work
+from kvdepot.adapters.vllm.identity import adapter_of, namespace_of
+from kvdepot.adapters.vllm.messages import LoadJob, ShardFacts, StepPlan, StepReport
+from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
+from kvdepot.adapters.vllm.queue_hints import QueueHints
+from kvdepot.adapters.vllm.requests import (
+    DepotHit,
+    EngineRequest,
+    Phase,
+    RequestKeys,
+    TrackedRequest,
+)
+from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
@@ -27,7 +31,7 @@ from kvdepot.store.namespace_handle import Space
 
 _SLOWEST_FIRST: Final = ("hdd", "ssd", "cxl", "dram")
 PROBE: Final = "probe "
-"""Before a request's id: a load that nobody waits for."""
+"""Before a request's id: a load that only measures."""
 
 
 class StepOutput(Protocol):
@@ -53,13 +57,13 @@ class EngineFacts:
     """What one request has loaded, others find in vLLM's own prefix cache."""
 
 
-class Scheduler:
+class ConnectorScheduler:
     """Follows the requests of one engine. Belongs to the scheduler's thread."""
 
     def __init__(
         self,
         config: ConnectorConfig,
-        depot: Depot,
+        depot: SharedDepot,
         engine: EngineFacts,
         *,
         loads: bool,
@@ -68,29 +72,32 @@ class Scheduler:
         self._config = config
         self._depot = depot
         self._engine = engine
-        self._desk: FetchDesk | None = None
+        self._decider: FetchDecider | None = None
         self._loads = loads
         self._saves = saves and config.save != "none"
-        self.tally = Tally()
-        self._complaints = Complaints()
-        self._foresight = Foresight(depot, self._complaints, config.hint if loads else 0.0)
+        self.counts = ConnectorCounts()
+        self._warnings = RateLimitedWarnings()
+        self._queue_hints = QueueHints(depot, self._warnings, config.hint if loads else 0.0)
         self._facts: list[ShardFacts] = []
         self._spaces: dict[str, list[Space]] = {}
-        self._tracked: dict[str, Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._plan = StepPlan()
         self._answered: list[str] = []
         self._loading: dict[str, frozenset[BlockKey]] = {}
         self._page_tokens = 0
         self._block_tokens = 0
 
-    def meet(self, workers: Iterable[ShardFacts]) -> None:
-        """Know the workers. ModelError if they do not make up one model."""
-        facts = sorted(shards(workers), key=lambda each: each.shard_rank)
+    def set_workers(self, workers: Iterable[ShardFacts]) -> None:
+        """ModelError if the workers do not make up one model. Equal ranks count once."""
+        by_rank = {each.shard_rank: each for each in workers}
+        facts = [by_rank[rank] for rank in sorted(by_rank)]
         if [each.shard_rank for each in facts] != list(range(facts[0].shard_size)):
             ranks = [each.shard_rank for each in facts]
             raise ModelError(f"of {facts[0].shard_size} shards only {ranks} have pages")
+        first = asdict(facts[0])
         for each in facts[1:]:
-            unlike = differences(facts[0], each)
+            found = asdict(each) | {"shard_rank": first["shard_rank"]}
+            unlike = [name for name in first if first[name] != found[name]]
             if unlike:
                 raise ModelError(f"shards differ in {', '.join(unlike)}")
         self._facts = facts
@@ -99,26 +106,29 @@ class Scheduler:
         spaces = self._spaces_of("")
         if self._config.decide:
             size = sum(space.block_bytes for space in spaces)
-            kept = paces_file(self._config.paces, spaces[0].tag)
-            self._desk = FetchDesk(self._block_tokens, size, self._engine.chunk_tokens, kept=kept)
+            self._decider = FetchDecider(
+                self._block_tokens,
+                size,
+                self._engine.chunk_tokens,
+                speeds_path=speeds_file(self._config.speeds, spaces[0].tag),
+            )
 
     def add(self, request: EngineRequest) -> None:
         """A new request; one that cannot be served is left to vLLM, and counted."""
         reason = _unserved(request)
         if reason or not self._facts:
-            self.tally.add("unserved_requests", 1, reason or "no_pages")
+            self.counts.add("unserved_requests", 1, reason or "no_pages")
             return
         try:
             adapter = adapter_of(request.lora_request)
             spaces = self._spaces_of(adapter)
         except (KVDepotError, OSError) as error:
-            self._complaints.say("an adapter has no place in the depot", error)
-            self.tally.add("unserved_requests", 1, "adapter")
+            self._warnings.warn("an adapter has no place in the depot", error)
+            self.counts.add("unserved_requests", 1, "adapter")
             return
-        chain = chain_for(spaces, request)
-        tracked = Tracked(request, adapter, chain)
+        tracked = TrackedRequest(request, adapter, RequestKeys.of(spaces, request))
         self._tracked[request.request_id] = tracked
-        self._foresight.queued(tracked)
+        self._queue_hints.queued(tracked)
 
     def match(self, request: EngineRequest, local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own the depot has. Changes nothing in the depot.
@@ -131,18 +141,18 @@ class Scheduler:
         blocks = request.num_tokens // self._block_tokens
         if tracked.limit is not None:
             blocks = min(blocks, tracked.limit)
-        tracked.chain.grow(request.all_token_ids, blocks)
+        tracked.block_keys.grow(request.all_token_ids, blocks)
         first = min(local_tokens // self._block_tokens, blocks)
         if self._engine.shares_pages and self._is_loaded_by_another(tracked, first, blocks):
-            self._foresight.begun(request.request_id)
+            self._queue_hints.begun(request.request_id)
             return None
         leading = self._resident(tracked, 0, blocks)
         tiers = leading[first:] or self._resident(tracked, first, blocks)
-        hit = Hit(local_tokens, first, tiers)
+        hit = DepotHit(local_tokens, first, tiers)
         tracked.found(hit, len(leading))
         stop = hit.stop_block
-        if self._desk is not None and stop * self._block_tokens > local_tokens:
-            stop = self._desk.rule(tracked, hit, self._tracked.values()).stop_block
+        if self._decider is not None and stop * self._block_tokens > local_tokens:
+            stop = self._decider.decide(tracked, hit, self._tracked.values()).stop_block
         return max(0, stop * self._block_tokens - local_tokens)
 
     def allocated(self, request_id: str, pages: Sequence[int], external_tokens: int) -> None:
@@ -150,15 +160,15 @@ class Scheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None or not external_tokens:
             return
-        self._foresight.begun(request_id)
+        self._queue_hints.begun(request_id)
         load = tracked.begin_load(external_tokens, pages, self._page_tokens)
         timeout_s = self._config.load_timeout
-        if self._desk is not None and tracked.hit is not None:
-            limit_s = self._desk.loading(request_id, tracked.hit.tiers[: len(load.keys[0])])
+        if self._decider is not None and tracked.hit is not None:
+            limit_s = self._decider.load_started(request_id, tracked.hit.tiers[: len(load.keys[0])])
             timeout_s = min(timeout_s, timeout_s if limit_s is None else limit_s)
         self._plan.loads.append(replace(load, timeout_s=timeout_s))
         self._loading[request_id] = frozenset(load.keys[0])
-        self.tally.add("hit_tokens", external_tokens)
+        self.counts.add("hit_tokens", external_tokens)
 
     def sources(self, request_id: str, external_tokens: int) -> Counter[str]:
         """The external tokens of a request by the tier that they come from."""
@@ -187,43 +197,45 @@ class Scheduler:
         ]
         for tracked, tokens in step:
             if tracked.phase is not Phase.COMPUTING:
-                self._foresight.begun(tracked.request.request_id)
+                self._queue_hints.begun(tracked.request.request_id)
             tracked.phase = Phase.COMPUTING
             if self._saves:
                 self._plan_save(plan, tracked, tokens, output.kv_connector_block_state)
-        if self._desk is not None:
-            self._plan_learning(plan, step, self._desk)
-        self._foresight.look_ahead()
+        if self._decider is not None:
+            self._plan_measuring(plan, step, self._decider)
+        self._queue_hints.after_schedule()
         return plan
 
-    def learn(self, report: StepReport | None) -> None:
-        """What the workers said after a step."""
+    def handle_report(self, report: StepReport | None) -> None:
+        """What the workers report after a step."""
         if report is None:
             return
-        if self._desk is not None:
-            self._desk.stepped(report.steps)
-            self._close_answered(self._desk)
+        if self._decider is not None:
+            self._decider.observe_steps(report.steps)
+            for name in self._answered:
+                self._decider.answered(name)
+            self._answered.clear()
         for end in report.loads:
-            if self._desk is not None:
-                self._desk.loaded(end)
+            if self._decider is not None:
+                self._decider.load_ended(end)
             tracked = self._tracked.get(end.request_id)
             if tracked is not None:
-                tracked.landed(end.failed_block)
+                tracked.load_ended(end.failed_block)
             if end.failed_block is not None:
-                self.tally.add("failed_loads")
+                self.counts.add("failed_loads")
         for request_id, block in report.unsaved.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.forget(block)
 
-    def figures(self) -> Figures | None:
-        """What was counted since the last call, and what is believed now."""
-        counts = self.tally.take()
-        if counts is None or self._desk is None:
+    def metrics(self) -> dict[str, float] | None:
+        """What was counted since the last call, and the current estimates."""
+        counts = self.counts.take()
+        if counts is None or self._decider is None:
             return counts
-        return counts | self._desk.figures()
+        return counts | self._decider.metrics()
 
-    def received(self, request_ids: Iterable[str]) -> None:
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
         """Loads of these requests are over on all workers."""
         for request_id in request_ids:
             self._loading.pop(request_id, None)
@@ -233,20 +245,20 @@ class Scheduler:
         tracked = self._tracked.pop(request.request_id, None)
         awaited = self._finish(request, tracked, pages)
         if tracked is not None:
-            self._foresight.finished(request, tracked, awaited=awaited)
+            self._queue_hints.finished(request, tracked, awaited=awaited)
         return awaited
 
-    def sent(self, request_ids: Iterable[str]) -> None:
+    def saves_ended(self, request_ids: Iterable[str]) -> None:
         """Saves of these requests are over on all workers."""
-        self._foresight.sent(request_ids)
+        self._queue_hints.saved(request_ids)
 
     def _finish(
-        self, request: EngineRequest, tracked: Tracked | None, pages: Sequence[int]
+        self, request: EngineRequest, tracked: TrackedRequest | None, pages: Sequence[int]
     ) -> bool:
-        if self._desk is not None and request.num_tokens > request.num_prompt_tokens:
-            self._desk.answered(request.request_id)
-        elif self._desk is not None:
-            self._desk.forget(request.request_id)
+        if self._decider is not None and request.num_tokens > request.num_prompt_tokens:
+            self._decider.answered(request.request_id)
+        elif self._decider is not None:
+            self._decider.forget(request.request_id)
         if tracked is None or not self._saves or tracked.phase is not Phase.COMPUTING:
             return False
         save = tracked.plan_save(self._complete(tracked, 0), pages, self._page_tokens)
@@ -265,32 +277,32 @@ class Scheduler:
             for space in spaces:
                 self._depot.store.remove_namespace(space)
         except KVDepotError as error:
-            self._complaints.say("the depot cannot be emptied", error)
+            self._warnings.warn("the depot cannot be emptied", error)
             return False
         for tracked in self._tracked.values():
             tracked.forget(0)
         return True
 
     def close(self) -> None:
-        if self._desk is not None:
-            self._desk.keep()
-        self._foresight.close()
+        if self._decider is not None:
+            self._decider.write_speeds()
+        self._queue_hints.close()
         self._depot.close()
 
-    def _is_loaded_by_another(self, tracked: Tracked, first: int, blocks: int) -> bool:
+    def _is_loaded_by_another(self, tracked: TrackedRequest, first: int, blocks: int) -> bool:
         if first >= blocks or not self._loading:
             return False
-        key = tracked.chain.keys(first, first + 1)[0][0]
+        key = tracked.block_keys.keys(first, first + 1)[0][0]
         return any(key in keys for keys in self._loading.values())
 
-    def _resident(self, tracked: Tracked, first: int, stop: int) -> tuple[str, ...]:
+    def _resident(self, tracked: TrackedRequest, first: int, stop: int) -> tuple[str, ...]:
         """The tier of each block from `first` on that all shards have: the slowest of them."""
-        store, shards_keys = self._depot.store, tracked.chain.keys(first, stop)
+        store, shards_keys = self._depot.store, tracked.block_keys.keys(first, stop)
         try:
             found = [store.match(keys).tiers for keys in shards_keys if keys]
         except KVDepotError as error:
-            self._complaints.say("the depot cannot be asked", error)
-            self.tally.add("depot_errors", 1, "match")
+            self._warnings.warn("the depot cannot be asked", error)
+            self.counts.add("depot_errors", 1, "match")
             return ()
         if len(found) <= 1:
             return tuple(found[0]) if found else ()
@@ -299,7 +311,7 @@ class Scheduler:
             for tiers in zip(*found, strict=False)
         )
 
-    def _plan_save(self, plan: StepPlan, tracked: Tracked, tokens: int, state: Any) -> None:
+    def _plan_save(self, plan: StepPlan, tracked: TrackedRequest, tokens: int, state: Any) -> None:
         complete = self._complete(tracked, tokens)
         if complete <= tracked.offered:
             return
@@ -308,13 +320,8 @@ class Scheduler:
         if save is not None:
             plan.saves.append(save)
 
-    def _close_answered(self, desk: FetchDesk) -> None:
-        for name in self._answered:
-            desk.answered(name)
-        self._answered.clear()
-
-    def _plan_learning(
-        self, plan: StepPlan, step: Sequence[tuple[Tracked, int]], desk: FetchDesk
+    def _plan_measuring(
+        self, plan: StepPlan, step: Sequence[tuple[TrackedRequest, int]], decider: FetchDecider
     ) -> None:
         """Have the step timed, close decisions whose request is answered by it, and probe."""
         tokens, attention, prefill = step_work(step)
@@ -324,21 +331,23 @@ class Scheduler:
             request = tracked.request
             if request.num_computed_tokens + count == request.num_prompt_tokens:
                 self._answered.append(request.request_id)
-        for name, first, blocks in desk.probes:
+        for name, first, blocks in decider.probes:
             tracked_one = self._tracked.get(name)
             if tracked_one is not None and tracked_one.hit is not None:
-                plan.probes.append(self._probe(tracked_one, first, blocks, desk))
-        desk.probes.clear()
+                plan.probes.append(self._probe(tracked_one, first, blocks, decider))
+        decider.probes.clear()
 
-    def _probe(self, tracked: Tracked, first: int, blocks: int, desk: FetchDesk) -> Load:
+    def _probe(
+        self, tracked: TrackedRequest, first: int, blocks: int, decider: FetchDecider
+    ) -> LoadJob:
         assert tracked.hit is not None
         name = f"{PROBE}{tracked.request.request_id}"
         start = first - tracked.hit.first_block
-        desk.loading(name, tracked.hit.tiers[start : start + blocks])
-        keys = tracked.chain.keys(first, first + blocks)
-        return Load(name, tracked.adapter, keys, (), first, timeout_s=self._config.load_timeout)
+        decider.load_started(name, tracked.hit.tiers[start : start + blocks])
+        keys = tracked.block_keys.keys(first, first + blocks)
+        return LoadJob(name, tracked.adapter, keys, (), first, timeout_s=self._config.load_timeout)
 
-    def _complete(self, tracked: Tracked, scheduled: int) -> int:
+    def _complete(self, tracked: TrackedRequest, scheduled: int) -> int:
         """Blocks that are complete after the step, and whose tokens are known.
 
         vLLM may have scheduled tokens that are not sampled yet, or drafts that may be refused.

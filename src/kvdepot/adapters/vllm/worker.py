@@ -1,21 +1,21 @@
-"""The worker's side: pages on one hand, the depot on the other."""
+"""The connector in vLLM's worker: carries out step plans on its pages, and times steps."""
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
+
 from kvdepot.adapters.tensors import BlockMover, open_mover
-from kvdepot.adapters.vllm.complaints import Complaints
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.depot import Depot
-from kvdepot.adapters.vllm.identity import Seat, check_groups, namespace_of, shard_facts
-from kvdepot.adapters.vllm.loader import Loader, Target
-from kvdepot.adapters.vllm.messages import Job, ShardFacts, StepPlan, StepReport
-from kvdepot.adapters.vllm.pages import page_tensors
-from kvdepot.adapters.vllm.saver import Saver
-from kvdepot.adapters.vllm.stats import Figures, Tally
-from kvdepot.adapters.vllm.steptimer import StepTimer
+from kvdepot.adapters.vllm.identity import WorkerRank, check_groups, namespace_of, shard_facts
+from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport, StepTime, TransferJob
+from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
+from kvdepot.adapters.vllm.page_transfer import Loader, PagedCache, Saver, page_tensors
+from kvdepot.adapters.vllm.shared_depot import SharedDepot
+from kvdepot.core.block import BlockKey
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import KVDepotError, ModelError
 
@@ -25,7 +25,7 @@ _IDLE_WAIT_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedTransfers:
     """Requests by what is over for them."""
 
     sent: set[str]
@@ -36,17 +36,19 @@ class Finished:
     """Of these the ones that have nothing of their loads."""
 
 
-class Worker:
+class ConnectorWorker:
     """Carries out step plans. Belongs to the engine's thread."""
 
-    def __init__(self, engine: Any, cache: Any, config: ConnectorConfig, depot: Depot) -> None:
+    def __init__(
+        self, engine: Any, cache: Any, config: ConnectorConfig, depot: SharedDepot
+    ) -> None:
         check_groups(cache)
         self._engine = engine
         self._cache = cache
         self._config = config
         self._depot = depot
-        self.tally = Tally()
-        self._complaints = Complaints()
+        self.counts = ConnectorCounts()
+        self._warnings = RateLimitedWarnings()
         self._adapters: set[str] = set()
         self._facts: ShardFacts | None = None
         self._loader: Loader | None = None
@@ -64,11 +66,11 @@ class Worker:
             raise ModelError("vLLM has not registered its KV caches")
         return self._facts
 
-    def register(self, caches: Mapping[str, object], seat: Seat) -> None:
-        """Take the pages over. ModelError or ConfigError if they cannot be served."""
+    def register(self, caches: Mapping[str, object], place: WorkerRank) -> None:
+        """Use these pages. ModelError or ConfigError if they cannot be served."""
         group = check_groups(self._cache)
         tensors = page_tensors(caches, group.layer_names, self._cache.num_blocks)
-        self._facts = shard_facts(self._engine, self._cache, tensors, self._config, seat)
+        self._facts = shard_facts(self._engine, self._cache, tensors, self._config, place)
         store = self._depot.store
         space = store.register(namespace_of(self._facts, self._config, ""))
         self._adapters.add("")
@@ -81,31 +83,28 @@ class Worker:
         )
         self._mover = open_mover(store.memory, tensors.device)
         self._drops_pages = bool(getattr(group.kv_cache_spec, "sliding_window", None))
-        target = Target(tensors, self._mover, self._facts.pages_per_block)
-        self._loader = Loader(store, target, self.tally, self._config.load_threads)
-        self._saver = Saver(store, target, self.tally)
+        pages = PagedCache(tensors, self._mover, self._facts.pages_per_block)
+        self._loader = Loader(store, pages, self.counts, self._config.load_threads)
+        self._saver = Saver(store, pages, self.counts)
         if not self._facts.shard_rank:
             self._timer = StepTimer(tensors.device)
 
     def preempt(self, plan: StepPlan) -> None:
         """Before anything of the step: pages that vLLM has taken back may be written to in it.
 
-        It waits for `awaited` ones itself, but not for those of preempted requests, nor for those
+        vLLM waits for `awaited` ones itself, but not for those of preempted requests, nor for those
         that fell out of a window.
         """
         if self._saver is not None and (plan.preempted or self._drops_pages):
-            self._saver.yield_pages()
+            self._saver.order_stream_after_reads()
 
     def begin(self, plan: StepPlan) -> None:
-        """The step's computation comes next; loads go on beside it.
-
-        They are of requests that wait, and probes, which nobody waits for.
-        """
+        """Before the step's computation: start its loads and probes, which go on beside it."""
         assert self._loader is not None
         if plan.loads:
-            self._loader.mark()
-        for load in (*plan.loads, *plan.probes):
-            self._loader.submit(load, self._keys(load))
+            self._loader.start_after_stream()
+        for job in (*plan.loads, *plan.probes):
+            self._loader.submit(job, self._keys(job))
         if self._timer is not None and plan.new_tokens:
             self._timer.start()
 
@@ -115,30 +114,30 @@ class Worker:
         if self._timer is not None:
             self._timer.stop(plan.new_tokens, plan.attention)
             self._report.steps += self._timer.take()
-        for save in plan.saves:
-            unsaved = self._saver.save(save, self._keys(save))
+        for job in plan.saves:
+            unsaved = self._saver.save(job, self._keys(job))
             if unsaved is not None:
-                self._report.unsaved[save.request_id] = unsaved
+                self._report.unsaved[job.request_id] = unsaved
         self._awaited.update(plan.awaited)
 
-    def finished(self, plan: StepPlan) -> Finished:
+    def finished(self, plan: StepPlan) -> FinishedTransfers:
         """What is over since the last step."""
         assert self._loader is not None
-        finished = Finished(self._sent())
+        finished = FinishedTransfers(self._sent())
         for one in self._loader.take(_IDLE_WAIT_S if plan.idle else 0.0):
             self._report.loads.append(one.end)
-            if not one.load.pages:
+            if not one.job.pages:
                 continue
-            finished.received.add(one.load.request_id)
-            if one.load.whole and one.failed_pages:
-                finished.failed.add(one.load.request_id)
+            finished.received.add(one.job.request_id)
+            if one.job.whole and one.failed_pages:
+                finished.failed.add(one.job.request_id)
             else:
                 self._invalid |= one.failed_pages
         return finished
 
-    def figures(self) -> Figures | None:
+    def metrics(self) -> dict[str, float] | None:
         """What was counted since the last call."""
-        return self.tally.take()
+        return self.counts.take()
 
     def take_invalid(self) -> set[int]:
         """Pages that were to be loaded and are not."""
@@ -160,23 +159,62 @@ class Worker:
         if not self._awaited:
             return set()
         assert self._saver is not None
-        busy = () if self.facts.saves_settle_at_once else self._saver.busy()
-        sent = {name for name in self._awaited if name not in busy}
+        reading = set() if self.facts.saves_settle_at_once else self._saver.reading_requests()
+        sent = self._awaited - reading
         self._awaited -= sent
         return sent
 
-    def _keys(self, job: Job) -> Any:
-        self._know(job.adapter)
+    def _keys(self, job: TransferJob) -> Sequence[BlockKey]:
+        """This shard's keys. Registers the namespace of their adapter if it is new.
+
+        Where that fails, the adapter's loads and saves fail one by one.
+        """
+        if job.adapter not in self._adapters:
+            try:
+                self._depot.store.register(namespace_of(self.facts, self._config, job.adapter))
+                self._adapters.add(job.adapter)
+            except KVDepotError as error:
+                self._warnings.warn("an adapter has no place in the depot", error)
+                self.counts.add("depot_errors", 1, "register")
         return job.keys[self.facts.shard_rank if len(job.keys) > 1 else 0]
 
-    def _know(self, adapter: str) -> None:
-        """Have the namespace of an adapter; without it its loads and saves fail one by one."""
-        if adapter in self._adapters:
+
+class StepTimer:
+    """How long the model computes in a step, as the device sees it. On CUDA results come some
+    steps later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._started: Any = None
+        self._pending: list[tuple[Any, Any, int, float]] = []
+        self._over: list[StepTime] = []
+
+    def start(self) -> None:
+        """The step's computation begins."""
+        self._started = self._now()
+
+    def stop(self, tokens: int, attention: float) -> None:
+        """It ends, or has been handed to the device."""
+        started, self._started = self._started, None
+        if started is None or not tokens:
             return
-        try:
-            self._depot.store.register(namespace_of(self.facts, self._config, adapter))
-        except KVDepotError as error:
-            self._complaints.say("an adapter has no place in the depot", error)
-            self.tally.add("depot_errors", 1, "register")
-            return
-        self._adapters.add(adapter)
+        if self._cuda:
+            self._pending.append((started, self._now(), tokens, attention))
+        else:
+            self._over.append(StepTime(tokens, attention, self._now() - started))
+
+    def take(self) -> list[StepTime]:
+        """The steps that are over."""
+        while self._pending and self._pending[0][1].query():
+            started, ended, tokens, attention = self._pending.pop(0)
+            seconds = started.elapsed_time(ended) / 1e3
+            self._over.append(StepTime(tokens, attention, seconds))
+        over, self._over = self._over, []
+        return over
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

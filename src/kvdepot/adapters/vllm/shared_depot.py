@@ -1,10 +1,11 @@
-"""The depot of this process: opened here and shared, or that of a daemon.
+"""Opening the depot: in this process, shared by its users, or through a daemon.
 
 vLLM in one process has its scheduler and its worker open the same depot: they share it. Otherwise
-a daemon owns it; one that answers is used, else one is started, and it stays when vLLM ends, so
-that the next start finds the memory tier warm.
+a daemon owns it; one that answers is used, else one is started. It stays when vLLM ends, so that
+the next start finds the memory tier warm.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -13,14 +14,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import kvdepot
-from kvdepot.adapters.tensors.cores import use_all_cores
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
 from kvdepot.core.config_loader import to_toml
 from kvdepot.errors import ConfigError, DaemonError
@@ -40,10 +39,10 @@ class _Shared:
 _lock = threading.Lock()
 _shared: dict[str, _Shared] = {}
 _daemons: "list[subprocess.Popen[bytes]]" = []
-"""Started here; held so that Python does not complain that they outlive us."""
+"""Started here; held so that Python does not warn that they outlive this process."""
 
 
-class Depot:
+class SharedDepot:
     """One user's hold on a depot. Closing gives it up; the last one closes the store."""
 
     def __init__(self, name: str, store: Store) -> None:
@@ -65,7 +64,7 @@ class Depot:
         held.store.close()
 
 
-def open_depot(config: ConnectorConfig, *, one_process: bool) -> Depot:
+def open_depot(config: ConnectorConfig, *, one_process: bool) -> SharedDepot:
     """The depot that `config` names. Errors are those of kvdepot.open, or a DaemonError."""
     if config.socket is None and one_process:
         return hold(embedded_name(config), lambda: kvdepot.open(config.depot))
@@ -74,12 +73,12 @@ def open_depot(config: ConnectorConfig, *, one_process: bool) -> Depot:
 
 
 def embedded_name(config: ConnectorConfig) -> str:
-    """What a depot of this process is held by: equal settings, one depot."""
+    """The name of a depot of this process: equal settings, one depot."""
     return f"embedded {to_toml(config.depot)}"
 
 
 def default_socket(config: ConnectorConfig) -> Path:
-    """Where the daemon of a depot is found when nobody says: one place for each set of disks."""
+    """Where the daemon of a depot is found by default: one place for each set of disks."""
     disks = config.depot.file_tiers
     if not disks:
         raise ConfigError(
@@ -92,13 +91,13 @@ def default_socket(config: ConnectorConfig) -> Path:
     return Path(tempfile.gettempdir()) / f"kvdepot-{os.getuid()}" / f"{digest}.sock"
 
 
-def hold(name: str, opener: Callable[[], Store]) -> Depot:
-    """The depot of that name in this process; opened if nobody has it."""
+def hold(name: str, opener: Callable[[], Store]) -> SharedDepot:
+    """The depot of that name in this process; opened if it is not open."""
     with _lock:
         if name not in _shared:
             _shared[name] = _Shared(opener())
         _shared[name].users += 1
-        return Depot(name, _shared[name].store)
+        return SharedDepot(name, _shared[name].store)
 
 
 def _attach(path: Path, config: ConnectorConfig) -> Store:
@@ -107,20 +106,14 @@ def _attach(path: Path, config: ConnectorConfig) -> Store:
     if config.daemon == "never":
         return kvdepot.open(address, tenants=config.tenants)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _alone(path.with_suffix(".lock")):
+    with path.with_suffix(".lock").open("w") as lock:
+        # Of the processes that want to start a daemon, one at a time.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             return kvdepot.open(address, tenants=config.tenants)
         except DaemonError:
             start_daemon(path, config)
         return kvdepot.open(address, tenants=config.tenants)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Of the processes that want to start a daemon, one at a time."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def start_daemon(path: Path, config: ConnectorConfig, timeout_s: float = START_S) -> int:
@@ -146,6 +139,17 @@ def start_daemon(path: Path, config: ConnectorConfig, timeout_s: float = START_S
         raise DaemonError(str(path), f"the daemon did not start: {reason}", hint=f"see {log}")
     _daemons.append(process)
     return process.pid
+
+
+def use_all_cores(task: int = 0) -> None:
+    """Let a thread or process (0: the caller's thread) run on every core there is.
+
+    An engine on the CPU pins its threads to cores that it keeps busy. Threads and processes started
+    from a pinned thread inherit that, and would compete with it while other cores idle.
+    """
+    # A machine that does not allow this leaves the task where it is.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(task, range(os.cpu_count() or 1))
 
 
 def _first_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvdepot.adapters.vllm.chains import Chain, chain_for
+from kvdepot.adapters.vllm.requests import RequestKeys
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.store.namespace_handle import Space
@@ -28,7 +28,7 @@ def image(identifier: str, offset: int, length: int) -> Any:
 
 def keys(salt: str | None = None, *images: Any, tokens: list[int] = TOKENS) -> list[bytes]:
     request = SimpleNamespace(cache_salt=salt, mm_features=list(images))
-    chain = chain_for([space()], request)
+    chain = RequestKeys.of([space()], request)
     chain.grow(tokens, len(tokens) // SIZE)
     return list(chain.keys(0, len(chain))[0])
 
@@ -38,17 +38,17 @@ def test_plain_keys_are_those_of_the_namespace() -> None:
 
 
 def test_growing_in_steps_gives_the_same_keys() -> None:
-    chain = Chain([space()], "s", {1: b"x", 3: b"y"})
+    chain = RequestKeys([space()], "s", {1: b"x", 3: b"y"})
     for blocks in (1, 1, 2, 4):
         chain.grow(TOKENS, blocks)
-    at_once = Chain([space()], "s", {1: b"x", 3: b"y"})
+    at_once = RequestKeys([space()], "s", {1: b"x", 3: b"y"})
     at_once.grow(TOKENS, 4)
     assert chain.keys(0, 4) == at_once.keys(0, 4)
     assert len(chain) == 4
 
 
 def test_shards_have_keys_of_their_own() -> None:
-    chain = Chain([space(), space(shard_rank=1, shard_size=2)])
+    chain = RequestKeys([space(), space(shard_rank=1, shard_size=2)])
     chain.grow(TOKENS, 4)
     first, second = chain.keys(1, 3)
     assert len(first) == len(second) == 2

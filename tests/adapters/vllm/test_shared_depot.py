@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvdepot.adapters.vllm import depot
+from kvdepot.adapters.vllm import shared_depot
 from kvdepot.adapters.vllm.config import ConnectorConfig, read
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import DaemonError
@@ -22,14 +22,14 @@ def settings(folder: Path, **more: object) -> ConnectorConfig:
 
 def test_equal_settings_share_a_depot_until_the_last_has_gone(tmp_path: Path) -> None:
     config = settings(tmp_path)
-    one = depot.open_depot(config, one_process=True)
-    other = depot.open_depot(config, one_process=True)
+    one = shared_depot.open_depot(config, one_process=True)
+    other = shared_depot.open_depot(config, one_process=True)
     assert one.store is other.store
     one.close()
     one.close()
     assert other.store.stats()["blocks"] == 0
     other.close()
-    again = depot.open_depot(config, one_process=True)
+    again = shared_depot.open_depot(config, one_process=True)
     assert again.store is not one.store
     again.close()
 
@@ -37,32 +37,32 @@ def test_equal_settings_share_a_depot_until_the_last_has_gone(tmp_path: Path) ->
 def test_without_a_daemon_it_is_an_error_if_none_may_be_started(tmp_path: Path) -> None:
     config = settings(tmp_path, socket=str(tmp_path / "d.sock"), daemon="never")
     with pytest.raises(DaemonError):
-        depot.open_depot(config, one_process=False)
+        shared_depot.open_depot(config, one_process=False)
 
 
 def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("not a folder")
     config = settings(tmp_path, socket=str(tmp_path / "d.sock"))
     with pytest.raises(DaemonError, match="neither a directory"):
-        depot.open_depot(config, one_process=False)
+        shared_depot.open_depot(config, one_process=False)
 
 
 def test_a_daemon_is_started_once_and_stays(tmp_path: Path) -> None:
     config = settings(tmp_path, socket=str(tmp_path / "d.sock"))
-    first = depot.open_depot(config, one_process=False)
-    process = depot._daemons[-1]
+    first = shared_depot.open_depot(config, one_process=False)
+    process = shared_depot._daemons[-1]
     try:
         space = first.store.namespace(model="m", layout=KVLayout.opaque(4096, 4))
         (key,) = space.keys([1, 2, 3, 4])
         assert first.store.put(key, b"x" * 4096)
         first.close()
         assert process.poll() is None
-        second = depot.open_depot(config, one_process=True)
-        assert depot._daemons[-1] is process
+        second = shared_depot.open_depot(config, one_process=True)
+        assert shared_depot._daemons[-1] is process
         second.store.namespace(model="m", layout=KVLayout.opaque(4096, 4))
         assert len(second.store.match([key])) == 1
         second.close()
     finally:
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(30) == 0
-        depot._daemons.remove(process)
+        shared_depot._daemons.remove(process)

@@ -4,21 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.adapters.vllm.fetching import FetchDesk
+from kvdepot.adapters.vllm.fetch_decision import (
+    FetchDecider,
+    LearnedSpeeds,
+    read_speeds,
+    speeds_file,
+    write_speeds,
+)
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime, TierTime
-from kvdepot.adapters.vllm.paces import Paces, paces_file, read_paces, write_paces
 from kvdepot.policy.fetching.speed_models import PrefillPace, TierProfile
 
-PACES = Paces(PrefillPace(0.01, 0.001, 1e-7), {"ssd": TierProfile(0.002, 3e9)})
+SPEEDS = LearnedSpeeds(PrefillPace(0.01, 0.001, 1e-7), {"ssd": TierProfile(0.002, 3e9)})
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "paces.json"
-    write_paces(path, PACES)
-    assert read_paces(path) == PACES
-    write_paces(path, Paces())
-    assert read_paces(path) == Paces()
-    assert [each.name for each in path.parent.iterdir()] == ["paces.json"]
+    path = tmp_path / "deep" / "speeds.json"
+    write_speeds(path, SPEEDS)
+    assert read_speeds(path) == SPEEDS
+    write_speeds(path, LearnedSpeeds())
+    assert read_speeds(path) == LearnedSpeeds()
+    assert [each.name for each in path.parent.iterdir()] == ["speeds.json"]
 
 
 @pytest.mark.parametrize(
@@ -39,31 +44,31 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_file_is_no_file(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "paces.json"
+    path = tmp_path / "speeds.json"
     path.write_text(content)
-    assert read_paces(path) == Paces()
+    assert read_speeds(path) == LearnedSpeeds()
 
 
 def test_no_file_and_no_place_for_one(tmp_path: Path) -> None:
-    assert read_paces(tmp_path / "none") == Paces()
+    assert read_speeds(tmp_path / "none") == LearnedSpeeds()
     (tmp_path / "file").write_text("")
-    write_paces(tmp_path / "file" / "below.json", PACES)
+    write_speeds(tmp_path / "file" / "below.json", SPEEDS)
 
 
 def test_each_namespace_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert paces_file(Path("~/kept"), b"\x01\xff") == tmp_path / "kept" / "01ff.json"
+    assert speeds_file(Path("~/kept"), b"\x01\xff") == tmp_path / "kept" / "01ff.json"
 
 
 def test_a_desk_goes_on_where_another_ended(tmp_path: Path) -> None:
-    path = tmp_path / "paces.json"
-    first = FetchDesk(16, 1 << 20, 2048, kept=path)
+    path = tmp_path / "speeds.json"
+    first = FetchDecider(16, 1 << 20, 2048, speeds_path=path)
     assert first.advisor.prefill.pace() is None
-    first.stepped([StepTime(1000, 500_000.0, 2.0)] * 3)
-    first.loading("r", ["ssd"] * 64)
-    first.loaded(LoadEnd("r", None, (TierTime("ssd", 64, 64 << 20, 0.5),), 0, 0.5))
-    first.keep()
-    second = FetchDesk(16, 1 << 20, 2048, kept=path)
+    first.observe_steps([StepTime(1000, 500_000.0, 2.0)] * 3)
+    first.load_started("r", ["ssd"] * 64)
+    first.load_ended(LoadEnd("r", None, (TierTime("ssd", 64, 64 << 20, 0.5),), 0, 0.5))
+    first.write_speeds()
+    second = FetchDecider(16, 1 << 20, 2048, speeds_path=path)
     assert second.advisor.prefill.pace() == first.advisor.prefill.pace()
     assert second.advisor.tiers["ssd"].known
     believed = second.advisor.tiers["ssd"].estimate(64 << 20)

@@ -13,7 +13,7 @@ from tests.adapters.vllm.test_requests_on_toy import FULL_PAGES, PROMPT, ask
 from tests.support.toy_engine import ToyEngine, ToyRequest, answer_of
 from tests.support.waiting import eventually
 
-from kvdepot.adapters.vllm.foresight import note_of
+from kvdepot.adapters.vllm.queue_hints import session_of
 from kvdepot.core.config import load
 from kvdepot.errors import ConfigError
 from kvdepot.store.open import assemble
@@ -41,7 +41,7 @@ def finish(engine: ToyEngine) -> dict[str, int]:
     engine.run()
     assert engine.done["queued"].answer == answer_of(PROMPT, 2)
     assert engine.done["long"].answer == answer_of(LONG, 2)
-    figures = engine.workers[0].tally.take()
+    figures = engine.workers[0].counts.take()
     assert figures is not None
     return {
         str(name).partition(":")[2]: int(count)
@@ -101,7 +101,7 @@ def test_who_is_gone_is_hinted_at_no_more(reopened: Reopened) -> None:
     engine = reopened()
     queued_behind(engine, steps=1)
     engine.abort("queued")
-    assert not engine.side._foresight._hints and not engine.side._foresight._waiting
+    assert not engine.side._queue_hints._hints and not engine.side._queue_hints._waiting
     engine.run()
 
 
@@ -136,7 +136,7 @@ class TestSessions:
         ask(engine, "r", PROMPT, kv_transfer_params=params)
         assert engine.side._depot.store.stats()["sessions"]["remembered"] == 0
         with pytest.raises(ConfigError):
-            note_of(ToyRequest("r", [1], 1, kv_transfer_params=params))
+            session_of(ToyRequest("r", [1], 1, kv_transfer_params=params))
 
     def test_salted_sessions_do_not_meet(
         self, open_store: OpenStore, open_engine: OpenEngine

@@ -5,11 +5,11 @@ import pytest
 pytest.importorskip("torch")
 
 from kvdepot.adapters.vllm.messages import LoadEnd, StepReport, StepTime, TierTime
-from kvdepot.adapters.vllm.stats import Tally, added, summary
+from kvdepot.adapters.vllm.metrics import ConnectorCounts, merged, summary
 
 
 def test_a_tally_is_taken_once() -> None:
-    tally = Tally()
+    tally = ConnectorCounts()
     assert tally.take() is None
     tally.add("hit_tokens", 5)
     tally.missed(["late", "late", "corrupt"])
@@ -28,7 +28,7 @@ def test_a_tally_is_taken_once() -> None:
 def test_counts_add_up_and_states_are_replaced() -> None:
     left = {"hit_tokens": 5.0, "tier_bytes_per_second:ssd": 10.0, "failed_loads": 1.0}
     right = {"hit_tokens": 2.0, "tier_bytes_per_second:ssd": 30.0}
-    assert added(left, right) == {
+    assert merged(left, right) == {
         "hit_tokens": 7.0,
         "tier_bytes_per_second:ssd": 30.0,
         "failed_loads": 1.0,

@@ -1,0 +1,237 @@
+"""Fetch or recompute: how much of what the depot has is worth fetching for a request.
+
+The facts come from vLLM's own steps, from finished loads and from the requests that are present;
+`policy` decides. Decided once for a request and a match; holds until one of them changes. What was
+learnt (speeds of the engine and of the tiers) is kept in a file for the next start on this machine.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from math import isfinite
+from pathlib import Path
+from typing import Final
+
+from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
+from kvdepot.adapters.vllm.requests import DepotHit, Phase, TrackedRequest
+from kvdepot.core.tier import TIER_NAMES
+from kvdepot.policy.fetching.advisor import Advisor
+from kvdepot.policy.fetching.fetch_or_recompute import (
+    Decision,
+    EngineFeatures,
+    EngineQueue,
+    PromptLengths,
+    TierRun,
+)
+from kvdepot.policy.fetching.speed_models import PrefillPace, TierProfile, Transfer, attention_work
+
+WRITE_EVERY_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchDecision:
+    """A decision for one hit, and when it was made."""
+
+    decision: Decision
+    hit: DepotHit
+    at: float
+
+    @property
+    def stop_block(self) -> int:
+        """Blocks of the request before this one are to be used."""
+        return self.hit.first_block + self.decision.cut_blocks
+
+
+class FetchDecider:
+    """Decides for one engine. Belongs to the scheduler's thread."""
+
+    def __init__(
+        self,
+        block_tokens: int,
+        block_bytes: int,
+        chunk_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        speeds_path: Path | None = None,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._speeds_path = speeds_path
+        self._write_at = 0.0
+        speeds = read_speeds(speeds_path) if speeds_path is not None else LearnedSpeeds()
+        self.advisor = Advisor(
+            EngineFeatures(chunk_tokens=chunk_tokens),
+            {tier: speeds.tiers.get(tier) for tier in TIER_NAMES},
+            prefill=speeds.prefill,
+        )
+        self._decisions: dict[str, FetchDecision] = {}
+        self._loading: dict[str, tuple[Counter[str], dict[str, int]]] = {}
+        """For each load its blocks by tier, and the bytes that were outstanding before it."""
+        self._outstanding = dict.fromkeys(TIER_NAMES, 0)
+        self.probes: list[tuple[str, int, int]] = []
+        """Request, first block and number of blocks to be fetched only to measure a tier."""
+
+    def decide(
+        self, tracked: TrackedRequest, hit: DepotHit, others: Iterable[TrackedRequest]
+    ) -> FetchDecision:
+        """How many of the blocks of a hit to fetch."""
+        name = tracked.request.request_id
+        known = self._decisions.get(name)
+        if known is not None and known.hit == hit:
+            return known
+        prompt = PromptLengths(tracked.request.num_tokens, self._block_tokens, hit.local_tokens)
+        counts = [(tier, sum(1 for _ in group)) for tier, group in groupby(hit.tiers)]
+        runs = [TierRun(tier, blocks, blocks * self._block_bytes) for tier, blocks in counts]
+        queue = queue_before(tracked, others)
+        advice = self.advisor.advise(prompt, runs, self._outstanding, queue)
+        decided = self._decisions[name] = FetchDecision(advice.decision, hit, self._clock())
+        if advice.probe is not None:
+            first = hit.first_block + advice.probe.start
+            self.probes.append((name, first, advice.probe.blocks))
+        return decided
+
+    def load_started(self, name: str, tiers: Sequence[str]) -> float | None:
+        """A load of blocks in these tiers begins; how long it may take."""
+        blocks_by_tier = Counter(tiers)
+        self._loading[name] = blocks_by_tier, dict(self._outstanding)
+        for tier, blocks in blocks_by_tier.items():
+            self._outstanding[tier] += blocks * self._block_bytes
+        decided = self._decisions.get(name)
+        return decided.decision.deadline_s if decided is not None else None
+
+    def load_ended(self, end: LoadEnd) -> None:
+        """Learn from what came, and from what was late."""
+        if end.request_id not in self._loading:
+            return
+        blocks_by_tier, outstanding_before = self._loading.pop(end.request_id)
+        came = {time.tier: time for time in end.times}
+        for tier, blocks in blocks_by_tier.items():
+            self._outstanding[tier] -= blocks * self._block_bytes
+            got = came[tier].blocks if tier in came else 0
+            late = min(end.late_blocks, max(0, blocks - got))
+            seconds = end.seconds if late else (came[tier].seconds if tier in came else 0.0)
+            if got + late and seconds > 0:
+                size_bytes = (got + late) * self._block_bytes
+                before = outstanding_before[tier]
+                transfer = Transfer(got + late, size_bytes, seconds, before, late)
+                self.advisor.tiers[tier].observe(transfer)
+
+    def observe_steps(self, steps: Iterable[StepTime]) -> None:
+        """Steps of the engine, with prefill among their work."""
+        for step in steps:
+            self.advisor.prefill.observe(step.tokens, step.attention, step.seconds)
+
+    def answered(self, name: str) -> None:
+        """A request has its first token, or never will."""
+        decided = self._decisions.pop(name, None)
+        if decided is not None:
+            now = self._clock()
+            self.advisor.log.record(decided.decision, now - decided.at)
+            if now >= self._write_at:
+                self.write_speeds()
+                self._write_at = now + WRITE_EVERY_S
+
+    def write_speeds(self) -> None:
+        """Write what was learnt, for the next start."""
+        if self._speeds_path is not None:
+            speeds = LearnedSpeeds(self.advisor.prefill.pace(), self.advisor.profiles())
+            write_speeds(self._speeds_path, speeds)
+
+    def forget(self, name: str) -> None:
+        self._decisions.pop(name, None)
+
+    def metrics(self) -> dict[str, float]:
+        """The current estimates, and how wrong predictions were."""
+        found: dict[str, float] = {}
+        for tier, model in self.advisor.tiers.items():
+            if model.known:
+                found[f"tier_latency_seconds:{tier}"] = model.latency_s
+                found[f"tier_bytes_per_second:{tier}"] = model.bandwidth_bytes_s
+        for reason, count in self.advisor.log.counts.items():
+            if count:
+                found[f"decisions:{reason.name.lower()}"] = count
+        error = self.advisor.log.error()
+        if error is not None:
+            found |= {"prediction_error:p50": error.p50, "prediction_error:p95": error.p95}
+            found["prediction_error:bias"] = error.bias
+        return found
+
+
+def queue_before(tracked: TrackedRequest, others: Iterable[TrackedRequest]) -> EngineQueue:
+    """What vLLM has to do before this request, and beside it."""
+    tokens, attention, decodes, contexts = 0, 0.0, 0, 0
+    for other in others:
+        if other is tracked:
+            break
+        request = other.request
+        have = request.num_computed_tokens
+        if other.phase is Phase.COMPUTING and have >= request.num_prompt_tokens:
+            decodes, contexts = decodes + 1, contexts + have
+            continue
+        if other.phase is Phase.QUEUED and not have and other.hit is not None:
+            block_tokens = other.block_keys.block_tokens
+            have = max(other.hit.local_tokens, other.hit.stop_block * block_tokens)
+        rest = max(0, request.num_tokens - have)
+        tokens, attention = tokens + rest, attention + attention_work(rest, have)
+    return EngineQueue(tokens, attention, decodes, contexts)
+
+
+def step_work(step: Iterable[tuple[TrackedRequest, int]]) -> tuple[int, float, bool]:
+    """New tokens and attention work of a step, and whether there is prefill in it."""
+    tokens, attention, prefill = 0, 0.0, False
+    for tracked, count in step:
+        computed = tracked.request.num_computed_tokens
+        tokens, attention = tokens + count, attention + attention_work(count, computed)
+        prefill = prefill or computed + 1 < tracked.request.num_prompt_tokens
+    return tokens, attention, prefill
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedSpeeds:
+    """Speeds of an engine and its tiers; what is left out is not known.
+
+    One file for each namespace. A file that cannot be read or written counts as no file.
+    """
+
+    prefill: PrefillPace | None = None
+    tiers: Mapping[str, TierProfile] = field(default_factory=dict)
+
+
+def speeds_file(folder: Path, tag: bytes) -> Path:
+    """Where the speeds of a namespace are kept."""
+    return folder.expanduser() / f"{tag.hex()}.json"
+
+
+def read_speeds(path: Path) -> LearnedSpeeds:
+    try:
+        found = json.loads(path.read_text())
+        prefill = found["prefill"] and PrefillPace(*_numbers(found["prefill"], 3))
+        tiers = {name: TierProfile(*_numbers(one, 2)) for name, one in found["tiers"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return LearnedSpeeds()
+    known = {name: one for name, one in tiers.items() if one.bandwidth_bytes_s > 0}
+    return LearnedSpeeds(prefill, known)
+
+
+def write_speeds(path: Path, speeds: LearnedSpeeds) -> None:
+    """Replace the file, whole or not at all."""
+    prefill = speeds.prefill and list(asdict(speeds.prefill).values())
+    tiers = {name: list(asdict(one).values()) for name, one in speeds.tiers.items()}
+    fresh = path.with_suffix(f".{os.getpid()}")
+    # On a read-only home the next start has to learn again, nothing else.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps({"prefill": prefill, "tiers": tiers}))
+        fresh.replace(path)
+
+
+def _numbers(values: list[float], count: int) -> list[float]:
+    found = [float(value) for value in values]
+    if len(found) != count or not all(isfinite(one) and one >= 0.0 for one in found):
+        raise ValueError(f"not {count} numbers: {values}")
+    return found

@@ -1,0 +1,309 @@
+"""Copying blocks between the depot and vLLM's pages: loads, saves, and pages as plain bytes.
+
+Loads run in threads beside the engine's. A load never raises into the engine: a block that could
+not be loaded, for whatever reason, is a failed block, which vLLM recomputes. For a save the
+engine's thread reserves slots and starts the copies; checksums and bookkeeping run in one thread
+here. A save never waits for room: what does not fit is offered again later.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from kvdepot.adapters.tensors import BlockMover, KVTensors, OffloadTicket, Pieces
+from kvdepot.adapters.vllm.messages import LoadEnd, LoadJob, SaveJob, TierTime
+from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
+from kvdepot.adapters.vllm.shared_depot import use_all_cores
+from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.errors import KVDepotError, ModelError
+from kvdepot.store.read.request import Arrival
+from kvdepot.store.store import Store
+from kvdepot.store.write.reservation import Reservation
+
+_GROUP_BYTES: Final = 128 << 20
+"""Given to the mover at a time: the bus starts on the first ones while the rest is prepared."""
+_PAGE_AXES: Final = 3
+"""Axes inside a page, as `KVTensors` is told of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """A worker's pages, and the mover that copies them."""
+
+    tensors: KVTensors
+    mover: BlockMover
+    pages_per_block: int
+
+    def block(self, pages: Sequence[int], number: int) -> Pieces:
+        """The pieces of the block `number` of those that fill `pages`."""
+        start = number * self.pages_per_block
+        return self.tensors.pages(pages[start : start + self.pages_per_block])
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedLoad:
+    job: LoadJob
+    end: LoadEnd
+    failed_pages: frozenset[int]
+
+
+class Loader:
+    """Loads under way. `submit` and `take` belong to the engine's thread."""
+
+    def __init__(
+        self, store: Store, cache: PagedCache, counts: ConnectorCounts, threads: int
+    ) -> None:
+        self._store = store
+        self._cache = cache
+        self._counts = counts
+        self._warnings = RateLimitedWarnings()
+        self._threads = ThreadPoolExecutor(threads, "kvdepot-load", initializer=use_all_cores)
+        self._block_bytes = cache.tensors.pages([0]).nbytes * cache.pages_per_block
+        self._under_way: dict[str, tuple[LoadJob, Future[LoadEnd]]] = {}
+        self._one_ended = threading.Event()
+        self._thread_local = threading.local()
+        self._start_after: Any = None
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def start_after_stream(self) -> None:
+        """Loads from now on come after what the current stream has been given so far.
+
+        Steps that were scheduled before their pages were handed out may still write to these.
+        """
+        device = self._cache.mover.device
+        if device.type == "cuda":
+            self._start_after = torch.cuda.current_stream(device).record_event()
+
+    def submit(self, job: LoadJob, keys: Sequence[BlockKey]) -> None:
+        """Start a load; `keys` are this shard's."""
+        future = self._threads.submit(self._load, job, keys, self._start_after)
+        self._under_way[job.request_id] = job, future
+        future.add_done_callback(lambda _: self._one_ended.set())
+
+    def take(self, wait_s: float = 0.0) -> list[FinishedLoad]:
+        """The loads that are over. Waits up to `wait_s` for the first if any are under way."""
+        if not self._under_way:
+            return []
+        if wait_s:
+            self._one_ended.wait(wait_s)
+        self._one_ended.clear()
+        over = [name for name, (_, future) in self._under_way.items() if future.done()]
+        return [self._finished(*self._under_way.pop(name)) for name in over]
+
+    def close(self) -> None:
+        """Wait for what is under way; each load has a deadline."""
+        self._threads.shutdown()
+
+    def _finished(self, job: LoadJob, future: "Future[LoadEnd]") -> FinishedLoad:
+        error = future.exception()
+        if error is not None:
+            self._warnings.warn("a load failed, its blocks are recomputed", error)
+            self._counts.missed(["error"] * len(job.keys[0]))
+        end = LoadEnd(job.request_id, job.first_block) if error is not None else future.result()
+        if end.failed_block is None:
+            return FinishedLoad(job, end, frozenset())
+        start = (end.failed_block - job.first_block) * self._cache.pages_per_block
+        return FinishedLoad(job, end, frozenset(job.pages[max(start, job.present_pages) :]))
+
+    @torch.no_grad()
+    def _load(self, job: LoadJob, keys: Sequence[BlockKey], start_after: Any) -> LoadEnd:
+        started = time.monotonic()
+        arrived_s: dict[int, float] = {}
+
+        def sink(arrivals: list[Arrival]) -> None:
+            if job.pages:
+                self._scatter(job, arrivals)
+            now = time.monotonic() - started
+            arrived_s.update((one.index, now) for one in arrivals)
+
+        # To check what lies in memory takes the processor longer than the bus takes to move it.
+        verify = False if self._cache.mover.device.type == "cuda" else None
+        with self._own_stream(start_after), self._store.lease(keys) as lease:
+            got = lease.deliver(sink, verify=verify, timeout_s=job.timeout_s)
+        answers = [*got, *[Got(None, "absent")] * (len(keys) - len(got))]
+        times = []
+        for tier in sorted({answer.tier for answer in answers if answer.tier is not None}):
+            came = [arrived_s[at] for at, answer in enumerate(answers) if answer.tier == tier]
+            times.append(TierTime(tier, len(came), self._block_bytes * len(came), max(came)))
+        self._counts.loaded(times)
+        self._counts.missed(answer.reason for answer in answers if not answer)
+        failed = next((at for at, answer in enumerate(answers) if not answer), None)
+        block = None if failed is None else job.first_block + failed
+        late = sum(answer.reason == "late" for answer in answers)
+        return LoadEnd(job.request_id, block, tuple(times), late, time.monotonic() - started)
+
+    def _scatter(self, job: LoadJob, arrivals: list[Arrival]) -> None:
+        """Copy blocks into their pages. The first block may have pages that are left alone."""
+        cache = self._cache
+        tensors, mover = cache.tensors, cache.mover
+        whole = [one for one in arrivals if one.index or not job.present_pages]
+        size = max(1, _GROUP_BYTES // self._block_bytes)
+        tickets = [
+            mover.onboard(
+                [one.view for one in whole[start : start + size]],
+                [cache.block(job.pages, one.index) for one in whole[start : start + size]],
+                layers_per_step=tensors.layer_count,
+            )
+            for start in range(0, len(whole), size)
+        ]
+        for one in arrivals:
+            if job.present_pages and not one.index:
+                rest = tensors.pages(job.pages[job.present_pages : cache.pages_per_block])
+                tickets.append(mover.onboard(*_tail_of_layers(one.view, rest)))
+        for ticket in tickets:
+            ticket.synchronize()
+
+    @contextmanager
+    def _own_stream(self, start_after: Any) -> Iterator[None]:
+        """On CUDA a stream of this thread's own is current, and goes on after `start_after`.
+
+        The engine's stream would put a load behind steps that have nothing to do with it.
+        """
+        if start_after is None:
+            yield
+            return
+        device, local = self._cache.mover.device, self._thread_local
+        if not hasattr(local, "stream"):
+            local.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(local.stream):
+            local.stream.wait_event(start_after)
+            yield
+
+
+def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], list[Pieces]]:
+    """For each layer the end of its payload, and the pages that it fills."""
+    layer_bytes = len(view) // rest.layer_count
+    ends = [layer_bytes * (layer + 1) for layer in range(rest.layer_count)]
+    views = [view[end - rest.layer_bytes : end] for end in ends]
+    return views, [rest.layers(layer, layer + 1) for layer in range(rest.layer_count)]
+
+
+class Saver:
+    """Saves under way. All methods belong to the engine's thread."""
+
+    def __init__(self, store: Store, cache: PagedCache, counts: ConnectorCounts) -> None:
+        self._store = store
+        self._cache = cache
+        self._counts = counts
+        self._warnings = RateLimitedWarnings()
+        self._thread = ThreadPoolExecutor(1, "kvdepot-save", initializer=use_all_cores)
+        self._reading: dict[Future[None], tuple[str, OffloadTicket]] = {}
+        """Saves that may still read pages, and their requests."""
+
+    def save(self, job: SaveJob, keys: Sequence[BlockKey]) -> int | None:
+        """Save the blocks; returns the first one of the request that found no room, if any.
+
+        `keys` are this shard's.
+        """
+        try:
+            slots = self._store.reserve(keys, timeout_s=0.0)
+        except KVDepotError as error:
+            self._warnings.warn("the depot takes nothing", error)
+            self._counts.add("depot_errors", 1, "reserve")
+            return job.first_block
+        outcomes = slots.outcomes
+        fits = next((at for at, put in enumerate(outcomes) if not put), len(outcomes))
+        for put in outcomes[:fits]:
+            self._counts.add("saved_blocks", 1, put.value)
+        if fits < len(outcomes):
+            self._counts.add("saved_blocks", len(outcomes) - fits, outcomes[fits].value)
+        fresh = [at for at in range(fits) if outcomes[at] is Put.STORED]
+        if fresh:
+            self._copy(job, slots, fresh)
+        else:
+            slots.close()
+        return job.first_block + fits if fits < len(keys) else None
+
+    def reading_requests(self) -> set[str]:
+        """The requests whose pages saves may still read."""
+        for future in [future for future in self._reading if future.done()]:
+            self._finish(future)
+        return {request_id for request_id, _ in self._reading.values()}
+
+    def order_stream_after_reads(self) -> None:
+        """What the current stream does next comes after all saves so far have read their pages."""
+        for _, ticket in self._reading.values():
+            ticket.wait_read()
+
+    def wait(self) -> None:
+        """Return when no page is read any more."""
+        for future in list(self._reading):
+            self._finish(future)
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        self.wait()
+        self._thread.shutdown()
+
+    def _copy(self, job: SaveJob, slots: Reservation, fresh: list[int]) -> None:
+        pieces = [self._cache.block(job.pages, at) for at in fresh]
+        ticket = self._cache.mover.offload(pieces, [slots.view(at) for at in fresh])
+        future = self._thread.submit(self._seal, ticket, slots, fresh)
+        self._reading[future] = job.request_id, ticket
+
+    def _seal(self, ticket: OffloadTicket, slots: Reservation, fresh: list[int]) -> None:
+        with slots:
+            ticket.wait()
+            slots.seal(fresh)
+
+    def _finish(self, future: "Future[None]") -> None:
+        del self._reading[future]
+        error = future.exception()
+        if error is not None:
+            self._warnings.warn("a save failed", error)
+            self._counts.add("failed_saves")
+
+
+def page_tensors(
+    caches: Mapping[str, object], layer_names: Sequence[str], page_count: int
+) -> KVTensors:
+    """The KV cache of these layers, one payload for each page; ModelError where it cannot be.
+
+    Only the page axis, the first, is believed. What lies inside a page is up to the backend (on the
+    processor keys are transposed), so a page is taken as it lies in memory.
+    """
+    tensors = []
+    for name in layer_names:
+        tensor = caches.get(name)
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"layer {name}: vLLM registered {type(tensor).__name__}, not a tensor")
+        if tensor.dim() < 2:
+            raise ModelError(
+                f"layer {name}: a KV cache of shape {tuple(tensor.shape)} has no pages"
+            )
+        if tensor.shape[0] != page_count:
+            raise ModelError(
+                f"layer {name}: its KV cache of shape {tuple(tensor.shape)} does not begin with "
+                f"the {page_count} blocks that vLLM has"
+            )
+        tensors.append(tensor)
+    if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
+        raise ModelError("the layers of this model have KV caches of different shapes")
+    plain = [in_memory_order(tensor) for tensor in tensors]
+    return KVTensors(plain, "page token head dim", order="token head dim")
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory with the axes of a page in the order of their strides."""
+    inner = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True), reverse=True)
+    joined: list[tuple[int, int]] = []
+    for step, size in inner:
+        if size == 1:
+            continue
+        if joined and joined[-1][0] == step * size:
+            joined[-1] = (step, joined[-1][1] * size)
+        else:
+            joined.append((step, size))
+    if len(joined) > _PAGE_AXES:
+        raise ModelError(f"a KV cache with strides {tensor.stride()} has no pages of plain bytes")
+    joined = [(1, 1)] * (_PAGE_AXES - len(joined)) + joined
+    sizes = [tensor.shape[0], *(size for _, size in joined)]
+    return tensor.as_strided(sizes, [tensor.stride(0), *(step for step, _ in joined)])
