@@ -30,13 +30,19 @@ from kvdepot.tiers.log.mount import MountSettings
 from kvdepot.tiers.log.tier import SegmentTier
 
 PAGE = 4096
+LONG_S = 60.0
 OLD, NEW = b"o" * PAGE, b"n" * PAGE
 
 
 @pytest.fixture(params=["threads", "python"])
-def files(request: pytest.FixtureRequest) -> Iterator[FaultyFiles]:
-    kind: EngineKind = request.param
-    made = FaultyFiles(kind, timeout_s=0.05)
+def kind(request: pytest.FixtureRequest) -> EngineKind:
+    given: EngineKind = request.param
+    return given
+
+
+@pytest.fixture
+def files(kind: EngineKind) -> Iterator[FaultyFiles]:
+    made = FaultyFiles(kind)
     yield made
     made.clear()
     made.close()
@@ -68,7 +74,7 @@ def pages_of(content: bytes, count: int) -> list[memoryview]:
 def write_all(files: FaultyFiles, fd: int, count: int) -> list[int]:
     pages = pages_of(NEW, count)
     ops = batch(fd, WRITE, pages)
-    assert files.run(ops, 5.0) is None
+    assert files.run(ops, LONG_S) is None
     results: list[int] = ops["result"].tolist()
     return results
 
@@ -138,7 +144,7 @@ def test_a_corrupt_read_flips_bits_in_memory_only(files: FaultyFiles, fd: int) -
     assert files.read(fd, 0, PAGE) == OLD[:7] + bytes([OLD[7] ^ 0x80]) + OLD[8:]
     pages = pages_of(bytes(PAGE), 2)
     files.add(Fault(Call.RUN_READ, Corrupt(at=9), skip=1))
-    assert files.run(batch(fd, READ, pages), 5.0) is None
+    assert files.run(batch(fd, READ, pages), LONG_S) is None
     assert bytes(pages[0]) == OLD
     assert bytes(pages[1]) == OLD[:9] + bytes([OLD[9] ^ 1]) + OLD[10:]
     assert on_disk(fd) == [OLD] * 4
@@ -153,8 +159,8 @@ def test_the_engine_itself_notices_corrupt_reads(files: FaultyFiles, tmp_path: P
     for at in (0, 60, 130, PAGE, PAGE + 9_999):
         files.add(Fault(Call.RUN_READ, Corrupt(at=at)))
         load = make_load(key, location, nbytes)
-        assert tier.load([load], 5.0) == ([Outcome.CORRUPT], None)
-        assert tier.load([load], 5.0) == ([Outcome.OK], None)
+        assert tier.load([load], LONG_S) == ([Outcome.CORRUPT], None)
+        assert tier.load([load], LONG_S) == ([Outcome.OK], None)
         assert loaded(load) == payload_for(key, nbytes)
     tier.close()
 
@@ -166,13 +172,13 @@ def test_a_stalled_batch_gives_up_at_its_deadline_and_ends_on_release(
     files.add(Fault(Call.RUN_WRITE, stall, skip=1))
     pages = pages_of(NEW, 3)
     ops = batch(fd, WRITE, pages)
-    pending = files.run(ops, 0.02)
+    pending = files.run(ops, 0.5)
     assert ops["result"].tolist() == [0, -errno.ETIMEDOUT, 0]
     assert pending is not None
     assert not pending.wait(0.01)
     assert on_disk(fd) == [NEW, OLD, NEW, OLD]
     stall.release()
-    assert pending.wait(5.0)
+    assert pending.wait(LONG_S)
     assert on_disk(fd) == [NEW, NEW, NEW, OLD]
     assert ops["result"].tolist() == [0, -errno.ETIMEDOUT, 0]
 
@@ -188,11 +194,13 @@ def test_a_stall_that_ends_in_time_is_only_slow(files: FaultyFiles, fd: int) -> 
     helper.join()
 
 
-def test_a_stalled_page_times_out(files: FaultyFiles, fd: int) -> None:
-    files.add(Fault(Call.SYNC, Stall()))
+def test_a_stalled_page_times_out(kind: EngineKind, fd: int) -> None:
+    files = FaultyFiles(kind, timeout_s=0.05, faults=[Fault(Call.SYNC, Stall())])
     with pytest.raises(OSError) as caught:
         files.sync(fd)
     assert caught.value.errno == errno.ETIMEDOUT
+    files.clear()
+    files.close()
 
 
 @pytest.mark.crash
