@@ -29,10 +29,10 @@ import numpy as np
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.tier import Pending, drive_of
 from kvdepot.native import READ
-from kvdepot.store.namespace_handle import Space
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.tiers.device.emulation import EmulatedFiles
@@ -100,7 +100,7 @@ class World:
     tier: str
     files: BadFiles
     store: Store
-    space: Space
+    space: NamespaceHandle
     payloads: dict[BlockKey, bytes] = field(default_factory=dict)
     by_drive: dict[int, list[BlockKey]] = field(default_factory=dict)
     read_bytes: Counter[int] = field(default_factory=Counter)

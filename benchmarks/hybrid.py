@@ -28,9 +28,9 @@ from kvdepot.cli import output
 from kvdepot.cli.report.page import whole
 from kvdepot.cli.report.svg import Bars, Series
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import StateError
-from kvdepot.store.namespace_handle import Space
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
@@ -294,7 +294,7 @@ def _emulated(bytes_per_s: tuple[int, int], **more: float) -> dict[str, Any]:
     return {"read_bandwidth": read, "write_bandwidth": write, **more}
 
 
-def _chain(space: Space, user: int, blocks: int) -> list[BlockKey]:
+def _chain(space: NamespaceHandle, user: int, blocks: int) -> list[BlockKey]:
     return space.keys([user, *range(1, 8 * blocks)])
 
 

@@ -28,10 +28,10 @@ from kvdepot.cli import output
 from kvdepot.cli.report.page import section, table, whole
 from kvdepot.cli.report.svg import Bars, Series
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import StateError
 from kvdepot.policy.eviction import ORDERS
-from kvdepot.store.namespace_handle import Space
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
@@ -349,7 +349,9 @@ def _emulated(bytes_per_s: int, drives: float, **times_s: float) -> dict[str, An
     return {"read_bandwidth": read, "write_bandwidth": 1 << 40, **faster}
 
 
-def _chain(space: Space, chains: dict[int, list[BlockKey]], visit: Visit) -> list[BlockKey]:
+def _chain(
+    space: NamespaceHandle, chains: dict[int, list[BlockKey]], visit: Visit
+) -> list[BlockKey]:
     """The keys of a conversation with this turn."""
     known = chains.get(visit.conversation, [])
     if len(known) < visit.after_blocks:

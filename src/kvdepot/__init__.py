@@ -7,21 +7,24 @@ store.put(keys[0], buffer)
 store.get(keys[0], into)
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
+    import os
+
     from kvdepot.core.block import BlockKey, Got, Put
     from kvdepot.core.config import Config
+    from kvdepot.core.depot import Depot
     from kvdepot.core.hf_config import model_layout
     from kvdepot.core.layout import KVLayout, ModelLayout
     from kvdepot.core.namespace import Namespace, fingerprint
-    from kvdepot.opening import open_depot as open
     from kvdepot.store.store import Store
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockKey",
     "Config",
+    "Depot",
     "Got",
     "KVLayout",
     "ModelLayout",
@@ -37,6 +40,7 @@ __all__ = [
 _HOMES = {
     "BlockKey": "core.block",
     "Config": "core.config",
+    "Depot": "core.depot",
     "Got": "core.block",
     "KVLayout": "core.layout",
     "ModelLayout": "core.layout",
@@ -45,8 +49,24 @@ _HOMES = {
     "Store": "store.store",
     "fingerprint": "core.namespace",
     "model_layout": "core.hf_config",
-    "open": "opening",
 }
+
+
+@overload
+def open(config: "os.PathLike[str] | Config | None" = None, **settings: Any) -> "Store": ...
+@overload
+def open(config: str, **settings: Any) -> "Depot": ...
+def open(config: "str | os.PathLike[str] | Config | None" = None, **settings: Any) -> "Depot":
+    """Open a depot: with `unix:/path/of/socket` that of a daemon, see client.open.open_remote;
+    else one of this process, see store.open.open_store.
+    """
+    if isinstance(config, str) and config.startswith("unix:"):
+        from kvdepot.client.open import open_remote
+
+        return open_remote(config, **settings)
+    from kvdepot.store.open import open_store
+
+    return open_store(config, **settings)
 
 
 def __getattr__(name: str) -> Any:
@@ -55,7 +75,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvdepot' has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module(f"kvdepot.{_HOMES[name]}")
-    value = getattr(module, "open_depot" if name == "open" else name)
+    value = getattr(importlib.import_module(f"kvdepot.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

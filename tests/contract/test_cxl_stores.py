@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from tests.support.cxl_world import settle
 
-import kvdepot
+from kvdepot.core.depot import Depot
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.in_place_contract import InPlaceContract
-from kvdepot.testing.store_contract import Depot, StoreContract, prompt, put, small, space_of
+from kvdepot.testing.store_contract import OpenDepot, StoreContract, prompt, put, small, space_of
 
 
 @pytest.fixture(params=["private", "shared", "device"])
-def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Depot:
+def depot(tmp_path: Path, request: pytest.FixtureRequest) -> OpenDepot:
     device = tmp_path / "device"
     with device.open("wb") as file:
         file.truncate(2 << 20)
@@ -24,7 +25,7 @@ def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Depot:
     def opened(**settings: Any) -> Store:
         given = {**small(tmp_path / "kv"), "cxl": cxl, **settings}
         given["dram"] = {**given["dram"], "shared": request.param == "shared"}
-        return kvdepot.open(**given)
+        return open_store(**given)
 
     return opened
 
@@ -32,8 +33,9 @@ def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Depot:
 class TestTwoMemories(StoreContract):
     """Through kvdepot.open."""
 
-    def test_touching_keeps_a_prompt_longer(self, store: Store) -> None:
+    def test_touching_keeps_a_prompt_longer(self, store: Depot) -> None:
         """In either memory: some of the first is kept free."""
+        assert isinstance(store, Store)
         space = space_of(store)
         first, second = prompt(space, 1, 10), prompt(space, 2, 10)
         put(store, first)

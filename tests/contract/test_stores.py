@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-import kvdepot
-from kvdepot.store.store import Store
+from kvdepot.core.depot import Depot
+from kvdepot.store.open import open_store
 from kvdepot.testing.in_place_contract import InPlaceContract
-from kvdepot.testing.store_contract import Depot, StoreContract, small
+from kvdepot.testing.store_contract import OpenDepot, StoreContract, small
 
 
 @pytest.fixture(params=[False, True], ids=["private", "shared"])
-def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Depot:
-    def opened(**settings: Any) -> Store:
+def depot(tmp_path: Path, request: pytest.FixtureRequest) -> OpenDepot:
+    def opened(**settings: Any) -> Depot:
         given = {**small(tmp_path / "kv"), **settings}
         given["dram"] = {**given["dram"], "shared": request.param}
-        return kvdepot.open(**given)
+        return open_store(**given)
 
     return opened
 

@@ -18,8 +18,8 @@ import kvdepot
 from kvdepot import errors
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.config import load
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
-from kvdepot.store.namespace_handle import Space
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles, Stall
@@ -56,11 +56,11 @@ def open_faulty(path: Path | list[Path], **ssd: object) -> tuple[Store, FaultyFi
     return assemble(load(overrides=settings(path, **ssd)), files=files), files
 
 
-def space_of(store: Store) -> Space:
+def space_of(store: Store) -> NamespaceHandle:
     return store.namespace(model="m", layout=LAYOUT)
 
 
-def prompt(space: Space, user: int, blocks: int) -> list[BlockKey]:
+def prompt(space: NamespaceHandle, user: int, blocks: int) -> list[BlockKey]:
     return space.keys(np.arange(16 * blocks) + 100_000 * user)
 
 
@@ -91,7 +91,7 @@ def healthy(store: Store) -> bool:
     return all(tier.get("healthy", True) for tier in store.stats()["tiers"].values())
 
 
-def works_again(store: Store, space: Space, user: int) -> None:
+def works_again(store: Store, space: NamespaceHandle, user: int) -> None:
     """New blocks reach the disk, after as many attempts as the pauses ask for."""
 
     users = count(user)

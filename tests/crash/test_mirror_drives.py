@@ -14,13 +14,13 @@ from tests.support.pulling import pull
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
+from kvdepot.core.tier import drive_of
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, space_of, tiers
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
-from kvdepot.core.tier import drive_of
 
 pytestmark = pytest.mark.crash
 

@@ -19,6 +19,7 @@ from tests.support.pulling import pull
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
+from kvdepot.core.tier import drive_of
 from kvdepot.store.open import Mode, assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
@@ -26,7 +27,6 @@ from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, t
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.core.tier import drive_of
 
 pytestmark = pytest.mark.crash
 

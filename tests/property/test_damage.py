@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
-from kvdepot.store.namespace_handle import Space
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 
@@ -36,7 +36,7 @@ class Bench:
 
     path: Path
     store: Store = field(init=False)
-    space: Space = field(init=False)
+    space: NamespaceHandle = field(init=False)
     keys: list[BlockKey] = field(init=False)
     held: set[int] = field(default_factory=set)
     """Blocks that must be found, as long as nothing was damaged."""

@@ -18,7 +18,7 @@ from kvdepot.wire.frames import Flag, Kind, pack
 from kvdepot.wire.messages import Fetch, Number, Seconds
 
 
-def held(store: kvdepot.Store) -> tuple[int, int, int]:
+def held(store: kvdepot.Depot) -> tuple[int, int, int]:
     """Leased blocks, reserved slots and sessions, this one's included."""
     sessions = store.stats()["daemon"]["sessions"]
     reserved = sum(session["reserved"] for session in sessions)
@@ -126,7 +126,7 @@ def test_who_breaks_the_rules_loses_all_its_connections(daemon: DaemonProcess) -
             assert other.stats()["client"]["lost"] == 1
 
 
-def break_rules(store: kvdepot.Store) -> None:
+def break_rules(store: kvdepot.Depot) -> None:
     """Send nonsense over one of a store's connections."""
     attachment = store._attachment  # type: ignore[attr-defined]
     with attachment.session().link() as link:

@@ -8,20 +8,20 @@ import pytest
 from tests.store import test_store, test_store_bad_input
 
 import kvdepot
-from kvdepot.store.store import Store
+from kvdepot.core.depot import Depot
 from kvdepot.testing.daemons import DaemonStore, open_daemon
 from kvdepot.testing.in_place_contract import InPlaceContract
-from kvdepot.testing.store_contract import Depot, StoreContract, small
+from kvdepot.testing.store_contract import OpenDepot, StoreContract, small
 
 corner = test_store_bad_input.corner
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Depot]:
+def opened(tmp_path: Path) -> Iterator[OpenDepot]:
     """Opens stores of daemons; those that are still there at the end are killed."""
     stores: list[Any] = []
 
-    def opens(**settings: Any) -> Store:
+    def opens(**settings: Any) -> Depot:
         folder = tmp_path / f"daemon-{len(stores)}"
         folder.mkdir()
         store = open_daemon(folder, settings)
@@ -36,7 +36,7 @@ def opened(tmp_path: Path) -> Iterator[Depot]:
 
 
 @pytest.fixture
-def depot(opened: Depot, tmp_path: Path) -> Depot:
+def depot(opened: OpenDepot, tmp_path: Path) -> OpenDepot:
     return lambda **settings: opened(**{**small(tmp_path / "kv"), **settings})
 
 
@@ -53,7 +53,7 @@ class Through:
     """Runs tests that were written for a store of this process through a daemon."""
 
     @pytest.fixture(autouse=True)
-    def through_a_daemon(self, opened: Depot, monkeypatch: pytest.MonkeyPatch) -> None:
+    def through_a_daemon(self, opened: OpenDepot, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kvdepot, "open", opened)
 
 

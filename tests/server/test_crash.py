@@ -21,7 +21,7 @@ from kvdepot.testing.store_contract import prompt, space_of, tiers
 ROOMY = 256 << 20
 
 
-def check_clean(store: kvdepot.Store) -> None:
+def check_clean(store: kvdepot.Depot) -> None:
     """Nobody but us is there, nothing is held, and every byte is right."""
     assert eventually(lambda: len(store.stats()["daemon"]["sessions"]) == 1)
     assert store.flush()
@@ -36,7 +36,7 @@ def check_clean(store: kvdepot.Store) -> None:
     assert report.findings == []
 
 
-def attached(store: kvdepot.Store) -> set[int]:
+def attached(store: kvdepot.Depot) -> set[int]:
     """Processes that are clients now."""
     return {session["pid"] for session in store.stats()["daemon"]["sessions"]}
 

@@ -8,15 +8,14 @@ from typing import Any, cast
 import pytest
 
 import kvdepot
-from kvdepot.store.read.request import Arrival
-from kvdepot.store.store import Store
+from kvdepot.core.depot import Arrival, Depot
 from kvdepot.testing.daemons import DaemonStore, open_daemon
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.in_place_contract import InPlaceContract
 from kvdepot.testing.store_contract import (
     BLOCK_BYTES,
     LAYERS,
-    Depot,
+    OpenDepot,
     StoreContract,
     prompt,
     put,
@@ -30,7 +29,7 @@ LAYER_BYTES = BLOCK_BYTES // LAYERS
 
 
 @pytest.fixture(params=["memory", "device"])
-def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Depot]:
+def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OpenDepot]:
     device = tmp_path / "device"
     device.write_bytes(bytes(2 * MIB))
     cxl: dict[str, Any] = {"capacity": MIB, "prefault": False}
@@ -38,7 +37,7 @@ def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Depot]:
         cxl["path"] = str(device)
     stores: list[Any] = []
 
-    def opened(**settings: Any) -> Store:
+    def opened(**settings: Any) -> Depot:
         folder = tmp_path / f"daemon-{len(stores)}"
         folder.mkdir()
         store = open_daemon(folder, {**small(tmp_path / "kv"), "cxl": cxl, **settings})
@@ -53,13 +52,13 @@ def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Depot]:
 
 
 @pytest.fixture
-def store(depot: Depot) -> Iterator[Store]:
+def store(depot: OpenDepot) -> Iterator[Depot]:
     with depot() as opened:
         yield opened
         assert opened.check().findings == []
 
 
-def fill(store: Store) -> dict[str, list[Any]]:
+def fill(store: Depot) -> dict[str, list[Any]]:
     """Put until some blocks are below; for each memory the keys of blocks that are there."""
     space = space_of(store)
     everything = [prompt(space, number, 10) for number in range(12)]
@@ -77,7 +76,7 @@ def fill(store: Store) -> dict[str, list[Any]]:
     return there
 
 
-def test_blocks_of_both_memories_come_together(store: Store) -> None:
+def test_blocks_of_both_memories_come_together(store: Depot) -> None:
     there = fill(store)
     keys = [key for pair in zip(there["cxl"][:4], there["dram"][:4], strict=True) for key in pair]
     assert tiers(store, keys) == ["cxl", "dram"] * 4
@@ -85,20 +84,20 @@ def test_blocks_of_both_memories_come_together(store: Store) -> None:
     assert (counters["get_cxl"], counters["get_dram"]) == (4, 4)
 
 
-def test_what_is_below_says_so(store: Store) -> None:
+def test_what_is_below_says_so(store: Depot) -> None:
     keys = fill(store)["cxl"][:1]
     assert tiers(store, keys) == ["cxl"]
     assert store.stats()["tiers"]["cxl"]["blocks"] > 10
 
 
-def test_layers_come_from_below(store: Store) -> None:
+def test_layers_come_from_below(store: Depot) -> None:
     for key in fill(store)["cxl"][:8]:
         target = bytearray(LAYER_BYTES)
         assert store.get(key, target, layers=range(1, 2))
         assert target == payload_for(key, BLOCK_BYTES)[LAYER_BYTES : 2 * LAYER_BYTES]
 
 
-def test_leased_blocks_are_seen_in_place(store: Store) -> None:
+def test_leased_blocks_are_seen_in_place(store: Depot) -> None:
     there = fill(store)
     for key in [*there["cxl"][:8], *there["dram"][:8]]:
         with store.lease([key]) as lease:
@@ -112,7 +111,7 @@ def test_leased_blocks_are_seen_in_place(store: Store) -> None:
             seen[0].view.release()
 
 
-def test_two_clients_see_the_same(store: Store) -> None:
+def test_two_clients_see_the_same(store: Depot) -> None:
     keys = fill(store)["cxl"][:8]
     with kvdepot.open(cast(Any, store).daemon.address) as other:
         space_of(other)

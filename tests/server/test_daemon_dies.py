@@ -14,8 +14,8 @@ import kvdepot
 from kvdepot.client.reconnect import Attachment
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.block import Got, Put
+from kvdepot.core.depot import Arrival
 from kvdepot.errors import ConfigError, DaemonError
-from kvdepot.store.read.request import Arrival
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
@@ -24,7 +24,7 @@ from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, t
 AWAY = Got(None, "failed")
 
 
-def check_away(store: kvdepot.Store, keys: list[kvdepot.BlockKey]) -> None:
+def check_away(store: kvdepot.Depot, keys: list[kvdepot.BlockKey]) -> None:
     """Every call has an answer, and none of them raises."""
     assert store.get_many(keys, [bytearray(BLOCK_BYTES) for _ in keys]) == [AWAY] * len(keys)
     assert put(store, keys) == [Put.THROTTLED] * len(keys)

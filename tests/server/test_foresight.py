@@ -13,6 +13,7 @@ from tests.support.waiting import eventually
 import kvdepot
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
 from kvdepot.testing.daemons import DaemonProcess
@@ -32,16 +33,17 @@ def on_the_hard_drive(folder: Path, number: int = 1) -> list[BlockKey]:
     return keys
 
 
-def hinting(store: Store) -> list[int]:
+def hinting(store: Depot) -> list[int]:
     return [session["hints"] for session in store.stats()["daemon"]["sessions"]]
 
 
-def test_the_client_has_every_method_of_a_store() -> None:
-    for name, method in inspect.getmembers(Store):
+@pytest.mark.parametrize("kind", [Store, RemoteStore])
+def test_both_stores_have_every_method_of_a_depot(kind: type[Depot]) -> None:
+    for name, method in inspect.getmembers(Depot):
         if name.startswith("_"):
             continue
-        twin = getattr(RemoteStore, name, None)
-        assert twin is not None, name
+        twin = getattr(kind, name)
+        assert inspect.getdoc(twin), name
         if inspect.isfunction(method):
             mine, its = inspect.signature(method), inspect.signature(twin)
             assert list(mine.parameters.values()) == list(its.parameters.values()), name

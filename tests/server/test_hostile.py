@@ -106,7 +106,7 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonPr
         assert daemon.stop() == 0, "it has survived all of it"
 
 
-def malformed(store: kvdepot.Store) -> int:
+def malformed(store: kvdepot.Depot) -> int:
     count: int = store.stats()["daemon"]["counters"]["malformed"]
     return count
 

@@ -9,6 +9,7 @@ import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import load
 from kvdepot.errors import ConfigError
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
@@ -98,7 +99,7 @@ def test_a_store_may_have_hard_drives_only(tmp_path: Path) -> None:
     del tree["ssd"]
 
     def opened() -> Store:
-        return kvdepot.open(**tree)
+        return open_store(**tree)
 
     with opened() as store:
         keys = prompt(space_of(store), 1, 6)

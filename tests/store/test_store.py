@@ -12,8 +12,8 @@ import pytest
 
 import kvdepot
 from kvdepot.core.config import load
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.errors import LeaseError, StoreClosedError
-from kvdepot.store.namespace_handle import Space
 from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import payload_for
@@ -36,11 +36,11 @@ def settings(path: Path | list[Path], **ssd: Any) -> dict[str, Any]:
     }
 
 
-def space_of(store: kvdepot.Store, model: str = "m") -> Space:
+def space_of(store: kvdepot.Store, model: str = "m") -> NamespaceHandle:
     return store.namespace(model=model, layout=LAYOUT)
 
 
-def prompt(space: Space, number: int, blocks: int) -> list[kvdepot.BlockKey]:
+def prompt(space: NamespaceHandle, number: int, blocks: int) -> list[kvdepot.BlockKey]:
     """Keys of a prompt that shares nothing with those of other numbers."""
     return space.keys([number, *range(1, TOKENS * blocks)])
 
@@ -59,7 +59,7 @@ def tiers(store: kvdepot.Store, keys: Sequence[kvdepot.BlockKey]) -> list[str | 
     return [answer.tier for answer in answers]
 
 
-def flood(store: kvdepot.Store, space: Space, blocks: int, first: int = 1000) -> None:
+def flood(store: kvdepot.Store, space: NamespaceHandle, blocks: int, first: int = 1000) -> None:
     """Put prompts of ten blocks that nobody asks for again."""
     for number in range(first, first + blocks // 10):
         assert all(put(store, prompt(space, number, 10)))

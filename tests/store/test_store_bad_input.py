@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvdepot
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.errors import (
     BadBufferError,
     ConfigError,
@@ -21,7 +22,6 @@ from kvdepot.errors import (
     LeaseError,
     StoreClosedError,
 )
-from kvdepot.store.namespace_handle import Space
 from kvdepot.testing.images import payload_for
 
 BLOCK = 16384
@@ -41,7 +41,7 @@ class Corner:
 
     def __init__(self, store: kvdepot.Store) -> None:
         self.store = store
-        self.space: Space = store.namespace(model="m", layout=LAYOUT)
+        self.space: NamespaceHandle = store.namespace(model="m", layout=LAYOUT)
         self.keys = self.space.keys(range(16 * 10))
         self.fresh = self.space.keys(range(1000, 1000 + 16 * 20))
         self.target = bytearray(BLOCK)

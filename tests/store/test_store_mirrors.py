@@ -13,6 +13,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import drive_of
 from kvdepot.errors import ConfigError
 from kvdepot.store.move import mirror as mirrorer
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, space_of, tiers
 
@@ -44,7 +45,7 @@ def opened(path: Path, tier: str, drives: int = 2, mode: Any = "rw", **more: Any
         table["run"] = 4 * BLOCK_BYTES
     dram = {"capacity": "4MiB", "prefault": False, "huge_pages": "never"}
     tree: dict[str, Any] = {"dram": dram, tier: {**table, **more}, "writeback": {"staging": "8MiB"}}
-    return kvdepot.open(mode=mode, **tree)
+    return open_store(mode=mode, **tree)
 
 
 def eventually(fact: Callable[[], bool], within_s: float = 20.0) -> bool:

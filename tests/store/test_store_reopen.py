@@ -25,7 +25,7 @@ from tests.store.test_store import (
 
 import kvdepot
 from kvdepot.core.config import load
-from kvdepot.store.open import assemble
+from kvdepot.store.open import assemble, open_store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 
 
@@ -232,7 +232,7 @@ class TestSizesAndPaths:
             keys = prompt(space_of(store), 1, 3)
             assert all(put(store, keys))
             assert store.stats()["tiers"]["dram"]["capacity_bytes"] == 4 << 20
-        with kvdepot.open(str(config), dram="8MiB") as store:
+        with open_store(str(config), dram="8MiB") as store:
             space_of(store)
             assert store.stats()["tiers"]["dram"]["capacity_bytes"] == 8 << 20
             assert tiers(store, keys) == ["ssd"] * 3

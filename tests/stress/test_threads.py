@@ -18,7 +18,7 @@ import pytest
 from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.store.namespace_handle import Space
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.testing.images import payload_for
 
 TOKENS = 16
@@ -57,7 +57,7 @@ class Crowd:
         """Blocks that only one thread puts and removes, and that it removed last."""
         self.until = 0.0
         self._lock = threading.Lock()
-        self.spaces: list[Space] = [
+        self.spaces: list[NamespaceHandle] = [
             store.namespace(model=f"m{size}", layout=kvdepot.KVLayout.opaque(size, TOKENS, 2))
             for size in SIZES
         ]
@@ -114,14 +114,14 @@ class Crowd:
         with self._lock:
             self.accepted += len(there)
 
-    def _put(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
+    def _put(self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]) -> int:
         some = keys[: rng.randrange(1, BLOCKS + 1)]
         answers = self.store.put_many(some, [payload_for(key, space.block_bytes) for key in some])
         with self._lock:
             self.accepted += sum(map(bool, answers))
         return sum(map(bool, answers))
 
-    def _get(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
+    def _get(self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]) -> int:
         some = keys[: len(self.store.match(keys))] or keys[:2]
         targets = [bytearray(space.block_bytes) for _ in some]
         answers = self.store.get_many(some, targets)
@@ -132,7 +132,9 @@ class Crowd:
                 raise AssertionError(f"{key.hex()}: {answer.reason} on a disk that works")
         return sum(map(bool, answers))
 
-    def _layer(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
+    def _layer(
+        self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]
+    ) -> int:
         key, half = rng.choice(keys), space.block_bytes // 2
         layer, target = rng.randrange(2), bytearray(half)
         if not self.store.get(key, target, layers=range(layer, layer + 1)):
@@ -140,7 +142,9 @@ class Crowd:
         assert target == payload_for(key, 2 * half)[layer * half : (layer + 1) * half]
         return 1
 
-    def _lease(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
+    def _lease(
+        self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]
+    ) -> int:
         """What is leased can be read until the lease ends, unless somebody removes it."""
         with self.store.lease(keys) as lease:
             for index, key in enumerate(lease):
@@ -151,15 +155,21 @@ class Crowd:
             self._put(rng, *rng.choice(self.prompts))
             return len(lease)
 
-    def _touch(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
+    def _touch(
+        self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]
+    ) -> int:
         return self.store.touch(keys)
 
-    def _match(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
+    def _match(
+        self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]
+    ) -> int:
         match = self.store.match(keys)
         assert set(match.tiers) <= {"dram", "cxl", "ssd", "hdd"}
         return len(match)
 
-    def _remove(self, rng: random.Random, space: Space, keys: list[kvdepot.BlockKey]) -> int:
+    def _remove(
+        self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]
+    ) -> int:
         return self.store.remove(keys[rng.randrange(BLOCKS) :][:3])
 
 

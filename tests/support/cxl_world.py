@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 MIB = 1 << 20
@@ -61,4 +61,4 @@ def counter(store: Store, name: str) -> int:
 
 def opened(folder: Path, **cxl: Any) -> Store:
     """With a disk."""
-    return kvdepot.open(**settings(**cxl), ssd=disk(folder))
+    return open_store(**settings(**cxl), ssd=disk(folder))

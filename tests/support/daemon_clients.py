@@ -16,8 +16,7 @@ from typing import Any
 
 import kvdepot
 from kvdepot.core.block import BlockKey, Put
-from kvdepot.store.namespace_handle import Space
-from kvdepot.store.read.request import Arrival
+from kvdepot.core.depot import Arrival, NamespaceHandle
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers
 
@@ -84,9 +83,9 @@ def say(value: Any) -> None:
 class Crowd:
     """Random calls; whatever comes back is right, or a miss."""
 
-    def __init__(self, store: kvdepot.Store, seed: int) -> None:
+    def __init__(self, store: kvdepot.Depot, seed: int) -> None:
         self.store = store
-        self.space: Space = space_of(store)
+        self.space: NamespaceHandle = space_of(store)
         self.rng = random.Random(seed)
         self.done: Counter[str] = Counter()
 
@@ -164,7 +163,7 @@ class Crowd:
         return self.store.touch(keys)
 
 
-def hold(store: kvdepot.Store, seed: int) -> None:
+def hold(store: kvdepot.Depot, seed: int) -> None:
     space = space_of(store)
     keys = prompt(space, seed, 4)
     put(store, keys)
@@ -174,7 +173,7 @@ def hold(store: kvdepot.Store, seed: int) -> None:
     sys.stdin.read()
 
 
-def diary(store: kvdepot.Store, seed: int) -> None:
+def diary(store: kvdepot.Depot, seed: int) -> None:
     space, first = space_of(store), 10_000 * (seed + 1)
     rng = random.Random(seed)
     flushed: list[int] = []

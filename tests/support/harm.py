@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
-from kvdepot.store.namespace_handle import Space
+from kvdepot.store.open import open_store as opened
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 
@@ -28,14 +28,14 @@ def open_store(path: Path, **settings: Any) -> Store:
     """Memory for few blocks only, so that most gets read the disk."""
     ssd = {"path": str(path), "capacity": "2MiB", "segment": SEGMENT_BYTES, "read_timeout": 10.0}
     small = {"dram": {"capacity": "256KiB", "huge_pages": "never"}}
-    return kvdepot.open(ssd=ssd, writeback={"staging": "1MiB"}, **{**small, **settings})
+    return opened(ssd=ssd, writeback={"staging": "1MiB"}, **{**small, **settings})
 
 
-def space_of(store: Store) -> Space:
+def space_of(store: Store) -> NamespaceHandle:
     return store.namespace(model="m", layout=LAYOUT, tenant="t", secret=b"never printed")
 
 
-def keys_of(space: Space, chain: int, count: int = BLOCKS) -> list[BlockKey]:
+def keys_of(space: NamespaceHandle, chain: int, count: int = BLOCKS) -> list[BlockKey]:
     return space.keys([chain * 1000 + token for token in range(16 * count)])
 
 

@@ -5,14 +5,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
-from typing import Final, cast
+from typing import Final
 
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
 from kvdepot.client.open import open_remote
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot
 from kvdepot.errors import StateError
-from kvdepot.store.store import Store
 
 MATCH, MOVE = "match", "get and put"
 BUSY: Final = (MATCH, MOVE)
@@ -22,7 +22,7 @@ _START_S: Final = 60.0
 _BATCH_BYTES: Final = 32 * MIB
 
 
-def round_trips(store: Store, keys: list[BlockKey], calls: int) -> list[float]:
+def round_trips(store: Depot, keys: list[BlockKey], calls: int) -> list[float]:
     """How long a match of resident blocks takes, each time."""
     taken = []
     for _ in range(calls):
@@ -34,7 +34,7 @@ def round_trips(store: Store, keys: list[BlockKey], calls: int) -> list[float]:
     return taken
 
 
-def resident(store: Store, seed: int = 0) -> list[BlockKey]:
+def resident(store: Depot, seed: int = 0) -> list[BlockKey]:
     """A prompt of 512 blocks that the store has; of another seed another prompt."""
     prompts = prompts_for(store, _PAYLOAD_BYTES, HIT_BLOCKS * _PAYLOAD_BYTES)
     prompts.reseed(seed)
@@ -68,8 +68,7 @@ def busy_clients(address: str, count: int, what: str) -> Iterator[None]:
 
 
 def _match(address: str, number: int, ready: Event, ended: Event) -> None:
-    with open_remote(address) as remote:
-        store = cast(Store, remote)
+    with open_remote(address) as store:
         keys = resident(store, number + 1)
         while not ended.is_set():
             round_trips(store, keys, 20)
@@ -78,8 +77,7 @@ def _match(address: str, number: int, ready: Event, ended: Event) -> None:
 
 def _move(address: str, number: int, ready: Event, ended: Event) -> None:
     """New prompts in, out again, and away: as engines do, but without computing anything."""
-    with open_remote(address) as remote:
-        store = cast(Store, remote)
+    with open_remote(address) as store:
         prompts = prompts_for(store, MIB, _BATCH_BYTES)
         prompts.reseed(number + 1)
         targets = pieces(filled(_BATCH_BYTES, seed=number), MIB)

@@ -19,6 +19,7 @@ from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
 from kvdepot.bench.rounds import Figure, Latency, Part, Result, compare, percentile
 from kvdepot.client.open import open_remote
+from kvdepot.core.depot import Depot
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -57,7 +58,7 @@ class DaemonPlan:
 
 
 @contextmanager
-def daemon_store(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[Store, str]]:
+def daemon_store(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[Depot, str]]:
     """The store of a daemon in a process of its own, and its address."""
     directory.mkdir(exist_ok=True)
     address = directory / "s"
@@ -74,14 +75,14 @@ def daemon_store(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple
         with open_remote(f"unix:{address}", call_timeout=60.0) as store:
             while not store.stats()["daemon"]["is_prefaulted"]:
                 time.sleep(_PAUSE_S)
-            yield cast(Store, store), f"unix:{address}"
+            yield store, f"unix:{address}"
     finally:
         process.terminate()
         process.communicate()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def both(directory: Path, settings: Mapping[str, Any], scope: ExitStack) -> tuple[Store, Store]:
+def both(directory: Path, settings: Mapping[str, Any], scope: ExitStack) -> tuple[Store, Depot]:
     """A store here and one of a daemon with the same settings, their memory touched."""
     there = dict(settings)
     here = dict(settings)
@@ -116,7 +117,7 @@ def measure_memory(directory: Path, block_bytes: int, set_bytes: int, rounds: in
 
 
 def _memory_subject(
-    store: Store, block_bytes: int, batch_bytes: int, set_bytes: int
+    store: Depot, block_bytes: int, batch_bytes: int, set_bytes: int
 ) -> MemoryStore:
     prompts = prompts_for(store, block_bytes, batch_bytes)
     targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)

@@ -17,6 +17,7 @@ from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
 from kvdepot.bench.raw import MIB, Bytes, RawFile, elsewhere, filled, pieces, raw_file
 from kvdepot.bench.rounds import Result, Row, Speed, best_placement, change, compare
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -33,7 +34,7 @@ _WAIT_S: Final = 120.0
 class DiskStore:
     """A store under test. `put_set` and `get_set` move the same number of bytes each."""
 
-    store: Store
+    store: Depot
     prompts: Prompts
     count: int
     """Prompts in one set."""
@@ -153,6 +154,7 @@ def degrade_disk(
             subject.put_set()
         speeds: list[dict[str, Speed]] = []
         for more in (small, large - small):
+            assert isinstance(subject.store, Store)
             fill_index(subject.store, subject.prompts.space, more, seed=more)
             puts = compare(writes, {"put": subject.put_set}, rounds)
             speeds.append(puts | compare(reads, {"get": subject.get_set}, rounds))

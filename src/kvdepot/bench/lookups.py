@@ -13,10 +13,9 @@ from kvdepot.bench.prompts import BLOCK_TOKENS, fill_index, prompts_for
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure, Latency, Result, percentile
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot, Lease
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
-from kvdepot.store.read.lease import Lease
-from kvdepot.store.store import Store
 
 HIT_BLOCKS: Final = 512
 _PAYLOAD_BYTES: Final = 4096
@@ -27,7 +26,7 @@ _ROUND_CALLS: Final = 20
 class Hit:
     """A store with an index of a certain size, and a prompt that is in it."""
 
-    store: Store
+    store: Depot
     keys: list[BlockKey]
 
     def match(self) -> object:

@@ -12,6 +12,7 @@ from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
 from kvdepot.bench.raw import MIB, PLACEMENTS, Bytes, filled, memory_copies, pieces
 from kvdepot.bench.rounds import Result, Speed, Work, best_placement, compare
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -25,7 +26,7 @@ _SLACK: Final = 1.1
 class MemoryStore:
     """A store under test, full. Works move the same bytes: `set_bytes`, in prompts."""
 
-    store: Store
+    store: Depot
     prompts: Prompts
     count: int
     targets: list[Bytes]
@@ -127,6 +128,7 @@ def degrade_memory(
         put_limit, get_limit = copy_limits(subject)
         speeds: list[dict[str, Speed]] = []
         for more in (small, large - small):
+            assert isinstance(subject.store, Store)
             fill_index(subject.store, subject.prompts.space, more, seed=more)
             puts = compare(put_limit, {"put_many": subject.put_many}, rounds)
             speeds.append(puts | compare(get_limit, {"get_many": subject.get_many}, rounds))

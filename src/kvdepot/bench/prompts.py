@@ -7,8 +7,8 @@ import numpy as np
 
 from kvdepot.bench.raw import Bytes, filled, pieces
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot, NamespaceHandle
 from kvdepot.core.layout import KVLayout
-from kvdepot.store.namespace_handle import Space
 from kvdepot.store.store import Store
 
 BLOCK_TOKENS: Final = 256
@@ -29,7 +29,7 @@ def layout_for(block_bytes: int) -> KVLayout:
 class Prompts:
     """Makes prompts of `blocks` blocks each, none like another."""
 
-    space: Space
+    space: NamespaceHandle
     blocks: int
     sources: list[Bytes]
     """What is put: the bytes of one prompt, the same for all."""
@@ -48,14 +48,14 @@ class Prompts:
         ]
 
 
-def prompts_for(store: Store, block_bytes: int, batch_bytes: int) -> Prompts:
+def prompts_for(store: Depot, block_bytes: int, batch_bytes: int) -> Prompts:
     """Prompts of `batch_bytes`, at least one block."""
     blocks = max(1, batch_bytes // block_bytes)
     space = store.namespace(model=f"bench-{block_bytes}", layout=layout_for(block_bytes))
     return Prompts(space, blocks, pieces(filled(blocks * block_bytes), block_bytes))
 
 
-def fill_index(store: Store, space: Space, count: int, seed: int = 1) -> None:
+def fill_index(store: Store, space: NamespaceHandle, count: int, seed: int = 1) -> None:
     """Enter `count` made-up blocks, in prompts of 512, into the index of an open store.
 
     They are in no segment: lookups find them, nothing can read or reclaim them. This gives an index

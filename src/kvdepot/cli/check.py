@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvdepot.cli import output
+from kvdepot.core.depot import Finding
 from kvdepot.core.units import format_bytes
 from kvdepot.store.check.offline import AuditReport, audit
 from kvdepot.store.check.repair import RepairReport, repair
-from kvdepot.store.check.report import Finding
 
 SHOWN_MAX = 20
 """Findings printed for people; --json has all of them."""

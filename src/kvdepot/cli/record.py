@@ -7,8 +7,8 @@ from pathlib import Path
 
 import kvdepot
 from kvdepot.cli import output
+from kvdepot.core.depot import Depot
 from kvdepot.core.units import parse_duration
-from kvdepot.store.store import Store
 
 LOOK_S = 0.5
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def watch(store: Store, seconds: float | None) -> None:
+def watch(store: Depot, seconds: float | None) -> None:
     """Tell how it goes until the time is over."""
     began_s = time.monotonic()
     with output.Progress("recording") as line:

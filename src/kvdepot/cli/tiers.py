@@ -9,10 +9,10 @@ from typing import Any
 
 import kvdepot
 from kvdepot.cli import output
+from kvdepot.core.depot import Depot
 from kvdepot.core.units import exact_bytes, format_bytes, parse_bytes
 from kvdepot.errors import KVDepotError
 from kvdepot.policy.placing.write_mode import WriteMode
-from kvdepot.store.store import Store
 
 LOOK_S = 0.5
 
@@ -59,7 +59,7 @@ def size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    verbs: dict[str, Callable[[Store, argparse.Namespace], int]] = {
+    verbs: dict[str, Callable[[Depot, argparse.Namespace], int]] = {
         "list": show,
         "add": add,
         "drain": drain,
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         store.close(timeout_s=0.0)  # what others have put need not be on disk for us
 
 
-def show(store: Store, args: argparse.Namespace) -> int:
+def show(store: Depot, args: argparse.Namespace) -> int:
     tiers = store.stats().get("tiers", {})
     if args.json:
         output.document({"tiers": tiers})
@@ -103,7 +103,7 @@ def state_of(drive: dict[str, Any]) -> str:
     return f"{state} (emulated)" if drive["emulated"] else state
 
 
-def add(store: Store, args: argparse.Namespace) -> int:
+def add(store: Depot, args: argparse.Namespace) -> int:
     with waiting(f"making {args.path} ready"):
         store.add_drive(args.tier, args.path)
     tell(
@@ -114,7 +114,7 @@ def add(store: Store, args: argparse.Namespace) -> int:
     return remind(f"add {args.path.absolute()} to {args.tier}.path", args)
 
 
-def drain(store: Store, args: argparse.Namespace) -> int:
+def drain(store: Depot, args: argparse.Namespace) -> int:
     held = used_bytes(store, args)
     with output.Progress(f"draining {args.path}", held) as line:
         moved = watched(
@@ -129,7 +129,7 @@ def drain(store: Store, args: argparse.Namespace) -> int:
     return remind(f"take {args.path.absolute()} out of {args.tier}.path", args)
 
 
-def resize(store: Store, args: argparse.Namespace) -> int:
+def resize(store: Depot, args: argparse.Namespace) -> int:
     with waiting(f"resizing {args.tier}"):
         store.resize(args.tier, args.capacity)
     room = store.stats()["tiers"][args.tier]["capacity_bytes"]
@@ -141,7 +141,7 @@ def resize(store: Store, args: argparse.Namespace) -> int:
     return remind(f'set {args.tier}.capacity = "{exact_bytes(args.capacity)}"', args)
 
 
-def set_mode(store: Store, args: argparse.Namespace) -> int:
+def set_mode(store: Depot, args: argparse.Namespace) -> int:
     store.set_write_mode(args.tier, args.mode)
     tell(
         {"tier": args.tier, "write_mode": args.mode},
@@ -165,7 +165,7 @@ def remind(what: str, args: argparse.Namespace) -> int:
     return 0
 
 
-def used_bytes(store: Store, args: argparse.Namespace) -> int:
+def used_bytes(store: Depot, args: argparse.Namespace) -> int:
     """What a drive holds; 0 if it is not found."""
     drives = store.stats().get("tiers", {}).get(args.tier, {}).get("drives", ())
     wanted = args.path.resolve()

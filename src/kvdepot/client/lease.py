@@ -8,10 +8,9 @@ from kvdepot.client.connections import Session
 from kvdepot.client.get import AWAY, answers_of, arrivals_of, payload_in
 from kvdepot.client.link import DaemonAwayError, Link
 from kvdepot.core.block import BlockKey, Got
+from kvdepot.core.depot import Arrival, Lease, Sink
 from kvdepot.errors import LeaseError
 from kvdepot.store.namespaces import Spaces
-from kvdepot.store.read.request import Arrival, Sink
-from kvdepot.store.read.scopes import LeaseScope
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Flag, Frame, Kind
 
@@ -44,9 +43,9 @@ class Terms:
     count_away: Callable[[], None]
 
 
-class RemoteLease(LeaseScope):
-    """As store.read.lease.Lease. When the daemon is gone it is over, without an error: nothing
-    is in view, what is to be delivered is a miss, and views that are held stay readable.
+class RemoteLease(Lease):
+    """When the daemon is gone the lease is over, without an error: nothing is in view, what is to
+    be delivered is a miss, and views that are held stay readable.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class RemoteLease(LeaseScope):
         self._terms = terms
 
     def view(self, index: int) -> memoryview | None:
-        """The payload in place, or None if it is on disk only."""
         self._check()
         position = range(len(self.keys))[index]
         session = self._session
@@ -83,7 +81,7 @@ class RemoteLease(LeaseScope):
         verify: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Got]:
-        """As Lease.deliver. If the daemon goes meanwhile all answers are false, also for blocks
+        """If the daemon goes meanwhile all answers are false, also for blocks
         that were handed over.
         """
         self._check()
@@ -108,11 +106,7 @@ class RemoteLease(LeaseScope):
             answers = [AWAY] * len(asked)
         return answers
 
-    def release(self) -> None:
-        """Give up the protection. A second call is an error."""
-        if self._over:
-            raise LeaseError("the lease was released already")
-        self._over = True
+    def _release(self) -> None:
         if self._session is not None:
             self._session.release([part.number for part in self._parts])
             self._session.leave()
@@ -135,7 +129,7 @@ class RemoteLease(LeaseScope):
             self._terms.count_away()
 
     def _check(self) -> None:
-        if self._over:
+        if self._released:
             raise LeaseError("the lease was released")
         self._terms.check_open()
 

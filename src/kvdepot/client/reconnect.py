@@ -13,8 +13,8 @@ from typing import Any, Final
 from kvdepot.client.connections import Session
 from kvdepot.client.link import DaemonAwayError, Link
 from kvdepot.core.clock import Clock
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.errors import ConfigError, DaemonError
-from kvdepot.store.namespace_handle import Space
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Kind
 
@@ -35,7 +35,7 @@ class Attachment:
         """Why there is no session; empty if there is one."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._spaces: dict[bytes, Space] = {}
+        self._spaces: dict[bytes, NamespaceHandle] = {}
         self._session: Session | None = None
         self._pause_s = _PAUSE_FIRST_S
         self._retry_at = 0.0
@@ -76,7 +76,7 @@ class Attachment:
         with session.link() as link:
             yield session, link
 
-    def register(self, space: Space) -> None:
+    def register(self, space: NamespaceHandle) -> None:
         """Tell the daemon, and every later one, of a namespace. ConfigError when it refuses.
 
         Without a daemon it is told later.
@@ -137,7 +137,7 @@ class Attachment:
         self._counts["attached"] += 1
         return session
 
-    def _register_again(self, link: Link, space: Space) -> None:
+    def _register_again(self, link: Link, space: NamespaceHandle) -> None:
         """A new daemon may have less room; it then answers REFUSED and absent by itself."""
         try:
             _register(link, space, self.call_s)
@@ -145,7 +145,7 @@ class Attachment:
             self.reason = str(error)
 
 
-def _register(link: Link, space: Space, call_s: float) -> None:
+def _register(link: Link, space: NamespaceHandle, call_s: float) -> None:
     description = json.dumps(space.namespace.description(), sort_keys=True).encode()
     head = messages.Register(space.tag, space.block_bytes, space.chunk_bytes)
     link.number(Kind.REGISTER, head.body() + description, call_s)

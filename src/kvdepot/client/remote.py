@@ -21,21 +21,26 @@ from kvdepot.client.reconnect import Attachment
 from kvdepot.client.reservation import Batch, RemoteReservation
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.config import TenantConfig
+from kvdepot.core.depot import (
+    CLOSE_TIMEOUT_S,
+    CheckReport,
+    Depot,
+    FlushReport,
+    Layout,
+    Match,
+    NamespaceHandle,
+)
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
 from kvdepot.index.table import Keys
-from kvdepot.store.answers import FlushReport, Match
-from kvdepot.store.check.report import CheckReport
-from kvdepot.store.namespace_handle import Space
-from kvdepot.store.namespaces import Layout, Spaces, check_block_bytes, checked, make_namespace
+from kvdepot.store.namespaces import Spaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.read.prefetch import checked_deadline
 from kvdepot.store.sessions import by_tag, checked_name, state_of
 from kvdepot.store.write.put import Offer
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Flag, Kind
 
-_FLUSH_TIMEOUT_S: Final = 30.0
 _LONG_S: Final = 3600.0
 """For what may take long, and cannot be given up: removals and checks."""
 _CHANGE_S: Final = 30 * 86400.0
@@ -43,7 +48,7 @@ _CHANGE_S: Final = 30 * 86400.0
 Answer = TypeVar("Answer")
 
 
-class RemoteStore:
+class RemoteStore(Depot):
     """Made by `kvdepot.open("unix:…")`; use as a context manager or call `close`."""
 
     def __init__(self, attachment: Attachment, tenants: Mapping[str, TenantConfig]) -> None:
@@ -61,7 +66,7 @@ class RemoteStore:
         tenant: str = "",
         secret: bytes | None = None,
         **fields: Any,
-    ) -> Space:
+    ) -> NamespaceHandle:
         """As Store.namespace. The daemon keeps its tenants' secrets to itself: for a tenant that
         has one there, pass `secret`, or name it in this store's own `tenants`.
         """
@@ -72,11 +77,11 @@ class RemoteStore:
         block_tokens = self._welcome.block_tokens
         return self.register(make_namespace(model, layout, block_tokens, self._tenants, fields))
 
-    def register(self, namespace: Namespace) -> Space:
+    def register(self, namespace: Namespace) -> NamespaceHandle:
         """`namespace` for a Namespace that exists already."""
         self._check_open()
         check_block_bytes(namespace.layout.block_bytes)
-        self._attachment.register(Space(namespace))
+        self._attachment.register(NamespaceHandle(namespace))
         return self._spaces.add(namespace)
 
     def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
@@ -272,7 +277,7 @@ class RemoteStore:
 
         return self._ask(ask, 0)
 
-    def remove_namespace(self, space: Space) -> int:
+    def remove_namespace(self, space: NamespaceHandle) -> int:
         """As Store.remove_namespace; 0 without a daemon, and then nothing is removed."""
         return self.remove_tag(space.tag)
 
@@ -308,7 +313,7 @@ class RemoteStore:
         """As Store.stop_recording."""
         return self._change("stop_recording", "", "")
 
-    def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> FlushReport:
+    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         """As Store.flush, for what all clients have put; false without a daemon."""
         self._check_open()
         return self._flush(timeout_s)
@@ -337,7 +342,7 @@ class RemoteStore:
         found = self._ask(lambda _, link: link.text(Kind.STATS, b"", self._call_s), nothing)
         return {**found, "client": self._attachment.describe()}
 
-    def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> FlushReport:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         """Wait until what waits is on disk, and detach. May be called twice."""
         if self._closed:
             return FlushReport(True, 0, 0)
@@ -386,7 +391,7 @@ class RemoteStore:
     def _flush(self, timeout_s: float) -> FlushReport:
         def ask(_: Session, link: Link) -> FlushReport:
             body = messages.Seconds(timeout_s).body()
-            frame = link.call(Kind.FLUSH, body, timeout_s + _FLUSH_TIMEOUT_S)
+            frame = link.call(Kind.FLUSH, body, timeout_s + CLOSE_TIMEOUT_S)
             said = messages.Flushed.parse(expect(frame, Kind.FLUSHED).body)
             return FlushReport(bool(said.ok), said.waiting, said.given_up)
 

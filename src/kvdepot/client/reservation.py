@@ -10,9 +10,9 @@ from kvdepot.client.get import payload_in
 from kvdepot.client.link import DaemonAwayError
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, chunk_count
 from kvdepot.core.block import Put
+from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
 from kvdepot.native import chunk_checksums
-from kvdepot.store.read.scopes import ReservationScope
 from kvdepot.store.write.put import Offer
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Kind
@@ -29,9 +29,9 @@ class Batch:
     """Index, counted from `start`, to the slot's place."""
 
 
-class RemoteReservation(ReservationScope):
-    """As store.write.reservation.Reservation. When the daemon is gone before `seal`, what was
-    filled is lost: its outcomes become THROTTLED.
+class RemoteReservation(Reservation):
+    """Slots of a daemon's store. When the daemon is gone before `seal`, what was filled is lost:
+    its outcomes become THROTTLED.
     """
 
     def __init__(
@@ -55,16 +55,12 @@ class RemoteReservation(ReservationScope):
         self._over = False
 
     def view(self, index: int) -> memoryview | None:
-        """The payload of a slot, to be filled; None where there is none. Not to be used after
-        `seal` or `close`.
-        """
         location = self._open.get(index)
         if location is None or self._session is None:
             return None
         return payload_in(self._session.arena, location, self._offers[index].payload_bytes)
 
     def seal(self, indices: Iterable[int] | None = None) -> None:
-        """These slots, or all, are filled: checksum them, make them blocks, queue them for disk."""
         chosen = sorted(self._open if indices is None else indices)
         if any(index not in self._open for index in chosen):
             raise LeaseError("a slot was sealed that is not reserved")
@@ -83,7 +79,6 @@ class RemoteReservation(ReservationScope):
                 self.outcomes[index] = Put.THROTTLED
 
     def close(self) -> None:
-        """Give back the slots that were not sealed. May be called twice."""
         if self._over:
             return
         self._over = True

@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import kvdepot
 from kvdepot.core.config import Config
+from kvdepot.core.depot import FlushReport
 from kvdepot.server.client_holdings import Session
 from kvdepot.server.connection import Connection
 from kvdepot.server.limits import Limits, Tally
 from kvdepot.server.listener import Listener
 from kvdepot.server.threads import Crew, Job
-from kvdepot.store.answers import FlushReport
 from kvdepot.store.mapped import Places
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store

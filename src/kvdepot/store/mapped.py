@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from kvdepot.codec.record import HEAD_BYTES, chunk_count
 from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, Put
+from kvdepot.core.depot import Arrival
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys, Rows
 from kvdepot.native import address_of
 from kvdepot.store.read.prefetch import Hint
-from kvdepot.store.read.request import Arrival, Want
+from kvdepot.store.read.request import Want
 from kvdepot.store.store import Store
 from kvdepot.store.write.put import Offer
 

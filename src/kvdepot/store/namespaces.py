@@ -8,33 +8,32 @@ from typing import Any
 
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
 from kvdepot.core.config import TenantConfig
+from kvdepot.core.depot import Layout, NamespaceHandle
 from kvdepot.core.hf_config import model_layout
 from kvdepot.core.keys import check_key
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
 from kvdepot.native import address_of
-from kvdepot.store.namespace_handle import Space
 from kvdepot.store.read.request import Want
 from kvdepot.store.write.put import Offer
 
 BLOCK_BYTES_MAX = (1 << 32) - 1
-Layout = KVLayout | Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Spaces:
     """Namespaces by the tag of their keys."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Space] = {}
+        self._known: dict[bytes, NamespaceHandle] = {}
 
-    def add(self, namespace: Namespace) -> Space:
+    def add(self, namespace: Namespace) -> NamespaceHandle:
         """Know a namespace from now on."""
-        space = Space(namespace)
+        space = NamespaceHandle(namespace)
         self._known[namespace.tag] = space
         return space
 
-    def all(self) -> list[Space]:
+    def all(self) -> list[NamespaceHandle]:
         return list(self._known.values())
 
     def tags_of(self, tenant: str) -> list[bytes]:
@@ -42,7 +41,7 @@ class Spaces:
         known = self._known.values()
         return [space.tag for space in known if space.namespace.tenant == tenant]
 
-    def of(self, key: BlockKey) -> Space:
+    def of(self, key: BlockKey) -> NamespaceHandle:
         """The namespace of a key, or KeyFormatError."""
         space = self._known.get(check_key(key)[:TAG_BYTES])
         if space is not None:

@@ -1,4 +1,4 @@
-"""The store: what a program talks to. Thread-safe; no call fails because of a disk."""
+"""The store of this process: the calls of core.depot.Depot."""
 
 import contextlib
 import itertools
@@ -13,22 +13,28 @@ import numpy as np
 from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.core.depot import (
+    CLOSE_TIMEOUT_S,
+    CheckReport,
+    Depot,
+    FlushReport,
+    Layout,
+    Match,
+    NamespaceHandle,
+    Sink,
+)
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE, Keys
-from kvdepot.store.answers import FlushReport, Match
 from kvdepot.store.check.online import check_stock
-from kvdepot.store.check.report import CheckReport
 from kvdepot.store.drives.maintenance import Fleet
-from kvdepot.store.namespace_handle import Space
-from kvdepot.store.namespaces import Layout, Spaces, check_block_bytes, checked, make_namespace
+from kvdepot.store.namespaces import Spaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.read.late_reads import Drainer
-from kvdepot.store.read.lease import Lease
+from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Hinter, checked_deadline
 from kvdepot.store.read.read_ahead import ReadAhead
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.read.request import Sink
 from kvdepot.store.sessions import Sessions, by_tag, checked_name, state_of
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import Stock
@@ -36,20 +42,14 @@ from kvdepot.store.stats import describe
 from kvdepot.store.write.flush import Flusher
 from kvdepot.store.write.memory_eviction import Room
 from kvdepot.store.write.put import Putter
-from kvdepot.store.write.reservation import Reservation
+from kvdepot.store.write.reservation import StoreReservation
 from kvdepot.tiers.log.notes import NOTE_BYTES_MAX
 
-_CLOSE_TIMEOUT_S: Final = 30.0
 _TRIES: Final = 3
 
 
-class Store:
-    """Keeps KV blocks in memory and on drives. Made by `kvdepot.open`; use as a context manager or
-    call `close`.
-
-    Buffers are anything with a contiguous buffer: bytes, bytearray, memoryview, numpy, torch CPU
-    tensors through numpy. A buffer belongs to the caller again when the call returns.
-    """
+class Store(Depot):
+    """A depot in this process. Made by `kvdepot.open`."""
 
     def __init__(self, stock: Stock) -> None:
         self._stock = stock
@@ -77,41 +77,22 @@ class Store:
         tenant: str = "",
         secret: bytes | None = None,
         **fields: Any,
-    ) -> Space:
-        """Register a namespace and return the handle that makes its keys.
-
-        `layout` is a KVLayout, or a Hugging Face config.json (its path or content) of a model with
-        one KV group, cut into the configuration's `block_tokens`. `secret` seeds the keys; left
-        out, it is taken from the configuration's `tenants` table. Other fields are those of
-        core.namespace.Namespace: fingerprint, shard_rank, shard_size, adapter, extra.
-        """
+    ) -> NamespaceHandle:
         self._check_open()
         config, fields = self._stock.config, {**fields, "tenant": tenant, "secret": secret}
         return self.register(
             make_namespace(model, layout, config.block_tokens, config.tenants, fields)
         )
 
-    def register(self, namespace: Namespace) -> Space:
-        """`namespace` for a Namespace that exists already."""
+    def register(self, namespace: Namespace) -> NamespaceHandle:
         self._check_open()
         description = json.dumps(namespace.description(), sort_keys=True).encode()
         self._admit(namespace.tag, namespace.layout.block_bytes, description)
         return self._spaces.add(namespace)
 
-    def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
-        """Offload one block. See put_many."""
-        return self.put_many([key], [buffer], timeout_s=timeout_s)[0]
-
     def put_many(
         self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> list[Put]:
-        """Offload blocks: in memory when this returns, on disk later (`flush` waits for that).
-
-        Keys of one prompt go head first. STORED or PRESENT are true. THROTTLED: too much waits to
-        be written or is in use, and `timeout_s` (default writeback.put_timeout) has passed.
-        REFUSED: the block can never fit. Raises BadBufferError and KeyFormatError for a caller's
-        mistake, before anything is stored.
-        """
         self._check_open()
         keys, buffers = list(keys), list(buffers)  # a lazy sequence would free what we point to
         if timeout_s is None:
@@ -122,12 +103,9 @@ class Store:
             self._flusher.write_through(timeout_s)
             return answers
 
-    def reserve(self, keys: Sequence[BlockKey], *, timeout_s: float | None = None) -> Reservation:
-        """Offload without a copy: slots in memory for new blocks, which the caller fills in place.
-
-        Keys of one prompt go head first. Waits up to `timeout_s` (default writeback.put_timeout)
-        for room for the first block; further ones that do not fit at once are THROTTLED.
-        """
+    def reserve(
+        self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
+    ) -> StoreReservation:
         self._check_open()
         if timeout_s is None:
             timeout_s = self._stock.config.writeback.put_timeout
@@ -135,24 +113,12 @@ class Store:
         with contextlib.ExitStack() as scope:
             scope.enter_context(self._using())
             outcomes = self._putter.reserve(offers, timeout_s)
-            return Reservation(self._putter, offers, outcomes, scope.pop_all().close)
+            return StoreReservation(self._putter, offers, outcomes, scope.pop_all().close)
 
     @property
     def memory(self) -> tuple[memoryview, ...]:
-        """All memory that views of blocks lie in, for a device to be told of (page-locking)."""
         self._check_open()
         return tuple(arena.memory.view for arena in self._stock.arenas)
-
-    def get(
-        self,
-        key: BlockKey,
-        into: Any,
-        *,
-        layers: range | None = None,
-        timeout_s: float | None = None,
-    ) -> Got:
-        """Onboard one block. See get_many."""
-        return self.get_many([key], [into], layers=layers, timeout_s=timeout_s)[0]
 
     def get_many(
         self,
@@ -162,13 +128,6 @@ class Store:
         layers: range | None = None,
         timeout_s: float | None = None,
     ) -> list[Got]:
-        """Onboard blocks, or only a range of their layers, each into its buffer.
-
-        Every answer is true and the buffer holds exactly what was put, or false with a reason, and
-        the buffer is undefined. Returns after `timeout_s` (default ssd.read_timeout) at the latest,
-        with what is ready. Page-aligned buffers are not needed. Raises BadBufferError and
-        KeyFormatError for a caller's mistake, before anything is read.
-        """
         self._check_open()
         keys, intos = list(keys), list(intos)
         wants = self._spaces.wants(keys, intos, layers)
@@ -176,7 +135,6 @@ class Store:
             return self._reader.fetch(wants, self._read_timeout(timeout_s)) if wants else []
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
-        """The longest resident prefix. Answered from memory; changes nothing."""
         self._check_open()
         catalog = self._stock.catalog
         with self._stock.changed:
@@ -184,8 +142,7 @@ class Store:
             self._stock.looked_up(keys)
             return Match(tuple(catalog.fastest(rows)))
 
-    def lease(self, keys: Sequence[BlockKey]) -> Lease:
-        """Match, and protect what matched from eviction until the lease ends. Counts as a use."""
+    def lease(self, keys: Sequence[BlockKey]) -> StoreLease:
         self._check_open()
         catalog = self._stock.catalog
         with self._stock.changed:
@@ -194,10 +151,9 @@ class Store:
             catalog.use(rows)
             catalog.lease(rows)
             self._leases += len(rows)
-        return Lease(list(keys[: len(rows)]), rows, self._release, self._view, self._deliver)
+        return StoreLease(list(keys[: len(rows)]), rows, self._release, self._view, self._deliver)
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
-        """Count the resident prefix as used now. Returns its length."""
         self._check_open()
         with self._stock.changed:
             rows = self._stock.catalog.resident(checked(keys))
@@ -212,12 +168,6 @@ class Store:
         *,
         tenant: str = "",
     ) -> int:
-        """Remember the prompt of a session, and what becomes of it: alive, pending (a tool call is
-        under way) or closed (it will not come back). Returns how many of its blocks are here.
-
-        `keys` of one prompt, head first; left out, those that `tenant` has given that name before.
-        Not a use. Names are kept in memory only, and the oldest are forgotten (store/sessions.py).
-        """
         self._check_open()
         hint, name = state_of(state), checked_name(name)
         parts: Mapping[bytes, Keys | None]
@@ -229,11 +179,6 @@ class Store:
             return sum(told(tag, name, words, hint) for tag, words in parts.items())
 
     def hint(self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = "") -> Hint:
-        """Blocks of one prompt, head first, that will be wanted within `deadline_s` seconds; or the
-        name of a session of `tenant`.
-
-        They come to memory in the background as far as there is room. Does not block.
-        """
         self._check_open()
         deadline_s = checked_deadline(deadline_s)
         with self._stock.changed:
@@ -246,11 +191,6 @@ class Store:
         return self._hinter.take(self._spaces.looks(away), deadline_s, state)
 
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
-        """Delete blocks everywhere, also after a restart. Returns how many were there.
-
-        A leased block vanishes from lookups at once and from its tiers when its last lease ends. On
-        a store opened read-only the removal lasts as long as this process has it open.
-        """
         self._check_open()
         wanted = checked([keys] if isinstance(keys, bytes) else list(keys))
         with self._stock.changed:
@@ -259,12 +199,7 @@ class Store:
         self._record(wanted, whole_namespace=False)
         return len(rows)
 
-    def remove_namespace(self, space: Space) -> int:
-        """Delete every block of a namespace, also after a restart. Returns how many were there."""
-        return self.remove_tag(space.tag)
-
     def remove_tag(self, tag: bytes) -> int:
-        """`remove_namespace` by the first bytes of its keys."""
         self._check_open()
         catalog = self._stock.catalog
         word = np.frombuffer(tag, np.uint64)[0]
@@ -275,54 +210,44 @@ class Store:
         self._record([space_key(tag)], whole_namespace=True)
         return len(rows)
 
-    def flush(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
-        """Wait until everything put before this call is on disk, and durable as configured."""
+    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         self._check_open()
         return self._flusher.flush(timeout_s, self._fleet.writers)
 
     def set_write_mode(self, tier: str, mode: str) -> None:
-        """Change how a file tier gets its blocks (`write_mode` of its settings), from now on."""
         with self._using():
             self._fleet.set_mode(tier, mode)
 
     def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
-        """Use one more drive, which must be empty, from now on; its capacity is the others'."""
         with self._using():
             self._fleet.add(tier, Path(path))
 
     def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
-        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
         with self._using():
             return self._fleet.drain(tier, Path(path))
 
     def resize(self, tier: str, capacity: int | str) -> None:
-        """Let a file tier have more or less room, as `capacity` of its settings."""
         with self._using():
             self._fleet.resize(tier, capacity)
 
     def record(self, path: str | os.PathLike[str]) -> None:
-        """Write every lookup from now on to a new file, a trace for `kvdepot sim`."""
         with self._using():
             self._stock.record(Path(path))
 
     def stop_recording(self) -> int:
-        """End `record`. Returns how many requests were written; 0 if nothing was recorded."""
         return self._stock.stop_recording()
 
     def check(self, *, deep: bool = True) -> CheckReport:
-        """Verify the books against each other and, if `deep`, every byte in memory and on disk."""
         with self._using():
             return check_stock(self._stock, deep=deep)
 
     def stats(self) -> dict[str, Any]:
-        """Counters, and what each tier holds and how it is, as plain values."""
         self._check_open()
         with self._stock.changed:
             found = describe(self._stock, leased=self._leases)
             return {**found, "sessions": self._sessions.describe()}
 
-    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> FlushReport:
-        """Write down what waits, stop the threads, release everything. May be called twice."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         if self._closed:
             return FlushReport(True, 0, 0)
         report = self._flusher.flush(timeout_s, self._fleet.writers)
@@ -351,12 +276,6 @@ class Store:
         for arena in stock.arenas:
             arena.close()
         return report
-
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:

@@ -7,15 +7,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from kvdepot.client.reconnect import Attachment
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.config import load
 from kvdepot.core.config_loader import to_toml
-from kvdepot.store.answers import FlushReport
-from kvdepot.store.store import Store
+from kvdepot.core.depot import FlushReport
 
 _STOP_S: Final = 60.0
 _CALL_S: Final = 30.0
@@ -115,6 +114,6 @@ class DaemonStore(RemoteStore):
         return report
 
 
-def open_daemon(folder: Path, settings: Mapping[str, Any]) -> Store:
+def open_daemon(folder: Path, settings: Mapping[str, Any]) -> DaemonStore:
     """A new daemon with these settings, and its store, which is used as any other."""
-    return cast(Store, DaemonStore(DaemonProcess(folder, settings)))
+    return DaemonStore(DaemonProcess(folder, settings))

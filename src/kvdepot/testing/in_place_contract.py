@@ -5,15 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.depot import Arrival, Depot
 from kvdepot.errors import KeyFormatError, LeaseError
 from kvdepot.native import address_of
-from kvdepot.store.read.request import Arrival
-from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.store_contract import (
     BLOCK_BYTES,
     WAIT_S,
-    Depot,
+    OpenDepot,
     flood,
     prompt,
     put,
@@ -22,7 +21,7 @@ from kvdepot.testing.store_contract import (
 )
 
 
-def fill(store: Store, keys: list[BlockKey]) -> list[Put]:
+def fill(store: Depot, keys: list[BlockKey]) -> list[Put]:
     """Reserve, fill and seal."""
     with store.reserve(keys, timeout_s=WAIT_S) as slots:
         for index, key in enumerate(keys):
@@ -59,11 +58,11 @@ class InPlaceContract:
     """Laws every store obeys."""
 
     @pytest.fixture
-    def store(self, depot: Depot) -> Iterator[Store]:
+    def store(self, depot: OpenDepot) -> Iterator[Depot]:
         with depot() as opened:
             yield opened
 
-    def test_what_is_filled_in_place_is_read_back_in_place(self, depot: Depot) -> None:
+    def test_what_is_filled_in_place_is_read_back_in_place(self, depot: OpenDepot) -> None:
         with depot() as store:
             keys = prompt(space_of(store), 1, 8)
             assert fill(store, keys) == [Put.STORED] * 8
@@ -75,14 +74,14 @@ class InPlaceContract:
             assert self.delivered(store, keys) == ["dram"] * 8
             assert store.check()
 
-    def delivered(self, store: Store, keys: list[BlockKey]) -> list[str | None]:
+    def delivered(self, store: Depot, keys: list[BlockKey]) -> list[str | None]:
         sink = Collector()
         with store.lease(keys) as lease:
             answers = lease.deliver(sink, timeout_s=WAIT_S)
         assert sink.got == expected(keys)
         return [answer.tier for answer in answers]
 
-    def test_views_lie_in_the_memory_that_the_store_names(self, store: Store) -> None:
+    def test_views_lie_in_the_memory_that_the_store_names(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 3)
         ranges = [address_of(part) for part in store.memory]
         with store.reserve(keys) as slots:
@@ -93,7 +92,7 @@ class InPlaceContract:
                 assert nbytes == BLOCK_BYTES and at % 4096 == 0
                 assert any(a <= at and at + nbytes <= a + length for a, length in ranges)
 
-    def test_what_is_not_sealed_is_given_back(self, store: Store) -> None:
+    def test_what_is_not_sealed_is_given_back(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 4)
         used = store.stats()["tiers"]["dram"]["used_bytes"]
         with store.reserve(keys) as slots:
@@ -111,7 +110,7 @@ class InPlaceContract:
         assert store.stats()["tiers"]["dram"]["used_bytes"] == used
         assert store.check()
 
-    def test_an_error_while_filling_leaves_nothing_behind(self, store: Store) -> None:
+    def test_an_error_while_filling_leaves_nothing_behind(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 4)
         with pytest.raises(ZeroDivisionError), store.reserve(keys):
             raise ZeroDivisionError
@@ -119,7 +118,7 @@ class InPlaceContract:
         assert store.stats()["tiers"]["dram"]["used_bytes"] == 0
         assert store.check()
 
-    def test_a_reservation_takes_what_fits_and_throttles_the_rest(self, store: Store) -> None:
+    def test_a_reservation_takes_what_fits_and_throttles_the_rest(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 100)
         with store.reserve(keys, timeout_s=0.0) as slots:
             stored = slots.outcomes.count(Put.STORED)
@@ -128,7 +127,7 @@ class InPlaceContract:
             assert slots.view(stored) is None
             assert len(slots) == 100
 
-    def test_sealing_twice_or_what_was_not_reserved_is_an_error(self, store: Store) -> None:
+    def test_sealing_twice_or_what_was_not_reserved_is_an_error(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 2)
         with store.reserve(keys) as slots:
             for index in range(2):
@@ -142,7 +141,7 @@ class InPlaceContract:
         with pytest.raises(KeyFormatError):
             store.reserve([BlockKey(bytes(32))])
 
-    def test_part_of_a_lease(self, store: Store) -> None:
+    def test_part_of_a_lease(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 6)
         fill(store, keys)
         sink = Collector()
@@ -154,7 +153,7 @@ class InPlaceContract:
         with pytest.raises(LeaseError):
             lease.deliver(sink)
 
-    def test_a_view_appears_when_the_block_comes_to_memory(self, depot: Depot) -> None:
+    def test_a_view_appears_when_the_block_comes_to_memory(self, depot: OpenDepot) -> None:
         with depot() as store:
             keys = prompt(space_of(store), 1, 2)
             fill(store, keys)
@@ -167,7 +166,7 @@ class InPlaceContract:
                 assert view is not None
                 assert view == payload_for(keys[1], BLOCK_BYTES)
 
-    def test_lasting_views_stay_right_while_others_need_room(self, store: Store) -> None:
+    def test_lasting_views_stay_right_while_others_need_room(self, store: Depot) -> None:
         space = space_of(store)
         keys = prompt(space, 1, 6)
         fill(store, keys)
@@ -182,7 +181,7 @@ class InPlaceContract:
                 assert bytes(view) == payload_for(keys[index], BLOCK_BYTES)
         assert store.check()
 
-    def test_more_than_the_memory_can_hold_is_delivered_all_the_same(self, store: Store) -> None:
+    def test_more_than_the_memory_can_hold_is_delivered_all_the_same(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 120)
         for start in range(0, 120, 10):
             assert all(put(store, keys[start : start + 10]))
@@ -196,7 +195,7 @@ class InPlaceContract:
         assert store.stats()["staging_bytes"] == 0
         assert store.check()
 
-    def test_damage_in_memory_is_seen_only_when_asked_for(self, store: Store) -> None:
+    def test_damage_in_memory_is_seen_only_when_asked_for(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 2)
         fill(store, keys)
         assert store.flush()
@@ -208,7 +207,7 @@ class InPlaceContract:
             assert answers[0] and not answers[1] and answers[1].reason == "corrupt"
             assert list(sink.got) == [0]
 
-    def test_what_the_sink_raises_is_passed_on_and_nothing_is_held(self, depot: Depot) -> None:
+    def test_what_the_sink_raises_is_passed_on_and_nothing_is_held(self, depot: OpenDepot) -> None:
         with depot() as store:
             keys = prompt(space_of(store), 1, 100)
             for start in range(0, 100, 10):

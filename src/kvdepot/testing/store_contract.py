@@ -2,8 +2,8 @@
 
     class TestMyStore(StoreContract):
         @pytest.fixture
-        def depot(self, tmp_path: Path) -> Depot:
-            def opened(**settings: Any) -> Store: ...
+        def depot(self, tmp_path: Path) -> OpenDepot:
+            def opened(**settings: Any) -> Depot: ...
             return opened
 
 `depot(**settings)` opens the store: a new one the first time, after a close the same again. Only
@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.depot import Depot, NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import (
     BadBufferError,
@@ -35,8 +36,6 @@ from kvdepot.errors import (
     LeaseError,
     StoreClosedError,
 )
-from kvdepot.store.namespace_handle import Space
-from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 
 TOKENS: Final = 8
@@ -48,7 +47,7 @@ WAIT_S: Final = 20.0
 MANY: Final = 2000
 """Keys, more than go over a wire at once."""
 
-Depot = Callable[..., Store]
+OpenDepot = Callable[..., Depot]
 
 
 def small(path: Path) -> dict[str, Any]:
@@ -60,21 +59,21 @@ def small(path: Path) -> dict[str, Any]:
     }
 
 
-def space_of(store: Store, model: str = "contract") -> Space:
+def space_of(store: Depot, model: str = "contract") -> NamespaceHandle:
     return store.namespace(model=model, layout=LAYOUT)
 
 
-def prompt(space: Space, number: int, blocks: int) -> list[BlockKey]:
+def prompt(space: NamespaceHandle, number: int, blocks: int) -> list[BlockKey]:
     """Keys of a prompt that shares nothing with those of other numbers."""
     return space.keys([number, *range(1, TOKENS * blocks)])
 
 
-def put(store: Store, keys: Sequence[BlockKey]) -> list[Put]:
+def put(store: Depot, keys: Sequence[BlockKey]) -> list[Put]:
     """Each key with the one payload that belongs to it."""
     return store.put_many(keys, [payload_for(k, BLOCK_BYTES) for k in keys], timeout_s=WAIT_S)
 
 
-def tiers(store: Store, keys: Sequence[BlockKey]) -> list[str | None]:
+def tiers(store: Depot, keys: Sequence[BlockKey]) -> list[str | None]:
     """Where each block came from, None for a miss; no hit has a wrong byte."""
     targets = [bytearray(BLOCK_BYTES) for _ in keys]
     answers = store.get_many(keys, targets, timeout_s=WAIT_S)
@@ -83,7 +82,7 @@ def tiers(store: Store, keys: Sequence[BlockKey]) -> list[str | None]:
     return [answer.tier for answer in answers]
 
 
-def flood(store: Store, space: Space, blocks: int) -> None:
+def flood(store: Depot, space: NamespaceHandle, blocks: int) -> None:
     """Put blocks that nobody asks for again."""
     for number in range(blocks // 10):
         assert all(put(store, prompt(space, 1000 + number, 10)))
@@ -93,18 +92,18 @@ class StoreContract:
     """Laws every store obeys."""
 
     @pytest.fixture
-    def store(self, depot: Depot) -> Iterator[Store]:
+    def store(self, depot: OpenDepot) -> Iterator[Depot]:
         with depot() as opened:
             yield opened
 
-    def test_what_was_put_comes_back(self, store: Store) -> None:
+    def test_what_was_put_comes_back(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 8)
         assert put(store, keys) == [Put.STORED] * 8
         assert put(store, keys) == [Put.PRESENT] * 8
         assert tiers(store, keys) == ["dram"] * 8
         assert store.match(keys).tiers == ("dram",) * 8
 
-    def test_and_after_a_restart_too(self, depot: Depot) -> None:
+    def test_and_after_a_restart_too(self, depot: OpenDepot) -> None:
         with depot() as store:
             keys = prompt(space_of(store), 1, 8)
             assert all(put(store, keys))
@@ -116,7 +115,7 @@ class StoreContract:
             assert tiers(store, keys) == ["dram"] * 8
             assert store.check()
 
-    def test_what_is_hinted_at_comes_from_memory(self, depot: Depot) -> None:
+    def test_what_is_hinted_at_comes_from_memory(self, depot: OpenDepot) -> None:
         with depot() as store:
             keys = prompt(space_of(store), 1, 8)
             assert all(put(store, keys))
@@ -129,7 +128,7 @@ class StoreContract:
             assert tiers(store, keys) == ["dram"] * 8
             assert store.hint(keys, WAIT_S).wait(0.0), "it is there"
 
-    def test_a_session_has_a_name_and_a_state(self, store: Store) -> None:
+    def test_a_session_has_a_name_and_a_state(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 8)
         assert store.session("chat", keys) == 0
         assert all(put(store, keys[:5]))
@@ -140,7 +139,7 @@ class StoreContract:
         with pytest.raises(ConfigError, match="alive, pending, closed"):
             store.session("chat", keys, "asleep")
 
-    def test_a_batch_answers_for_each_block(self, store: Store) -> None:
+    def test_a_batch_answers_for_each_block(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 20)
         put(store, keys[::2])
         assert tiers(store, keys) == ["dram", None] * 10
@@ -151,7 +150,7 @@ class StoreContract:
         assert len(store.match([])) == len(store.lease([])) == store.touch([]) == 0
         assert store.remove([]) == 0
 
-    def test_the_same_block_twice_in_a_batch(self, store: Store) -> None:
+    def test_the_same_block_twice_in_a_batch(self, store: Depot) -> None:
         key = prompt(space_of(store), 1, 1)[0]
         assert put(store, [key, key]) == [Put.STORED, Put.PRESENT]
         assert tiers(store, [key] * 5) == ["dram"] * 5
@@ -161,7 +160,7 @@ class StoreContract:
         assert "ssd" in found and set(found) <= {"ssd", "dram"}, "read once, or each time"
         assert store.stats()["leased"] == 0
 
-    def test_every_range_of_layers_from_both_tiers(self, depot: Depot) -> None:
+    def test_every_range_of_layers_from_both_tiers(self, depot: OpenDepot) -> None:
         with depot() as store:
             keys = prompt(space_of(store), 1, 2)
             assert all(put(store, keys))
@@ -170,7 +169,7 @@ class StoreContract:
             space_of(store)
             self.check_ranges(store, keys)
 
-    def check_ranges(self, store: Store, keys: list[BlockKey]) -> None:
+    def check_ranges(self, store: Depot, keys: list[BlockKey]) -> None:
         layer_bytes = BLOCK_BYTES // LAYERS
         for start in range(LAYERS):
             for stop in range(start + 1, LAYERS + 1):
@@ -180,7 +179,7 @@ class StoreContract:
                     whole = payload_for(key, BLOCK_BYTES)
                     assert target == whole[start * layer_bytes : stop * layer_bytes]
 
-    def test_blocks_of_several_namespaces_in_a_batch(self, store: Store) -> None:
+    def test_blocks_of_several_namespaces_in_a_batch(self, store: Depot) -> None:
         spaces = [
             store.namespace(model=f"m{size}", layout=KVLayout.opaque(size, TOKENS, 2))
             for size in (8192, 50000)
@@ -196,7 +195,7 @@ class StoreContract:
         assert all(store.get_many(keys, halves, layers=range(1, 2)))
         assert halves == [payload[len(payload) // 2 :] for payload in payloads]
 
-    def test_buffers_of_any_kind_and_alignment(self, store: Store) -> None:
+    def test_buffers_of_any_kind_and_alignment(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 3)
         payloads = [payload_for(key, BLOCK_BYTES) for key in keys]
         array = np.frombuffer(payloads[1], np.float16).reshape(2, -1)
@@ -207,7 +206,7 @@ class StoreContract:
             assert store.get(key, memoryview(room)[7 : 7 + BLOCK_BYTES])
             assert room == bytes(7) + payload + bytes(2)
 
-    def test_a_batch_of_more_than_goes_over_a_wire(self, store: Store) -> None:
+    def test_a_batch_of_more_than_goes_over_a_wire(self, store: Depot) -> None:
         space = store.namespace(model="tiny", layout=KVLayout.opaque(64, 1))
         keys = space.keys(range(MANY))
         some = keys[:100]
@@ -220,7 +219,7 @@ class StoreContract:
         assert store.remove(keys) == 100
         assert len(store.match(keys)) == 0
 
-    def test_memory_overflows_to_disk_and_nothing_is_lost(self, store: Store) -> None:
+    def test_memory_overflows_to_disk_and_nothing_is_lost(self, store: Depot) -> None:
         space = space_of(store)
         prompts = [prompt(space, number, 10) for number in range(15)]
         for keys in prompts:
@@ -231,7 +230,7 @@ class StoreContract:
         assert store.stats()["counters"]["evicted_dram"] > 0
         assert store.check()
 
-    def test_leased_blocks_stay_while_others_need_room(self, store: Store) -> None:
+    def test_leased_blocks_stay_while_others_need_room(self, store: Depot) -> None:
         space = space_of(store)
         keys = prompt(space, 1, 10)
         put(store, keys)
@@ -249,7 +248,7 @@ class StoreContract:
                     assert view == payload_for(key, BLOCK_BYTES)
         assert store.stats()["leased"] == 0
 
-    def test_a_lease_ends_once(self, store: Store) -> None:
+    def test_a_lease_ends_once(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 2)
         put(store, keys)
         lease = store.lease(keys)
@@ -262,7 +261,7 @@ class StoreContract:
         with pytest.raises(LeaseError, match="released"):
             lease.deliver(print)
 
-    def test_what_is_removed_is_gone_also_after_a_restart(self, depot: Depot) -> None:
+    def test_what_is_removed_is_gone_also_after_a_restart(self, depot: OpenDepot) -> None:
         with depot() as store:
             space, other = space_of(store), space_of(store, "other")
             keys, others = prompt(space, 1, 6), prompt(other, 1, 3)
@@ -278,7 +277,7 @@ class StoreContract:
             assert tiers(store, keys + others) == ["ssd"] * 3 + [None] * 6
             assert store.check()
 
-    def test_touching_keeps_a_prompt_longer(self, store: Store) -> None:
+    def test_touching_keeps_a_prompt_longer(self, store: Depot) -> None:
         space = space_of(store)
         first, second = prompt(space, 1, 10), prompt(space, 2, 10)
         put(store, first)
@@ -288,7 +287,7 @@ class StoreContract:
         flood(store, space, 40)
         assert store.match(first).tiers.count("dram") > store.match(second).tiers.count("dram")
 
-    def test_damage_in_memory_is_never_served(self, store: Store) -> None:
+    def test_damage_in_memory_is_never_served(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 3)
         put(store, keys)
         assert store.flush()
@@ -298,7 +297,7 @@ class StoreContract:
         assert tiers(store, keys) == ["dram"] * 3
         assert store.check()
 
-    def test_a_callers_mistakes_raise_and_change_nothing(self, store: Store) -> None:
+    def test_a_callers_mistakes_raise_and_change_nothing(self, store: Depot) -> None:
         space = space_of(store)
         (key,) = prompt(space, 1, 1)
         stranger = space_of(store, "other").keys(range(TOKENS))[0][:8] + key[8:]
@@ -324,7 +323,7 @@ class StoreContract:
         assert store.stats()["blocks"] == 0
         assert put(store, [key]) == [Put.STORED]
 
-    def test_a_closed_store_says_so(self, depot: Depot) -> None:
+    def test_a_closed_store_says_so(self, depot: OpenDepot) -> None:
         store = depot()
         space = space_of(store)
         (key,) = prompt(space, 1, 1)
@@ -354,7 +353,7 @@ class StoreContract:
             with pytest.raises(StoreClosedError, match="closed"):
                 call()
 
-    def test_threads_may_share_it(self, store: Store) -> None:
+    def test_threads_may_share_it(self, store: Depot) -> None:
         space = space_of(store)
         wrong: list[object] = []
 
@@ -382,7 +381,7 @@ class StoreContract:
         assert store.stats()["leased"] == 0
         assert store.check()
 
-    def test_it_behaves_like_a_dictionary(self, depot: Depot) -> None:
+    def test_it_behaves_like_a_dictionary(self, depot: OpenDepot) -> None:
         with depot() as store:
             space = space_of(store)
 
@@ -406,7 +405,7 @@ class LikeADictionary(RuleBasedStateMachine):
 
     chains = st.tuples(st.integers(0, 2), st.integers(1, 5))
 
-    def __init__(self, store: Store, space: Space) -> None:
+    def __init__(self, store: Depot, space: NamespaceHandle) -> None:
         super().__init__()
         self.store, self.space = store, space
         self.there: set[BlockKey] = set()
@@ -447,12 +446,12 @@ class LikeADictionary(RuleBasedStateMachine):
         return next((i for i, key in enumerate(keys) if key not in self.there), len(keys))
 
 
-def space_too_large(store: Store) -> Space:
+def space_too_large(store: Depot) -> NamespaceHandle:
     """A namespace whose blocks fit nowhere."""
     return store.namespace(model="m", layout=KVLayout.opaque(1 << 30, TOKENS))
 
 
-def spoil(store: Store, payload: bytes) -> None:
+def spoil(store: Depot, payload: bytes) -> None:
     """Change one byte of a block where it lies in memory."""
     for part in store.memory:
         at = bytes(part).find(payload)

@@ -12,10 +12,10 @@ from kvdepot.adapters.vllm.fetch_decision import FetchDecider, queue_before, ste
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime, TierTime
 from kvdepot.adapters.vllm.metrics import WARN_EVERY_S, RateLimitedWarnings
 from kvdepot.adapters.vllm.requests import DepotHit, Phase, RequestKeys, TrackedRequest
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.policy.fetching.speed_models import attention_work
-from kvdepot.store.namespace_handle import Space
 from kvdepot.testing.clocks import ManualClock
 
 SIZE = 128
@@ -23,7 +23,7 @@ BLOCK_BYTES = 6 << 20
 
 
 def tracked(name: str, tokens: int = 1300, **facts: Any) -> TrackedRequest:
-    space = Space(Namespace(model="m", layout=KVLayout.opaque(4096, SIZE)))
+    space = NamespaceHandle(Namespace(model="m", layout=KVLayout.opaque(4096, SIZE)))
     request = ToyRequest(name, [1] * tokens, 4)
     request.num_computed_tokens = facts.pop("computed", 0)
     return TrackedRequest(request, "", RequestKeys([space]), **facts)

@@ -15,6 +15,7 @@ from tests.support.waiting import eventually
 
 from kvdepot.adapters.vllm.queue_hints import session_of
 from kvdepot.core.config import load
+from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
@@ -22,7 +23,7 @@ from kvdepot.store.store import Store
 LONG = [(3 * number) % 50 for number in range(200)]
 
 
-def hinted(store: Store) -> int:
+def hinted(store: Depot) -> int:
     count: int = store.stats()["counters"]["hinted"]
     return count
 
@@ -121,6 +122,7 @@ class TestSessions:
         params = {"kvdepot_session": "chat", "kvdepot_state": "closed"}
         ask(engine, "r", PROMPT, kv_transfer_params=params)
         engine.step()  # everything is saved by now, and it is told of once more
+        assert isinstance(store, Store)
         catalog = store._stock.catalog
         rows = catalog.rows(engine.side._spaces[""][0].keys(PROMPT))
         assert all(row in catalog.closed for row in rows)

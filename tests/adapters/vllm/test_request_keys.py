@@ -8,17 +8,17 @@ import pytest
 pytest.importorskip("torch")
 
 from kvdepot.adapters.vllm.requests import RequestKeys
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
-from kvdepot.store.namespace_handle import Space
 
 TOKENS = list(range(100, 164))
 SIZE = 16
 
 
-def space(**fields: Any) -> Space:
+def space(**fields: Any) -> NamespaceHandle:
     layout = KVLayout.opaque(4096, SIZE)
-    return Space(Namespace(model="m", layout=layout, **fields))
+    return NamespaceHandle(Namespace(model="m", layout=layout, **fields))
 
 
 def image(identifier: str, offset: int, length: int) -> Any:

@@ -4,15 +4,15 @@ import threading
 from pathlib import Path
 
 import kvdepot
-from kvdepot.store.namespace_handle import Space
-from kvdepot.store.read.lease import Lease
+from kvdepot.core.depot import NamespaceHandle
+from kvdepot.store.read.lease import StoreLease
 from kvdepot.testing.images import payload_for
 
 SIZE = 48 << 10
 TOKENS = 16
 
 
-def opened(folder: Path) -> tuple[kvdepot.Store, Space]:
+def opened(folder: Path) -> tuple[kvdepot.Store, NamespaceHandle]:
     store = kvdepot.open(
         dram={"capacity": "8MiB", "prefault": False},
         ssd={"path": folder / "ssd", "capacity": "4MiB", "segment": "1MiB"},
@@ -21,7 +21,7 @@ def opened(folder: Path) -> tuple[kvdepot.Store, Space]:
     return store, store.namespace(model="m", layout=kvdepot.KVLayout.opaque(SIZE, TOKENS))
 
 
-def prompt(space: Space, number: int, blocks: int) -> list[kvdepot.BlockKey]:
+def prompt(space: NamespaceHandle, number: int, blocks: int) -> list[kvdepot.BlockKey]:
     return space.keys([number, *range(1, TOKENS * blocks)])
 
 
@@ -29,7 +29,7 @@ def put(store: kvdepot.Store, keys: list[kvdepot.BlockKey]) -> None:
     assert all(store.put_many(keys, [payload_for(key, SIZE) for key in keys]))
 
 
-def release(leases: list[Lease]) -> None:
+def release(leases: list[StoreLease]) -> None:
     for lease in leases:
         lease.release()
 

@@ -22,8 +22,8 @@ from tests.support.cxl_world import (
 
 import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Arrival
 from kvdepot.native import address_of
-from kvdepot.store.read.request import Arrival
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import kvdepot
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
-from kvdepot.store.namespace_handle import Space
 from kvdepot.testing.images import payload_for
 
 TOKENS = 16
@@ -25,7 +25,7 @@ def open_store(path: Path, eviction: str) -> kvdepot.Store:
     )
 
 
-def prompt(space: Space, number: int) -> list[kvdepot.BlockKey]:
+def prompt(space: NamespaceHandle, number: int) -> list[kvdepot.BlockKey]:
     return space.keys([number, *range(1, TOKENS * PROMPT_BLOCKS)])
 
 

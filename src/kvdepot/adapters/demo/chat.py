@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
+from kvdepot.core.depot import Depot
 from kvdepot.core.hf_config import model_layout
 from kvdepot.errors import ExtraMissingError, ModelError
-from kvdepot.store.store import Store
 
 _WARM_UP_TOKENS: Final = 256
 
@@ -101,7 +101,7 @@ class ChatModel:
         chat.answer([1 + number % 64 for number in range(_WARM_UP_TOKENS)], 2)
         return chat
 
-    def attach(self, store: Store, **settings: Any) -> None:
+    def attach(self, store: Depot, **settings: Any) -> None:
         """Answer from now on with `store`, in place of the one before."""
         from kvdepot.adapters.hf import attach
 

@@ -16,8 +16,8 @@ from kvdepot.adapters.hf.groups import (
 )
 from kvdepot.adapters.hf.identity import Signs, model_fingerprint, signs_of, tuner_layers
 from kvdepot.adapters.hf.probe import probe
+from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
-from kvdepot.store.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Binding:
         return signs_of(model, self.tuners) == self.signs
 
 
-def bind(model: PreTrainedModel, store: Store, options: Options) -> Binding:
+def bind(model: PreTrainedModel, store: Depot, options: Options) -> Binding:
     """Find out what the model is and register its groups. Raises ModelError if it cannot be."""
     shapes = probe(model)
     layers = sort_layers(shapes)

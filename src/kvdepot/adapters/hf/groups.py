@@ -12,10 +12,10 @@ import torch
 
 from kvdepot.adapters.hf.probe import LayerShape
 from kvdepot.core.block import LINK_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.keys import ROOT_LINK, TokenIds
 from kvdepot.core.layout import DType, KVLayout
 from kvdepot.errors import ConfigError, ModelError
-from kvdepot.store.namespace_handle import Space
 
 ORDER: Final = "kv head token dim"
 """Order of the axes in one layer of a block: the order they have in transformers' caches."""
@@ -39,7 +39,7 @@ class Group:
     """Of any of its layers."""
     layers: tuple[int, ...]
     """Where they are in the model's cache."""
-    space: Space
+    space: NamespaceHandle
 
     @property
     def window(self) -> int | None:

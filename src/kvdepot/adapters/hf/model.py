@@ -18,8 +18,8 @@ from kvdepot.adapters.hf.prompts import mask_of, positions_of
 from kvdepot.adapters.hf.served import Counters, Served
 from kvdepot.adapters.hf.session import Engine, Session
 from kvdepot.adapters.tensors import open_mover
+from kvdepot.core.depot import Depot
 from kvdepot.errors import StoreClosedError
-from kvdepot.store.store import Store
 
 _FLUSH_TIMEOUT_S: Final = 30.0
 _RETURN_THEMSELVES: Final = frozenset(
@@ -30,7 +30,7 @@ _RETURN_THEMSELVES: Final = frozenset(
 
 def attach(
     model: PreTrainedModel,
-    store: Store,
+    store: Depot,
     *,
     name: str | None = None,
     revision: str | None = None,
@@ -68,7 +68,7 @@ class DepotModel:
         {"wrapped", "counters", "last", "_store", "_options", "_mover", "_engine"}
     )
 
-    def __init__(self, model: PreTrainedModel, store: Store, options: Options) -> None:
+    def __init__(self, model: PreTrainedModel, store: Depot, options: Options) -> None:
         self.wrapped: Any = model
         """The model itself."""
         self.counters = Counters()

@@ -20,7 +20,7 @@ from kvdepot.adapters.hf.prompts import Tokens
 from kvdepot.adapters.hf.served import Counters
 from kvdepot.adapters.tensors import BlockMover, KVTensors
 from kvdepot.core.block import BlockKey, Put
-from kvdepot.store.store import Store
+from kvdepot.core.depot import Depot
 
 JOBS_MAX: Final = 4
 _WAVE_BYTES: Final = 32 << 20
@@ -71,7 +71,7 @@ class Offloader:
     """Stores blocks of caches. Thread-safe; its thread lives as long as there is work."""
 
     def __init__(
-        self, store: Store, groups: Sequence[Group], mover: BlockMover, counters: Counters
+        self, store: Depot, groups: Sequence[Group], mover: BlockMover, counters: Counters
     ) -> None:
         self._store = store
         self._groups = groups

@@ -17,9 +17,7 @@ from kvdepot.adapters.hf.prefix import Chains, longest
 from kvdepot.adapters.hf.prompts import Prompt
 from kvdepot.adapters.tensors import BlockMover, KVTensors, OnboardTicket, Pieces
 from kvdepot.core.block import MISS, BlockKey, Got
-from kvdepot.store.read.lease import Lease
-from kvdepot.store.read.request import Arrival
-from kvdepot.store.store import Store
+from kvdepot.core.depot import Arrival, Depot, Lease
 
 AXES: Final = "batch head token dim"
 _TRIES: Final = 6
@@ -101,7 +99,7 @@ class Landing:
 class Onboarder:
     """Brings prefixes of prompts into tensors. Thread-safe."""
 
-    def __init__(self, store: Store, groups: Sequence[Group], mover: BlockMover) -> None:
+    def __init__(self, store: Depot, groups: Sequence[Group], mover: BlockMover) -> None:
         self._store = store
         self._groups = groups
         self._mover = mover

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvdepot.adapters.hf.groups import Group
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot
 from kvdepot.core.keys import TokenIds
-from kvdepot.store.store import Store
 
 Chains = list[list[BlockKey]]
 """For each group the keys of a prompt's full blocks."""
@@ -16,7 +16,7 @@ def chains_of(groups: Sequence[Group], tokens: TokenIds) -> Chains:
     return [group.keys(tokens) for group in groups]
 
 
-def longest(store: Store, groups: Sequence[Group], chains: Chains, limit: int) -> int:
+def longest(store: Depot, groups: Sequence[Group], chains: Chains, limit: int) -> int:
     """The most leading tokens, `limit` at most, after which a model could go on from the depot.
 
     Ends inside a block where the limit does; the block is held then. Answered from memory.
@@ -32,7 +32,7 @@ def longest(store: Store, groups: Sequence[Group], chains: Chains, limit: int) -
     return 0
 
 
-def _reach(store: Store, group: Group, keys: Sequence[BlockKey], tokens: int) -> int:
+def _reach(store: Depot, group: Group, keys: Sequence[BlockKey], tokens: int) -> int:
     """`tokens` if the group holds all it needs for that, else the start of a missing block."""
     needed = group.needed(tokens)
     found = len(store.match(keys[needed.start : needed.stop]))

@@ -21,10 +21,8 @@ from kvdepot.adapters.vllm.messages import LoadEnd, LoadJob, SaveJob, TierTime
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.shared_depot import use_all_cores
 from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.core.depot import Arrival, Depot, Reservation
 from kvdepot.errors import KVDepotError, ModelError
-from kvdepot.store.read.request import Arrival
-from kvdepot.store.store import Store
-from kvdepot.store.write.reservation import Reservation
 
 _GROUP_BYTES: Final = 128 << 20
 """Given to the mover at a time: the bus starts on the first ones while the rest is prepared."""
@@ -57,7 +55,7 @@ class Loader:
     """Loads under way. `submit` and `take` belong to the engine's thread."""
 
     def __init__(
-        self, store: Store, cache: PagedCache, counts: ConnectorCounts, threads: int
+        self, store: Depot, cache: PagedCache, counts: ConnectorCounts, threads: int
     ) -> None:
         self._store = store
         self._cache = cache
@@ -189,7 +187,7 @@ def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], l
 class Saver:
     """Saves under way. All methods belong to the engine's thread."""
 
-    def __init__(self, store: Store, cache: PagedCache, counts: ConnectorCounts) -> None:
+    def __init__(self, store: Depot, cache: PagedCache, counts: ConnectorCounts) -> None:
         self._store = store
         self._cache = cache
         self._counts = counts

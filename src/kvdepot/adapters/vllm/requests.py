@@ -19,8 +19,8 @@ import numpy as np
 
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob, ShardKeys
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.keys import encode
-from kvdepot.store.namespace_handle import Space
 
 NULL_PAGE: Final = 0
 """vLLM's block that stands for those it does not keep: outside a sliding window."""
@@ -60,7 +60,10 @@ class RequestKeys:
     """
 
     def __init__(
-        self, spaces: Sequence[Space], salt: str | None = None, marks: Mapping[int, bytes] = {}
+        self,
+        spaces: Sequence[NamespaceHandle],
+        salt: str | None = None,
+        marks: Mapping[int, bytes] = {},
     ) -> None:
         self._spaces = spaces
         self._salt = encode(("salt", salt)) if salt else b""
@@ -69,7 +72,7 @@ class RequestKeys:
         self.block_tokens = spaces[0].layout.block_tokens
 
     @classmethod
-    def of(cls, spaces: Sequence[Space], request: Any) -> "RequestKeys":
+    def of(cls, spaces: Sequence[NamespaceHandle], request: Any) -> "RequestKeys":
         """For a request of vLLM; no keys yet."""
         block_tokens = spaces[0].layout.block_tokens
         marks = _multimodal_marks(request.mm_features, block_tokens)
@@ -91,7 +94,9 @@ class RequestKeys:
         """For each shard the keys of blocks start <= i < stop."""
         return tuple(tuple(keys[start:stop]) for keys in self._keys)
 
-    def _parent(self, space: Space, block: int, keys: Sequence[BlockKey]) -> BlockKey | None:
+    def _parent(
+        self, space: NamespaceHandle, block: int, keys: Sequence[BlockKey]
+    ) -> BlockKey | None:
         parent = keys[-1] if keys else None
         mark = (self._salt if block == 0 else b"") + self._marks.get(block, b"")
         return space.keys(_words(mark, self.block_tokens), parent=parent)[0] if mark else parent

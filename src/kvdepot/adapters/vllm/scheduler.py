@@ -25,9 +25,9 @@ from kvdepot.adapters.vllm.requests import (
 )
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
-from kvdepot.store.namespace_handle import Space
 
 _SLOWEST_FIRST: Final = ("hdd", "ssd", "cxl", "dram")
 PROBE: Final = "probe "
@@ -79,7 +79,7 @@ class ConnectorScheduler:
         self._warnings = RateLimitedWarnings()
         self._queue_hints = QueueHints(depot, self._warnings, config.hint if loads else 0.0)
         self._facts: list[ShardFacts] = []
-        self._spaces: dict[str, list[Space]] = {}
+        self._spaces: dict[str, list[NamespaceHandle]] = {}
         self._tracked: dict[str, TrackedRequest] = {}
         self._plan = StepPlan()
         self._answered: list[str] = []
@@ -358,7 +358,7 @@ class ConnectorScheduler:
             known = min(known, request.num_prompt_tokens)
         return min(request.num_computed_tokens + scheduled, known) // self._block_tokens
 
-    def _spaces_of(self, adapter: str) -> list[Space]:
+    def _spaces_of(self, adapter: str) -> list[NamespaceHandle]:
         if adapter not in self._spaces:
             self._spaces[adapter] = [
                 self._depot.store.register(namespace_of(each, self._config, adapter))

@@ -22,8 +22,8 @@ from typing import Final
 import kvdepot
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
 from kvdepot.core.config_loader import to_toml
+from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError, DaemonError
-from kvdepot.store.store import Store
 
 START_S: Final = 120.0
 """A large memory tier takes this long to be touched, a large disk tier to be read."""
@@ -32,7 +32,7 @@ _SHOWN_BYTES: Final = 2000
 
 @dataclass(slots=True)
 class _Shared:
-    store: Store
+    store: Depot
     users: int = 0
 
 
@@ -45,7 +45,7 @@ _daemons: "list[subprocess.Popen[bytes]]" = []
 class SharedDepot:
     """One user's hold on a depot. Closing gives it up; the last one closes the store."""
 
-    def __init__(self, name: str, store: Store) -> None:
+    def __init__(self, name: str, store: Depot) -> None:
         self._name = name
         self.store = store
         self._closed = False
@@ -91,7 +91,7 @@ def default_socket(config: ConnectorConfig) -> Path:
     return Path(tempfile.gettempdir()) / f"kvdepot-{os.getuid()}" / f"{digest}.sock"
 
 
-def hold(name: str, opener: Callable[[], Store]) -> SharedDepot:
+def hold(name: str, opener: Callable[[], Depot]) -> SharedDepot:
     """The depot of that name in this process; opened if it is not open."""
     with _lock:
         if name not in _shared:
@@ -100,7 +100,7 @@ def hold(name: str, opener: Callable[[], Store]) -> SharedDepot:
         return SharedDepot(name, _shared[name].store)
 
 
-def _attach(path: Path, config: ConnectorConfig) -> Store:
+def _attach(path: Path, config: ConnectorConfig) -> Depot:
     """Attach to the daemon on a socket; start one if none answers and that is allowed."""
     address = f"unix:{path}"
     if config.daemon == "never":

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.cli.demo.script import opening
+from kvdepot.core.depot import Depot
 from kvdepot.errors import KVDepotError
 from kvdepot.store.open import open_store
-from kvdepot.store.store import Store
 
 FINISH_WITHIN_S: Final = 5.0
 FAILED: Final = 1
@@ -119,7 +119,7 @@ def find_model(line: Line, settings: Document) -> tuple[str, Path]:
 
 
 @contextmanager
-def opened(arguments: Document | None) -> Iterator[Store | None]:
+def opened(arguments: Document | None) -> Iterator[Depot | None]:
     if arguments is None:
         yield None
         return

@@ -18,9 +18,9 @@ import numpy as np
 from kvdepot.codec.record import PAGE, Kind, parse_head, payload_intact, record_bytes
 from kvdepot.codec.segment import Entries, Superblock, parse_slots
 from kvdepot.core.clock import SystemClock
+from kvdepot.core.depot import CheckReport, Finding
 from kvdepot.core.tier import Contents
 from kvdepot.errors import FormatError
-from kvdepot.store.check.report import CheckReport, Finding
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive

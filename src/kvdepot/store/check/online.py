@@ -7,10 +7,10 @@ import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.core.block import BlockKey, CopyState
+from kvdepot.core.depot import CheckReport
 from kvdepot.core.tier import drive_of, segment_of
 from kvdepot.index.table import NONE, Rows
 from kvdepot.native import VERIFY, address_of
-from kvdepot.store.check.report import CheckReport
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.memory_tier import Pool
 from kvdepot.store.state.second_copies import Mirrors

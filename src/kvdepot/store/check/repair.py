@@ -13,9 +13,9 @@ import numpy as np
 
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import ENTRY, Entries, SegmentHeader, Trailer, footer_bytes
+from kvdepot.core.depot import Finding
 from kvdepot.native import checksum
 from kvdepot.store.check.offline import Pace, Progress, examine, opened, reader_of
-from kvdepot.store.check.report import Finding
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 

@@ -4,20 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvdepot.core.block import BlockKey, Got
+from kvdepot.core.depot import Arrival, Lease, Sink
 from kvdepot.errors import LeaseError
-from kvdepot.store.read.request import Arrival, Sink
-from kvdepot.store.read.scopes import LeaseScope
 
 Deliver = Callable[[list[BlockKey], Sink, bool | None, float | None], list[Got]]
 
 
-class Lease(LeaseScope):
-    """The leading blocks of a prompt, protected from eviction until `release` or the end of `with`.
-
-    `len(lease)` is how many blocks were resident; `keys` are theirs; `view(i)` is the payload of
-    block i in place, read-only, if it is in memory; `deliver` brings blocks there from disk. Views
-    must not be used after release.
-    """
+class StoreLease(Lease):
+    """A lease on blocks of a store in this process."""
 
     def __init__(
         self,
@@ -29,13 +23,12 @@ class Lease(LeaseScope):
     ) -> None:
         self.keys = keys
         self._rows = rows
-        self._release = release
+        self._end = release
         self._view = view
         self._deliver = deliver
 
     def view(self, index: int) -> memoryview | None:
-        """Payload of one leased block where it lies in memory; None if it is on disk only."""
-        if self._over:
+        if self._released:
             raise LeaseError("the lease was released")
         return self._view(self._rows[index])
 
@@ -48,15 +41,7 @@ class Lease(LeaseScope):
         verify: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Got]:
-        """Onboard without a copy: hand leased blocks, start <= i < stop, to `sink` where they lie.
-
-        `sink` gets lists of Arrivals, in this thread, as blocks come: those in memory first, then
-        what is read from disk, verified. One answer for each block asked for; a block with a false
-        answer was not handed over. Returns after `timeout_s` (default ssd.read_timeout) plus the
-        sink's own time. `verify` says whether blocks in memory are verified too (default
-        dram.verify). What the sink raises is passed on; the lease goes on.
-        """
-        if self._over:
+        if self._released:
             raise LeaseError("the lease was released")
         part = range(len(self.keys))[start:stop]
 
@@ -66,9 +51,5 @@ class Lease(LeaseScope):
         keys = self.keys[part.start : part.stop]
         return self._deliver(keys, shifted if part.start else sink, verify, timeout_s)
 
-    def release(self) -> None:
-        """Give up the protection. A second call is an error."""
-        if self._over:
-            raise LeaseError("the lease was released already")
-        self._over = True
-        self._release(self._rows)
+    def _release(self) -> None:
+        self._end(self._rows)

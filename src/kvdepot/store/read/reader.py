@@ -14,13 +14,14 @@ from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import MISS, CopyState, Got
+from kvdepot.core.depot import Arrival, Sink
 from kvdepot.core.tier import Outcome, drive_of
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
 from kvdepot.store.read.disk_reads import Flight, Flights, Loaded, Step
 from kvdepot.store.read.drive_choice import drive_for, place_for
 from kvdepot.store.read.late_reads import Drainer, LateRead
-from kvdepot.store.read.request import Arrival, Errand, Sink, Want
+from kvdepot.store.read.request import Errand, Want
 from kvdepot.store.read.shared_reads import await_arrival, is_coming
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.memory_tier import Pool

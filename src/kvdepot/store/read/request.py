@@ -1,9 +1,10 @@
-"""What a caller wants of the tiers, and what it gets to see of it."""
+"""What a caller wants of the tiers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvdepot.core.block import BlockKey, Got
+from kvdepot.core.depot import Sink
 from kvdepot.core.tier import Load
 from kvdepot.index.table import NONE
 
@@ -42,21 +43,6 @@ class Want:
     @property
     def is_whole(self) -> bool:
         return self.start == 0 and self.stop == self.payload_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A block that can be read in place."""
-
-    index: int
-    """Which of the blocks asked for."""
-    view: memoryview
-    """Its payload, read-only, at the start of a page."""
-    lasting: bool
-    """Whether the view is good until the lease ends; else until the sink returns."""
-
-
-Sink = Callable[[list[Arrival]], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from kvdepot.core.depot import FlushReport
 from kvdepot.policy.placing.write_mode import WriteMode
-from kvdepot.store.answers import FlushReport
 from kvdepot.store.state.lower_tier import Level
 from kvdepot.store.state.state import Stock
 

@@ -1,0 +1,433 @@
+"""The depot: what a program talks to, and the values it answers with.
+
+Implemented by store.store.Store, in this process, and client.remote.RemoteStore, over a socket.
+`kvdepot.open` returns either. All methods may be called from several threads at a time.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, Self
+
+from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.core.keys import TokenIds
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace
+from kvdepot.errors import LeaseError
+
+CLOSE_TIMEOUT_S: Final = 30.0
+"""How long `flush` and `close` wait for the disks by default."""
+Layout = KVLayout | Mapping[str, Any] | str | os.PathLike[str]
+"""A KVLayout, or a Hugging Face config.json: its content or its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest resident prefix of a chain of keys. `len(match)` is its length in blocks."""
+
+    tiers: tuple[str, ...]
+    """For each matched block the fastest tier that has it."""
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """Answer to `flush` and `close`. True when everything put before is on disk."""
+
+    ok: bool
+    waiting: int
+    """Blocks still waiting to be written when time ran out."""
+    given_up: int
+    """Blocks that could not be written since the last flush; they are in memory only, or gone."""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """Answer to `check`. True when nothing was found."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return not self.findings
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def add(self, where: str, what: str) -> None:
+        self.findings.append(Finding(where, what))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "blocks": self.blocks,
+            "bytes": self.nbytes,
+            "findings": [{"where": f.where, "what": f.what} for f in self.findings],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceHandle:
+    """A namespace as one depot knows it: its layout, and the keys of its prompts."""
+
+    namespace: Namespace
+    layout: KVLayout = field(init=False)
+    block_bytes: int = field(init=False)
+    """Size of the buffer that one block fills."""
+    chunk_bytes: int = field(init=False)
+    """The payload is checksummed in pieces of this size."""
+
+    def __post_init__(self) -> None:
+        layout = self.namespace.layout
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "block_bytes", layout.block_bytes)
+        object.__setattr__(self, "chunk_bytes", layout.chunk_bytes)
+
+    @property
+    def tag(self) -> bytes:
+        """First bytes of every key in this namespace."""
+        return self.namespace.tag
+
+    def keys(self, token_ids: TokenIds, *, parent: BlockKey | None = None) -> list[BlockKey]:
+        """One key for each full block of a prompt. See Namespace.keys."""
+        return self.namespace.keys(token_ids, parent=parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A block that can be read in place."""
+
+    index: int
+    """Which of the blocks asked for."""
+    view: memoryview
+    """Its payload, read-only, at the start of a page."""
+    lasting: bool
+    """Whether the view is good until the lease ends; else until the sink returns."""
+
+
+Sink = Callable[[list[Arrival]], None]
+
+
+class Lease(ABC):
+    """The leading blocks of a prompt, protected from eviction until `release` or the end of `with`.
+
+    `len(lease)` is how many blocks were resident; `keys` are theirs. Views must not be used after
+    `release`.
+    """
+
+    keys: list[BlockKey]
+    _released = False
+
+    @abstractmethod
+    def view(self, index: int) -> memoryview | None:
+        """Payload of one leased block in place, read-only; None if it is on disk only."""
+
+    @abstractmethod
+    def deliver(
+        self,
+        sink: Sink,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        verify: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Got]:
+        """Onboard without a copy: hand leased blocks, start <= i < stop, to `sink` in place.
+
+        `sink` gets lists of Arrivals, in this thread, as blocks come: those in memory first, then
+        what is read from disk, verified. One answer for each block asked for; a block with a false
+        answer was not handed over. Returns after `timeout_s` (default ssd.read_timeout) plus the
+        sink's own time. `verify` says whether blocks in memory are verified too (default
+        dram.verify). What the sink raises is passed on; the lease goes on. Not a further use: the
+        lease has counted it.
+        """
+
+    @abstractmethod
+    def _release(self) -> None:
+        """End the protection."""
+
+    def release(self) -> None:
+        """Give up the protection. A second call is a LeaseError."""
+        if self._released:
+            raise LeaseError("the lease was released already")
+        self._released = True
+        self._release()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self.keys)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._released:
+            self.release()
+
+
+class Reservation(ABC):
+    """Slots for new blocks, until `close` or the end of `with`: what is not sealed is given back.
+
+    `outcomes` has one answer for each key: STORED blocks have a slot to fill (`view`) and become
+    blocks of the store with `seal`; all others need nothing. THROTTLED ones did not fit beside
+    those before them: seal these, then reserve again. For one thread at a time.
+    """
+
+    outcomes: list[Put]
+
+    @abstractmethod
+    def view(self, index: int) -> memoryview | None:
+        """The payload of a slot, to be filled; None where there is none. Not to be used after
+        `seal` or `close`.
+        """
+
+    @abstractmethod
+    def seal(self, indices: Iterable[int] | None = None) -> None:
+        """These slots, or all, are filled: checksum them, make them blocks, queue them for disk.
+
+        Head first; a block is worth nothing without those before it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back the slots that were not sealed. May be called twice."""
+
+    def __len__(self) -> int:
+        return len(self.outcomes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PrefetchHint(Protocol):
+    """Answer to `hint`: blocks that come to memory in the background."""
+
+    wanted: int
+    """Blocks that it is to bring; others are in memory, unknown, or too many."""
+
+    @property
+    @abstractmethod
+    def brought(self) -> int:
+        """Blocks that are in memory because of it, so far."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Bring no more; what is under way still arrives. May be called twice."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """True once everything was brought, or will not be; False after `timeout_s`."""
+
+
+class Depot(Protocol):
+    """Keeps KV blocks in memory and on drives. Use as a context manager or call `close`.
+
+    Buffers are anything with a contiguous buffer: bytes, bytearray, memoryview, numpy, torch CPU
+    tensors through numpy. A buffer belongs to the caller again when the call returns. No call fails
+    because of a disk. After `close` every call but `close` raises StoreClosedError.
+    """
+
+    @abstractmethod
+    def namespace(
+        self,
+        *,
+        model: str,
+        layout: Layout,
+        tenant: str = "",
+        secret: bytes | None = None,
+        **fields: Any,
+    ) -> NamespaceHandle:
+        """Register a namespace and return the handle that makes its keys.
+
+        `layout` is a KVLayout, or a Hugging Face config.json (its path or content) of a model with
+        one KV group, cut into the configuration's `block_tokens`. `secret` seeds the keys; left
+        out, it is taken from the configuration's `tenants` table. Other fields are those of
+        core.namespace.Namespace: fingerprint, shard_rank, shard_size, adapter, extra.
+        """
+
+    @abstractmethod
+    def register(self, namespace: Namespace) -> NamespaceHandle:
+        """`namespace` for a Namespace that exists already."""
+
+    def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
+        """Offload one block. See put_many."""
+        return self.put_many([key], [buffer], timeout_s=timeout_s)[0]
+
+    @abstractmethod
+    def put_many(
+        self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> list[Put]:
+        """Offload blocks: in memory when this returns, on disk later (`flush` waits for that).
+
+        Keys of one prompt go head first. STORED or PRESENT are true. THROTTLED: too much waits to
+        be written or is in use, and `timeout_s` (default writeback.put_timeout) has passed.
+        REFUSED: the block can never fit. Raises BadBufferError and KeyFormatError for a caller's
+        mistake, before anything is stored.
+        """
+
+    @abstractmethod
+    def reserve(self, keys: Sequence[BlockKey], *, timeout_s: float | None = None) -> Reservation:
+        """Offload without a copy: slots in memory for new blocks, which the caller fills in place.
+
+        Keys of one prompt go head first. Waits up to `timeout_s` (default writeback.put_timeout)
+        for room for the first block; further ones that do not fit at once are THROTTLED.
+        """
+
+    @property
+    @abstractmethod
+    def memory(self) -> tuple[memoryview, ...]:
+        """All memory that views of blocks lie in, for a device to be told of (page-locking)."""
+
+    def get(
+        self,
+        key: BlockKey,
+        into: Any,
+        *,
+        layers: range | None = None,
+        timeout_s: float | None = None,
+    ) -> Got:
+        """Onboard one block. See get_many."""
+        return self.get_many([key], [into], layers=layers, timeout_s=timeout_s)[0]
+
+    @abstractmethod
+    def get_many(
+        self,
+        keys: Sequence[BlockKey],
+        intos: Sequence[Any],
+        *,
+        layers: range | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Got]:
+        """Onboard blocks, or only a range of their layers, each into its buffer.
+
+        Every answer is true and the buffer holds exactly what was put, or false with a reason, and
+        the buffer is undefined. Returns after `timeout_s` (default ssd.read_timeout) at the latest,
+        with what is ready. Page-aligned buffers are not needed. Raises BadBufferError and
+        KeyFormatError for a caller's mistake, before anything is read.
+        """
+
+    @abstractmethod
+    def match(self, keys: Sequence[BlockKey]) -> Match:
+        """The longest resident prefix. Answered from memory; changes nothing."""
+
+    @abstractmethod
+    def lease(self, keys: Sequence[BlockKey]) -> Lease:
+        """Match, and protect what matched from eviction until the lease ends. Counts as a use."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[BlockKey]) -> int:
+        """Count the resident prefix as used now. Returns its length."""
+
+    @abstractmethod
+    def session(
+        self,
+        name: str,
+        keys: Sequence[BlockKey] | None = None,
+        state: str = "alive",
+        *,
+        tenant: str = "",
+    ) -> int:
+        """Remember the prompt of a session, and what becomes of it: alive, pending (a tool call is
+        under way) or closed (it will not come back). Returns how many of its blocks are here.
+
+        `keys` of one prompt, head first; left out, those that `tenant` has given that name before.
+        Not a use. Names are kept in memory only, and the oldest are forgotten (store/sessions.py).
+        """
+
+    @abstractmethod
+    def hint(
+        self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = ""
+    ) -> PrefetchHint:
+        """Blocks of one prompt, head first, that will be wanted within `deadline_s` seconds; or the
+        name of a session of `tenant`.
+
+        They come to memory in the background as far as there is room. Does not block.
+        """
+
+    @abstractmethod
+    def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
+        """Delete blocks everywhere, also after a restart. Returns how many were there.
+
+        A leased block vanishes from lookups at once and from its tiers when its last lease ends. On
+        a store opened read-only the removal lasts as long as this process has it open.
+        """
+
+    def remove_namespace(self, space: NamespaceHandle) -> int:
+        """Delete every block of a namespace, also after a restart. Returns how many were there."""
+        return self.remove_tag(space.tag)
+
+    @abstractmethod
+    def remove_tag(self, tag: bytes) -> int:
+        """`remove_namespace` by the first bytes of its keys."""
+
+    @abstractmethod
+    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
+        """Wait until everything put before this call is on disk, and durable as configured."""
+
+    @abstractmethod
+    def set_write_mode(self, tier: str, mode: str) -> None:
+        """Change how a file tier gets its blocks (`write_mode` of its settings), from now on."""
+
+    @abstractmethod
+    def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
+        """Use one more drive, which must be empty, from now on; its capacity is the others'."""
+
+    @abstractmethod
+    def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
+        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
+
+    @abstractmethod
+    def resize(self, tier: str, capacity: int | str) -> None:
+        """Let a file tier have more or less room, as `capacity` of its settings."""
+
+    @abstractmethod
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """Write every lookup from now on to a new file, a trace for `kvdepot sim`."""
+
+    @abstractmethod
+    def stop_recording(self) -> int:
+        """End `record`. Returns how many requests were written; 0 if nothing was recorded."""
+
+    @abstractmethod
+    def check(self, *, deep: bool = True) -> CheckReport:
+        """Verify the index and the tiers against each other and, if `deep`, every byte in memory
+        and on disk.
+        """
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Counters, and what each tier holds and how it is, as plain values."""
+
+    @abstractmethod
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
+        """Write down what waits, stop the threads, release everything. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
