@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from log_drive import play_log
+from synthetic_loads import LOADS
+
 from kvdepot.cli import output
 from kvdepot.policy.eviction import ORDERS
 from kvdepot.policy.placing.reclaim import RULES
-from kvdepot.sim.capacity import Capacity
-from kvdepot.sim.loads import LOADS
-from kvdepot.sim.log import play_log
-from kvdepot.sim.requests import Workload
-from kvdepot.sim.sessions import Replay
-from kvdepot.sim.study import OPTIMAL, Case, play
-from kvdepot.sim.traces.traces import read_trace
+from kvdepot.sim.hits_only import OPTIMAL, Capacity, Case, play
+from kvdepot.sim.traces.agent_sessions import Replay
+from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.workload import Workload
 
 TRACES: Final = Path("/work/shared/data/traces")
 MILLIONS: Final = (1, 3, 10, 50)

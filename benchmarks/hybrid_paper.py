@@ -22,9 +22,9 @@ from kvdepot.cli import output
 from kvdepot.cli.report.page import table, whole
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulated import Machines, fleet_of, gpu_power_w
-from kvdepot.sim.fleet import Fleet
-from kvdepot.sim.measures import Findings
-from kvdepot.sim.traces.arrivals import Conversations, MultiTurn
+from kvdepot.sim.arrivals import Conversations, MultiTurn
+from kvdepot.sim.fleet import SimulatedFleet
+from kvdepot.sim.results import Findings
 
 BLOCK_TOKENS: Final = 16
 SSDS, DRIVES = 4, 12
@@ -118,7 +118,7 @@ class Experiments:
             for user in range(talks.users):
                 blocks |= dict.fromkeys(workload.request(user * talks.turns).blocks.tolist())
             setup = replace(setup, preload={first: tuple(blocks)})
-        found = Fleet(setup, workload).run(Conversations(talks), lambda done: None)
+        found = SimulatedFleet(setup, workload).run(Conversations(talks), lambda done: None)
         self._step()
         return found
 

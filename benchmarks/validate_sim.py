@@ -25,14 +25,14 @@ import numpy as np
 import kvdepot
 from kvdepot.core.layout import KVLayout
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.sim.drives import Medium
-from kvdepot.sim.fleet import Fleet, FleetSetup, TierSetup
-from kvdepot.sim.gpu import Pace
-from kvdepot.sim.measures import Findings
-from kvdepot.sim.requests import NO_PARENT, Request, Workload
-from kvdepot.sim.traces.arrivals import AsRecorded, MultiTurn
-from kvdepot.sim.traces.traces import read_trace
-from kvdepot.sim.worker import Habits
+from kvdepot.sim.arrivals import AsRecorded, MultiTurn
+from kvdepot.sim.drives import DriveSpeed
+from kvdepot.sim.fleet import FleetSetup, SimulatedFleet, TierSetup
+from kvdepot.sim.gpu import GpuPace
+from kvdepot.sim.results import Findings
+from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.worker import WorkerRules
+from kvdepot.sim.workload import NO_PARENT, PromptRequest, Workload
 
 MIB: Final = 1 << 20
 BLOCK_BYTES: Final = 256 << 10
@@ -91,7 +91,7 @@ def opened(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def calibrate(folder: Path) -> dict[str, Medium]:
+def calibrate(folder: Path) -> dict[str, DriveSpeed]:
     """Latency and rate of each tier, from fetches of 1 to 64 blocks of one prompt."""
     count = max(SIZES)
     chains = [list(range(at * count, (at + 1) * count)) for at in range(ROUNDS * len(SIZES))]
@@ -115,14 +115,14 @@ def calibrate(folder: Path) -> dict[str, Medium]:
     return {tier: _line(found) for tier, found in times.items()}
 
 
-def _line(times: dict[int, list[float]]) -> Medium:
+def _line(times: dict[int, list[float]]) -> DriveSpeed:
     """Seconds = latency + blocks · each, through the medians, by least relative squares."""
     sizes = np.array(sorted(times), dtype=float)
     middle = np.array([median(times[int(size)]) for size in sizes])
     rows = np.stack((np.ones_like(sizes), sizes), axis=1) / middle[:, None]
     (latency_s, block_s), *_ = np.linalg.lstsq(rows, np.ones_like(sizes), rcond=None)
     rate = BLOCK_BYTES / block_s
-    return Medium(1, rate, rate, latency_s=max(0.0, float(latency_s)))
+    return DriveSpeed(1, rate, rate, latency_s=max(0.0, float(latency_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def zipf(users: int, blocks: int, requests: int) -> Workload:
     chains = [workload.new_blocks(NO_PARENT, blocks) for _ in range(users)]
     weights = [1.0 / (rank + 1) for rank in range(users)]
     asked = [
-        Request(0.0, 512 * blocks, 1, chains[draw.choices(range(users), weights)[0]])
+        PromptRequest(0.0, 512 * blocks, 1, chains[draw.choices(range(users), weights)[0]])
         for _ in range(requests)
     ]
     return spaced(asked, workload.parents, 512)
@@ -203,11 +203,11 @@ def measure(case: Case, folder: Path) -> tuple[dict[str, float], list[float]]:
     return {tier: count / asked for tier, count in tokens.items()}, times
 
 
-def simulate(case: Case, media: dict[str, Medium]) -> Findings:
-    pace = Pace(PrefillPace(0.0, 1e-9, 0.0), 1e-9, 0.0)
+def simulate(case: Case, media: dict[str, DriveSpeed]) -> Findings:
+    pace = GpuPace(PrefillPace(0.0, 1e-9, 0.0), 1e-9, 0.0)
     sizes = {"dram": case.dram_blocks, "ssd": case.workload.block_count}
     setup = FleetSetup(
-        habits=Habits(pace, case.workload.block_tokens, keeps_memory=False, decides=False),
+        habits=WorkerRules(pace, case.workload.block_tokens, keeps_memory=False, decides=False),
         block_bytes=BLOCK_BYTES,
         memory_blocks=10**6,
         link_bytes_per_s=1e15,
@@ -217,10 +217,10 @@ def simulate(case: Case, media: dict[str, Medium]) -> Findings:
             for name in ("dram", "ssd")
         ),
     )
-    return Fleet(setup, case.workload).run(AsRecorded(case.workload), lambda done: None)
+    return SimulatedFleet(setup, case.workload).run(AsRecorded(case.workload), lambda done: None)
 
 
-def compare(case: Case, media: dict[str, Medium], folder: Path) -> dict[str, Any]:
+def compare(case: Case, media: dict[str, DriveSpeed], folder: Path) -> dict[str, Any]:
     replays = [measure(case, folder) for _ in range(REPLAYS)]
     ratios = replays[0][0]
     # Others use this machine too: of each request the median of its times.

@@ -10,7 +10,7 @@ from tests.server.conftest import StartDaemon
 import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.errors import ConfigError
-from kvdepot.sim.traces.traces import read_trace
+from kvdepot.sim.traces.formats import read_trace
 from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]

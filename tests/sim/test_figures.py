@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.policy.eviction import ORDERS
-from kvdepot.sim.capacity import parse_capacity
-from kvdepot.sim.hits import HitCounts
-from kvdepot.sim.requests import NO_PARENT, Numbering, Request, Workload
-from kvdepot.sim.study import POLICIES, Case, play
-from kvdepot.sim.traces.traces import read_trace
+from kvdepot.sim.hits_only import POLICIES, Case, HitCounts, parse_capacity, play
+from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.workload import NO_PARENT, Numbering, PromptRequest, Workload
 
 TRACES = Path(os.environ.get("KVDEPOT_TRACES", "/work/shared/data/traces"))
 CONVERSATION = TRACES / "mooncake_conversation.jsonl.xz"
@@ -72,7 +70,7 @@ def workload_of(prompts: list[list[int]], block_tokens: int = 10, last: int = 10
     for number, path in enumerate(prompts):
         names = [tuple(path[: length + 1]) for length in range(len(path))]
         tokens = block_tokens * (len(path) - 1) + last if path else 0
-        workload.add(Request(float(number), tokens, 0, numbering.chain(names)))
+        workload.add(PromptRequest(float(number), tokens, 0, numbering.chain(names)))
     return workload
 
 
@@ -153,14 +151,14 @@ def test_a_partly_filled_block_counts_with_its_tokens() -> None:
     workload = Workload(512)
     numbering = Numbering(workload)
     for number in range(2):
-        workload.add(Request(float(number), 700, 0, numbering.chain(["a", "b"])))
+        workload.add(PromptRequest(float(number), 700, 0, numbering.chain(["a", "b"])))
     assert hits(workload, "lru", "dram=inf").tokens_hit == {"dram": 700}
 
 
 def test_requests_without_blocks_are_no_trouble() -> None:
     workload = Workload(512)
-    workload.add(Request(0.0, 0, 0, np.zeros(0, dtype=np.int64)))
-    workload.add(Request(1.0, 700, 0, workload.new_blocks(NO_PARENT, 2)))
+    workload.add(PromptRequest(0.0, 0, 0, np.zeros(0, dtype=np.int64)))
+    workload.add(PromptRequest(1.0, 700, 0, workload.new_blocks(NO_PARENT, 2)))
     for policy in POLICIES:
         assert ratio(workload, policy, "dram=1ktok") == 0.0
 

@@ -8,20 +8,19 @@ from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.sim.drives import Medium
-from kvdepot.sim.fleet import Fleet, FleetSetup, TierSetup
-from kvdepot.sim.gpu import Pace
-from kvdepot.sim.measures import Findings
-from kvdepot.sim.requests import Request, Workload
-from kvdepot.sim.sampling import interval_of, part_of
-from kvdepot.sim.traces.arrivals import AsRecorded, Conversations, MultiTurn
-from kvdepot.sim.worker import HBM, Habits
+from kvdepot.sim.arrivals import AsRecorded, Conversations, MultiTurn
+from kvdepot.sim.drives import DriveSpeed
+from kvdepot.sim.fleet import FleetSetup, SimulatedFleet, TierSetup, interval_of, part_of
+from kvdepot.sim.gpu import GpuPace
+from kvdepot.sim.results import Findings
+from kvdepot.sim.worker import HBM, WorkerRules
+from kvdepot.sim.workload import PromptRequest, Workload
 
-PACE = Pace(PrefillPace(0.001, 1e-4, 1e-8), weights_s=0.005, context_token_s=1e-8)
-SSD = TierSetup("ssd", 100e6, Medium(2, 1e9, 5e8, latency_s=1e-4))
-HDD = TierSetup("hdd", 400e6, Medium(3, 1e8, 1e8, seek_s=0.01), remote=True, shared=True)
+PACE = GpuPace(PrefillPace(0.001, 1e-4, 1e-8), weights_s=0.005, context_token_s=1e-8)
+SSD = TierSetup("ssd", 100e6, DriveSpeed(2, 1e9, 5e8, latency_s=1e-4))
+HDD = TierSetup("hdd", 400e6, DriveSpeed(3, 1e8, 1e8, seek_s=0.01), remote=True, shared=True)
 SETUP = FleetSetup(
-    habits=Habits(PACE, 64),
+    habits=WorkerRules(PACE, 64),
     block_bytes=1e6,
     memory_blocks=40,
     link_bytes_per_s=1e10,
@@ -33,7 +32,7 @@ TALKS = MultiTurn(users=6, turns=4, system_tokens=128, history_tokens=512, qps=2
 
 def run(setup: FleetSetup, talks: MultiTurn = TALKS, seed: int = 0) -> Findings:
     workload = talks.workload(setup.habits.block_tokens)
-    return Fleet(setup, workload).run(Conversations(talks, seed), lambda done: None)
+    return SimulatedFleet(setup, workload).run(Conversations(talks, seed), lambda done: None)
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,7 +60,7 @@ def test_what_is_asked_is_hit_or_computed(
 ) -> None:
     setup = replace(
         SETUP,
-        habits=Habits(PACE, 64, decides=decides),
+        habits=WorkerRules(PACE, 64, decides=decides),
         nodes=nodes,
         workers_per_node=workers,
         memory_blocks=memory,
@@ -95,7 +94,7 @@ def test_one_seed_one_outcome() -> None:
 
 
 def test_without_reuse_all_is_computed() -> None:
-    found = run(replace(SETUP, habits=Habits(PACE, 64, reuse=False)))
+    found = run(replace(SETUP, habits=WorkerRules(PACE, 64, reuse=False)))
     assert found.hit_ratio() == 0.0
     assert all(flow.bytes_written == 0 for flow in found.tiers)
     assert run(SETUP).hit_ratio() > 0.5
@@ -106,16 +105,16 @@ def _two_prompts(gap_s: float) -> Workload:
     workload = Workload(64)
     blocks = workload.new_blocks(-1, 4)
     for arrival_s in (0.0, gap_s):
-        workload.add(Request(arrival_s, 256, 1, blocks))
+        workload.add(PromptRequest(arrival_s, 256, 1, blocks))
     return workload
 
 
 def test_times_of_a_fetch_by_hand() -> None:
     """Nothing is kept in GPU memory, so the second prompt comes from the SSDs."""
-    habits = Habits(PACE, 64, keeps_memory=False, decides=False)
+    habits = WorkerRules(PACE, 64, keeps_memory=False, decides=False)
     workload = _two_prompts(10.0)
     setup = replace(SETUP, habits=habits, tiers=(SSD,))
-    cold, warm = Fleet(setup, workload).run(AsRecorded(workload), lambda done: None).served
+    cold, warm = SimulatedFleet(setup, workload).run(AsRecorded(workload), lambda done: None).served
     # 256 tokens: a step, 256 tokens, 256 * 128 pairs.
     assert cold.ttft_s == pytest.approx(0.001 + 0.0256 + 1e-8 * 256 * 128)
     # Four blocks of 1 MB on two drives of 1 GB/s: 2 ms, and 0.1 ms of latency.
@@ -126,11 +125,11 @@ def test_times_of_a_fetch_by_hand() -> None:
 
 
 def test_a_slow_tier_is_not_fetched_from() -> None:
-    slow = TierSetup("hdd", 400e6, Medium(1, 1e6, 1e8), remote=True, shared=True)
+    slow = TierSetup("hdd", 400e6, DriveSpeed(1, 1e6, 1e8), remote=True, shared=True)
     workload = _two_prompts(10.0)
-    habits = Habits(PACE, 64, keeps_memory=False)
+    habits = WorkerRules(PACE, 64, keeps_memory=False)
     setup = replace(SETUP, habits=habits, tiers=(slow,))
-    _, warm = Fleet(setup, workload).run(AsRecorded(workload), lambda done: None).served
+    _, warm = SimulatedFleet(setup, workload).run(AsRecorded(workload), lambda done: None).served
     assert not warm.hits, "1 s a block, and all is computed in 30 ms"
 
 
@@ -150,7 +149,7 @@ def test_prefix_routing_hits_more_than_random() -> None:
 
 def test_a_shared_tier_serves_what_another_node_computed() -> None:
     setup = replace(SETUP, nodes=4, route="random", tiers=(HDD,))
-    habits = Habits(PACE, 64, decides=False, keeps_memory=False)
+    habits = WorkerRules(PACE, 64, decides=False, keeps_memory=False)
     assert run(replace(setup, habits=habits)).hit_ratio("hdd") > 0.5
 
 
@@ -169,7 +168,7 @@ def test_setups_that_make_no_sense() -> None:
         replace(SETUP, tiers=(replace(SSD, capacity_bytes=1.0),)),
     ):
         with pytest.raises(ConfigError):
-            Fleet(setup, workload)
+            SimulatedFleet(setup, workload)
     with pytest.raises(ConfigError):
         MultiTurn(users=0)
 

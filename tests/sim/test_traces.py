@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvdepot.errors import TraceError
-from kvdepot.sim.requests import Workload
-from kvdepot.sim.sessions import Replay
+from kvdepot.sim.traces.agent_sessions import Replay
+from kvdepot.sim.traces.formats import read_trace
 from kvdepot.sim.traces.trace_file import BadLines
-from kvdepot.sim.traces.traces import read_trace
+from kvdepot.sim.workload import Workload
 
 
 def mooncake(ids: list[int], tokens: int, at_ms: int = 0) -> str:

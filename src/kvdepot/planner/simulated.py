@@ -14,12 +14,12 @@ from kvdepot.planner.outcome import Cost
 from kvdepot.planner.parts import GPU, Device, Parts
 from kvdepot.planner.prefill import Weights, engine_of
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.sim.drives import Medium
+from kvdepot.sim.drives import DriveSpeed
 from kvdepot.sim.fleet import FleetSetup, TierSetup
-from kvdepot.sim.gpu import Pace
-from kvdepot.sim.measures import Findings
-from kvdepot.sim.shelves import WriteMode
-from kvdepot.sim.worker import Habits
+from kvdepot.sim.gpu import GpuPace
+from kvdepot.sim.results import Findings
+from kvdepot.sim.tiers import WriteMode
+from kvdepot.sim.worker import WorkerRules
 
 DAY_S: Final = 86400.0
 SHARED: Final = ("hdd", "object")
@@ -89,14 +89,14 @@ def fleet_of(machines: Machines, parts: Parts, block_tokens: int) -> FleetSetup:
     weights = Weights(model.parameters, model.active_parameters or model.parameters, 2.0)
     engine = engine_of(model, weights, gpu, tp, 0.0)
     bandwidth = float(gpu.memory_bandwidth * tp)
-    pace = Pace(
+    pace = GpuPace(
         prefill=machines.prefill or engine.pace,
         weights_s=weights.active * weights.bytes_each / bandwidth,
         context_token_s=size.growth_bytes_per_token / bandwidth,
         chunk_tokens=machines.chunk_tokens,
     )
     return FleetSetup(
-        habits=Habits(
+        habits=WorkerRules(
             pace,
             block_tokens,
             reuse=machines.reuse,
@@ -121,7 +121,7 @@ def fleet_of(machines: Machines, parts: Parts, block_tokens: int) -> FleetSetup:
 
 
 def _tier(name: str, units: int, device: Device, machines: Machines) -> TierSetup:
-    medium = Medium(
+    medium = DriveSpeed(
         units=units,
         read_bytes_per_s=float(device.read),
         write_bytes_per_s=float(device.write),

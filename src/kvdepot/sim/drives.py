@@ -9,7 +9,7 @@ from math import inf
 
 
 @dataclass(frozen=True, slots=True)
-class Medium:
+class DriveSpeed:
     """One unit of a tier, and how many there are."""
 
     units: int
@@ -43,10 +43,10 @@ class Pipe:
 
 
 @dataclass(slots=True)
-class Drives:
+class DriveQueue:
     """The units of a tier with blocks spread over them in turn, behind pipes."""
 
-    medium: Medium
+    medium: DriveSpeed
     pipes: tuple[Pipe, ...] = ()
     read_busy_s: float = 0.0
     """Unit seconds spent on reads, and on writes."""

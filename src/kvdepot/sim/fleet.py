@@ -1,23 +1,57 @@
-"""A serving fleet under a simulated clock: nodes, their workers and tiers, and who gets what."""
+"""A serving fleet under a simulated clock: nodes, their workers and tiers, and routing."""
 
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import mean, stdev
+from typing import Final, Protocol
 
 import numpy as np
 
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import Rows
 from kvdepot.policy.eviction import order_named
-from kvdepot.sim.agenda import Agenda
-from kvdepot.sim.drives import Drives, Medium, Pipe
-from kvdepot.sim.gpu import Gpu
-from kvdepot.sim.measures import Findings, Served, TierFlow, over_time
-from kvdepot.sim.requests import Workload
-from kvdepot.sim.routing import route_named
-from kvdepot.sim.shelves import Shelf, Shelves, WriteMode
-from kvdepot.sim.tiers import Index, Tier
-from kvdepot.sim.traces.arrivals import Arrivals
-from kvdepot.sim.worker import HBM, Habits, Worker
+from kvdepot.sim.arrivals import ArrivalTimes, MultiTurn
+from kvdepot.sim.drives import DriveQueue, DriveSpeed, Pipe
+from kvdepot.sim.event_queue import EventQueue
+from kvdepot.sim.gpu import SimulatedGpu
+from kvdepot.sim.results import Findings, ServedRequest, TierFlow, over_time
+from kvdepot.sim.tiers import BlockIndex, SimulatedTier, TierStack, TimedTier, WriteMode
+from kvdepot.sim.worker import HBM, ModelWorker, WorkerRules
+from kvdepot.sim.workload import PromptRequest, Workload
+
+ROUTES: Final = ("prefix", "random")
+
+
+class Route(Protocol):
+    """Chooses a worker for a request."""
+
+    def __call__(self, request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWorker: ...
+
+
+def by_prefix(request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWorker:
+    """Where the fewest tokens are left to compute, of this prompt and of those that wait."""
+
+    def left(worker: ModelWorker) -> int:
+        missing = len(request.blocks) - worker.matched(request.blocks)
+        return missing * worker.habits.block_tokens + worker.load_tokens
+
+    return workers[0] if len(workers) == 1 else min(workers, key=left)
+
+
+class AtRandom:
+    """Any of them, from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def __call__(self, request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWorker:
+        return workers[self._draw.randrange(len(workers))]
+
+
+def route_named(name: str, seed: int) -> Route:
+    return by_prefix if name == "prefix" else AtRandom(seed)
+
 
 Progress = Callable[[int], None]
 
@@ -28,7 +62,7 @@ class TierSetup:
 
     name: str
     capacity_bytes: float
-    medium: Medium
+    medium: DriveSpeed
     remote: bool = False
     """Behind the network."""
 
@@ -41,7 +75,7 @@ class TierSetup:
 class FleetSetup:
     """What is simulated."""
 
-    habits: Habits
+    habits: WorkerRules
     block_bytes: float
     """Of a stored block."""
 
@@ -63,15 +97,15 @@ class FleetSetup:
     """Blocks that lie in a tier before the first request."""
 
 
-class Fleet:
+class SimulatedFleet:
     """Runs one workload, once."""
 
     def __init__(self, setup: FleetSetup, workload: Workload) -> None:
         """Raises ConfigError for what does not fit together."""
         _check(setup)
         self._setup, self._workload = setup, workload
-        self._agenda = Agenda()
-        self._shared_index = Index.of(workload)
+        self._agenda = EventQueue()
+        self._shared_index = BlockIndex.of(workload)
         shared_pipe = Pipe(setup.network_bytes_per_s)
         shared = [
             self._shelf(tier, self._shared_index, (shared_pipe,))
@@ -79,14 +113,14 @@ class Fleet:
             if tier.shared
         ]
         self._shelves = list(shared)
-        self._workers: list[Worker] = []
+        self._workers: list[ModelWorker] = []
         for _ in range(setup.nodes):
             self._add_node(shared)
         self._route = route_named(setup.route, setup.seed)
-        self._served: list[Served] = []
+        self._served: list[ServedRequest] = []
         self._preload()
 
-    def run(self, arrivals: Arrivals, progress: Progress) -> Findings:
+    def run(self, arrivals: ArrivalTimes, progress: Progress) -> Findings:
         """Until everybody is answered."""
         for time_s, number in arrivals.first():
             self._note(time_s, number, arrivals)
@@ -97,8 +131,8 @@ class Fleet:
                 progress(len(self._served))
         return self._findings()
 
-    def _note(self, time_s: float, number: int, arrivals: Arrivals) -> None:
-        def done(served: Served) -> None:
+    def _note(self, time_s: float, number: int, arrivals: ArrivalTimes) -> None:
+        def done(served: ServedRequest) -> None:
             self._served.append(served)
             following = arrivals.after(served.number, served.arrival_s, self._agenda.now_s)
             if following is not None:
@@ -106,14 +140,14 @@ class Fleet:
 
         def come() -> None:
             request = self._workload.request(number)
-            served = Served(number, time_s, request.input_tokens, request.output_tokens)
+            served = ServedRequest(number, time_s, request.input_tokens, request.output_tokens)
             self._route(request, self._workers).arrive(request, served, done)
 
         self._agenda.at(time_s, come)
 
-    def _add_node(self, shared: Sequence[Shelf]) -> None:
+    def _add_node(self, shared: Sequence[TimedTier]) -> None:
         setup = self._setup
-        index = Index.of(self._workload)
+        index = BlockIndex.of(self._workload)
         network = Pipe(setup.network_bytes_per_s)
         local = [
             self._shelf(tier, index, (network,) if tier.remote else ())
@@ -123,23 +157,23 @@ class Fleet:
         self._shelves += local
         indexes = [index, self._shared_index] if shared else [index]
         for _ in range(setup.workers_per_node):
-            worker = Worker(
+            worker = ModelWorker(
                 agenda=self._agenda,
                 habits=setup.habits,
-                gpu=Gpu(self._agenda, setup.habits.pace),
-                memory=Tier(HBM, setup.memory_blocks, index, order_named("lru")),
-                shelves=Shelves([*local, *shared], setup.write_mode),
+                gpu=SimulatedGpu(self._agenda, setup.habits.pace),
+                memory=SimulatedTier(HBM, setup.memory_blocks, index, order_named("lru")),
+                shelves=TierStack([*local, *shared], setup.write_mode),
                 indexes=indexes,
                 link=Pipe(setup.link_bytes_per_s),
             )
             self._workers.append(worker)
 
-    def _shelf(self, tier: TierSetup, index: Index, pipes: tuple[Pipe, ...]) -> Shelf:
+    def _shelf(self, tier: TierSetup, index: BlockIndex, pipes: tuple[Pipe, ...]) -> TimedTier:
         setup = self._setup
         blocks = min(int(tier.capacity_bytes // setup.block_bytes), self._workload.block_count)
-        kept = Tier(tier.name, blocks, index, order_named(setup.policy))
-        drives = Drives(tier.medium, pipes)
-        return Shelf(kept, index, drives, setup.block_bytes, memory=tier.memory)
+        kept = SimulatedTier(tier.name, blocks, index, order_named(setup.policy))
+        drives = DriveQueue(tier.medium, pipes)
+        return TimedTier(kept, index, drives, setup.block_bytes, memory=tier.memory)
 
     def _preload(self) -> None:
         """Lie there from the start, in no time."""
@@ -203,3 +237,42 @@ def _check(setup: FleetSetup) -> None:
     for tier in setup.tiers:
         if tier.capacity_bytes < setup.block_bytes:
             raise ConfigError("--tier", f"{tier.name} is smaller than one block")
+
+
+SAMPLES: Final = 4
+_STUDENT: Final = 3.182
+"""Of the 95 % interval with SAMPLES - 1 degrees of freedom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate, and how far off it is at most, 95 times of 100."""
+
+    mean: float
+    error: float
+
+
+def part_of(talks: MultiTurn, nodes: int, share: float, route: str) -> tuple[MultiTurn, int]:
+    """The same load on each node, with a share of the users and nodes.
+
+    Raises ConfigError where that would not be the same: a random route sends a user back to the
+    same node the more often the fewer nodes there are.
+    """
+    if not 0.0 < share <= 1.0:
+        raise ConfigError("--sample", f"is a share between 0 and 1, got {share:g}")
+    if route != "prefix":
+        raise ConfigError(
+            "--sample",
+            "hits depend on the number of nodes with a random route",
+            hint="--route prefix, or fewer nodes without --sample",
+        )
+    part = round(nodes * share)
+    users = round(talks.users * part / nodes)
+    if part < 1 or users < 1:
+        raise ConfigError("--sample", f"{share:g} of {nodes} nodes or {talks.users} users is none")
+    return replace(talks, users=users, qps=talks.qps * part / nodes), part
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """Of SAMPLES values that were drawn independently."""
+    return Interval(mean(values), _STUDENT * stdev(values) / len(values) ** 0.5)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from kvdepot.policy.fetching.fetch_or_recompute import EngineQueue
 from kvdepot.policy.fetching.speed_models import PrefillPace, attention_work
-from kvdepot.sim.agenda import Agenda
+from kvdepot.sim.event_queue import EventQueue
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class GpuPace:
     """How fast the copy is."""
 
     prefill: PrefillPace
@@ -30,7 +30,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Job:
+class PrefillJob:
     """A prompt of which `context_tokens` are in place, and what to do about its tokens."""
 
     new_tokens: int
@@ -43,14 +43,14 @@ class Job:
     """Called with the last one."""
 
 
-class Gpu:
+class SimulatedGpu:
     """Jobs in steps. `busy_s` is the time spent in steps, `prefill_s` of those with prompts."""
 
-    def __init__(self, agenda: Agenda, pace: Pace) -> None:
+    def __init__(self, agenda: EventQueue, pace: GpuPace) -> None:
         self._agenda = agenda
         self._pace = pace
-        self._waiting: deque[Job] = deque()
-        self._answers: list[tuple[int, int, Job]] = []
+        self._waiting: deque[PrefillJob] = deque()
+        self._answers: list[tuple[int, int, PrefillJob]] = []
         self._context_tokens = 0
         self._steps = 0
         self._jobs = 0
@@ -61,7 +61,7 @@ class Gpu:
         self.prefill_s = 0.0
         self.waiting_tokens = 0
 
-    def add(self, job: Job) -> None:
+    def add(self, job: PrefillJob) -> None:
         """A prompt wants to be computed."""
         self._waiting.append(job)
         self.waiting_tokens += job.new_tokens
@@ -143,7 +143,7 @@ class Gpu:
         self._round += 1
         self._end_rest(min(steps, done + 1), first_s, growth_s, start_s)
 
-    def _after(self, steps: int, finished: list[Job]) -> None:
+    def _after(self, steps: int, finished: list[PrefillJob]) -> None:
         """So many steps are done, and these prompts are computed."""
         self._steps += steps
         self._context_tokens += steps * len(self._answers)
@@ -159,7 +159,7 @@ class Gpu:
             self._context_tokens += job.context_tokens
         self._step()
 
-    def _answered(self, job: Job) -> None:
+    def _answered(self, job: PrefillJob) -> None:
         self._context_tokens -= job.context_tokens + job.output_tokens - 1
         job.last()
 

@@ -20,22 +20,21 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     decide,
 )
 from kvdepot.policy.fetching.speed_models import TierPace
-from kvdepot.sim.agenda import Agenda
 from kvdepot.sim.drives import Pipe
-from kvdepot.sim.gpu import Gpu, Job, Pace
-from kvdepot.sim.measures import Served
-from kvdepot.sim.requests import Request
-from kvdepot.sim.shelves import NOWHERE, Shelves
-from kvdepot.sim.tiers import Index, Tier
+from kvdepot.sim.event_queue import EventQueue
+from kvdepot.sim.gpu import GpuPace, PrefillJob, SimulatedGpu
+from kvdepot.sim.results import ServedRequest
+from kvdepot.sim.tiers import NOWHERE, BlockIndex, SimulatedTier, TierStack
+from kvdepot.sim.workload import PromptRequest
 
 HBM: Final = "hbm"
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class WorkerRules:
     """What a worker does of its own."""
 
-    pace: Pace
+    pace: GpuPace
     block_tokens: int
     reuse: bool = True
     """False: everything is computed, nothing is kept."""
@@ -48,12 +47,12 @@ class Habits:
 
 
 @dataclass(slots=True)
-class Visit:
+class RunningRequest:
     """A request in this worker."""
 
-    served: Served
+    served: ServedRequest
     rows: Rows
-    done: Callable[[Served], None]
+    done: Callable[[ServedRequest], None]
     local: int = 0
     """Blocks that were in GPU memory."""
 
@@ -65,19 +64,19 @@ class Visit:
 
 
 @dataclass(slots=True)
-class Worker:
+class ModelWorker:
     """A copy of the model. The first of `indexes` is that of GPU memory and the node's tiers."""
 
-    agenda: Agenda
-    habits: Habits
-    gpu: Gpu
-    memory: Tier
-    shelves: Shelves
-    indexes: list[Index]
+    agenda: EventQueue
+    habits: WorkerRules
+    gpu: SimulatedGpu
+    memory: SimulatedTier
+    shelves: TierStack
+    indexes: list[BlockIndex]
     link: Pipe
     refused: int = 0
     blocks_asked: int = 0
-    _waiting: deque[Visit] = field(default_factory=deque)
+    _waiting: deque[RunningRequest] = field(default_factory=deque)
     _reserved: int = 0
 
     @property
@@ -98,17 +97,19 @@ class Worker:
                 here |= shelf.tier.has(rows)
         return _leading(here)
 
-    def arrive(self, request: Request, served: Served, done: Callable[[Served], None]) -> None:
+    def arrive(
+        self, request: PromptRequest, served: ServedRequest, done: Callable[[ServedRequest], None]
+    ) -> None:
         """A request comes; `done` is called when it is answered."""
         self.blocks_asked += len(request.blocks)
-        visit = Visit(served, request.blocks, done)
+        visit = RunningRequest(served, request.blocks, done)
         if self._places(visit) > self.memory.capacity_blocks:
             self.refused += 1
             return
         self._waiting.append(visit)
         self._let_in()
 
-    def _places(self, visit: Visit) -> int:
+    def _places(self, visit: RunningRequest) -> int:
         tokens = visit.served.input_tokens + visit.served.output_tokens
         return max(-(-tokens // self.habits.block_tokens), len(visit.rows))
 
@@ -128,7 +129,7 @@ class Worker:
             self._reserved += need
             self._begin(visit)
 
-    def _begin(self, visit: Visit) -> None:
+    def _begin(self, visit: RunningRequest) -> None:
         """Fetch what is worth it, then compute the rest."""
         served, now_s = visit.served, self.agenda.now_s
         served.admitted_s = served.fetched_s = now_s
@@ -137,7 +138,7 @@ class Worker:
             self._fetch(visit)
             self._use(visit.rows[: visit.hit].tolist(), hit=True)
         context = sum(served.hits.values())
-        job = Job(
+        job = PrefillJob(
             served.input_tokens - context,
             context,
             served.output_tokens,
@@ -146,7 +147,7 @@ class Worker:
         )
         self.agenda.at(served.fetched_s, lambda: self.gpu.add(job))
 
-    def _fetch(self, visit: Visit) -> None:
+    def _fetch(self, visit: RunningRequest) -> None:
         served, now_s = visit.served, self.agenda.now_s
         where = self.shelves.where(visit.rows[visit.local :])
         where = where[: _leading(where != NOWHERE)]
@@ -168,14 +169,14 @@ class Worker:
             nbytes = wanted * shelves[0].block_bytes
             served.fetched_s = max(served.fetched_s, self.link.push(now_s, nbytes))
 
-    def _count(self, served: Served, tier: str, start: int, stop: int) -> None:
+    def _count(self, served: ServedRequest, tier: str, start: int, stop: int) -> None:
         """Blocks start..stop are hits of a tier, but for the last token: it is computed."""
         size, most = self.habits.block_tokens, served.input_tokens - 1
         tokens = max(0, min(stop * size, most) - min(start * size, most))
         if tokens:
             served.hits[tier] = served.hits.get(tier, 0) + tokens
 
-    def _wanted(self, visit: Visit, where: Rows) -> int:
+    def _wanted(self, visit: RunningRequest, where: Rows) -> int:
         """How many of the blocks found are fetched."""
         if not self.habits.decides:
             return len(where)
@@ -198,7 +199,7 @@ class Worker:
         engine = EngineFeatures(chunk_tokens=pace.chunk_tokens)
         return decide(prompt, runs, pace.prefill, paces, self.gpu.queue(), engine).cut_blocks
 
-    def _first(self, visit: Visit) -> None:
+    def _first(self, visit: RunningRequest) -> None:
         """The prompt is computed: its blocks are in GPU memory, and go to the tiers."""
         now_s, rows = self.agenda.now_s, visit.rows
         visit.served.first_s = now_s
@@ -215,7 +216,7 @@ class Worker:
         self._use(everyone[visit.hit :], hit=False)
         self.shelves.release(everyone)
 
-    def _last(self, visit: Visit) -> None:
+    def _last(self, visit: RunningRequest) -> None:
         """All is answered: whoever waits for room may come."""
         visit.served.last_s = self.agenda.now_s
         self._reserved -= visit.reserved

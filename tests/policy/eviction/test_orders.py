@@ -14,8 +14,8 @@ from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.policy.eviction import ORDERS, order_named
 from kvdepot.policy.eviction.reuse_density import ReuseDensity
-from kvdepot.sim.requests import NO_PARENT, Workload
-from kvdepot.sim.tiers import Index, Tier
+from kvdepot.sim.tiers import BlockIndex, SimulatedTier
+from kvdepot.sim.workload import NO_PARENT, Workload
 
 BLOCKS = 60
 GROUPS = (1, 2)
@@ -236,8 +236,8 @@ def test_what_was_seen_at_the_ends_of_lines_is_never_out_of_date() -> None:
     draw = random.Random(11)
     workload = Workload(16)
     chains = [workload.new_blocks(NO_PARENT, 6) for _ in range(40)]
-    index, order = Index.of(workload), ReuseDensity()
-    tier = Tier("dram", 60, index, order)
+    index, order = BlockIndex.of(workload), ReuseDensity()
+    tier = SimulatedTier("dram", 60, index, order)
     for _ in range(600):
         rows = chains[min(int(draw.expovariate(0.1)), 39)]
         found = int(tier.has(rows).sum())
@@ -262,8 +262,8 @@ def test_a_few_blocks_are_counted_as_many_are(monkeypatch: pytest.MonkeyPatch) -
         draw = random.Random(5)
         workload = Workload(16)
         chains = [workload.new_blocks(NO_PARENT, 1 + number % 9) for number in range(50)]
-        index, order = Index.of(workload), ReuseDensity()
-        tier = Tier("dram", 80, index, order)
+        index, order = BlockIndex.of(workload), ReuseDensity()
+        tier = SimulatedTier("dram", 80, index, order)
         for _ in range(2000):
             rows = chains[min(int(draw.expovariate(0.1)), 49)]
             found = rows[: int(tier.has(rows).sum())].tolist()

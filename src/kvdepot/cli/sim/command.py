@@ -12,12 +12,10 @@ from kvdepot.cli import output
 from kvdepot.cli.report.curves import Curve, Curves
 from kvdepot.cli.sim import fleet as sim_fleet
 from kvdepot.errors import ConfigError
-from kvdepot.sim.capacity import parse_capacity
-from kvdepot.sim.hits import HitCounts
-from kvdepot.sim.requests import Workload
-from kvdepot.sim.sessions import GAP_S, Replay
-from kvdepot.sim.study import POLICIES, Case, check_case, play
-from kvdepot.sim.traces.traces import read_trace
+from kvdepot.sim.hits_only import POLICIES, Case, HitCounts, check_case, parse_capacity, play
+from kvdepot.sim.traces.agent_sessions import GAP_S, Replay
+from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.workload import Workload
 
 SHOWN_MAX = 5
 """Bad lines printed for people; --json has all of them."""

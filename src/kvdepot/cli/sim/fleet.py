@@ -15,14 +15,12 @@ from kvdepot.errors import ConfigError
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulated import Bill, Machines, bill_of, fleet_of, parse_tiers
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.sim.fleet import Fleet
-from kvdepot.sim.measures import Findings, Spread
-from kvdepot.sim.requests import Workload
-from kvdepot.sim.routing import ROUTES
-from kvdepot.sim.sampling import SAMPLES, Interval, interval_of, part_of
-from kvdepot.sim.study import OPTIMAL
-from kvdepot.sim.traces.arrivals import Arrivals, AsRecorded, Conversations, MultiTurn
+from kvdepot.sim.arrivals import ArrivalTimes, AsRecorded, Conversations, MultiTurn
+from kvdepot.sim.fleet import ROUTES, SAMPLES, Interval, SimulatedFleet, interval_of, part_of
+from kvdepot.sim.hits_only import OPTIMAL
+from kvdepot.sim.results import Findings, Spread
 from kvdepot.sim.worker import HBM
+from kvdepot.sim.workload import Workload
 
 _TALKS: Final = MultiTurn()
 Load = Callable[[argparse.Namespace], Workload]
@@ -109,7 +107,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
         workload = load(args)
         if not 0 < args.speed < inf:
             raise ConfigError("--speed", "should be above 0")
-        arrivals: Arrivals = AsRecorded(workload, args.speed)
+        arrivals: ArrivalTimes = AsRecorded(workload, args.speed)
     else:
         talks = talks_of(args)
         workload, arrivals = talks.workload(args.block_tokens), Conversations(talks, args.seed)
@@ -180,10 +178,10 @@ def talks_of(args: argparse.Namespace) -> MultiTurn:
     )
 
 
-def simulate(machines: Machines, parts: Parts, workload: Workload, arrivals: Arrivals) -> Run:
+def simulate(machines: Machines, parts: Parts, workload: Workload, arrivals: ArrivalTimes) -> Run:
     started_s = time.perf_counter()
     with output.Progress("simulating", total=len(workload)) as line:
-        fleet = Fleet(fleet_of(machines, parts, workload.block_tokens), workload)
+        fleet = SimulatedFleet(fleet_of(machines, parts, workload.block_tokens), workload)
         findings = fleet.run(arrivals, lambda done: line.advance(done - line.done))
     elapsed_s = time.perf_counter() - started_s
     return Run(machines, findings, bill_of(findings, machines, parts), elapsed_s)

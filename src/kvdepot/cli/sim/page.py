@@ -9,7 +9,7 @@ from kvdepot.cli.report.page import section, table, tile, whole
 from kvdepot.cli.report.svg import Bars, Series
 from kvdepot.core.units import format_decimal_bytes
 from kvdepot.planner.simulated import Bill, Machines
-from kvdepot.sim.measures import BINS, Findings, Spread
+from kvdepot.sim.results import BINS, Findings, Spread
 from kvdepot.sim.worker import HBM
 
 _CLASSES: Final = 14

@@ -1,11 +1,13 @@
-"""A trace file as numbered lines, plain or compressed, and what to do about a bad one."""
+"""A trace file as numbered lines, plain or compressed; checked fields of a line; bad lines."""
 
 import gzip
+import json
 import lzma
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 from kvdepot.errors import TraceError
 
@@ -46,3 +48,42 @@ class TraceFile:
         if self.path.suffix == ".xz":
             return lzma.open(self.path, "rt", encoding="utf-8")
         return self.path.open(encoding="utf-8")
+
+
+Fields = dict[str, Any]
+
+
+def parse(line: str) -> Fields:
+    """The object on a line."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise BadLine(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadLine("not a JSON object")
+    return cast(Fields, value)
+
+
+def count(fields: Fields, name: str) -> int:
+    """A whole number that is not negative."""
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise BadLine(f"{name} is {value!r}, and should be a whole number from 0 on")
+    return value
+
+
+def seconds(fields: Fields, name: str) -> float:
+    """A number that is not negative."""
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise BadLine(f"{name} is {value!r}, and should be a number")
+    if not math.isfinite(value) or value < 0:
+        raise BadLine(f"{name} is {value!r}, and should be a number from 0 on")
+    return float(value)
+
+
+def items(fields: Fields, name: str) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise BadLine(f"{name} is {type(value).__name__}, and should be a list")
+    return value

@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from kvdepot.errors import ConfigError
-from kvdepot.sim.requests import NO_PARENT, Request, Workload
+from kvdepot.sim.workload import NO_PARENT, PromptRequest, Workload
 
 
-class Arrivals(Protocol):
+class ArrivalTimes(Protocol):
     """Numbers of requests of a workload, and when they come."""
 
     def first(self) -> Iterator[tuple[float, int]]:
@@ -90,7 +90,7 @@ class MultiTurn:
             for turn in range(self.turns):
                 tokens = self.prompt_tokens(turn)
                 blocks = chain[: tokens // block_tokens]
-                workload.add(Request(0.0, tokens, self.answer_tokens, blocks))
+                workload.add(PromptRequest(0.0, tokens, self.answer_tokens, blocks))
         return workload
 
 

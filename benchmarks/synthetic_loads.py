@@ -13,18 +13,18 @@ from typing import Final
 import numpy as np
 
 from kvdepot.errors import ConfigError
-from kvdepot.sim.requests import NO_PARENT, Ints, Request, Workload
+from kvdepot.sim.workload import NO_PARENT, Ints, PromptRequest, Workload
 
 BLOCK_TOKENS: Final = 512
 _LONGEST_BLOCKS: Final = 160
 """A conversation starts anew when it has grown to this."""
 
-Step = Callable[[], Ints]
+NextPrompt = Callable[[], Ints]
 """The blocks of the next prompt."""
 
 
 @dataclass(slots=True)
-class Talk:
+class Conversation:
     """A conversation: what was said so far."""
 
     workload: Workload
@@ -40,7 +40,7 @@ class Talk:
         return self.blocks
 
 
-class Maker:
+class LoadMaker:
     """A workload being drawn."""
 
     def __init__(self, seed: int) -> None:
@@ -63,7 +63,7 @@ class Maker:
 
     def ask(self, blocks: Ints) -> None:
         number = float(len(self.workload))
-        self.workload.add(Request(number, len(blocks) * BLOCK_TOKENS, 0, blocks))
+        self.workload.add(PromptRequest(number, len(blocks) * BLOCK_TOKENS, 0, blocks))
 
     def zipf(self, count: int, skew: float) -> Callable[[], int]:
         """Draws from `count` things, the first ones most often."""
@@ -72,16 +72,16 @@ class Maker:
         return lambda: self.draw.choices(everyone, cum_weights=sums)[0]
 
 
-def _users(maker: Maker, users: int, skew: float, grows: int = 3) -> Step:
+def _users(maker: LoadMaker, users: int, skew: float, grows: int = 3) -> NextPrompt:
     """Users come back by Zipf's law with what they said before and some more."""
     who = maker.zipf(users, skew)
-    talks = [Talk(maker.workload, maker.nothing) for _ in range(users)]
+    talks = [Conversation(maker.workload, maker.nothing) for _ in range(users)]
     for talk in talks:
         talk.head = maker.fresh(maker.about(8))
     return lambda: talks[who()].more(maker.about(grows))
 
 
-def _loop(maker: Maker, prompts: int, blocks: int) -> Step:
+def _loop(maker: LoadMaker, prompts: int, blocks: int) -> NextPrompt:
     """The same prompts again and again, one after the other."""
     chains = [maker.fresh(blocks) for _ in range(prompts)]
     numbers = _forever(prompts)
@@ -93,24 +93,24 @@ def _forever(count: int) -> Iterator[int]:
         yield from range(count)
 
 
-def _documents(maker: Maker, documents: int, skew: float, mean: int) -> Step:
+def _documents(maker: LoadMaker, documents: int, skew: float, mean: int) -> NextPrompt:
     """Questions about documents, by Zipf's law; each question is new."""
     which = maker.zipf(documents, skew)
     heads = [maker.fresh(maker.about(mean)) for _ in range(documents)]
     return lambda: maker.after(heads[which()], maker.about(2))
 
 
-def _one_off(maker: Maker, mean: int) -> Step:
+def _one_off(maker: LoadMaker, mean: int) -> NextPrompt:
     """Long prompts that nobody asks for again."""
     return lambda: maker.fresh(maker.about(mean))
 
 
-def _agents(maker: Maker, at_once: int, turns: int, heads: int) -> Step:
+def _agents(maker: LoadMaker, at_once: int, turns: int, heads: int) -> NextPrompt:
     """Agents that call tools: quick turns on a growing context, then gone for good."""
     tools = [maker.fresh(12) for _ in range(heads)]
 
-    def start() -> tuple[Talk, int]:
-        return Talk(maker.workload, maker.draw.choice(tools)), maker.about(turns)
+    def start() -> tuple[Conversation, int]:
+        return Conversation(maker.workload, maker.draw.choice(tools)), maker.about(turns)
 
     running = [start() for _ in range(at_once)]
 
@@ -123,10 +123,10 @@ def _agents(maker: Maker, at_once: int, turns: int, heads: int) -> Step:
     return step
 
 
-def _bursts(maker: Maker, sessions: int, burst: int) -> Step:
+def _bursts(maker: LoadMaker, sessions: int, burst: int) -> NextPrompt:
     """A few users ask quickly, then are silent for long, and some of them come back."""
-    talks = [Talk(maker.workload, maker.nothing) for _ in range(sessions)]
-    active: list[tuple[Talk, int]] = []
+    talks = [Conversation(maker.workload, maker.nothing) for _ in range(sessions)]
+    active: list[tuple[Conversation, int]] = []
 
     def step() -> Ints:
         while len(active) < 4:
@@ -142,7 +142,7 @@ def _bursts(maker: Maker, sessions: int, burst: int) -> Step:
     return step
 
 
-def _templates(maker: Maker, width: int, depth: int) -> Step:
+def _templates(maker: LoadMaker, width: int, depth: int) -> NextPrompt:
     """Prompts put together from a tree of shared parts, with a tail of their own."""
     which = maker.zipf(width, 0.8)
     parts: dict[tuple[int, ...], Ints] = {(): maker.nothing}
@@ -159,7 +159,7 @@ def _templates(maker: Maker, width: int, depth: int) -> Step:
     return step
 
 
-def _batches(maker: Maker, blocks: int, length: int) -> Step:
+def _batches(maker: LoadMaker, blocks: int, length: int) -> NextPrompt:
     """Jobs that send many prompts with one long head, a few jobs at a time, each a while."""
     jobs = [maker.fresh(maker.about(blocks)) for _ in range(5)]
 
@@ -172,28 +172,28 @@ def _batches(maker: Maker, blocks: int, length: int) -> Step:
     return step
 
 
-def _office(maker: Maker) -> list[Step]:
+def _office(maker: LoadMaker) -> list[NextPrompt]:
     """Users by day and a batch that reads everything by night, in turn."""
     day, night = _users(maker, 300, 0.9), _loop(maker, 200, 40)
     return [day, night, day, night, day]
 
 
-def _mixed(maker: Maker, *shares: tuple[float, Step]) -> Step:
+def _mixed(maker: LoadMaker, *shares: tuple[float, NextPrompt]) -> NextPrompt:
     """Each prompt from one of several loads."""
     weights, steps = [share for share, _ in shares], [step for _, step in shares]
     return lambda: maker.draw.choices(steps, weights=weights)[0]()
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SyntheticLoad:
     """A load by name. `make` gives one step, or several that follow each other."""
 
-    make: Callable[[Maker], list[Step]]
+    make: Callable[[LoadMaker], list[NextPrompt]]
     requests: int
     held_out: bool
 
     def workload(self, seed: int = 0) -> Workload:
-        maker = Maker(seed)
+        maker = LoadMaker(seed)
         steps = self.make(maker)
         for step in steps:
             for _ in range(self.requests // len(steps)):
@@ -201,35 +201,39 @@ class Load:
         return maker.workload
 
 
-def _chat(maker: Maker) -> Step:
+def _chat(maker: LoadMaker) -> NextPrompt:
     return _users(maker, 600, 0.9)
 
 
-LOADS: Final[dict[str, Load]] = {
-    "zipf users": Load(lambda m: [_users(m, 600, 0.9)], 8000, held_out=False),
-    "zipf documents": Load(lambda m: [_documents(m, 2000, 1.0, 30)], 10000, held_out=False),
-    "loop": Load(lambda m: [_loop(m, 300, 32)], 9000, held_out=False),
-    "system prompts": Load(
+LOADS: Final[dict[str, SyntheticLoad]] = {
+    "zipf users": SyntheticLoad(lambda m: [_users(m, 600, 0.9)], 8000, held_out=False),
+    "zipf documents": SyntheticLoad(
+        lambda m: [_documents(m, 2000, 1.0, 30)], 10000, held_out=False
+    ),
+    "loop": SyntheticLoad(lambda m: [_loop(m, 300, 32)], 9000, held_out=False),
+    "system prompts": SyntheticLoad(
         lambda m: [_mixed(m, (0.7, _documents(m, 40, 0.7, 40)), (0.3, _one_off(m, 30)))],
         8000,
         held_out=False,
     ),
-    "bursts": Load(lambda m: [_bursts(m, 1200, 6)], 9000, held_out=False),
-    "agents": Load(lambda m: [_agents(m, 60, 15, 6)], 8000, held_out=False),
-    "agents, then users": Load(lambda m: [_agents(m, 60, 15, 6), _chat(m)], 12000, held_out=False),
-    "flat users": Load(lambda m: [_users(m, 300, 0.0)], 8000, held_out=False),
-    "users and scans": Load(
+    "bursts": SyntheticLoad(lambda m: [_bursts(m, 1200, 6)], 9000, held_out=False),
+    "agents": SyntheticLoad(lambda m: [_agents(m, 60, 15, 6)], 8000, held_out=False),
+    "agents, then users": SyntheticLoad(
+        lambda m: [_agents(m, 60, 15, 6), _chat(m)], 12000, held_out=False
+    ),
+    "flat users": SyntheticLoad(lambda m: [_users(m, 300, 0.0)], 8000, held_out=False),
+    "users and scans": SyntheticLoad(
         lambda m: [_mixed(m, (0.8, _users(m, 400, 1.1)), (0.2, _one_off(m, 100)))],
         8000,
         held_out=False,
     ),
-    "templates": Load(lambda m: [_templates(m, 12, 5)], 12000, held_out=False),
-    "loop and agents": Load(
+    "templates": SyntheticLoad(lambda m: [_templates(m, 12, 5)], 12000, held_out=False),
+    "loop and agents": SyntheticLoad(
         lambda m: [_mixed(m, (0.5, _loop(m, 200, 40)), (0.5, _agents(m, 30, 10, 4)))],
         8000,
         held_out=False,
     ),
-    "five phases": Load(
+    "five phases": SyntheticLoad(
         lambda m: [
             _documents(m, 800, 0.8, 25),
             _loop(m, 150, 40),
@@ -240,7 +244,7 @@ LOADS: Final[dict[str, Load]] = {
         15000,
         held_out=False,
     ),
-    "mixture": Load(
+    "mixture": SyntheticLoad(
         lambda m: [
             _mixed(
                 m,
@@ -254,13 +258,13 @@ LOADS: Final[dict[str, Load]] = {
         10000,
         held_out=False,
     ),
-    "office hours": Load(_office, 10000, held_out=True),
-    "batches": Load(
+    "office hours": SyntheticLoad(_office, 10000, held_out=True),
+    "batches": SyntheticLoad(
         lambda m: [_mixed(m, (0.7, _batches(m, 60, 80)), (0.3, _users(m, 200, 0.5)))],
         10000,
         held_out=True,
     ),
-    "many tenants": Load(
+    "many tenants": SyntheticLoad(
         lambda m: [
             _mixed(
                 m,
@@ -272,7 +276,7 @@ LOADS: Final[dict[str, Load]] = {
         10000,
         held_out=True,
     ),
-    "deep agents": Load(
+    "deep agents": SyntheticLoad(
         lambda m: [_agents(m, 12, 40, 2), _mixed(m, (0.5, _agents(m, 80, 5, 8)), (0.5, _chat(m)))],
         9000,
         held_out=True,
@@ -280,7 +284,7 @@ LOADS: Final[dict[str, Load]] = {
 }
 
 
-def load_named(name: str) -> Load:
+def load_named(name: str) -> SyntheticLoad:
     """Raises ConfigError for a name that is none."""
     if name not in LOADS:
         raise ConfigError("load", f"{name!r} is not a load", hint=" | ".join(LOADS))

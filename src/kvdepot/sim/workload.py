@@ -21,7 +21,7 @@ class NotAChain(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PromptRequest:
     """One prompt. `blocks` are dense numbers, head first; the last one may be partly filled."""
 
     arrival_s: float
@@ -64,7 +64,7 @@ class Workload:
             self.parents.extend(range(start, start + count - 1))
         return np.arange(start, start + count, dtype=np.int64)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: PromptRequest) -> None:
         breaks = np.flatnonzero(np.diff(request.blocks) != 1) + 1
         starts = np.concatenate(([0], breaks)) if len(request.blocks) else breaks
         counts = np.diff(np.append(starts, len(request.blocks)))
@@ -81,20 +81,20 @@ class Workload:
         self.output_tokens = [self.output_tokens[at] for at in order]
         self.arrivals_s = [self.arrivals_s[at] for at in order]
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[PromptRequest]:
         return map(self.request, range(len(self)))
 
-    def backwards(self) -> Iterator[Request]:
+    def backwards(self) -> Iterator[PromptRequest]:
         """The last request first."""
         return map(self.request, range(len(self) - 1, -1, -1))
 
-    def request(self, number: int) -> Request:
+    def request(self, number: int) -> PromptRequest:
         """One request by its place in the order of arrival."""
         runs = self._runs[number].T.tolist()
         pieces = [np.arange(start, start + count) for start, count in runs]
         blocks = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
         arrival_s, asked = self.arrivals_s[number], self.input_tokens[number]
-        return Request(arrival_s, asked, self.output_tokens[number], blocks)
+        return PromptRequest(arrival_s, asked, self.output_tokens[number], blocks)
 
 
 class Numbering:

@@ -7,7 +7,7 @@ from math import isfinite
 from kvdepot.errors import StateError
 
 
-class Agenda:
+class EventQueue:
     """Events in the order of their times; equal times in the order in which they were noted."""
 
     def __init__(self) -> None:

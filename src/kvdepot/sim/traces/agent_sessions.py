@@ -14,9 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.sim.requests import NO_PARENT, Ints, NotAChain, Request, Workload
-from kvdepot.sim.traces.fields import Fields, count, items, parse, seconds
-from kvdepot.sim.traces.trace_file import BadLine, TraceFile
+from kvdepot.sim.traces.trace_file import BadLine, Fields, TraceFile, count, items, parse, seconds
+from kvdepot.sim.workload import NO_PARENT, Ints, NotAChain, PromptRequest, Workload
 
 GAP_S: Final = 60.0
 _UNKNOWN: Final = -1
@@ -54,9 +53,7 @@ def read(file: TraceFile, replay: Replay) -> Workload:
         for request in found:
             workload.add(request)
         start_s += draw.expovariate(1 / replay.gap_s)
-    workload = Workload(64 * replay.merge) if workload is None else workload
-    workload.sort()
-    return workload
+    return Workload(64 * replay.merge) if workload is None else workload
 
 
 def _workload_for(fields: Fields, replay: Replay, workload: Workload | None) -> Workload:
@@ -78,7 +75,7 @@ class _Session:
     merge: int
     numbers: Ints = field(default_factory=lambda: np.full(1024, _UNKNOWN, dtype=np.int64))
 
-    def requests(self, fields: Fields, start_s: float) -> Iterator[Request]:
+    def requests(self, fields: Fields, start_s: float) -> Iterator[PromptRequest]:
         """The session's requests, and those of its sub-agents."""
         tools, system = count(fields, "tool_tokens"), count(fields, "system_tokens")
         head: int | None = None
@@ -94,7 +91,7 @@ class _Session:
                 head = int(ids[0])
             shares = len(ids) and ids[0] == head
             blocks = self._chain(ids[self.merge - 1 :: self.merge], tools, system, bool(shares))
-            yield Request(at_s, tokens, count(asked, "out"), blocks)
+            yield PromptRequest(at_s, tokens, count(asked, "out"), blocks)
 
     def _chain(self, ids: Ints, tools: int, system: int, shares: bool) -> Ints:
         """Dense numbers; ids seen for the first time get new ones, or those of a shared prefix."""

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from benchmarks.log_drive import SEGMENTS, LogDrive, play_log
+from benchmarks.synthetic_loads import LOADS, SyntheticLoad, load_named
 
 from kvdepot.errors import ConfigError
 from kvdepot.policy.placing.reclaim import RULES, rule_named
-from kvdepot.sim.loads import LOADS, Load, load_named
-from kvdepot.sim.log import SEGMENTS, LogDrive, play_log
-from kvdepot.sim.requests import NO_PARENT, Request, Workload
-from kvdepot.sim.tiers import Index
+from kvdepot.sim.tiers import BlockIndex
+from kvdepot.sim.workload import NO_PARENT, PromptRequest, Workload
 
 BLOCKS = 4
 
@@ -19,7 +19,7 @@ def looped(prompts: int, rounds: int) -> Workload:
     chains = [workload.new_blocks(NO_PARENT, BLOCKS) for _ in range(prompts)]
     for _ in range(rounds):
         for chain in chains:
-            workload.add(Request(0.0, 16 * BLOCKS, 0, chain))
+            workload.add(PromptRequest(0.0, 16 * BLOCKS, 0, chain))
     return workload
 
 
@@ -38,8 +38,8 @@ def test_first_in_first_out_hits_nothing_of_a_longer_loop() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_is_there_without_its_head_nor_beyond_the_capacity(name: str) -> None:
-    workload = Load(LOADS["mixture"].make, 300, held_out=False).workload(seed=3)
-    index = Index.of(workload)
+    workload = SyntheticLoad(LOADS["mixture"].make, 300, held_out=False).workload(seed=3)
+    index = BlockIndex.of(workload)
     drive, capacity = LogDrive(20 * SEGMENTS, index, rule_named(name)), 20 * SEGMENTS
     everyone, parents = np.arange(workload.block_count), np.array(workload.parents)
     for request in workload:
@@ -55,7 +55,7 @@ def test_nothing_is_there_without_its_head_nor_beyond_the_capacity(name: str) ->
 
 @pytest.mark.parametrize("name", LOADS)
 def test_a_load_is_the_same_for_the_same_seed_and_made_of_chains(name: str) -> None:
-    short = Load(load_named(name).make, 60, held_out=False)
+    short = SyntheticLoad(load_named(name).make, 60, held_out=False)
     one, same, other = short.workload(1), short.workload(1), short.workload(2)
     assert [r.blocks.tolist() for r in one] == [r.blocks.tolist() for r in same]
     assert len(one) == len(other) == 60

@@ -13,9 +13,9 @@ import numpy as np
 
 from kvdepot.index.table import Bools, Rows
 from kvdepot.policy.placing.reclaim import ReclaimRule, SegmentFacts
-from kvdepot.sim.hits import Progress
-from kvdepot.sim.requests import Workload
-from kvdepot.sim.tiers import Index
+from kvdepot.sim.hits_only import Progress
+from kvdepot.sim.tiers import BlockIndex
+from kvdepot.sim.workload import Workload
 
 SEGMENTS: Final = 32
 _OLDEST: Final = 8
@@ -46,7 +46,7 @@ class LogCounts:
 class LogDrive:
     """Room for SEGMENTS segments of equally large blocks."""
 
-    def __init__(self, capacity_blocks: int, index: Index, rule: ReclaimRule) -> None:
+    def __init__(self, capacity_blocks: int, index: BlockIndex, rule: ReclaimRule) -> None:
         self._tree, self._rule = index.tree, rule
         self._segment_blocks = max(1, capacity_blocks // SEGMENTS)
         self._place = np.full(len(index.tree.stamp.array), _NOWHERE, dtype=np.int64)
@@ -139,7 +139,7 @@ def play_log(
     workload: Workload, capacity_blocks: int, rule: ReclaimRule, progress: Progress
 ) -> LogCounts:
     """Every prompt's blocks are read if they are there, and written if not."""
-    index = Index.of(workload)
+    index = BlockIndex.of(workload)
     drive = LogDrive(capacity_blocks, index, rule)
     asked = found = 0
     for number, request in enumerate(workload):

@@ -30,7 +30,7 @@ class Spread:
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequest:
     """One request as it went."""
 
     number: int
@@ -82,7 +82,7 @@ class TierFlow:
 class Findings:
     """Everything that a run found out."""
 
-    served: list[Served]
+    served: list[ServedRequest]
     refused: int
     """Requests that are too long for GPU memory."""
 

@@ -1,0 +1,270 @@
+"""`kvdepot sim --hits-only`: what is hit, and in which tier, if every request is served at once.
+
+A request hits its longest prefix of which each block is in some tier, and a block counts for the
+fastest tier that has it. Afterwards all of its blocks are in every tier that has room for them
+(write-through), the head as the most recently used. A block counts with the tokens it holds: the
+last one of a prompt may be partly filled; it takes a whole place and counts with its few tokens.
+
+The offline optimum is Belady's MIN: when room is needed, the block leaves whose next use is
+farthest away, and a block that is never used again does not come in at all. A prefix is used
+whenever its continuation is, so its next use is never later; with equal ones the deeper block
+leaves. So whole prefixes stay, and MIN, which is optimal in blocks without that rule, is with it
+too. In tokens a partly filled last block counts for less than its place, which MIN ignores, so the
+optimum in tokens may be higher by less than those blocks' hits.
+"""
+
+import heapq
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Final
+
+import numpy as np
+
+from kvdepot.errors import ConfigError
+from kvdepot.policy.eviction import ORDERS, order_named
+from kvdepot.sim.tiers import BlockIndex, SimulatedTier
+from kvdepot.sim.workload import NO_PARENT, Ints, PromptRequest, Workload
+
+TIERS: Final = ("dram", "cxl", "ssd", "hdd")
+"""Fastest first."""
+_FACTORS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_TOKENS: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kmgt]?)tok", re.IGNORECASE)
+_HINT: Final = "--capacity dram=3Mtok,ssd=50Mtok (k, M, G, T are powers of 1000), or dram=inf"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Tokens each tier can hold, fastest tier first; None is without end."""
+
+    tokens: Mapping[str, int | None]
+    text: str
+
+    @property
+    def total_tokens(self) -> int | None:
+        """What the largest tier holds: with write-through every block is in every tier."""
+        sizes = list(self.tokens.values())
+        return None if None in sizes else max(size for size in sizes if size is not None)
+
+    def blocks(self, tier: str, block_tokens: int, unlimited: int) -> int:
+        tokens = self.tokens[tier]
+        return unlimited if tokens is None else tokens // block_tokens
+
+
+def parse_capacity(text: str) -> Capacity:
+    """Raises ConfigError for anything that is not a list of tiers and tokens."""
+    found: dict[str, int | None] = {}
+    for part in text.split(","):
+        tier, _, size = part.strip().partition("=")
+        if tier not in TIERS or tier in found:
+            reason = "named twice" if tier in found else f"no tier; they are {', '.join(TIERS)}"
+            raise ConfigError("--capacity", f"{tier!r} is {reason}", hint=_HINT)
+        found[tier] = _tokens(size)
+    return Capacity({tier: found[tier] for tier in TIERS if tier in found}, text)
+
+
+def _tokens(size: str) -> int | None:
+    if size == "inf":
+        return None
+    match = _TOKENS.fullmatch(size)
+    if match is None:
+        raise ConfigError("--capacity", f"{size!r} is not a number of tokens", hint=_HINT)
+    tokens = int(Decimal(match[1]) * _FACTORS[match[2].lower()])
+    if not tokens:
+        raise ConfigError("--capacity", "a tier of no tokens", hint=_HINT)
+    return tokens
+
+
+Progress = Callable[[int], None]
+_REPORT_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HitCounts:
+    """What a workload hit."""
+
+    tokens_asked: int
+    tokens_hit: dict[str, int]
+    """By tier, fastest first."""
+    blocks_asked: int
+    blocks_entered: int
+    blocks_evicted: int
+
+    @property
+    def token_hit_ratio(self) -> float:
+        return sum(self.tokens_hit.values()) / self.tokens_asked if self.tokens_asked else 0.0
+
+    @property
+    def by_tier(self) -> dict[str, float]:
+        return {
+            tier: tokens / self.tokens_asked if self.tokens_asked else 0.0
+            for tier, tokens in self.tokens_hit.items()
+        }
+
+    @property
+    def events(self) -> int:
+        """Blocks asked for, brought in and evicted."""
+        return self.blocks_asked + self.blocks_entered + self.blocks_evicted
+
+
+class HitsOnly:
+    """Requests against tiers, without time."""
+
+    def __init__(
+        self, index: BlockIndex, tiers: Sequence[SimulatedTier], block_tokens: int
+    ) -> None:
+        self._tree = index.tree
+        self._tiers = list(tiers)
+        self._block_tokens = block_tokens
+        self._tokens_hit = {tier.name: 0 for tier in tiers}
+        self._blocks_asked = 0
+
+    def run(self, workload: Workload, progress: Progress) -> HitCounts:
+        for number, request in enumerate(workload):
+            self.serve(request)
+            if number % _REPORT_REQUESTS == 0:
+                progress(number)
+        return HitCounts(
+            workload.tokens_asked,
+            self._tokens_hit,
+            self._blocks_asked,
+            sum(tier.entered for tier in self._tiers),
+            sum(tier.evicted for tier in self._tiers),
+        )
+
+    def serve(self, request: PromptRequest) -> None:
+        rows = request.blocks
+        self._blocks_asked += len(rows)
+        hit = self._count_hits(request)
+        self._use(rows[:hit].tolist(), hit=True)
+        everyone = rows.tolist()
+        for tier in self._tiers:
+            tier.leaves.hold_all(everyone)
+            tier.take_in(rows)
+        self._use(everyone, hit=False)
+        for tier in self._tiers:
+            tier.leaves.release_all(everyone)
+
+    def _use(self, rows: list[int], *, hit: bool) -> None:
+        if rows:
+            self._tree.use(rows, hit=hit)
+            for tier in self._tiers:
+                tier.leaves.used(rows, hit=hit)
+
+    def _count_hits(self, request: PromptRequest) -> int:
+        """How many leading blocks are there; their tokens are counted for their tiers."""
+        size, rows = self._block_tokens, request.blocks
+        tokens = np.full(len(rows), size, dtype=np.int64)
+        if len(rows):
+            tokens[-1] = min(size, request.input_tokens - size * (len(rows) - 1))
+        where = np.full(len(rows), len(self._tiers), dtype=np.int64)
+        for number in range(len(self._tiers) - 1, -1, -1):
+            where[self._tiers[number].has(rows)] = number
+        missing = np.flatnonzero(where == len(self._tiers))
+        hit = int(missing[0]) if len(missing) else len(rows)
+        for number, tier in enumerate(self._tiers):
+            self._tokens_hit[tier.name] += int(tokens[:hit][where[:hit] == number].sum())
+        return hit
+
+
+_NEVER = np.iinfo(np.int64).max
+
+
+def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progress) -> HitCounts:
+    """What one tier of this size hits at best."""
+    following = _next_uses(workload)
+    next_use = np.full(workload.block_count, _NEVER, dtype=np.int64)
+    here = np.zeros(workload.block_count, dtype=bool)
+    depth = _depths(workload)
+    line: list[tuple[int, int, int]] = []
+    held = asked = entered = evicted = hit_tokens = 0
+    size = workload.block_tokens
+    for number, (request, following_use) in enumerate(zip(workload, following, strict=True)):
+        blocks = request.blocks
+        absent = np.flatnonzero(~here[blocks])
+        hit = int(absent[0]) if len(absent) else len(blocks)
+        hit_tokens += min(hit * size, request.input_tokens)
+        asked += len(blocks)
+        next_use[blocks] = following_use
+        wanted = blocks[following_use != _NEVER]
+        entered += int((~here[wanted]).sum())
+        held += int((~here[wanted]).sum()) - int(here[blocks[following_use == _NEVER]].sum())
+        here[blocks[following_use == _NEVER]] = False
+        here[wanted] = True
+        for use, deep, block in zip(
+            (-next_use[wanted]).tolist(), (-depth[wanted]).tolist(), wanted.tolist(), strict=True
+        ):
+            heapq.heappush(line, (use, deep, block))
+        while held > capacity_blocks:
+            use, _, block = heapq.heappop(line)
+            if here[block] and next_use[block] == -use:
+                here[block] = False
+                held -= 1
+                evicted += 1
+        if number % 256 == 0:
+            progress(number)
+    return HitCounts(workload.tokens_asked, {tier: hit_tokens}, asked, entered, evicted)
+
+
+def _next_uses(workload: Workload) -> Iterator[Ints]:
+    """For each request and block the number of the next request for it, or _NEVER.
+
+    Kept as runs meanwhile: a prompt's blocks are mostly used again together.
+    """
+    coming = np.full(workload.block_count, _NEVER, dtype=np.int64)
+    runs: list[tuple[Ints, Ints]] = []
+    for number, request in zip(range(len(workload) - 1, -1, -1), workload.backwards(), strict=True):
+        uses = coming[request.blocks]
+        starts = np.flatnonzero(np.diff(uses, prepend=-1))
+        runs.append((uses[starts], np.diff(starts, append=len(uses))))
+        coming[request.blocks] = number
+    while runs:
+        yield np.repeat(*runs.pop())
+
+
+def _depths(workload: Workload) -> Ints:
+    """How many blocks come before each one."""
+    depths = np.zeros(workload.block_count, dtype=np.int64)
+    for block, parent in enumerate(workload.parents):
+        if parent != NO_PARENT:
+            depths[block] = depths[parent] + 1
+    return depths
+
+
+OPTIMAL: Final = "optimal"
+POLICIES: Final = (*ORDERS, OPTIMAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One policy, used in every tier, at one capacity."""
+
+    policy: str
+    capacity: Capacity
+
+
+def check_case(case: Case, block_tokens: int) -> None:
+    """Raises ConfigError for what cannot be simulated."""
+    if case.policy == OPTIMAL and len(case.capacity.tokens) > 1:
+        raise ConfigError("--policy", "the optimum is known for one tier", hint="one --capacity")
+    for tier in case.capacity.tokens:
+        if not case.capacity.blocks(tier, block_tokens, 1):
+            raise ConfigError("--capacity", f"{tier} is less than a block of {block_tokens} tokens")
+
+
+def play(workload: Workload, case: Case, progress: Progress) -> HitCounts:
+    """What the workload hits."""
+    size, unlimited = workload.block_tokens, workload.block_count
+    names = list(case.capacity.tokens)
+    if case.policy == OPTIMAL:
+        blocks = case.capacity.blocks(names[0], size, unlimited)
+        return optimum(workload, names[0], blocks, progress)
+    index = BlockIndex.of(workload)
+    tiers = [
+        SimulatedTier(
+            name, case.capacity.blocks(name, size, unlimited), index, order_named(case.policy)
+        )
+        for name in names
+    ]
+    return HitsOnly(index, tiers, size).run(workload, progress)
