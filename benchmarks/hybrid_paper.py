@@ -21,7 +21,7 @@ from typing import Final
 from kvdepot.cli import output
 from kvdepot.cli.report.page import table, whole
 from kvdepot.planner.parts import Parts, load_parts
-from kvdepot.planner.simulated import Machines, fleet_of, gpu_power_w
+from kvdepot.planner.simulation import Machines, fleet_of, gpu_power_w
 from kvdepot.sim.arrivals import Conversations, MultiTurn
 from kvdepot.sim.fleet import SimulatedFleet
 from kvdepot.sim.results import Findings

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.planner.cost import life_years
-from kvdepot.planner.device import Path, tier_speed
-from kvdepot.planner.model import find_model
+from kvdepot.planner.analytic import NO_WAIT, Wait, wait_for, waits_longer
+from kvdepot.planner.models import find_model
+from kvdepot.planner.outcome import life_years
 from kvdepot.planner.parts import load_parts
-from kvdepot.planner.prefill import Weights, engine_of
-from kvdepot.planner.queueing import NO_WAIT, Wait, wait_for, waits_longer
-from kvdepot.planner.reuse import NEVER_S, Gap, Reuse
+from kvdepot.planner.retention import NEVER_S, ReuseModel, TurnGap
+from kvdepot.planner.tier_load import DataPath, tier_speed
+from kvdepot.planner.traffic import Weights, model_on_gpus
 
 PARTS = load_parts()
-LINE = Path(run_bytes=32e6, links=55e9, link=55e9, network=25e9)
+LINE = DataPath(run_bytes=32e6, links=55e9, link=55e9, network=25e9)
 
 
 def test_prefill_is_what_was_measured_on_an_h200() -> None:
     """shared/facts/machine.md: a Llama-8B shape, 4,096 tokens 122 ms, 21,000 tokens 781 ms."""
     weights = Weights(8.03e9, 8.03e9, 2.0)
-    engine = engine_of(find_model("llama-3-8b"), weights, PARTS.gpu("h200"), 1, 0.0)
+    engine = model_on_gpus(find_model("llama-3-8b"), weights, PARTS.gpu("h200"), 1, 0.0)
     assert engine.prefill_s(4_096, 0) == pytest.approx(0.122, rel=0.03)
     assert engine.prefill_s(21_000, 0) == pytest.approx(0.781, rel=0.03)
 
@@ -31,20 +31,20 @@ def test_prefill_is_what_was_measured_on_an_h200() -> None:
 @given(st.integers(1, 50_000), st.integers(0, 50_000))
 def test_prefill_in_two_steps_takes_as_long_as_in_one(first: int, second: int) -> None:
     weights = Weights(8.03e9, 8.03e9, 2.0)
-    engine = engine_of(find_model("llama-3-8b"), weights, PARTS.gpu("h100"), 1, 0.0)
+    engine = model_on_gpus(find_model("llama-3-8b"), weights, PARTS.gpu("h100"), 1, 0.0)
     whole = engine.prefill_s(first + second, 0)
     assert engine.prefill_s(first, 0) + engine.prefill_s(second, first) == pytest.approx(whole)
 
 
 def test_windows_make_prefill_linear() -> None:
     weights = Weights(7.24e9, 7.24e9, 2.0)
-    engine = engine_of(find_model("mistral-7b"), weights, PARTS.gpu("h100"), 1, 0.0)
+    engine = model_on_gpus(find_model("mistral-7b"), weights, PARTS.gpu("h100"), 1, 0.0)
     assert engine.prefill_s(20_000, 0) == pytest.approx(2 * engine.prefill_s(10_000, 0))
 
 
 def test_gaps_are_lognormal() -> None:
     """Against 200,000 drawn ones, seed 7."""
-    gap = Gap(1.0, 30.0, 1.2)
+    gap = TurnGap(1.0, 30.0, 1.2)
     source = random.Random(7)
     drawn = [source.lognormvariate(math.log(30.0) - 0.72, 1.2) for _ in range(200_000)]
     for age in (5.0, 30.0, 120.0):
@@ -54,16 +54,18 @@ def test_gaps_are_lognormal() -> None:
 
 
 def test_bytes_without_reuse_are_rate_times_age() -> None:
-    talks = Reuse(2.0, turns=1, gaps=(Gap(1.0, 10.0, 1.0),), live_bytes=5.0, final_bytes=7.0)
+    talks = ReuseModel(
+        2.0, turns=1, gaps=(TurnGap(1.0, 10.0, 1.0),), live_bytes=5.0, final_bytes=7.0
+    )
     assert talks.bytes_within(100.0) == pytest.approx(2.0 * 7.0 * 100.0)
     assert talks.horizon_s(1400.0) == pytest.approx(100.0, rel=1e-3)
 
 
 def test_nights_do_not_write() -> None:
     """A third of the day is busy: ten days hold a third of what ten busy days would, and a bit."""
-    gaps = (Gap(1.0, 10.0, 1.0),)
-    busy = Reuse(1.0, 1, gaps, 1.0, 1.0, busy_share=1.0)
-    part = Reuse(1.0, 1, gaps, 1.0, 1.0, busy_share=1 / 3)
+    gaps = (TurnGap(1.0, 10.0, 1.0),)
+    busy = ReuseModel(1.0, 1, gaps, 1.0, 1.0, busy_share=1.0)
+    part = ReuseModel(1.0, 1, gaps, 1.0, 1.0, busy_share=1 / 3)
     eight_hours = 8 * 3600.0
     assert part.bytes_within(eight_hours) == busy.bytes_within(eight_hours)
     assert part.bytes_within(864_000.0) == pytest.approx(28_800 + (864_000 - 28_800) / 3)
@@ -72,8 +74,8 @@ def test_nights_do_not_write() -> None:
 def test_horizon_against_a_played_lru() -> None:
     """1,500 requests of talks with gaps, played through an LRU of whole talks, seed 11."""
     turns, rate, size, kept = 8, 1.0, 1.0, 60
-    gap = Gap(1.0, 60.0, 1.0)
-    talks = Reuse(rate, turns, (gap,), size, size)
+    gap = TurnGap(1.0, 60.0, 1.0)
+    talks = ReuseModel(rate, turns, (gap,), size, size)
     source = random.Random(11)
     events = []
     for talk in range(2_000):
@@ -96,7 +98,7 @@ def test_horizon_against_a_played_lru() -> None:
 
 
 def test_a_tier_without_end() -> None:
-    talks = Reuse(1.0, 2, (Gap(1.0, 10.0, 1.0),), 1.0, 1.0)
+    talks = ReuseModel(1.0, 2, (TurnGap(1.0, 10.0, 1.0),), 1.0, 1.0)
     assert talks.horizon_s(1e18) == NEVER_S
     assert talks.horizon_s(0.0) == 0.0
 
@@ -142,7 +144,7 @@ def test_twelve_drives_are_three_times_four_until_the_network() -> None:
 def test_seeks_cost_where_blocks_are_small() -> None:
     """275 MB/s and 12 ms a seek: 128 KiB runs reach 10.5 MB/s, 32 MB runs 249 MB/s."""
     hdd = PARTS.tiers["hdd"]
-    small = Path(run_bytes=131_072, links=55e9, link=55e9, network=25e9)
+    small = DataPath(run_bytes=131_072, links=55e9, link=55e9, network=25e9)
     assert tier_speed("hdd", hdd, 1, small).read_bytes_per_s == pytest.approx(10.5e6, rel=0.01)
     assert tier_speed("hdd", hdd, 1, LINE).read_bytes_per_s == pytest.approx(249e6, rel=0.01)
 

@@ -13,13 +13,11 @@ import pytest
 
 from kvdepot.cli.main import main
 from kvdepot.planner.analytic import AnalyticEvaluator
-from kvdepot.planner.flows import cold_ways
-from kvdepot.planner.outcome import Cost, Evaluate, Mix, Outcome, TierUse
+from kvdepot.planner.outcome import Cost, Evaluate, Mix, MixOutcome, TierUse
 from kvdepot.planner.parts import Parts, load_parts, shipped_parts
-from kvdepot.planner.plan import Plan, make_plan
-from kvdepot.planner.purchase import empty_mix
+from kvdepot.planner.plan import Plan, best, empty_mix, enough_nodes, frontier, make_plan
 from kvdepot.planner.scenario import Goal, Scenario, load_scenario, scenario_names
-from kvdepot.planner.search import best, enough_nodes, frontier
+from kvdepot.planner.tier_load import cold_classes
 
 Seen = pytest.CaptureFixture[str]
 FEW = {"dram": [0, 8], "cxl": [0, 4], "ssd": [0, 4, 8], "hdd": [0, 12, 24], "object": [0, 4]}
@@ -49,8 +47,10 @@ def plan(parts: Parts) -> Plan:
     return make_plan(load_scenario("workstation"), parts)
 
 
-def outcome(units: tuple[int, ...], cost: float, p95: float | None, kept: float = 1e6) -> Outcome:
-    return Outcome(
+def outcome(
+    units: tuple[int, ...], cost: float, p95: float | None, kept: float = 1e6
+) -> MixOutcome:
+    return MixOutcome(
         mix=Mix(units),
         nodes=1,
         ttft_mean_s=p95,
@@ -78,7 +78,7 @@ def test_the_cheapest_that_reaches_the_goals() -> None:
 
 
 def test_enough_nodes_is_the_fewest() -> None:
-    def evaluate(mix: Mix, nodes: int) -> Outcome:
+    def evaluate(mix: Mix, nodes: int) -> MixOutcome:
         return outcome(mix.units, nodes, 10.0 / nodes)
 
     found = enough_nodes(evaluate, Mix((1,)), 2, Goal(1.0))
@@ -91,7 +91,7 @@ def test_another_evaluator_can_take_its_place(parts: Parts) -> None:
     """The rarest thing is fastest for this one: object storage, and never SSDs."""
 
     def evaluator(scenario: Scenario, parts: Parts) -> Evaluate:
-        def evaluate(mix: Mix, nodes: int) -> Outcome:
+        def evaluate(mix: Mix, nodes: int) -> MixOutcome:
             return outcome(mix.units, 1.0 + sum(mix.units), 1.0 if mix.units[4] else 9.0)
 
         return evaluate
@@ -123,7 +123,7 @@ def test_shares_add_up(parts: Parts) -> None:
     evaluate = AnalyticEvaluator(load_scenario("fleet-1000"), parts)
     node = evaluate.node(Mix((8, 4, 8, 24, 4)), 125)
     assert sum(way.share for way in node.ways) == pytest.approx(1.0)
-    assert sum(way.share for way in cold_ways(evaluate.load)) == pytest.approx(1.0)
+    assert sum(way.share for way in cold_classes(evaluate.load)) == pytest.approx(1.0)
     found = evaluate(Mix((8, 4, 8, 24, 4)), 125)
     tiers = sum(use.hit_share for use in found.tiers)
     assert tiers + found.gpu_memory_hit_share == pytest.approx(found.hit_share)

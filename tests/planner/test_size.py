@@ -8,8 +8,7 @@ import pytest
 from kvdepot.cli.main import main
 from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import find_codec, footprint_of
-from kvdepot.planner.known_models import KNOWN_MODELS
-from kvdepot.planner.model import find_model, model_names
+from kvdepot.planner.models import KNOWN_MODELS, find_model, model_names
 from kvdepot.planner.retention import retention
 
 Seen = pytest.CaptureFixture[str]

@@ -1,7 +1,7 @@
 """The analytic evaluator: retention gives hits, hits give load, load gives waiting. Pure.
 
 A request waits for its tier's reads, is fetched, waits for the GPUs, and is prefilled; each copy of
-the model has its own queue.
+the model has its own M/G/1 queue.
 """
 
 from collections.abc import Sequence
@@ -9,16 +9,92 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from kvdepot.planner.cost import Servers, Used, cost_of, life_years
-from kvdepot.planner.device import tier_speed
-from kvdepot.planner.flows import Flow, Way, cold_ways, flows_of, ways_of
-from kvdepot.planner.outcome import Cost, Mix, Outcome, TierUse
+from kvdepot.planner.outcome import (
+    Cost,
+    Mix,
+    MixOutcome,
+    Servers,
+    TierUse,
+    UsedTier,
+    cost_of,
+    life_years,
+)
 from kvdepot.planner.parts import Parts
-from kvdepot.planner.queueing import NO_WAIT, Times, Wait, wait_for, waits_longer
-from kvdepot.planner.reuse import DAY_S, Reuse
+from kvdepot.planner.retention import DAY_S, ReuseModel
 from kvdepot.planner.scenario import Scenario
-from kvdepot.planner.workload import work_out
+from kvdepot.planner.tier_load import (
+    RequestClass,
+    TierLoad,
+    cold_classes,
+    request_classes,
+    tier_loads,
+    tier_speed,
+)
+from kvdepot.planner.traffic import work_out
+
+Times = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nobody waits with chance 1 - busy; the others exponentially long, `mean_s` over all."""
+
+    busy: float
+    mean_s: float
+
+    @property
+    def rate(self) -> float:
+        """Of the exponential part."""
+        return self.busy / self.mean_s if self.mean_s > 0 else np.inf
+
+
+NO_WAIT = Wait(0.0, 0.0)
+
+
+def wait_for(rate: float, mean_s: float, square_s: float) -> Wait | None:
+    """The M/G/1 queue: arrivals a second, mean and mean square of the service time.
+
+    The mean is exact (Pollaczek-Khinchine), the exponential tail is the usual approximation. None
+    where more comes than can be served.
+    """
+    busy = rate * mean_s
+    if busy >= 1.0:
+        return None
+    return Wait(busy, rate * square_s / (2.0 * (1.0 - busy))) if busy > 0 else NO_WAIT
+
+
+def waits_longer(first: Wait, second: Wait, times: Times) -> Times:
+    """The chance that both waits together take longer than each of `times`."""
+    times_s = np.maximum(times, 0.0)
+    one, two = _tail(first, times_s), _tail(second, times_s)
+    both = _both(first.rate, second.rate, times_s)
+    chance = (
+        first.busy * (1.0 - second.busy) * one
+        + second.busy * (1.0 - first.busy) * two
+        + first.busy * second.busy * both
+    )
+    return np.where(times < 0.0, 1.0, chance)
+
+
+def _tail(wait: Wait, times_s: Times) -> Times:
+    if not np.isfinite(wait.rate):
+        return np.zeros_like(times_s)
+    return np.exp(-wait.rate * times_s)
+
+
+def _both(first: float, second: float, times_s: Times) -> Times:
+    """The tail of the sum of two exponential times with these rates."""
+    if not np.isfinite(first):
+        return np.zeros_like(times_s) if not np.isfinite(second) else np.exp(-second * times_s)
+    if not np.isfinite(second):
+        return np.exp(-first * times_s)
+    if abs(first - second) < 1e-6 * first:
+        return (1.0 + first * times_s) * np.exp(-first * times_s)
+    slow = second * np.exp(-first * times_s) - first * np.exp(-second * times_s)
+    return slow / (second - first)
+
 
 CURVE_POINTS: Final = 120
 REFINEMENTS: Final = 2
@@ -27,7 +103,7 @@ QUANTILES: Final = (0.5, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class LoadedNode:
     """One node with a mix, worked out."""
 
     mix: Mix
@@ -36,9 +112,9 @@ class Node:
     """Requests a second."""
 
     memory_s: float
-    flows: tuple[Flow, ...]
+    flows: tuple[TierLoad, ...]
     waits: tuple[Wait, ...]
-    ways: list[Way]
+    ways: list[RequestClass]
     gpu: Wait | None
     """None where more comes than the GPUs can do."""
 
@@ -52,14 +128,14 @@ class AnalyticEvaluator:
         self.parts = parts
         self._horizons: dict[tuple[float, float], float] = {}
 
-    def __call__(self, mix: Mix, nodes: int) -> Outcome:
+    def __call__(self, mix: Mix, nodes: int) -> MixOutcome:
         node = self.node(mix, nodes)
         load, traffic = self.load, self.load.scenario.traffic
         times = self._times(node)
         hits = sum(way.share * way.hit_tokens for way in node.ways)
         in_memory = sum(way.share * way.hit_tokens for way in node.ways if way.tier is None)
         uses = tuple(self._use(node, number) for number in range(len(node.flows)))
-        return Outcome(
+        return MixOutcome(
             mix=mix,
             nodes=nodes,
             ttft_mean_s=sum(times.values()) if node.gpu else None,
@@ -75,14 +151,14 @@ class AnalyticEvaluator:
             cost=self._cost(node, uses, (load.prompt_tokens + traffic.answer_tokens)),
         )
 
-    def node(self, mix: Mix, nodes: int) -> Node:
+    def node(self, mix: Mix, nodes: int) -> LoadedNode:
         """One of `nodes` nodes with this mix: what comes from where, and how long it waits."""
         load, fleet = self.load, self.load.scenario.fleet
         rate = load.scenario.traffic.requests_per_s / nodes
         if not mix.reuse:
-            ways = cold_ways(load)
-            return Node(mix, nodes, rate, 0.0, (), (), ways, self._gpu_wait(ways, rate))
-        reuse = Reuse(
+            ways = cold_classes(load)
+            return LoadedNode(mix, nodes, rate, 0.0, (), (), ways, self._gpu_wait(ways, rate))
+        reuse = ReuseModel(
             requests_per_s=rate,
             turns=load.scenario.traffic.turns,
             gaps=load.gaps,
@@ -96,35 +172,37 @@ class AnalyticEvaluator:
             for (name, device), units in zip(self.parts.tiers.items(), mix.units, strict=True)
             if units
         ]
-        flows = flows_of(load, reuse, speeds, lambda size: self._horizon_s(reuse, size), memory_s)
-        ways = ways_of(load, reuse, flows, memory_s)
+        flows = tier_loads(load, reuse, speeds, lambda size: self._horizon_s(reuse, size), memory_s)
+        ways = request_classes(load, reuse, flows, memory_s)
         waits = tuple(_tier_wait(flow, number, ways, rate) for number, flow in enumerate(flows))
-        return Node(mix, nodes, rate, memory_s, flows, waits, ways, self._gpu_wait(ways, rate))
+        return LoadedNode(
+            mix, nodes, rate, memory_s, flows, waits, ways, self._gpu_wait(ways, rate)
+        )
 
-    def _horizon_s(self, reuse: Reuse, capacity_bytes: float) -> float:
+    def _horizon_s(self, reuse: ReuseModel, capacity_bytes: float) -> float:
         key = (reuse.requests_per_s, capacity_bytes)
         if key not in self._horizons:
             self._horizons[key] = reuse.horizon_s(capacity_bytes)
         return self._horizons[key]
 
-    def _gpu_wait(self, ways: Sequence[Way], rate: float) -> Wait | None:
+    def _gpu_wait(self, ways: Sequence[RequestClass], rate: float) -> Wait | None:
         """In front of one copy of the model; None where it cannot keep up."""
         load = self.load
         decode_s = load.scenario.traffic.answer_tokens * load.engine.decode_token_s
         square = sum(way.share * (way.prefill_s + decode_s) ** 2 for way in ways)
         return wait_for(rate / load.scenario.fleet.replicas, self._gpu_s(ways), square)
 
-    def _gpu_busy(self, node: Node) -> float:
+    def _gpu_busy(self, node: LoadedNode) -> float:
         """What is asked of the GPUs, as a share of their time; may be more than 1."""
         return node.rate / self.load.scenario.fleet.replicas * self._gpu_s(node.ways)
 
-    def _gpu_s(self, ways: Sequence[Way]) -> float:
+    def _gpu_s(self, ways: Sequence[RequestClass]) -> float:
         """GPU time of a request, on average."""
         traffic, engine = self.load.scenario.traffic, self.load.engine
         decode_s = traffic.answer_tokens * engine.decode_token_s
         return sum(way.share * way.prefill_s for way in ways) + decode_s
 
-    def _times(self, node: Node) -> dict[str, float]:
+    def _times(self, node: LoadedNode) -> dict[str, float]:
         """The mean time to the first token, by what it goes into."""
         times = dict.fromkeys(("tier queue", "fetch", "GPU queue", "prefill", "first step"), 0.0)
         times["GPU queue"] = node.gpu.mean_s if node.gpu else 0.0
@@ -136,7 +214,7 @@ class AnalyticEvaluator:
                 times["fetch"] += way.share * node.flows[way.tier].speed.fetch_s(way.nbytes)
         return times
 
-    def _quantiles(self, node: Node) -> dict[str, float | None]:
+    def _quantiles(self, node: LoadedNode) -> dict[str, float | None]:
         names = [f"ttft_p{round(100 * quantile)}_s" for quantile in QUANTILES]
         if node.gpu is None:
             return dict.fromkeys(names)
@@ -149,7 +227,7 @@ class AnalyticEvaluator:
         return dict(zip(names, found, strict=True))
 
     def _crossing(
-        self, node: Node, alone: Times, times: Times, later: Times, share: float
+        self, node: LoadedNode, alone: Times, times: Times, later: Times, share: float
     ) -> float:
         """The time after which `share` of the first tokens come; `later` falls along `times`."""
         for _ in range(REFINEMENTS):
@@ -162,14 +240,14 @@ class AnalyticEvaluator:
             later = self._later(node, alone, times)
         return float(times[int(np.argmax(later <= share))])
 
-    def alone_s(self, node: Node, way: Way) -> float:
+    def alone_s(self, node: LoadedNode, way: RequestClass) -> float:
         """To the first token when nobody else is there."""
         fetch_s = 0.0
         if way.tier is not None:
             fetch_s = node.flows[way.tier].speed.fetch_s(way.nbytes)
         return fetch_s + way.prefill_s + self.load.first_token_s
 
-    def _later(self, node: Node, alone: Times, times: Times) -> Times:
+    def _later(self, node: LoadedNode, alone: Times, times: Times) -> Times:
         """The share of requests whose first token comes later than each of `times`."""
         assert node.gpu is not None
         later = np.zeros_like(times)
@@ -181,7 +259,7 @@ class AnalyticEvaluator:
                 later += chance @ np.array([node.ways[number].share for number in rows])
         return later
 
-    def _use(self, node: Node, number: int) -> TierUse:
+    def _use(self, node: LoadedNode, number: int) -> TierUse:
         flow, ways = node.flows[number], [way for way in node.ways if way.tier == number]
         device = self.parts.tiers[flow.speed.name]
         units = round(flow.speed.capacity_bytes / device.unit)
@@ -202,17 +280,17 @@ class AnalyticEvaluator:
             life_years=life_years(device, units, daily),
         )
 
-    def _cost(self, node: Node, uses: Sequence[TierUse], request_tokens: float) -> Cost:
+    def _cost(self, node: LoadedNode, uses: Sequence[TierUse], request_tokens: float) -> Cost:
         gpu, traffic = self.load.gpu, self.load.scenario.traffic
         busy = min(1.0, self._gpu_busy(node)) * traffic.busy_share
         watts = gpu.idle_power_w + (gpu.power_w - gpu.idle_power_w) * busy
         servers = Servers(gpu, self.load.scenario.fleet.gpus_per_node, node.nodes, watts)
-        used = [Used(self.parts.tiers[use.tier], use.units, use.life_years) for use in uses]
+        used = [UsedTier(self.parts.tiers[use.tier], use.units, use.life_years) for use in uses]
         tokens = request_tokens * traffic.requests_per_s * traffic.busy_share * 3600.0
         return cost_of(self.parts, servers, used, tokens)
 
 
-def _tier_wait(flow: Flow, number: int, ways: Sequence[Way], rate: float) -> Wait:
+def _tier_wait(flow: TierLoad, number: int, ways: Sequence[RequestClass], rate: float) -> Wait:
     """Of reads among themselves; writes take their share of the tier's time."""
     mine = [way for way in ways if way.tier == number]
     share = sum(way.share for way in mine)

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DTYPE_BYTES, DType, KVLayout, ModelLayout
 from kvdepot.errors import ConfigError
-from kvdepot.planner.model import Model
+from kvdepot.planner.models import Model
 
 CODEC_BITS: Final[Mapping[str, float]] = {"fp8": 8.0, "int8": 8.125, "int4": 4.5}
 """Bits of one stored element. int8: a 16-bit scale for each 128 elements; int4: for each 32."""
@@ -15,7 +15,7 @@ RAW: Final = "raw"
 
 
 @dataclass(frozen=True, slots=True)
-class Codec:
+class StorageCodec:
     """How much smaller stored KV is than KV in use. States are stored as they are."""
 
     name: str
@@ -33,12 +33,12 @@ class Codec:
         return nbytes / self.ratio
 
 
-def find_codec(text: str) -> Codec:
+def find_codec(text: str) -> StorageCodec:
     """`raw`, one of CODEC_BITS, or a ratio such as 1.4, as measured on one's own data."""
     if text == RAW:
-        return Codec(RAW)
+        return StorageCodec(RAW)
     if text in CODEC_BITS:
-        return Codec(text, bits=CODEC_BITS[text])
+        return StorageCodec(text, bits=CODEC_BITS[text])
     try:
         ratio = float(text)
     except ValueError as error:
@@ -46,7 +46,7 @@ def find_codec(text: str) -> Codec:
         raise ConfigError("codec", f"{text!r} is not {known} or a ratio such as 1.4") from error
     if not 1.0 <= ratio <= 100.0:
         raise ConfigError("codec", f"a ratio is between 1 and 100, got {text}")
-    return Codec(text, ratio=ratio)
+    return StorageCodec(text, ratio=ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Footprint:
     """The KV of one model, as laid out and stored."""
 
     layout: ModelLayout
-    codec: Codec = Codec(RAW)
+    codec: StorageCodec = StorageCodec(RAW)
     tp: int = 1
     """Tensor-parallel shards."""
 

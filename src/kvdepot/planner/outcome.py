@@ -1,10 +1,10 @@
-"""What a mix of tiers does for a scenario, and the interface of whoever finds that out."""
+"""What a mix of tiers does for a scenario, what it costs, and what limits it. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from kvdepot.planner.parts import Parts
+from kvdepot.planner.parts import GPU, Device, Parts
 from kvdepot.planner.scenario import Goal, Scenario
 
 
@@ -59,7 +59,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MixOutcome:
     """What was found out. Times are None where more comes than can be served."""
 
     mix: Mix
@@ -94,7 +94,106 @@ class Outcome:
 class Evaluate(Protocol):
     """Says what a mix does on `nodes` nodes. The analytic model is one, a simulator another."""
 
-    def __call__(self, mix: Mix, nodes: int) -> Outcome: ...
+    def __call__(self, mix: Mix, nodes: int) -> MixOutcome: ...
 
 
 Evaluator = Callable[[Scenario, Parts], Evaluate]
+
+
+HOURS_A_YEAR: Final = 8760.0
+HOURS_A_MONTH: Final = 730.0
+ENDURANCE_YEARS: Final = 5.0
+"""What a drive's writes a day are promised for."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsedTier:
+    """Units of one tier on one node, and the years until they are worn out."""
+
+    device: Device
+    units: float
+    life_years: float | None
+
+
+def life_years(device: Device, units: int, writes_bytes_per_day: float) -> float | None:
+    """Years until `units` of `device` are worn out; None without a limit."""
+    if not device.writes_per_day or not units or writes_bytes_per_day <= 0:
+        return None
+    total = device.writes_per_day * units * device.unit * ENDURANCE_YEARS * 365.0
+    return total / writes_bytes_per_day / 365.0
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """The nodes that the tiers belong to."""
+
+    gpu: GPU
+    gpus_per_node: int
+    nodes: int
+    gpu_power_w: float
+    """One GPU's, on average."""
+
+
+def cost_of(parts: Parts, servers: Servers, tiers: list[UsedTier], tokens_per_hour: float) -> Cost:
+    """Prices written off over the list's years, or a drive's life where that is shorter; power;
+    rent. `tokens_per_hour` is the average of the fleet, prompts and answers."""
+    server_price = parts.node.price + servers.gpus_per_node * servers.gpu.price
+    store_price, rent, yearly = 0.0, 0.0, server_price / parts.years
+    watts = parts.node.power_w + servers.gpus_per_node * servers.gpu_power_w
+    for used in tiers:
+        device, units = used.device, used.units
+        price = units * (device.price + device.slot_price)
+        store_price += price
+        yearly += price / min(parts.years, used.life_years or parts.years)
+        rent += units * device.unit / 1e12 * device.price_per_tb_month / HOURS_A_MONTH
+        watts += units * device.power_w
+    power = watts / 1000.0 * parts.pue * parts.electricity_per_kwh
+    per_hour = (yearly / HOURS_A_YEAR + rent + power) * servers.nodes
+    return Cost(
+        price=(server_price + store_price) * servers.nodes,
+        store_price=store_price * servers.nodes,
+        per_hour=per_hour,
+        per_million_tokens=per_hour / tokens_per_hour * 1e6,
+        power_w=watts * parts.pue * servers.nodes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What takes the largest part of the mean time to first token."""
+
+    name: str
+    share: float
+    reason: str
+
+
+def bottleneck(outcome: MixOutcome) -> Bottleneck:
+    """Names it, and says why it is so."""
+    if outcome.ttft_mean_s is None:
+        reason = f"{outcome.gpu_busy:.0%} of their time is asked for; only hits or more GPUs help"
+        return Bottleneck("GPUs", 1.0, reason)
+    name = max(outcome.where, key=lambda part: outcome.where[part])
+    share = outcome.where[name] / outcome.ttft_mean_s
+    return Bottleneck(name, share, _reason(name, outcome))
+
+
+def _reason(name: str, outcome: MixOutcome) -> str:
+    computed = f"{1 - outcome.hit_share:.0%} of the prompt tokens"
+    match name:
+        case "prefill":
+            return f"{computed} are new or no longer kept, and have to be computed"
+        case "GPU queue":
+            return f"the GPUs are busy {outcome.gpu_busy:.0%} of the time, with {computed}"
+        case "first step":
+            return "all weights pass through the GPU once for a token: faster GPU memory helps"
+    slowest = max(outcome.tiers, key=lambda use: (use.read_busy + use.write_busy, use.hit_share))
+    return _tier_reason(slowest)
+
+
+def _tier_reason(use: TierUse) -> str:
+    what = {"units": f"its {use.units} units", "network": "the node's network"}
+    limit = what.get(use.limited_by, "the links into the GPUs")
+    return (
+        f"{use.tier} reads {use.read_busy:.0%} and writes {use.write_busy:.0%} of the time; "
+        f"{limit} set its speed"
+    )

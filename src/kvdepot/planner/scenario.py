@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 from kvdepot.core.config_loader import Unit, load_tree
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DType
 from kvdepot.errors import ConfigError
-from kvdepot.planner.bounds import check_numbers
 from kvdepot.planner.footprint import RAW
+from kvdepot.planner.parts import check_numbers
 
 Seconds = Annotated[float, Unit.SECONDS]
 PREFIX: Final = "KVDEPOT_PLAN_"
@@ -26,7 +26,7 @@ _MAY_BE_ZERO: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class GpuFleet:
     """The GPUs."""
 
     gpu: str = "h100"
@@ -118,7 +118,7 @@ class Scenario:
     model: str
     traffic: Traffic
     goal: Goal
-    fleet: Fleet = Fleet()
+    fleet: GpuFleet = GpuFleet()
     title: str = ""
     dtype: DType | None = None
     """Of the KV cache; the model's where not given."""

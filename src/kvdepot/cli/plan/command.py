@@ -25,9 +25,8 @@ from kvdepot.cli.plan.words import (
 from kvdepot.core.config_loader import show as shown
 from kvdepot.core.units import format_decimal_bytes
 from kvdepot.planner.parts import load_parts, shipped_parts
-from kvdepot.planner.plan import Plan, make_plan
+from kvdepot.planner.plan import Plan, all_mixes, make_plan
 from kvdepot.planner.scenario import load_scenario, scenario_names
-from kvdepot.planner.search import all_mixes
 
 SETTINGS: Final = {
     "model": ("model", "NAME|FILE", "a well-known model or a config.json"),

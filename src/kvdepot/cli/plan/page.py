@@ -24,7 +24,7 @@ from kvdepot.cli.report.ranges import Range, Ranges
 from kvdepot.cli.report.scatter import Point, Scatter
 from kvdepot.cli.report.svg import Bars, Series
 from kvdepot.core.units import format_decimal_bytes, format_duration
-from kvdepot.planner.outcome import Outcome
+from kvdepot.planner.outcome import MixOutcome
 from kvdepot.planner.plan import Plan
 
 TEXT_HEADS = {
@@ -145,7 +145,7 @@ def tiers_table(plan: Plan) -> str:
 
 
 def frontier_plot(plan: Plan) -> str:
-    def point(one: Outcome, style: str) -> Point:
+    def point(one: MixOutcome, style: str) -> Point:
         name = mix_words(plan.parts, one.mix)
         cost = money_words(plan.parts, one.cost.per_hour)
         tip = f"{name}: {time_words(one.ttft_p95_s)}, {cost}/h"

@@ -11,8 +11,7 @@ from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DTYPE_BYTES, KVLayout
 from kvdepot.core.units import format_bytes, format_decimal_bytes, parse_bytes
 from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import CODEC_BITS, RAW, Footprint, find_codec, footprint_of
-from kvdepot.planner.known_models import KNOWN_MODELS
-from kvdepot.planner.model import Model, find_model
+from kvdepot.planner.models import KNOWN_MODELS, Model, find_model
 from kvdepot.planner.retention import (
     DAY_S,
     SEED_TIERS,

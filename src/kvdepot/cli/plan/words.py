@@ -1,13 +1,11 @@
 """A plan in words: the same for the terminal and the report."""
 
 from kvdepot.core.units import format_decimal_bytes, format_duration
-from kvdepot.planner.outcome import Mix, Outcome
+from kvdepot.planner.outcome import Mix, MixOutcome
 from kvdepot.planner.parts import Parts
-from kvdepot.planner.plan import Plan
-from kvdepot.planner.purchase import Purchase, worth_buying
-from kvdepot.planner.reuse import NEVER_S
+from kvdepot.planner.plan import Plan, Purchase, SwingEnd, worth_buying
+from kvdepot.planner.retention import NEVER_S
 from kvdepot.planner.scenario import Scenario
-from kvdepot.planner.sensitivity import End
 
 SWINGS_SHOWN = 3
 GOALS = {"ttft_p95": "the p95", "retention": "the retention"}
@@ -115,7 +113,7 @@ def more_words(purchase: Purchase) -> str:
     return f"{purchase.units} more {purchase.part} a node"
 
 
-def end_words(plan: Plan, end: End) -> str:
+def end_words(plan: Plan, end: SwingEnd) -> str:
     """What happens at one end of an uncertain input."""
     words = f"p95 {time_words(end.ttft_p95_s)}"
     if end.misses:
@@ -126,7 +124,7 @@ def end_words(plan: Plan, end: End) -> str:
     return words
 
 
-def enough_words(plan: Plan, enough: Outcome | None) -> str:
+def enough_words(plan: Plan, enough: MixOutcome | None) -> str:
     """The nodes that would reach the p95, and their cost."""
     if enough is None:
         return "no number of nodes"

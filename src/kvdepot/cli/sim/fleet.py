@@ -13,7 +13,7 @@ from kvdepot.cli.sim import page as sim_page
 from kvdepot.core.units import format_decimal_bytes
 from kvdepot.errors import ConfigError
 from kvdepot.planner.parts import Parts, load_parts
-from kvdepot.planner.simulated import Bill, Machines, bill_of, fleet_of, parse_tiers
+from kvdepot.planner.simulation import Bill, Machines, bill_of, fleet_of, parse_tiers
 from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.arrivals import ArrivalTimes, AsRecorded, Conversations, MultiTurn
 from kvdepot.sim.fleet import ROUTES, SAMPLES, Interval, SimulatedFleet, interval_of, part_of

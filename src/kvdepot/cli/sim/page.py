@@ -8,7 +8,7 @@ import numpy as np
 from kvdepot.cli.report.page import section, table, tile, whole
 from kvdepot.cli.report.svg import Bars, Series
 from kvdepot.core.units import format_decimal_bytes
-from kvdepot.planner.simulated import Bill, Machines
+from kvdepot.planner.simulation import Bill, Machines
 from kvdepot.sim.results import BINS, Findings, Spread
 from kvdepot.sim.worker import HBM
 

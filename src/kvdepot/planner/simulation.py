@@ -7,12 +7,11 @@ from typing import Final
 
 from kvdepot.core.units import parse_bytes
 from kvdepot.errors import ConfigError
-from kvdepot.planner.cost import Servers, Used, cost_of, life_years
 from kvdepot.planner.footprint import RAW, footprint_of
-from kvdepot.planner.model import find_model
-from kvdepot.planner.outcome import Cost
+from kvdepot.planner.models import find_model
+from kvdepot.planner.outcome import Cost, Servers, UsedTier, cost_of, life_years
 from kvdepot.planner.parts import GPU, Device, Parts
-from kvdepot.planner.prefill import Weights, engine_of
+from kvdepot.planner.traffic import Weights, model_on_gpus
 from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.drives import DriveSpeed
 from kvdepot.sim.fleet import FleetSetup, TierSetup
@@ -87,7 +86,7 @@ def fleet_of(machines: Machines, parts: Parts, block_tokens: int) -> FleetSetup:
         raise ConfigError("--model", f"{machines.model} does not say how many weights it has")
     size = footprint_of(model, block_tokens=block_tokens, codec=machines.codec, tp=tp)
     weights = Weights(model.parameters, model.active_parameters or model.parameters, 2.0)
-    engine = engine_of(model, weights, gpu, tp, 0.0)
+    engine = model_on_gpus(model, weights, gpu, tp, 0.0)
     bandwidth = float(gpu.memory_bandwidth * tp)
     pace = GpuPace(
         prefill=machines.prefill or engine.pace,
@@ -166,7 +165,7 @@ def bill_of(findings: Findings, machines: Machines, parts: Parts) -> Bill:
         device = parts.tiers[name]
         owners = 1 if name in SHARED else machines.nodes
         life = life_years(device, units * owners, writes[name])
-        used.append((owners, Used(device, units, life)))
+        used.append((owners, UsedTier(device, units, life)))
     tokens = (findings.tokens_asked + findings.tokens_answered) / seconds * 3600.0
     per_node = machines.workers_per_node * machines.tp
     servers = Servers(gpu, per_node, machines.nodes, watts)
@@ -179,9 +178,9 @@ def gpu_power_w(gpu: GPU, busy: float) -> float:
     return gpu.idle_power_w + (gpu.power_w - gpu.idle_power_w) * min(1.0, busy)
 
 
-def _share(used: Used, owners: int, machines: Machines) -> Used:
+def _share(used: UsedTier, owners: int, machines: Machines) -> UsedTier:
     """What is shared is bought once: each node bears its part."""
     if owners == machines.nodes:
         return used
     part = used.units / machines.nodes
-    return Used(used.device, part, used.life_years)
+    return UsedTier(used.device, part, used.life_years)

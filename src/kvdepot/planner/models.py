@@ -1,14 +1,21 @@
-"""Well-known models as the few numbers of their config.json that KV and prefill depend on.
+"""A model to plan for: by name from the table of well-known models, or by its config.json.
 
-Each row is the repository on huggingface.co whose config.json has these numbers, billions of
-parameters in all and at work for one token (as the model's card gives them), and the numbers. They
-were written down without fetching those files; what the papers say about 9 of the models agrees
-(tests/planner/test_seed_tables.py). With a config.json at hand, give that instead.
+The table has, for each model, the repository on huggingface.co whose config.json has these numbers,
+billions of parameters in all and at work for one token (as the model's card gives them), and the
+few numbers that KV and prefill depend on. They were written down without fetching those files; the
+papers' figures for 9 of the models agree (tests/planner/test_seed_tables.py). A config.json at hand
+is the better source.
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
+
+from kvdepot.core.hf_config import AttentionCost, attention_costs, model_layout, read_config
+from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DType, ModelLayout
+from kvdepot.errors import ConfigError
 
 Family = Literal["dense", "moe", "sliding", "mla", "hybrid"]
 
@@ -241,3 +248,85 @@ KNOWN_MODELS: Final[tuple[KnownModel, ...]] = (
     _sparse("ai21labs/AI21-Jamba-Mini-1.5", (52, 12), _JAMBA, "jamba-1.5-mini", family="hybrid"),
     _dense("nvidia/Nemotron-H-8B-Base-8K", 8.1, _NEMOTRON_H, "nemotron-h-8b", family="hybrid"),
 )
+
+
+_TUNED: Final = ("-instruct", "-chat", "-base", "-it", "-hf", "-pt")
+"""Endings that say how a model was tuned, which changes nothing here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What sizes and times depend on."""
+
+    name: str
+    source: str
+    """Where the numbers come from."""
+
+    config: Mapping[str, Any]
+    parameters: float | None = None
+    """Weights in all; None for a config.json, which does not say."""
+
+    active_parameters: float | None = None
+    """Weights that work on one token."""
+
+    def layout(
+        self, *, dtype: DType | None = None, block_tokens: int = DEFAULT_BLOCK_TOKENS
+    ) -> ModelLayout:
+        return model_layout(self.config, dtype=dtype, block_tokens=block_tokens)
+
+    def attention_costs(self) -> tuple[AttentionCost, ...]:
+        return attention_costs(self.config)
+
+
+def find_model(text: str) -> Model:
+    """The model that `text` names: a config.json, a directory with one, or a well-known name.
+
+    Raises ConfigError for a file that cannot be read and, with the nearest names, for a name that
+    is not known.
+    """
+    path = Path(text)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json" or path.is_file():
+        return Model(text, str(path), read_config(path))
+    named = _by_name()
+    for wanted in (_plain(text), _plain(text.rpartition("/")[2])):
+        if wanted in named:
+            known = named[wanted]
+            return Model(
+                known.repository.rpartition("/")[2],
+                f"huggingface.co/{known.repository} config.json",
+                known.config,
+                known.parameters,
+                known.active_parameters,
+            )
+    aliases = [alias for known in KNOWN_MODELS for alias in known.aliases]
+    shown = {_plain(name): name for name in (*aliases, *model_names())}
+    near = difflib.get_close_matches(_plain(text.rpartition("/")[2]), shown, n=3, cutoff=0.5)
+    hint = f"nearest: {', '.join(shown[name] for name in near)}; " if near else ""
+    raise ConfigError(
+        "model",
+        f"{text!r} is neither a file nor a well-known model",
+        hint=f"{hint}kvdepot size --models lists all; any config.json works",
+    )
+
+
+def model_names() -> tuple[str, ...]:
+    """The name of every well-known model, without its aliases."""
+    return tuple(known.repository.rpartition("/")[2] for known in KNOWN_MODELS)
+
+
+def _by_name() -> dict[str, KnownModel]:
+    names = {}
+    for known in KNOWN_MODELS:
+        for name in (known.repository, known.repository.rpartition("/")[2], *known.aliases):
+            names[_plain(name)] = known
+    return names
+
+
+def _plain(name: str) -> str:
+    """`name` as it is compared: lower case, without separators, dates and how it was tuned."""
+    plain = name.strip().lower().replace("_", "-").replace(" ", "-").removesuffix("-2507")
+    for ending in _TUNED:
+        plain = plain.removesuffix(ending)
+    return plain.replace("-", "")

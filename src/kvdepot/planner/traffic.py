@@ -1,23 +1,82 @@
-"""A scenario worked out once, before any mix is tried: its turns in tokens, bytes and seconds."""
+"""A scenario in tokens, bytes and seconds, worked out once before any mix is tried."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.errors import ConfigError
-from kvdepot.planner.device import Path
 from kvdepot.planner.footprint import Footprint, footprint_of
-from kvdepot.planner.model import Model, find_model
+from kvdepot.planner.models import Model, find_model
 from kvdepot.planner.parts import GPU, Parts
-from kvdepot.planner.prefill import Engine, Weights, engine_of
-from kvdepot.planner.reuse import Gap
+from kvdepot.planner.retention import TurnGap
 from kvdepot.planner.scenario import Scenario, Traffic
+from kvdepot.planner.tier_load import DataPath
+from kvdepot.policy.fetching.speed_models import PrefillPace, attention_work
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOnGpus:
+    """One copy of a model on its GPUs."""
+
+    pace: PrefillPace
+    decode_token_s: float
+    """GPU time that one more token of one more answer takes, beside a batch that runs anyway."""
+
+    free_bytes: float
+    """GPU memory that is left for KV."""
+
+    def prefill_s(self, new_tokens: float, context_tokens: float) -> float:
+        """Computing `new_tokens` after `context_tokens` that are there: linear, and quadratic."""
+        work = attention_work(new_tokens, context_tokens)
+        return self.pace.token_s * new_tokens + self.pace.pair_s * work
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights: all, those at work on one token, and bytes of each."""
+
+    parameters: float
+    active: float
+    bytes_each: float
+
+
+MEMORY_SHARE = 0.9
+"""Of GPU memory, what an engine uses; vLLM's default."""
+
+
+def model_on_gpus(
+    model: Model, weights: Weights, gpu: GPU, tp: int, context_bytes: float
+) -> ModelOnGpus:
+    """An engine on `tp` GPUs. `context_bytes`: KV that a token of an answer has to read.
+
+    Layers with a window cost the same for each token, once the context is longer. Raises
+    ConfigError where the weights do not fit.
+    """
+    flops = gpu.flops * gpu.efficiency * tp
+    costs = model.attention_costs()
+    windowed = sum(cost.pair_flops * cost.window for cost in costs if cost.window is not None)
+    pair = sum(cost.pair_flops for cost in costs if cost.window is None)
+    held = weights.parameters * weights.bytes_each
+    free = gpu.memory * tp * MEMORY_SHARE - held
+    if free <= 0:
+        raise ConfigError(
+            "fleet.tp",
+            f"{held / 1e9:,.0f} GB of weights do not fit into {tp} GPUs of {gpu.memory / 1e9:g} GB",
+            hint="more GPUs for each copy (fleet.tp), or fewer bytes a weight (weight_bytes)",
+        )
+    token_s = (2.0 * weights.active + windowed) / flops
+    return ModelOnGpus(
+        pace=PrefillPace(0.0, token_s, pair / flops),
+        decode_token_s=token_s + context_bytes / (gpu.memory_bandwidth * tp),
+        free_bytes=free,
+    )
+
 
 TURNS_MAX: Final = 8
 """Talks of more turns are represented by this many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnKind:
     """A kind of request."""
 
     share: float
@@ -39,18 +98,18 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PlannedLoad:
     """What every mix is tried against."""
 
     scenario: Scenario
     gpu: GPU
-    engine: Engine
+    engine: ModelOnGpus
     first_token_s: float
     """One step of decoding: all weights once through the GPU."""
 
-    path: Path
-    turns: tuple[Turn, ...]
-    gaps: tuple[Gap, ...]
+    path: DataPath
+    turns: tuple[TurnKind, ...]
+    gaps: tuple[TurnGap, ...]
     new_bytes: float
     """Stored KV that one request adds, on average."""
 
@@ -59,7 +118,7 @@ class Workload:
     prompt_tokens: float
 
 
-def work_out(scenario: Scenario, parts: Parts) -> Workload:
+def work_out(scenario: Scenario, parts: Parts) -> PlannedLoad:
     """Raises ConfigError for what does not fit together."""
     traffic, fleet = scenario.traffic, scenario.fleet
     model, gpu = find_model(scenario.model), parts.gpu(fleet.gpu)
@@ -73,14 +132,14 @@ def work_out(scenario: Scenario, parts: Parts) -> Workload:
     weights = _weights(scenario, model)
     longest = traffic.context_tokens(traffic.turns + 1)
     middle = traffic.context_tokens(1 + traffic.turns // 2)
-    engine = engine_of(model, weights, gpu, fleet.tp, size.context_bytes(middle))
+    engine = model_on_gpus(model, weights, gpu, fleet.tp, size.context_bytes(middle))
     head = size.stored_context_bytes(traffic.system_tokens)
-    return Workload(
+    return PlannedLoad(
         scenario=scenario,
         gpu=gpu,
         engine=engine,
         first_token_s=weights.active * weights.bytes_each / (gpu.memory_bandwidth * fleet.tp),
-        path=Path(
+        path=DataPath(
             run_bytes=size.stored_bytes_per_token * scenario.block_tokens,
             links=float(gpu.link * fleet.gpus_per_node),
             link=float(gpu.link * fleet.tp),
@@ -109,7 +168,7 @@ def _weights(scenario: Scenario, model: Model) -> Weights:
     return Weights(parameters, active or parameters, scenario.weight_bytes)
 
 
-def _turns(traffic: Traffic, size: Footprint, engine: Engine) -> list[Turn]:
+def _turns(traffic: Traffic, size: Footprint, engine: ModelOnGpus) -> list[TurnKind]:
     """The first turn, and the others by up to TURNS_MAX that stand for as many each."""
     later = traffic.turns - 1
     count = min(later, TURNS_MAX)
@@ -122,7 +181,7 @@ def _turns(traffic: Traffic, size: Footprint, engine: Engine) -> list[Turn]:
         lost = min(half_block, context)
         head = traffic.system_tokens
         turns.append(
-            Turn(
+            TurnKind(
                 share=share,
                 first=number == 1,
                 context_tokens=context,
@@ -135,8 +194,8 @@ def _turns(traffic: Traffic, size: Footprint, engine: Engine) -> list[Turn]:
     return turns
 
 
-def _gaps(traffic: Traffic) -> tuple[Gap, ...]:
-    short = Gap(1.0 - traffic.return_share, traffic.turn_gap_s, traffic.gap_spread)
+def _gaps(traffic: Traffic) -> tuple[TurnGap, ...]:
+    short = TurnGap(1.0 - traffic.return_share, traffic.turn_gap_s, traffic.gap_spread)
     if not traffic.return_share:
         return (short,)
-    return (short, Gap(traffic.return_share, traffic.return_gap, traffic.gap_spread))
+    return (short, TurnGap(traffic.return_share, traffic.return_gap, traffic.gap_spread))

@@ -9,16 +9,87 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.planner.device import TierSpeed
-from kvdepot.planner.reuse import Reuse
-from kvdepot.planner.workload import Turn, Workload
+from kvdepot.planner.parts import Device
+from kvdepot.planner.retention import ReuseModel
+from kvdepot.planner.traffic import PlannedLoad, TurnKind
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpeed:
+    """A tier of one node."""
+
+    name: str
+    capacity_bytes: float
+    read_bytes_per_s: float
+    """All units together, behind what they are reached through."""
+
+    write_bytes_per_s: float
+    stream_bytes_per_s: float
+    """What one request sees when it is alone: no more than its GPUs' links take."""
+
+    latency_s: float
+    limited_by: str
+    """What sets the read rate: `units`, `network` or `GPU link`."""
+
+    def fetch_s(self, nbytes: float) -> float:
+        """One request's KV, alone."""
+        return self.latency_s + nbytes / self.stream_bytes_per_s
+
+    def busy_s(self, nbytes: float) -> float:
+        """How long the tier is busy with it."""
+        return nbytes / self.read_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class DataPath:
+    """What stands between a node's tiers and its GPUs."""
+
+    run_bytes: float
+    """Bytes that lie together on a unit: a block."""
+
+    links: float
+    """Bytes a second into all GPUs of the node."""
+
+    link: float
+    """Bytes a second into the GPUs of one copy of the model."""
+
+    network: float
+
+
+def tier_speed(name: str, device: Device, units: int, path: DataPath) -> TierSpeed:
+    """`units` of `device` with blocks spread over all of them."""
+    limits = {
+        "units": units * _rate(device.read, device.seek, path.run_bytes),
+        "GPU link": path.links,
+    }
+    write = units * _rate(device.write, device.seek, path.run_bytes)
+    if device.remote:
+        limits["network"] = path.network
+        write = min(write, path.network)
+    limited_by = min(limits, key=lambda limit: limits[limit])
+    read = limits[limited_by]
+    return TierSpeed(
+        name=name,
+        capacity_bytes=float(units * device.unit),
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+        stream_bytes_per_s=min(read, path.link),
+        latency_s=device.latency + device.seek,
+        limited_by=limited_by,
+    )
+
+
+def _rate(bandwidth: float, seek_s: float, run_bytes: float) -> float:
+    """Bytes a second when each run of bytes costs a seek first."""
+    return run_bytes / (seek_s + run_bytes / bandwidth)
+
 
 BUSY_MAX: Final = 0.9
 """Above this share of its time a tier is asked for no more; the rest is computed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RequestClass:
     """Requests that get their KV the same way."""
 
     share: float
@@ -31,7 +102,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class TierLoad:
     """One tier of a node, and what goes through it."""
 
     speed: TierSpeed
@@ -52,20 +123,20 @@ class Flow:
         return self.writes_bytes_per_s / self.speed.write_bytes_per_s
 
 
-def flows_of(
-    load: Workload,
-    reuse: Reuse,
+def tier_loads(
+    load: PlannedLoad,
+    reuse: ReuseModel,
     speeds: Sequence[TierSpeed],
     horizon_s: Callable[[float], float],
     memory_s: float,
-) -> tuple[Flow, ...]:
+) -> tuple[TierLoad, ...]:
     """The node's tiers, the fastest first. `memory_s`: how far back GPU memory reaches."""
     ages = [horizon_s(speed.capacity_bytes) for speed in speeds]
     reached = [memory_s]
     for age in ages:
         reached.append(max(reached[-1], age))
     shares = [reuse.hit_share(age_s) for age_s in reached]
-    flows: list[Flow] = []
+    flows: list[TierLoad] = []
     promoted = 0.0
     for number in reversed(range(len(speeds))):
         hit_share = shares[number + 1] - shares[number]
@@ -75,12 +146,14 @@ def flows_of(
         room = _room(speeds[number], writes)
         kept = min(1.0, room / reads) if reads > 0.0 else 1.0
         useful = wanted > 0.0 and room > 0.0
-        flows.append(Flow(speeds[number], ages[number], hit_share, kept, writes, useful))
+        flows.append(TierLoad(speeds[number], ages[number], hit_share, kept, writes, useful))
         promoted += reads * kept
     return tuple(reversed(flows))
 
 
-def ways_of(load: Workload, reuse: Reuse, flows: Sequence[Flow], memory_s: float) -> list[Way]:
+def request_classes(
+    load: PlannedLoad, reuse: ReuseModel, flows: Sequence[TierLoad], memory_s: float
+) -> list[RequestClass]:
     """Every turn by every way it can go; shares add up to 1."""
     head = load.scenario.traffic.system_tokens
     in_memory = reuse.hit_share(memory_s)
@@ -88,29 +161,29 @@ def ways_of(load: Workload, reuse: Reuse, flows: Sequence[Flow], memory_s: float
     for turn in load.turns:
         rest = turn.share
         if not turn.first:
-            ways.append(Way(turn.share * in_memory, turn.resume_s, turn.context_tokens))
+            ways.append(RequestClass(turn.share * in_memory, turn.resume_s, turn.context_tokens))
             rest -= turn.share * in_memory
             for number, flow in enumerate(flows):
                 if worth_fetching(turn, flow.speed):
                     share = turn.share * flow.hit_share * flow.kept
                     rest -= share
                     context, nbytes = turn.context_tokens, turn.context_bytes
-                    ways.append(Way(share, turn.resume_s, context, number, nbytes))
-        ways.append(Way(rest, turn.compute_s, head))
+                    ways.append(RequestClass(share, turn.resume_s, context, number, nbytes))
+        ways.append(RequestClass(rest, turn.compute_s, head))
     return [way for way in ways if way.share > 0.0]
 
 
-def cold_ways(load: Workload) -> list[Way]:
+def cold_classes(load: PlannedLoad) -> list[RequestClass]:
     """Every turn computed from its first token."""
-    return [Way(turn.share, turn.cold_s, 0.0) for turn in load.turns]
+    return [RequestClass(turn.share, turn.cold_s, 0.0) for turn in load.turns]
 
 
-def worth_fetching(turn: Turn, speed: TierSpeed) -> bool:
+def worth_fetching(turn: TurnKind, speed: TierSpeed) -> bool:
     """Whether an idle tier delivers the context sooner than an idle GPU computes it."""
     return speed.fetch_s(turn.context_bytes) + turn.resume_s < turn.compute_s
 
 
-def _wanted_bytes(turns: Sequence[Turn], speed: TierSpeed) -> float:
+def _wanted_bytes(turns: Sequence[TurnKind], speed: TierSpeed) -> float:
     """What a tier that had everything would read for a request, on average."""
     return sum(
         turn.share * turn.context_bytes
