@@ -1,8 +1,8 @@
 """Checksums, copies and I/O: the C extension where it is built, else its numpy twin.
 
 `NAME` says which ("c" or "python"). Both give the same results; a property test holds them to it.
-Every function that touches bytes releases the interpreter lock in C. Addresses are plain integers:
-whoever passes one keeps the memory alive.
+In C, work on 64 KiB or more releases the interpreter lock. Addresses are plain integers: the caller
+keeps the memory alive.
 """
 
 from __future__ import annotations

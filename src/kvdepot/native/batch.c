@@ -7,6 +7,9 @@
 #include "bytes.h"
 
 enum { UNIT_BYTES = 256 << 10 };
+/* Virtual disks report a whole queue at once. So that something can be checked while the rest is read,
+ * a batch with checks has no more than half of what is left in flight, within these limits. */
+enum { CHECKED_FLIGHT_MIN = 8 << 20, CHECKED_FLIGHT_MAX = 32 << 20 };
 #define NO_OP SIZE_MAX
 
 struct op_state {
@@ -24,11 +27,11 @@ struct batch {
     struct op_state *states;
     uint8_t *arrived;
     struct slot *free_slots;
-    uint64_t split_bytes;
+    uint64_t split_bytes, left_bytes, in_flight_bytes;
     size_t count, cursor, unfinished;
     size_t ready_first, ready_last;
     uint32_t in_flight;
-    int stream;
+    int stream, checks;
 };
 
 int64_t clock_ns(void)
@@ -67,6 +70,8 @@ struct batch *batch_open(struct lane *lane, struct io_op *ops, size_t count, uin
         batch->states[i].arrived_at = total;
         batch->states[i].head_arrived = ops[i].opcode != OP_READ || ops[i].head_bytes == 0;
         total += pieces;
+        batch->left_bytes += ops[i].nbytes;
+        batch->checks |= ops[i].opcode == OP_READ && (ops[i].table || ops[i].copy_target);
         if (ops[i].opcode == OP_READ && ops[i].copy_target)
             copied += ops[i].payload_bytes;
     }
@@ -139,13 +144,23 @@ static void send(struct batch *batch, size_t index, uint32_t piece)
     }
     batch->states[index].in_flight++;
     batch->in_flight++;
+    batch->in_flight_bytes += slot->nbytes;
     batch->lane->type->submit(batch->lane, slot);
 }
 
-/* Give the lane as much as it has slots for. A sync waits until everything before it has finished. */
+static int flight_is_full(const struct batch *batch)
+{
+    uint64_t limit = batch->left_bytes / 2;
+    if (!batch->free_slots || !batch->checks)
+        return !batch->free_slots;
+    limit = limit > CHECKED_FLIGHT_MIN ? limit : CHECKED_FLIGHT_MIN;
+    return batch->in_flight_bytes >= (limit < CHECKED_FLIGHT_MAX ? limit : CHECKED_FLIGHT_MAX);
+}
+
+/* Give the lane as much as may be in flight. A sync waits until everything before it has finished. */
 static void fill(struct batch *batch)
 {
-    while (batch->free_slots && batch->cursor < batch->count) {
+    while (!flight_is_full(batch) && batch->cursor < batch->count) {
         size_t index = batch->cursor;
         struct op_state *state = &batch->states[index];
         if (batch->ops[index].opcode == OP_SYNC && batch->in_flight > 0)
@@ -189,6 +204,8 @@ static void land(struct batch *batch, struct slot *slot)
         state->prefix++;
     state->in_flight--;
     batch->in_flight--;
+    batch->in_flight_bytes -= slot->nbytes;
+    batch->left_bytes -= slot->piece == PIECE_HEAD ? 0 : slot->nbytes;
     slot->next = batch->free_slots;
     batch->free_slots = slot;
     make_ready(batch, slot->op);
@@ -325,12 +342,14 @@ int batch_run(struct batch *batch, int64_t deadline_ns)
         struct slot *finished = NULL;
         int error = batch->in_flight ? batch->lane->type->reap(batch->lane, wait, deadline_ns, &finished)
                                      : 0;
+        int landed = finished != NULL;
         while (finished) {
             struct slot *slot = finished;
             finished = slot->next;
             land(batch, slot);
         }
-        if (batch->ready_first != NO_OP && !error)
+        /* What has landed makes room for the next transfers, which go before the checks. */
+        if (batch->ready_first != NO_OP && !error && !(landed && batch->cursor < batch->count))
             work(batch);
         if (!error && batch->unfinished == 0)
             return 0;

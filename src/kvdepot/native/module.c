@@ -27,6 +27,10 @@ static int hold(PyObject *object, Py_buffer *view, int writable)
     return 0;
 }
 
+/* Work on less than this keeps the interpreter lock: while another thread wants it, giving it up costs
+ * up to the switch interval of 5 ms. */
+enum { LOCK_KEPT_BYTES = 64 << 10 };
+
 static int hold_records(PyObject *object, Py_buffer *view, int writable, size_t record_bytes)
 {
     if (hold(object, view, writable) < 0)
@@ -58,15 +62,23 @@ static PyObject *native_address_of(PyObject *module, PyObject *args, PyObject *k
 static PyObject *native_checksum(PyObject *module, PyObject *object)
 {
     Py_buffer view;
-    uint64_t sum;
     (void)module;
     if (hold(object, &view, 0) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    sum = checksum64(view.buf, (size_t)view.len);
-    Py_END_ALLOW_THREADS
+    PyThreadState *state = view.len < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
+    uint64_t sum = checksum64(view.buf, (size_t)view.len);
+    if (state)
+        PyEval_RestoreThread(state);
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLongLong(sum);
+}
+
+static void run_transfers(struct transfer_op *ops, size_t count, uint64_t nbytes)
+{
+    PyThreadState *state = nbytes < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
+    transfer_run(ops, count);
+    if (state)
+        PyEval_RestoreThread(state);
 }
 
 static PyObject *native_chunk_checksums(PyObject *module, PyObject *args)
@@ -89,9 +101,7 @@ static PyObject *native_chunk_checksums(PyObject *module, PyObject *args)
         else {
             struct transfer_op op = {0, (uintptr_t)source.buf, 0, nbytes, chunk_bytes,
                                      (uintptr_t)target.buf, TRANSFER_FILL};
-            Py_BEGIN_ALLOW_THREADS
-            transfer_run(&op, 1);
-            Py_END_ALLOW_THREADS
+            run_transfers(&op, 1, nbytes);
             result = Py_NewRef(Py_None);
         }
         PyBuffer_Release(&target);
@@ -108,16 +118,17 @@ static PyObject *native_transfer(PyObject *module, PyObject *object)
         return NULL;
     struct transfer_op *ops = view.buf;
     size_t count = (size_t)view.len / sizeof *ops;
-    for (size_t i = 0; i < count; i++)
+    uint64_t total = 0;
+    for (size_t i = 0; i < count; i++) {
+        total += ops[i].nbytes;
         if (ops[i].mode > TRANSFER_VERIFY) {
             PyErr_Format(PyExc_ValueError, "op %zu has mode %llu, which is none of 0, 1, 2", i,
                          (unsigned long long)ops[i].mode);
             PyBuffer_Release(&view);
             return NULL;
         }
-    Py_BEGIN_ALLOW_THREADS
-    transfer_run(ops, count);
-    Py_END_ALLOW_THREADS
+    }
+    run_transfers(ops, count, total);
     PyBuffer_Release(&view);
     Py_RETURN_NONE;
 }

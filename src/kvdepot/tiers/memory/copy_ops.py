@@ -7,6 +7,7 @@ the same thing for everybody else.
 import errno
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -18,14 +19,14 @@ from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, address_of, transfer
 from kvdepot.tiers.memory.arena import Arena
 
 _SOMEBODY: Final = 0
+_WORDS: Final = TRANSFER_DTYPE.itemsize // 8
 
 
 def transfers(rows: Sequence[tuple[Any, ...]]) -> npt.NDArray[Any]:
     """Run a batch of native.TRANSFER_DTYPE rows; returns their results."""
-    ops = np.empty(len(rows), dtype=TRANSFER_DTYPE)
-    ops[:] = rows
-    transfer(ops)
-    return ops["result"]
+    words = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * _WORDS)
+    transfer(words)
+    return words[::_WORDS]
 
 
 def read_op(slot: int, load: Load, target: int) -> tuple[Any, ...]:
