@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from kvdepot.planner.analytic import NO_WAIT, Wait, wait_for, waits_longer
 from kvdepot.planner.models import find_model
 from kvdepot.planner.outcome import life_years
-from kvdepot.planner.parts import load_parts
+from kvdepot.planner.parts import DataPath, load_parts, tier_speed
 from kvdepot.planner.retention import NEVER_S, ReuseModel, TurnGap
-from kvdepot.planner.tier_load import DataPath, tier_speed
 from kvdepot.planner.traffic import Weights, model_on_gpus
 
 PARTS = load_parts()

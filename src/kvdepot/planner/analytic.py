@@ -21,7 +21,7 @@ from kvdepot.planner.outcome import (
     cost_of,
     life_years,
 )
-from kvdepot.planner.parts import Parts
+from kvdepot.planner.parts import Parts, tier_speed
 from kvdepot.planner.retention import DAY_S, ReuseModel
 from kvdepot.planner.scenario import Scenario
 from kvdepot.planner.tier_load import (
@@ -30,7 +30,6 @@ from kvdepot.planner.tier_load import (
     cold_classes,
     request_classes,
     tier_loads,
-    tier_speed,
 )
 from kvdepot.planner.traffic import work_out
 

@@ -6,10 +6,9 @@ from typing import Final
 from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import Footprint, footprint_of
 from kvdepot.planner.models import Model, find_model
-from kvdepot.planner.parts import GPU, Parts
+from kvdepot.planner.parts import GPU, DataPath, Parts
 from kvdepot.planner.retention import TurnGap
 from kvdepot.planner.scenario import Scenario, Traffic
-from kvdepot.planner.tier_load import DataPath
 from kvdepot.policy.fetching.speed_models import PrefillPace, attention_work
 
 
