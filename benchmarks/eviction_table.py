@@ -18,7 +18,7 @@ from typing import Any, Final
 from log_drive import play_log
 from synthetic_loads import LOADS
 
-from kvdepot.cli import output
+from kvdepot.cli.report.tables import Table
 from kvdepot.policy.eviction import ORDERS
 from kvdepot.policy.placing.reclaim import RULES
 from kvdepot.sim.hits_only import OPTIMAL, Capacity, Case, play
@@ -137,7 +137,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         title = row["load"] + (" *" if row["held_out"] else "")
         lines.append([title, row["size"], *cells, f"{row['to_best']:.3f}", f"{row['to_lru']:.3f}"])
     note = "* held out" + ("; in brackets blocks written for each read" if rows and written else "")
-    return output.table(heads, lines) + "\n" + note
+    return Table(heads, lines).text() + "\n" + note
 
 
 if __name__ == "__main__":

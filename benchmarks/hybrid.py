@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -25,8 +24,8 @@ import numpy as np
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
-from kvdepot.cli.report.page import whole
-from kvdepot.cli.report.svg import Bars, Series
+from kvdepot.cli.report.charts import Bars, Series
+from kvdepot.cli.report.page import page, section
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
@@ -321,7 +320,7 @@ def play(directory: Path, quick: bool) -> experiment.Answer:
             progress.advance()
     result = plan.result
     return experiment.Answer(
-        document(result, size), figures(result, size), "", lambda: page(result, size)
+        document(result, size), figures(result, size), "", lambda: as_page(result, size)
     )
 
 
@@ -375,30 +374,24 @@ def _figure(what: str, value: float, unit: str, bar: float = 0.0, *, least: bool
     return Figure(what, value, unit, value, value, bar or None, least)
 
 
-def page(result: Hybrid, size: Size) -> str:
-    """Two plots and how they were made."""
-    title = "kvdepot: hard drives behind SSDs (emulated drives)"
-    caption = (
+def as_page(result: Hybrid, size: Size) -> str:
+    """Two charts and how they were made."""
+    lead = (
         f"Emulated drives at 1/{SCALE} of size and bandwidth, real seek times: "
         f"{SSDS} SSDs, {HDDS} hard drives, {size.users} users with "
         f"{TOKENS:,} tokens each. "
         f"Recomputing was not run: {PREFILL_S} s a prompt, one after the other. "
         f"{experiment.today()}, python benchmarks/hybrid.py --html."
     )
-    body = "\n".join(
-        [
-            f"<h1>{escape(title)}</h1>",
-            f'<p class="lead">{escape(caption)}</p>',
-            "<h2>Time to first token, by turn</h2>",
-            f'<div class="plot">{ttft_plot(result)}</div>',
-            "<h2>Average gap between hybrid and SSDs alone, by number of turns</h2>",
-            f'<div class="plot">{gap_plot(result)}</div>',
-        ]
-    )
-    return whole(title, body)
+    gap = "Average gap between hybrid and SSDs alone, by number of turns"
+    parts = [
+        section("Time to first token, by turn", ttft_chart(result)),
+        section(gap, gap_chart(result)),
+    ]
+    return page("kvdepot: hard drives behind SSDs (emulated drives)", lead, parts)
 
 
-def ttft_plot(result: Hybrid) -> str:
+def ttft_chart(result: Hybrid) -> str:
     turns = _some(len(result.ttft_by_turn["hybrid"]))
     ways = {"recompute": "without", "ssd": "ssd", "hybrid": "with"}
     series = [
@@ -408,7 +401,7 @@ def ttft_plot(result: Hybrid) -> str:
     return Bars("Time to first token", "s", [f"turn {turn}" for turn in turns], series).draw()
 
 
-def gap_plot(result: Hybrid) -> str:
+def gap_chart(result: Hybrid) -> str:
     gaps = result.gap_by_turns
     names = [f"{turns} turns" if turns > 1 else "1 turn" for turns in gaps]
     series = [Series("hybrid less SSDs alone", "with", list(gaps.values()), _seconds)]

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.cli import output
-from kvdepot.cli.report.page import table, whole
+from kvdepot.cli.report.page import page
+from kvdepot.cli.report.tables import Table
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulation import Machines, fleet_of, gpu_power_w
 from kvdepot.sim.arrivals import Conversations, MultiTurn
@@ -440,12 +441,12 @@ def main() -> int:
     with output.Progress("the hybrid paper's experiments") as line:
         rows = reproduce(load_parts(args.parts), lambda: line.advance())
     if args.report is not None:
-        args.report.write_text(page(rows), encoding="utf-8")
+        args.report.write_text(as_page(rows), encoding="utf-8")
     if args.json:
         output.document({"paper": "hybrid", "rows": rows})
         return 0
     cells = [[row.figure, row.what, row.paper, row.ours, row.fits] for row in rows]
-    output.data(output.table(["figure", "what", "paper", "ours", "fits"], cells))
+    output.data(Table(["figure", "what", "paper", "ours", "fits"], cells).text())
     output.data("")
     for row in rows:
         if row.why:
@@ -453,16 +454,14 @@ def main() -> int:
     return 0
 
 
-def page(rows: list[Statement]) -> str:
+def as_page(rows: list[Statement]) -> str:
     """The paper's statements beside ours, as HTML."""
-    title = "kvdepot sim: the hybrid storage paper"
-    heads = ["figure", "what", "paper", "ours", "fits", "inputs", "why"]
+    heads = ("figure", "what", "paper", "ours", "fits", "inputs", "why")
     cells = [
         [row.figure, row.what, row.paper, row.ours, row.fits, row.inputs, row.why] for row in rows
     ]
     lead = "SK hynix and Seagate, 2026, figures 12 to 22: what it says, and what is simulated."
-    body = f'<h1>{title}</h1>\n<p class="lead">{lead}</p>\n'
-    return whole(title, body + table(heads, cells, numbers=False))
+    return page("kvdepot sim: the hybrid storage paper", lead, [Table(heads, cells).html()])
 
 
 if __name__ == "__main__":

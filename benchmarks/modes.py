@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
@@ -25,8 +25,9 @@ import numpy as np
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
-from kvdepot.cli.report.page import section, table, whole
-from kvdepot.cli.report.svg import Bars, Series
+from kvdepot.cli.report.charts import Bars, Series
+from kvdepot.cli.report.page import page, section
+from kvdepot.cli.report.tables import Table
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
@@ -370,8 +371,9 @@ def play(directory: Path, quick: bool) -> experiment.Answer:
             progress.advance(0)
             cells.append(plan.play(habit, way, order))
             progress.advance()
-    text = output.table(HEADS, [_row(cell) for cell in cells]) + "\n"
-    return experiment.Answer(document(cells, size), figures(cells), text, lambda: page(cells, size))
+    text = _table(cells).text() + "\n"
+    made = partial(as_page, cells, size)
+    return experiment.Answer(document(cells, size), figures(cells), text, made)
 
 
 def about(size: Size) -> str:
@@ -442,21 +444,24 @@ def _row(cell: Cell) -> list[str]:
     ]
 
 
-def page(cells: Sequence[Cell], size: Size) -> str:
-    """A plot of hits and one of wear for each mode, and the table."""
+def as_page(cells: Sequence[Cell], size: Size) -> str:
+    """A chart of hits and one of wear for each kind of users, and the table."""
     title = "kvdepot: write modes and eviction orders (emulated drives)"
-    parts = [f"<h1>{escape(title)}</h1>"]
-    made = f"{experiment.today()}, python benchmarks/modes.py --html."
-    parts.append(f'<p class="lead">{escape(about(size))} {made}</p>')
+    lead = f"{about(size)} {experiment.today()}, python benchmarks/modes.py --html."
+    parts = []
     for habit, group in groupby(cells, lambda cell: cell.habit):
         some = list(group)
-        parts += section(f"{habit} users", "Where their blocks came from.", _hits_plot(some))
-        parts += section("Their wear", "Written to the SSDs.", _wear_plot(some))
-    parts.append(table(HEADS, [_row(cell) for cell in cells]))
-    return whole(title, "\n".join(parts))
+        came = "Where their blocks came from."
+        parts.append(section(f"{habit} users", _hits_chart(some), caption=came))
+        parts.append(section("Their wear", _wear_chart(some), caption="Written to the SSDs."))
+    return page(title, lead, [*parts, _table(cells).html()])
 
 
-def _hits_plot(cells: Sequence[Cell]) -> str:
+def _table(cells: Sequence[Cell]) -> Table:
+    return Table(HEADS, [_row(cell) for cell in cells])
+
+
+def _hits_chart(cells: Sequence[Cell]) -> str:
     styles = {"dram": "with", "ssd": "ssd", "hdd": "without"}
     series = [
         Series(tier, style, [cell.hits[tier] for cell in cells], lambda value: f"{value:.1%}")
@@ -465,7 +470,7 @@ def _hits_plot(cells: Sequence[Cell]) -> str:
     return Bars("Hits by tier", "", _names(cells), series, stacked=True).draw()
 
 
-def _wear_plot(cells: Sequence[Cell]) -> str:
+def _wear_chart(cells: Sequence[Cell]) -> str:
     megabytes = [cell.ssd_written_bytes / 1e6 for cell in cells]
     series = [Series("written to SSDs", "ssd", megabytes, lambda value: f"{value:.0f} MB")]
     return Bars("SSD writes", "MB", _names(cells), series).draw()

@@ -10,8 +10,8 @@ import pytest
 
 from kvdepot.cli.demo import command as demo
 from kvdepot.cli.demo import play as demo_play
-from kvdepot.cli.demo.process import Server, ServerError
 from kvdepot.cli.demo.script import NAMES, QUESTIONS, Conversation, User, handbook
+from kvdepot.cli.demo.server import Server, ServerError
 from kvdepot.cli.main import main
 
 STAND_IN = (sys.executable, str(Path(__file__).parents[1] / "support" / "demo_stand_in.py"))
@@ -49,11 +49,11 @@ def test_document_says_what_happened(tmp_path: Path, capsys: Capture) -> None:
 
 def test_report_is_written_where_asked(tmp_path: Path, capsys: Capture) -> None:
     assert play(capsys)["report"] == str(tmp_path / "kvdepot-demo.html")
-    answer = play(capsys, "--report", str(tmp_path / "other.html"))
+    answer = play(capsys, "--turns", "1", "--report", str(tmp_path / "other.html"))
     page = Path(answer["report"]).read_text()
     assert answer["report"] == str(tmp_path / "other.html")
     assert page.startswith("<!DOCTYPE html>")
-    assert "--users 2 --turns 2" in page
+    assert "--users 2 --turns 1" in page
 
 
 def test_people_get_a_line_for_every_turn(capsys: Capture) -> None:

@@ -6,35 +6,37 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvdepot.cli.demo.result import (
-    Damage,
-    Pass,
-    Request,
-    Result,
-    Setting,
-    Start,
-    Turn,
+from kvdepot.cli.demo.play import (
+    Answer,
+    ComparedTurn,
+    DemoResult,
+    DemoSetting,
+    FlippedBit,
+    ServerStart,
+    Stage,
     fetched_by_tier,
     ratio_by_tier,
 )
-from kvdepot.cli.report import svg
-from kvdepot.cli.report.page import render
+from kvdepot.cli.demo.report import as_page
+from kvdepot.cli.report.charts import ticks
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def request(number: Pass, ttft_s: float, **origin: int) -> Request:
+def request(stage: Stage, ttft_s: float, **origin: int) -> Answer:
     computed = 1000 - sum(origin.values())
-    return Request(number, 10.0, 1000, [1, 2], "<b>&", ttft_s, ttft_s + 1, origin, computed)
+    return Answer(stage, 10.0, 1000, [1, 2], "<b>&", ttft_s, ttft_s + 1, origin, computed)
 
 
-def turn(number: Pass, ttft_s: float, **origin: int) -> Turn:
-    return Turn(1, "Ada", "a < b?", request("without", 8.0), request(number, ttft_s, **origin))
+def turn(stage: Stage, ttft_s: float, **origin: int) -> ComparedTurn:
+    return ComparedTurn(
+        1, "Ada", "a < b?", request("without", 8.0), request(stage, ttft_s, **origin)
+    )
 
 
 @pytest.fixture
-def result() -> Result:
+def result() -> DemoResult:
     turns = [
         turn("with", 8.0),
         turn("with", 0.5, dram=900, ssd=50),
@@ -43,25 +45,25 @@ def result() -> Result:
         turn("damaged", 4.0, ssd=600),
     ]
     starts = [
-        Start(0.0, 5.0, "without"),
-        Start(20.0, 25.0, "with"),
-        Start(30.0, 34.0, "returned", kill_s=29.0),
-        Start(40.0, 46.0, "damaged", kill_s=39.0),
+        ServerStart(0.0, 5.0, "without"),
+        ServerStart(20.0, 25.0, "with"),
+        ServerStart(30.0, 34.0, "returned", kill_s=29.0),
+        ServerStart(40.0, 46.0, "damaged", kill_s=39.0),
     ]
-    setting = Setting("a <model>", "cpu", 1, 3, 24, 900, 46_080, 32, 64 << 20, "/tmp/store")
-    return Result(setting, turns, starts, Damage("segment-000001.kvs", 4711), 50.0)
+    setting = DemoSetting("a <model>", "cpu", 1, 3, 24, 900, 46_080, 32, 64 << 20, "/tmp/store")
+    return DemoResult(setting, turns, starts, FlippedBit("segment-000001.kvs", 4711), 50.0)
 
 
-def test_ratios_are_medians_of_sound_turns_by_tier(result: Result) -> None:
+def test_ratios_are_medians_of_sound_turns_by_tier(result: DemoResult) -> None:
     assert ratio_by_tier(result.turns) == {"dram": (0.5 + 1.0) / 2 / 8.0, "ssd": 0.25}
     assert ratio_by_tier(result.turns[:1]) == {"dram": None, "ssd": None}
 
 
-def test_tokens_are_added_by_tier(result: Result) -> None:
+def test_tokens_are_added_by_tier(result: DemoResult) -> None:
     assert fetched_by_tier(result.turns) == {"dram": 1850, "ssd": 1600}
 
 
-def test_restarts_are_summed_up(result: Result) -> None:
+def test_restarts_are_summed_up(result: DemoResult) -> None:
     after = result.document()["after_restart"]
     assert after == {
         "kills": 2,
@@ -74,12 +76,12 @@ def test_restarts_are_summed_up(result: Result) -> None:
     }
 
 
-def test_one_other_token_is_not_identical(result: Result) -> None:
+def test_one_other_token_is_not_identical(result: DemoResult) -> None:
     assert result.document()["identical"] is True
     result.turns[1].with_depot.ids[-1] += 1
     document = result.document()
     assert (document["identical"], document["turns"][1]["identical"]) == (False, False)
-    assert "DIFFERENT" in render(result)
+    assert "DIFFERENT" in as_page(result)
 
 
 class Tags(HTMLParser):
@@ -106,8 +108,8 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def test_page_is_well_formed_and_needs_nothing_else(result: Result) -> None:
-    page = render(result)
+def test_page_is_well_formed_and_needs_nothing_else(result: DemoResult) -> None:
+    page = as_page(result)
     tags = Tags()
     tags.feed(page)
     assert (tags.open, tags.links) == ([], [])
@@ -116,8 +118,8 @@ def test_page_is_well_formed_and_needs_nothing_else(result: Result) -> None:
     assert "prefers-color-scheme: dark" in page
 
 
-def test_page_has_the_numbers(result: Result) -> None:
-    page = render(result)
+def test_page_has_the_numbers(result: DemoResult) -> None:
+    page = as_page(result)
     for number in (
         "8.0×",
         "0.50 s",
@@ -134,8 +136,8 @@ def drawings(page: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
 
 
-def test_plots_are_drawn_to_scale(result: Result) -> None:
-    ttft, tokens, timeline = drawings(render(result))
+def test_plots_are_drawn_to_scale(result: DemoResult) -> None:
+    ttft, tokens, timeline = drawings(as_page(result))
     heights = {
         kind: [float(box.get("height", "")) for box in bars(ttft, kind)]
         for kind in ("without", "with")
@@ -159,4 +161,4 @@ def bars(drawing: ElementTree.Element, kind: str) -> list[ElementTree.Element]:
     [(8.0, [0, 2, 4, 6, 8]), (0.3, [0, 0.1, 0.2, 0.3]), (2900, [0, 1000, 2000, 3000]), (0, [0, 1])],
 )
 def test_ticks_are_round_and_reach_the_top(most: float, marks: list[float]) -> None:
-    assert svg.ticks(most) == pytest.approx(marks)
+    assert ticks(most) == pytest.approx(marks)

@@ -1,10 +1,9 @@
 """What e2e.py's `decisions` has measured, as a page with plots."""
 
-from html import escape
 from typing import Any
 
-from kvdepot.cli.report.curves import Curve, Curves
-from kvdepot.cli.report.page import whole
+from kvdepot.cli.report.charts import Curve, Curves, Point
+from kvdepot.cli.report.page import page, section
 
 ARMS = {"fetched": "fetch all", "recomputed": "recompute", "decided": "decide"}
 
@@ -17,26 +16,33 @@ def decision_page(seen: dict[str, Any]) -> str:
         "disk is the machine's own, slowed down to what the axis says. The best of three; what "
         "lies above the frame is drawn at its edge."
     )
-    body = [
-        "<h1>Fetch or recompute, decided for each prompt</h1>",
-        f'<p class="lead">{escape(lead)}</p>',
-        "<h2>All of it on disk</h2>",
-        _plot(seen["sweep"]),
-        "<h2>Two thirds of it in memory, the rest on disk</h2>",
-        _plot(seen["mixed"]),
+    parts = [
+        section("All of it on disk", _chart(seen["sweep"])),
+        section("Two thirds of it in memory, the rest on disk", _chart(seen["mixed"])),
     ]
-    return whole("kvdepot: fetch or recompute", "\n".join(body))
+    heading = "Fetch or recompute, decided for each prompt"
+    return page("kvdepot: fetch or recompute", lead, parts, heading=heading)
 
 
-def _plot(steps: list[dict[str, Any]]) -> str:
+def _chart(steps: list[dict[str, Any]]) -> str:
     edge = 2.0 * max(step["seconds"]["recomputed"] for step in steps)
     curves = [
-        Curve(
-            name,
-            sorted((step["speed_MB_s"] * 1e6, min(step["seconds"][arm], edge)) for step in steps),
-        )
-        for arm, name in ARMS.items()
+        Curve(name, f"c{number}", [_point(step, arm, name, edge) for step in _by_speed(steps)])
+        for number, (arm, name) in enumerate(ARMS.items())
     ]
-    title = "seconds to the first token"
-    drawn = Curves(title, f"{title}, by what the disk gives (MB/s)", curves, unit="B/s").draw()
-    return f'<div class="plot">{drawn}</div>'
+    return Curves(
+        title="seconds to the first token",
+        x_unit="what the disk gives, MB/s",
+        y_unit="seconds",
+        curves=curves,
+        x_label=lambda speed: f"{speed:g}",
+    ).draw()
+
+
+def _by_speed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(steps, key=lambda step: step["speed_MB_s"])
+
+
+def _point(step: dict[str, Any], arm: str, name: str, edge: float) -> Point:
+    speed, seconds = step["speed_MB_s"], step["seconds"][arm]
+    return Point(speed, min(seconds, edge), f"{name}, {speed:g} MB/s: {seconds:.4f} s")

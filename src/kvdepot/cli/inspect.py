@@ -13,6 +13,7 @@ import numpy as np
 
 from kvdepot.cli import output
 from kvdepot.cli.doctor.drives import NOT_MEASURED, profile_text
+from kvdepot.cli.report.tables import Table
 from kvdepot.codec.segment import FORMAT
 from kvdepot.core.tier import Contents
 from kvdepot.core.units import format_bytes
@@ -193,7 +194,7 @@ def spaces_table(found: Inspection) -> str:
         )
         for space in found.namespaces
     ]
-    return output.table(headings, rows)
+    return Table(headings, rows).text()
 
 
 def segments_table(found: Inspection) -> str:
@@ -209,4 +210,4 @@ def segments_table(found: Inspection) -> str:
         )
         for row in found.segments[:ROWS_MAX]
     ]
-    return output.table(headings, rows)
+    return Table(headings, rows).text()

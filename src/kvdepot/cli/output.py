@@ -7,10 +7,9 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +22,6 @@ SILENT_S = 2.0
 
 TTY_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
-NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)? ?(%|×|[A-Za-zµ]+(/s)?)?")
-"""`12`, `1,024`, `0.93`, `4.5GiB`, `250 us`, `1.9GiB/s`, `93 %`"""
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -87,31 +84,6 @@ def plain(value: object) -> Any:
 
 def rate(bytes_per_s: float) -> str:
     return f"{format_bytes(round(bytes_per_s))}/s"
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns under underlined headings; columns of numbers are flushed right."""
-    cells = [[text_of(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    numeric = [all(map(is_number, column)) for column in zip(*cells, strict=True)]
-    numeric += [False] * (len(headings) - len(numeric))
-
-    def line(row: Sequence[str]) -> str:
-        placed = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        )
-        return "  ".join(placed).rstrip()
-
-    return "\n".join([line(headings), line(["-" * width for width in widths]), *map(line, cells)])
-
-
-def text_of(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def is_number(cell: str) -> bool:
-    return NUMBER.fullmatch(cell) is not None
 
 
 class Progress:

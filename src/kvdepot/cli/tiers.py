@@ -9,6 +9,7 @@ from typing import Any
 
 import kvdepot
 from kvdepot.cli import output
+from kvdepot.cli.report.tables import Table
 from kvdepot.core.depot import Depot
 from kvdepot.core.units import exact_bytes, format_bytes, parse_bytes
 from kvdepot.errors import KVDepotError
@@ -80,7 +81,7 @@ def show(store: Depot, args: argparse.Namespace) -> int:
         return 0
     headings = ("tier", "drive", "state", "used", "room", "mode")
     rows = [row for name, tier in tiers.items() for row in rows_of(name, tier)]
-    output.data(output.table(headings, rows))
+    output.data(Table(headings, rows).text())
     return 0
 
 

@@ -26,6 +26,7 @@ from kvdepot.bench.ttft import PREFIX_TOKENS, TtftPlan
 from kvdepot.cli import output
 from kvdepot.cli.cache import models_folder
 from kvdepot.cli.doctor import machine
+from kvdepot.cli.report.tables import Table
 from kvdepot.cli.scratch import choose_parent, scratch_directory
 from kvdepot.core.units import format_bytes, parse_bytes
 
@@ -231,11 +232,11 @@ def report(results: Sequence[Result]) -> None:
     latencies = [result for result in results if isinstance(result, Latency)]
     figures = [result for result in results if isinstance(result, Figure)]
     if rows:
-        output.data(output.table(ROW_HEADS, map(row_cells, rows)) + "\n")
+        output.data(Table(ROW_HEADS, map(row_cells, rows)).text() + "\n")
     if latencies:
-        output.data(output.table(LATENCY_HEADS, map(latency_cells, latencies)) + "\n")
+        output.data(Table(LATENCY_HEADS, map(latency_cells, latencies)).text() + "\n")
     if figures:
-        output.data(output.table(FIGURE_HEADS, map(figure_cells, figures)) + "\n")
+        output.data(Table(FIGURE_HEADS, map(figure_cells, figures)).text() + "\n")
     missed = sum(not result.ok for result in results)
     judged = sum(bar_of(result) is not None for result in results)
     output.data(f"{judged - missed} of {judged} bars met; values are medians over the rounds")

@@ -15,35 +15,32 @@ from typing import Any
 
 from kvdepot.cli import output
 from kvdepot.cli.cache import models_folder
-from kvdepot.cli.demo.play import Plan, Play
-from kvdepot.cli.demo.process import PROGRAM
-from kvdepot.cli.demo.result import Result, ratio_by_tier
-from kvdepot.cli.demo.table import audience
+from kvdepot.cli.demo.play import Demo, DemoPlan, DemoResult
+from kvdepot.cli.demo.report import as_page, choose_display, summary
+from kvdepot.cli.demo.server import PROGRAM
 from kvdepot.cli.doctor import machine
-from kvdepot.cli.report.page import render
 from kvdepot.cli.scratch import choose_parent, scratch_directory
-from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 
 NEEDED_BYTES = 2 << 30
-USERS, TURNS, NEW_TOKENS = 3, 3, 24
+USERS, TURNS, NEW_TOKENS = 3, 2, 16
 REPORT = Path("kvdepot-demo.html")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "demo",
-        description="See it work, in two to four minutes: users chat with a real small language "
+        description="See it work, in about two minutes: users chat with a real small language "
         "model over one long document, first without a depot, then with it; the serving process "
         "is killed and restarted, a bit on disk is flipped. All answers must be the same. Writes "
         "a report with plots. Exits with 1 if an answer differs.",
     )
     parser.add_argument("--users", type=positive, default=USERS, metavar="N", help="default: 3")
     parser.add_argument(
-        "--turns", type=positive, default=TURNS, metavar="N", help="before the kill; default: 3"
+        "--turns", type=positive, default=TURNS, metavar="N", help="before the kill; default: 2"
     )
     parser.add_argument(
-        "--new-tokens", type=positive, default=NEW_TOKENS, metavar="N", help="a turn; default: 24"
+        "--new-tokens", type=positive, default=NEW_TOKENS, metavar="N", help="a turn; default: 16"
     )
     parser.add_argument(
         "--model",
@@ -76,18 +73,18 @@ def run(args: argparse.Namespace) -> int:
     result.machine = describe_machine(facts)
     result.command = command_of(args)
     result.report = str(report)
-    report.write_text(render(result), encoding="utf-8")
+    report.write_text(as_page(result), encoding="utf-8")
     if args.json:
         output.document(result.document())
     else:
-        summarise(result)
+        output.data("\n" + summary(result))
     if args.keep:
         output.say(f"kept: kvdepot inspect {directory / 'store'}")
     return 0 if result.identical else 1
 
 
 def find_report(given: Path) -> Path:
-    """Where the report goes. Found out first: a demo whose report cannot be written is a pity."""
+    """Where the report goes; checked before the demo begins."""
     path = given.resolve()
     if path.is_dir():
         path = path / REPORT
@@ -98,8 +95,8 @@ def find_report(given: Path) -> Path:
     return path
 
 
-def play(args: argparse.Namespace, directory: Path) -> Result:
-    plan = Plan(
+def play(args: argparse.Namespace, directory: Path) -> DemoResult:
+    plan = DemoPlan(
         users=args.users,
         turns=args.turns,
         new_tokens=args.new_tokens,
@@ -109,8 +106,8 @@ def play(args: argparse.Namespace, directory: Path) -> Result:
         env=args.env,
         program=PROGRAM,
     )
-    with audience(args.json) as watching:
-        return Play(plan, watching).run()
+    with choose_display(args.json) as display:
+        return Demo(plan, display).run()
 
 
 def command_of(args: argparse.Namespace) -> str:
@@ -136,27 +133,3 @@ def describe_machine(facts: machine.PathFacts) -> dict[str, Any]:
         "filesystem": facts.filesystem,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def summarise(result: Result) -> None:
-    output.data("")
-    different = [turn for turn in result.turns if not turn.identical]
-    for turn in different:
-        output.data(f"wrong: turn {turn.number} of {turn.user} has another answer with the depot")
-    if different:
-        output.data(f"{len(different)} of {len(result.turns)} answers differ")
-    else:
-        output.data(f"all {len(result.turns)} answers are the same, token for token")
-    for tier, ratio in ratio_by_tier(result.turns).items():
-        if ratio is not None:
-            output.data(
-                f"time to first token, mostly from {tier}: 1/{1 / ratio:.1f} of the recompute"
-            )
-    output.data(
-        f"the flipped bit was noticed: {result.recomputed_tokens:,} more tokens were computed, and "
-        "nothing else happened"
-        if result.recomputed_tokens > 0
-        else "the flipped bit was in nothing that was read"
-    )
-    output.data(f"memory tier: {format_bytes(result.setting.dram_bytes)}")
-    output.data(f"report: {result.report}")

@@ -1,4 +1,7 @@
-"""The course of the demo: without a depot, with one, and after each of several kills."""
+"""The course of the demo: without a depot, with one, and after each of several kills.
+
+`Demo.run` plays it; `DemoResult` is what happened, as plain values, and what follows from it.
+"""
 
 import json
 import os
@@ -7,14 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from statistics import median
+from typing import Any, Final, Literal, Protocol
 
-from kvdepot.cli.demo.process import Server
-from kvdepot.cli.demo.result import Damage, Pass, Request, Result, Setting, Start, Turn
 from kvdepot.cli.demo.script import Conversation, User
+from kvdepot.cli.demo.server import Server
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
 from kvdepot.errors import ConfigError
 
+TIERS: Final = ("dram", "ssd")
 BLOCK_TOKENS: Final = 32
 """Small blocks leave little to compute: at most this much of a known prefix, and the question."""
 
@@ -28,10 +32,207 @@ ANSWER_TIMEOUT_S: Final = 300.0
 DAMAGE_AT: Final = 0.6
 """How far into the shared document a bit is flipped."""
 
+Stage = Literal["without", "with", "returned", "damaged"]
+"""No depot; with one; back after a kill; back after a kill and a flipped bit."""
+
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What shall be played."""
+class Answer:
+    """One question as one serving process answered it."""
+
+    stage: Stage
+    started_s: float
+    """Since the demo began."""
+
+    prompt_tokens: int
+    ids: list[int]
+    text: str
+    ttft_s: float
+    seconds: float
+    fetched: dict[str, int] = field(default_factory=dict)
+    computed_tokens: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def fetched_tokens(self) -> int:
+        return sum(self.fetched.values())
+
+    @property
+    def tier(self) -> str:
+        """The tier that most of the fetched tokens came from; empty when most were computed."""
+        if self.fetched_tokens <= self.computed_tokens:
+            return ""
+        return max(self.fetched, key=lambda tier: self.fetched[tier])
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTurn:
+    """One question of one user, answered without the depot and with it."""
+
+    number: int
+    user: str
+    question: str
+    without: Answer
+    with_depot: Answer
+
+    @property
+    def identical(self) -> bool:
+        return self.without.ids == self.with_depot.ids
+
+    @property
+    def ratio(self) -> float:
+        """TTFT with the depot, of that without."""
+        return self.with_depot.ttft_s / self.without.ttft_s
+
+    @property
+    def speedup(self) -> float:
+        return self.without.ttft_s / self.with_depot.ttft_s
+
+    @property
+    def after_restart(self) -> bool:
+        return self.with_depot.stage != "with"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStart:
+    """A serving process began. `kill_s` is when the one before it was killed, if it was."""
+
+    started_s: float
+    ready_s: float
+    serves: Stage
+    kill_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlippedBit:
+    """The byte that was changed on disk."""
+
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSetting:
+    """What the demo ran with."""
+
+    model: str
+    device: str
+    users: int
+    turns: int
+    new_tokens: int
+    shared_tokens: int
+    token_bytes: int
+    block_tokens: int
+    dram_bytes: int
+    path: str
+
+
+@dataclass(slots=True)
+class DemoResult:
+    """The whole demo."""
+
+    setting: DemoSetting
+    turns: list[ComparedTurn]
+    starts: list[ServerStart]
+    damage: FlippedBit
+    seconds: float
+    machine: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    report: str = ""
+
+    @property
+    def identical(self) -> bool:
+        return all(turn.identical for turn in self.turns)
+
+    @property
+    def returned(self) -> list[ComparedTurn]:
+        return [turn for turn in self.turns if turn.with_depot.stage == "returned"]
+
+    @property
+    def damaged(self) -> ComparedTurn:
+        return next(turn for turn in self.turns if turn.with_depot.stage == "damaged")
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """What the damage cost: the same question had been answered without it just before."""
+        return (
+            self.damaged.with_depot.computed_tokens - self.returned[-1].with_depot.computed_tokens
+        )
+
+    def document(self) -> dict[str, Any]:
+        """As one JSON document."""
+        return {
+            "identical": self.identical,
+            "turns": [turn_document(turn) for turn in self.turns],
+            "ttft_ratio_by_tier": ratio_by_tier(self.turns),
+            "after_restart": self._after_restart(),
+            "damage": {
+                "file": self.damage.file,
+                "offset": self.damage.offset,
+                "misses": self.damaged.with_depot.misses,
+                "recomputed_tokens": self.recomputed_tokens,
+                "identical": self.damaged.identical,
+            },
+            "report": self.report,
+            "setting": self.setting,
+            "machine": self.machine,
+            "command": self.command,
+            "seconds": round(self.seconds, 1),
+        }
+
+    def _after_restart(self) -> dict[str, Any]:
+        restarts = [start for start in self.starts if start.kill_s is not None]
+        return {
+            "kills": len(restarts),
+            "restart_s": median(start.ready_s - start.started_s for start in restarts),
+            "turns": len(self.returned),
+            "identical": all(turn.identical for turn in self.returned),
+            "fetched": fetched_by_tier(self.returned),
+            "computed_tokens": sum(turn.with_depot.computed_tokens for turn in self.returned),
+            "ttft_ratio": median(turn.ratio for turn in self.returned),
+        }
+
+
+def ratio_by_tier(turns: Sequence[ComparedTurn]) -> dict[str, float | None]:
+    """Median of TTFT with / without over the turns that mostly came from a tier; None: no such.
+
+    The turn after the damage is left out: it had to compute what an undamaged one fetches.
+    """
+    sound = [turn for turn in turns if turn.with_depot.stage != "damaged"]
+    ratios: dict[str, float | None] = {}
+    for tier in TIERS:
+        found = [turn.ratio for turn in sound if turn.with_depot.tier == tier]
+        ratios[tier] = median(found) if found else None
+    return ratios
+
+
+def fetched_by_tier(turns: Sequence[ComparedTurn]) -> dict[str, int]:
+    return {tier: sum(turn.with_depot.fetched.get(tier, 0) for turn in turns) for tier in TIERS}
+
+
+def turn_document(turn: ComparedTurn) -> dict[str, Any]:
+    served = turn.with_depot
+    return {
+        "turn": turn.number,
+        "user": turn.user,
+        "pass": served.stage,
+        "after_restart": turn.after_restart,
+        "question": turn.question,
+        "answer": served.text,
+        "identical": turn.identical,
+        "prompt_tokens": served.prompt_tokens,
+        "fetched": {tier: served.fetched.get(tier, 0) for tier in TIERS},
+        "computed_tokens": served.computed_tokens,
+        "misses": served.misses,
+        "ttft_without_s": round(turn.without.ttft_s, 4),
+        "ttft_with_s": round(served.ttft_s, 4),
+        "speedup": round(turn.speedup, 2),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """What is played."""
 
     users: int
     turns: int
@@ -50,40 +251,40 @@ class Plan:
     """The serving process; its settings follow as one more argument."""
 
 
-class Audience(Protocol):
-    """Who watches. Called in the order in which things happen."""
+class Display(Protocol):
+    """Shows the demo as it goes. Called in the order in which things happen."""
 
     def wait(self, what: str) -> None:
         """Something takes a while; called several times a second."""
 
-    def begin(self, number: Pass, text: str) -> None:
+    def begin(self, stage: Stage, text: str) -> None:
         """The next part begins."""
 
-    def computed(self, number: int, user: str, without: Request) -> None:
+    def computed(self, number: int, user: str, without: Answer) -> None:
         """A turn was answered without the depot."""
 
-    def compared(self, turn: Turn) -> None:
+    def compared(self, turn: ComparedTurn) -> None:
         """A turn was answered with the depot too."""
 
 
 @dataclass(slots=True)
-class Play:
-    """One performance. `run` can be called once."""
+class Demo:
+    """`run` can be called once."""
 
-    plan: Plan
-    audience: Audience
+    plan: DemoPlan
+    display: Display
     clock: Callable[[], float] = time.monotonic
-    starts: list[Start] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    starts: list[ServerStart] = field(default_factory=list)
+    turns: list[ComparedTurn] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     dram_bytes: int = 0
     _began_s: float = 0.0
     _killed_s: float | None = None
-    _without: dict[tuple[int, int], Request] = field(default_factory=dict)
+    _without: dict[tuple[int, int], Answer] = field(default_factory=dict)
     _talks: dict[int, Conversation] = field(default_factory=dict)
 
-    def run(self) -> Result:
-        """Play everything. Raises ServerError when a serving process fails."""
+    def run(self) -> DemoResult:
+        """Demo everything. Raises ServerError when a serving process fails."""
         self._began_s = self.clock()
         self._play_without()
         self.dram_bytes = self._choose_dram()
@@ -92,7 +293,7 @@ class Play:
             self._play_returned(user)
         damage = flip_bit(self.store_path, self._damage_at())
         self._play_damaged()
-        return Result(self._setting(), self.turns, self.starts, damage, self._now())
+        return DemoResult(self._setting(), self.turns, self.starts, damage, self._now())
 
     @property
     def store_path(self) -> Path:
@@ -106,18 +307,18 @@ class Play:
 
     def _play_without(self) -> None:
         """Every turn, also the one after the restart, as a model without a depot answers it."""
-        self.audience.begin("without", "without a depot: every turn computes its whole prompt")
+        self.display.begin("without", "without a depot: every turn computes its whole prompt")
         with self._server("without") as server:
             self._check_context()
             for number in range(1, self.plan.turns + 2):
                 for user in self._users():
                     request = self._ask(server, "without", user, number)
                     self._without[user.number, number] = request
-                    self.audience.computed(number, user.name, request)
+                    self.display.computed(number, user.name, request)
         self._talks.clear()
 
     def _play_with(self) -> None:
-        self.audience.begin("with", "with a depot: what was computed before is fetched")
+        self.display.begin("with", "with a depot: what was computed before is fetched")
         with self._server("with") as server:
             for number in range(1, self.plan.turns + 1):
                 for user in self._users():
@@ -125,8 +326,8 @@ class Play:
             self._kill(server)
 
     def _play_returned(self, user: User) -> None:
-        """A new process, so that nobody finds memory warmed by the user before."""
-        self.audience.begin("returned", f"killed with SIGKILL; restarted; {user.name} comes back")
+        """A new process for each user: memory holds nothing of the user before."""
+        self.display.begin("returned", f"killed with SIGKILL; restarted; {user.name} comes back")
         number = self.plan.turns + 1
         with self._server("returned") as server:
             self._compare(user, number, self._ask(server, "returned", user, number))
@@ -136,14 +337,14 @@ class Play:
         """The last user's question again, so that its right answer is known."""
         user = self._users()[-1]
         text = f"killed; one bit on disk is flipped; restarted; {user.name} asks again"
-        self.audience.begin("damaged", text)
+        self.display.begin("damaged", text)
         number = self.plan.turns + 1
         del self._talks[user.number].messages[-2:]
         with self._server("damaged") as server:
             self._compare(user, number, self._ask(server, "damaged", user, number))
 
     @contextmanager
-    def _server(self, serves: Pass) -> Iterator[Server]:
+    def _server(self, serves: Stage) -> Iterator[Server]:
         started_s = self._now()
         log = self.plan.directory / f"server-{len(self.starts) + 1}.log"
         settings = {
@@ -153,9 +354,9 @@ class Play:
             "block_tokens": BLOCK_TOKENS,
         }
         command = [*self.plan.program, json.dumps(settings)]
-        with Server(command, self.plan.env, log, self.audience.wait) as server:
+        with Server(command, self.plan.env, log, self.display.wait) as server:
             self.facts = server.ready("a serving process loads the model", START_TIMEOUT_S)
-            self.starts.append(Start(started_s, self._now(), serves, self._killed_s))
+            self.starts.append(ServerStart(started_s, self._now(), serves, self._killed_s))
             yield server
 
     def _store_settings(self) -> dict[str, Any]:
@@ -167,7 +368,7 @@ class Play:
         server.kill()
         self._killed_s = self._now()
 
-    def _ask(self, server: Server, number: Pass, user: User, turn: int) -> Request:
+    def _ask(self, server: Server, stage: Stage, user: User, turn: int) -> Answer:
         talk = self._talks.setdefault(user.number, Conversation())
         started_s = self._now()
         messages = talk.ask(user.question(turn))
@@ -175,13 +376,13 @@ class Play:
         answer = server.ask(request, f"turn {turn}: {user.name} waits", ANSWER_TIMEOUT_S)
         del answer["is"]
         talk.hear(answer["text"])
-        return Request(number=number, started_s=started_s, **answer)
+        return Answer(stage=stage, started_s=started_s, **answer)
 
-    def _compare(self, user: User, number: int, served: Request) -> None:
+    def _compare(self, user: User, number: int, served: Answer) -> None:
         without = self._without[user.number, number]
-        turn = Turn(number, user.name, user.question(number), without, served)
+        turn = ComparedTurn(number, user.name, user.question(number), without, served)
         self.turns.append(turn)
-        self.audience.compared(turn)
+        self.display.compared(turn)
 
     def _check_context(self) -> None:
         """A turn takes a question of at most 24 tokens, its frame, and the answer."""
@@ -198,8 +399,8 @@ class Play:
     def _choose_dram(self) -> int:
         """Memory for the shared document and very little else.
 
-        The document then stays in memory, where everybody needs it, while much of what a user said
-        and heard is only on disk when that user's next turn comes: both tiers are at work.
+        The document, which all turns need, then stays in memory; much of what a user said and heard
+        is only on disk when that user's next turn comes. Both tiers are at work.
         """
         blocks = -(-self.facts["shared_tokens"] // BLOCK_TOKENS) + SPARE_BLOCKS
         return int(HEAD_SHARE * blocks * BLOCK_TOKENS * self.facts["token_bytes"])
@@ -210,8 +411,8 @@ class Play:
         number = int(DAMAGE_AT * self.facts["shared_tokens"] / BLOCK_TOKENS)
         return PAGE + number * record_bytes(payload) + HEAD_BYTES + payload // 2
 
-    def _setting(self) -> Setting:
-        return Setting(
+    def _setting(self) -> DemoSetting:
+        return DemoSetting(
             model=self.facts["model"],
             device=self.facts["device"],
             users=self.plan.users,
@@ -225,8 +426,8 @@ class Play:
         )
 
 
-def flip_bit(store: Path, position: int) -> Damage:
-    """Change one bit of a store that nobody has open, `position` bytes into what was written first.
+def flip_bit(store: Path, position: int) -> FlippedBit:
+    """Change one bit of a store that is not open, `position` bytes into what was written first.
 
     Segments are filled in the order of their names, and the shared document went there first.
     """
@@ -240,6 +441,6 @@ def flip_bit(store: Path, position: int) -> Damage:
                 handle.write(bytes([byte ^ 1]))
                 handle.flush()
                 os.fsync(handle.fileno())
-            return Damage(file.name, position)
+            return FlippedBit(file.name, position)
         position -= size
     raise ConfigError("path", f"{store} holds less than the shared document")

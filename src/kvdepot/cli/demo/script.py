@@ -1,4 +1,4 @@
-"""What is said in the demo: everybody reads the same handbook, everybody asks something else."""
+"""What is said in the demo: all users share one handbook, and each asks something else."""
 
 from dataclasses import dataclass
 from importlib import resources
@@ -47,7 +47,7 @@ def opening() -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Somebody who asks. No two users ask the same in the same turn."""
+    """No two users ask the same in the same turn."""
 
     number: int
 

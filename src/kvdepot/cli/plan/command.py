@@ -6,24 +6,8 @@ from typing import Any, Final
 
 from kvdepot.cli import output
 from kvdepot.cli.config import parse_settings
-from kvdepot.cli.plan.words import (
-    SWINGS_SHOWN,
-    age_words,
-    bottleneck_words,
-    end_words,
-    enough_words,
-    fleet_words,
-    goal_words,
-    mix_words,
-    money_words,
-    more_words,
-    purchase_words,
-    time_words,
-    traffic_words,
-    verdict,
-)
+from kvdepot.cli.plan.report import as_page, as_text, verdict
 from kvdepot.core.config_loader import show as shown
-from kvdepot.core.units import format_decimal_bytes
 from kvdepot.planner.parts import load_parts, shipped_parts
 from kvdepot.planner.plan import Plan, all_mixes, make_plan
 from kvdepot.planner.scenario import load_scenario, scenario_names
@@ -96,11 +80,12 @@ def run(args: argparse.Namespace) -> int:
     with output.Progress("trying mixes", len(all_mixes(parts))) as progress:
         plan = make_plan(scenario, parts, advance=progress.advance)
     if args.report is not None:
-        write_report(args.report, plan)
+        args.report.write_text(as_page(plan), encoding="utf-8")
+        output.say(f"report: {args.report}")
     if args.json:
         output.document(document(plan))
     else:
-        show(plan)
+        output.data(as_text(plan))
     return 1 if plan.misses else 0
 
 
@@ -113,17 +98,10 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def write_report(path: Path, plan: Plan) -> None:
-    from kvdepot.cli.plan.page import render
-
-    path.write_text(render(plan), encoding="utf-8")
-    output.say(f"report: {path}")
-
-
 def document(plan: Plan) -> dict[str, Any]:
     """The plan for scripts: mixes by the names of their tiers, and the sentences."""
     names = list(plan.parts.tiers)
-    found: dict[str, Any] = {
+    return {
         "scenario": shown(plan.scenario),
         "tried": plan.tried,
         "reached": not plan.misses,
@@ -141,116 +119,3 @@ def document(plan: Plan) -> dict[str, Any]:
         "currency": plan.parts.currency,
         "tiers": names,
     }
-    return found
-
-
-def show(plan: Plan) -> None:
-    scenario = plan.scenario
-    output.data(scenario.title or scenario.model)
-    output.data(f"  {fleet_words(scenario)}")
-    output.data(f"  traffic  {traffic_words(scenario)}")
-    output.data(f"  goal     {goal_words(scenario)}")
-    output.data(f"  tried    {plan.tried:,} mixes\n")
-    output.data(verdict(plan))
-    output.data("\n" + chosen_table(plan))
-    if plan.chosen.tiers:
-        output.data("\n" + tiers_table(plan))
-    output.data(f"\nbottleneck: {bottleneck_words(plan)}")
-    output.data(f"next: {purchase_words(plan)}")
-    output.data("\n" + next_table(plan))
-    output.data("\ncompared with\n" + alternatives_table(plan))
-    output.data("\nmixes that nothing beats in both cost and p95\n" + frontier_table(plan))
-    output.data(f"\nthe {SWINGS_SHOWN} inputs that matter most\n" + swings_table(plan))
-
-
-def chosen_table(plan: Plan) -> str:
-    one, money = plan.chosen, plan.parts
-    rows = [
-        ("time to first token, p50", time_words(one.ttft_p50_s)),
-        ("… p95", time_words(one.ttft_p95_s)),
-        ("… p99", time_words(one.ttft_p99_s)),
-        ("prompt tokens not computed", f"{one.hit_share:.1%}"),
-        ("… of them in GPU memory", f"{one.gpu_memory_hit_share:.1%}"),
-        ("talks kept for", age_words(one.retention_s)),
-        ("GPUs busy", f"{one.gpu_busy:.0%}"),
-        ("cost an hour, all in", money_words(money, one.cost.per_hour)),
-        ("cost of a million tokens", money_words(money, one.cost.per_million_tokens)),
-        ("price of memory and drives", money_words(money, one.cost.store_price)),
-        ("power at the meter", f"{one.cost.power_w / 1000:,.1f} kW"),
-    ]
-    return output.table(("chosen", ""), rows)
-
-
-def tiers_table(plan: Plan) -> str:
-    rows = [
-        (
-            use.tier,
-            use.units,
-            format_decimal_bytes(use.capacity_bytes),
-            f"{use.hit_share:.1%}",
-            age_words(use.horizon_s),
-            f"{use.read_busy:.0%}",
-            f"{use.write_busy:.0%}",
-            format_decimal_bytes(use.writes_bytes_per_day),
-            f"{use.life_years:.1f} years" if use.life_years else "-",
-        )
-        for use in plan.chosen.tiers
-    ]
-    heads = ("tier of a node", "units", "size", "of prompt tokens", "reaches back", "reading")
-    return output.table((*heads, "writing", "written a day", "worn out in"), rows)
-
-
-def next_table(plan: Plan) -> str:
-    rows = [
-        (
-            more_words(one),
-            money_words(plan.parts, one.money),
-            time_words(one.ttft_mean_s),
-            time_words(one.ttft_p95_s),
-            age_words(one.retention_s),
-            f"{one.saved_ms_per_1000:.3g} ms" if one.saved_ms_per_1000 else "-",
-        )
-        for one in plan.next
-    ]
-    heads = ("one step more", f"over {plan.parts.years:g} years", "mean", "p95", "kept for")
-    return output.table((*heads, f"saved for 1,000 {plan.parts.currency}"), rows)
-
-
-def alternatives_table(plan: Plan) -> str:
-    rows = [
-        (
-            one.name,
-            mix_words(plan.parts, one.outcome.mix),
-            time_words(one.outcome.ttft_p95_s),
-            f"{one.outcome.hit_share:.0%}",
-            f"{one.outcome.gpu_busy:.0%}",
-            age_words(one.outcome.retention_s),
-            money_words(plan.parts, one.outcome.cost.per_hour),
-            enough_words(plan, one.enough),
-        )
-        for one in plan.alternatives
-    ]
-    heads = ("", "each node has", "p95", "hits", "GPUs busy", "kept for", "an hour")
-    return output.table((*heads, "nodes for the p95"), rows)
-
-
-def frontier_table(plan: Plan) -> str:
-    rows = [
-        (
-            mix_words(plan.parts, one.mix),
-            money_words(plan.parts, one.cost.per_hour),
-            time_words(one.ttft_p95_s),
-            age_words(one.retention_s),
-            "← chosen" if one.mix == plan.chosen.mix else "",
-        )
-        for one in plan.frontier
-    ]
-    return output.table(("each node has", "an hour", "p95", "kept for", ""), rows)
-
-
-def swings_table(plan: Plan) -> str:
-    rows = []
-    for swing in plan.swings[:SWINGS_SHOWN]:
-        for end in (swing.low, swing.high):
-            rows.append((swing.name, f"× {end.factor:g}", end_words(plan, end), swing.why))
-    return output.table(("input", "times", "the chosen mix then", "why it is uncertain"), rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvdepot.cli import output
 from kvdepot.cli.counts import count, counts, positive
+from kvdepot.cli.report.tables import Table
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DTYPE_BYTES, KVLayout
 from kvdepot.core.units import format_bytes, format_decimal_bytes, parse_bytes
 from kvdepot.errors import ConfigError
@@ -223,7 +224,7 @@ def codec_rows(model: Model, args: argparse.Namespace) -> list[CodecRow]:
 
 def show(found: Size) -> None:
     output.data(f"{found.model}, KV in {found.dtype}\n  from {found.source}")
-    output.data("\n" + output.table(("one", "bytes", "", ""), unit_rows(found)))
+    output.data("\n" + Table(("one", "bytes", "", ""), unit_rows(found)).text())
     if len(found.groups) > 1:
         output.data("\n" + groups_table(found))
     output.data("\n" + contexts_table(found))
@@ -233,7 +234,7 @@ def show(found: Size) -> None:
     output.data(f"\nat {rate}: {format_decimal_bytes(found.bytes_per_second)}/s, {daily} a day")
     output.data("\n" + retention_table(found.retention))
     rows = [(r.codec, f"{r.bytes_per_token:,}", f"{r.ratio:.2f}×") for r in found.codecs]
-    output.data("\n" + output.table(("stored as", "bytes a token", "smaller"), rows))
+    output.data("\n" + Table(("stored as", "bytes a token", "smaller"), rows).text())
 
 
 def unit_rows(found: Size) -> list[tuple[str, str, str, str]]:
@@ -255,7 +256,7 @@ def groups_table(found: Size) -> str:
         (g["kind"], g["layers"], g["window"] or "-", f"{g['bytes_per_token']:,}")
         for g in found.groups
     ]
-    return output.table(("layers of kind", "layers", "window", "bytes a token"), rows)
+    return Table(("layers of kind", "layers", "window", "bytes a token"), rows).text()
 
 
 def contexts_table(found: Size) -> str:
@@ -271,7 +272,7 @@ def contexts_table(found: Size) -> str:
     heads = ["context tokens", "to go on", "the same"]
     heads += ["all layers whole"] if windows else []
     heads += [f"as {found.codec}"] if found.codec != RAW else []
-    return output.table([*heads, "blocks"], rows)
+    return Table([*heads, "blocks"], rows).text()
 
 
 def users_table(rows: Sequence[UsersRow]) -> str:
@@ -280,7 +281,7 @@ def users_table(rows: Sequence[UsersRow]) -> str:
     for row in sorted(rows, key=lambda row: (row.tokens, row.users)):
         cells.setdefault(row.tokens, []).append(format_decimal_bytes(row.stored_bytes))
     lines = [(f"{tokens:,}", *cells[tokens]) for tokens in cells]
-    return output.table(("stored, by users", *(f"{n:,}" for n in users)), lines)
+    return Table(("stored, by users", *(f"{n:,}" for n in users)), lines).text()
 
 
 def retention_table(rows: Sequence[Retention]) -> str:
@@ -295,7 +296,7 @@ def retention_table(rows: Sequence[Retention]) -> str:
         )
         for row in rows
     ]
-    return output.table(("tier", "size", "tokens", "minutes", "hours", "days"), cells)
+    return Table(("tier", "size", "tokens", "minutes", "hours", "days"), cells).text()
 
 
 def run_models(args: argparse.Namespace) -> int:
@@ -329,5 +330,5 @@ def run_models(args: argparse.Namespace) -> int:
             )
             for row in rows
         ]
-        output.data(output.table(heads, cells))
+        output.data(Table(heads, cells).text())
     return 0

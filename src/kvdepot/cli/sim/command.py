@@ -3,14 +3,13 @@
 import argparse
 import time
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from kvdepot.cli import output
-from kvdepot.cli.report.curves import Curve, Curves
+from kvdepot.cli.report.tables import Table
 from kvdepot.cli.sim import fleet as sim_fleet
+from kvdepot.cli.sim.report import hits_page
 from kvdepot.errors import ConfigError
 from kvdepot.sim.hits_only import POLICIES, Case, HitCounts, check_case, parse_capacity, play
 from kvdepot.sim.traces.agent_sessions import GAP_S, Replay
@@ -22,7 +21,7 @@ SHOWN_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaseResult:
     """One case and what came of it."""
 
     case: Case
@@ -100,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     workload = load(args)
     outcomes = [watched_play(workload, case) for case in cases(args, workload.block_tokens)]
     if args.plot is not None:
-        args.plot.write_text(page(args.trace.name, workload, outcomes), encoding="utf-8")
+        played = [(one.case, one.counts) for one in outcomes]
+        page = hits_page(args.trace.name, workload, played)
+        args.plot.write_text(page, encoding="utf-8")
     if args.json:
         output.document(report(args.trace, workload, outcomes))
     else:
@@ -134,15 +135,15 @@ def cases(args: argparse.Namespace, block_tokens: int) -> list[Case]:
     return found
 
 
-def watched_play(workload: Workload, case: Case) -> Outcome:
+def watched_play(workload: Workload, case: Case) -> CaseResult:
     words = f"{case.policy} at {case.capacity.text}"
     started_s = time.perf_counter()
     with output.Progress(words, total=len(workload)) as line:
         counts = play(workload, case, lambda done: line.advance(done - line.done))
-    return Outcome(case, counts, time.perf_counter() - started_s)
+    return CaseResult(case, counts, time.perf_counter() - started_s)
 
 
-def report(trace: Path, workload: Workload, outcomes: list[Outcome]) -> dict[str, Any]:
+def report(trace: Path, workload: Workload, outcomes: list[CaseResult]) -> dict[str, Any]:
     """The JSON document; with one case, its figures stand at the top as well."""
     facts = {
         "trace": str(trace),
@@ -156,7 +157,7 @@ def report(trace: Path, workload: Workload, outcomes: list[Outcome]) -> dict[str
     return {**facts, "cases": [outcome.as_dict() for outcome in outcomes]}
 
 
-def show(workload: Workload, outcomes: list[Outcome]) -> None:
+def show(workload: Workload, outcomes: list[CaseResult]) -> None:
     output.say(
         f"{len(workload):,} requests, {workload.tokens_asked:,} tokens, "
         f"{workload.block_count:,} blocks of {workload.block_tokens} tokens"
@@ -175,25 +176,4 @@ def show(workload: Workload, outcomes: list[Outcome]) -> None:
         for one in outcomes
     ]
     heads = ["capacity", "policy", "token hit ratio", *shown, "evicted", "block events/s"]
-    output.data(output.table(heads, rows))
-
-
-def page(name: str, workload: Workload, outcomes: list[Outcome]) -> str:
-    """One HTML file that needs nothing else: hit ratio against capacity, a curve a policy."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for one in outcomes:
-        tokens = one.case.capacity.total_tokens
-        size = float(tokens or workload.block_count * workload.block_tokens)
-        curves.setdefault(one.case.policy, []).append((size, one.counts.token_hit_ratio))
-    drawn = [Curve(policy, sorted(points)) for policy, points in curves.items()]
-    plot = Curves(f"token hit ratio of {name}", "capacity in tokens", drawn).draw()
-    style = resources.files("kvdepot.cli.report").joinpath("style.css").read_text("utf-8")
-    title = escape(f"kvdepot sim: {name}")
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{title}</h1>\n"
-        f'<p class="lead">Tokens found over tokens asked for, {len(workload):,} requests, blocks '
-        f'of {workload.block_tokens} tokens.</p>\n<div class="plot">{plot}</div>\n'
-        "</main>\n</body>\n</html>\n"
-    )
+    output.data(Table(heads, rows).text())

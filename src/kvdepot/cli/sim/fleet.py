@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.cli import output
-from kvdepot.cli.sim import page as sim_page
-from kvdepot.core.units import format_decimal_bytes
+from kvdepot.cli.report.tables import Table
+from kvdepot.cli.sim.report import fleet_page, tiers_table, times_table
 from kvdepot.errors import ConfigError
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulation import Bill, Machines, bill_of, fleet_of, parse_tiers
 from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.arrivals import ArrivalTimes, AsRecorded, Conversations, MultiTurn
-from kvdepot.sim.fleet import ROUTES, SAMPLES, Interval, SimulatedFleet, interval_of, part_of
+from kvdepot.sim.fleet import ROUTES, SAMPLES, SimulatedFleet, interval_of, part_of
 from kvdepot.sim.hits_only import OPTIMAL
-from kvdepot.sim.results import Findings, Spread
+from kvdepot.sim.results import Findings
 from kvdepot.sim.worker import HBM
 from kvdepot.sim.workload import Workload
 
@@ -89,7 +89,7 @@ def _add_talks(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Simulation:
     """One simulation and what came of it."""
 
     machines: Machines
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
         workload, arrivals = talks.workload(args.block_tokens), Conversations(talks, args.seed)
     done = simulate(machines, parts, workload, arrivals)
     if args.report is not None:
-        page = sim_page.render(_title(args), done.findings, done.bill, machines)
+        page = fleet_page(_title(args), done.findings, done.bill, machines)
         args.report.write_text(page, encoding="utf-8")
     if args.json:
         output.document(as_dict(done))
@@ -178,20 +178,22 @@ def talks_of(args: argparse.Namespace) -> MultiTurn:
     )
 
 
-def simulate(machines: Machines, parts: Parts, workload: Workload, arrivals: ArrivalTimes) -> Run:
+def simulate(
+    machines: Machines, parts: Parts, workload: Workload, arrivals: ArrivalTimes
+) -> Simulation:
     started_s = time.perf_counter()
     with output.Progress("simulating", total=len(workload)) as line:
         fleet = SimulatedFleet(fleet_of(machines, parts, workload.block_tokens), workload)
         findings = fleet.run(arrivals, lambda done: line.advance(done - line.done))
     elapsed_s = time.perf_counter() - started_s
-    return Run(machines, findings, bill_of(findings, machines, parts), elapsed_s)
+    return Simulation(machines, findings, bill_of(findings, machines, parts), elapsed_s)
 
 
 def _title(args: argparse.Namespace) -> str:
     return args.trace.name if args.trace is not None else f"{args.workload}, {args.users} users"
 
 
-def as_dict(done: Run) -> dict[str, Any]:
+def as_dict(done: Simulation) -> dict[str, Any]:
     """The JSON document; but for the last fields it depends on the input and the seed alone."""
     found, bill = done.findings, done.bill
     names = [HBM, *(flow.tier for flow in found.tiers)]
@@ -221,33 +223,13 @@ def as_dict(done: Run) -> dict[str, Any]:
     }
 
 
-def show(done: Run) -> None:
+def show(done: Simulation) -> None:
     found, bill = done.findings, done.bill
     output.say(
         f"{len(found.served):,} requests in {found.duration_s:,.0f} simulated seconds"
         + (f"; {found.refused:,} refused, too long for GPU memory" if found.refused else "")
     )
-    spreads = [("time to first token", found.ttft), ("end to end", found.end_to_end)]
-    spreads.append(("fetch", found.fetch))
-    rows = [_spread_row(words, spread) for words, spread in spreads if spread is not None]
-    output.data(output.table(["seconds", "mean", "p50", "p95", "p99"], rows))
-    output.data("")
-    tiers = [[HBM, f"{found.hit_ratio(HBM):.4f}", "", "", "", "", ""]]
-    for flow in found.tiers:
-        tiers.append(
-            [
-                flow.tier,
-                f"{found.hit_ratio(flow.tier):.4f}",
-                format_decimal_bytes(flow.bytes_read),
-                format_decimal_bytes(flow.bytes_written),
-                f"{flow.read_busy:.1%}",
-                f"{flow.write_busy:.1%}",
-                format_decimal_bytes(bill.writes_bytes_per_day[flow.tier]),
-            ]
-        )
-    heads = ["tier", "token hits", "read", "written", "reads busy", "writes busy", "written a day"]
-    output.data(output.table(heads, tiers))
-    output.data("")
+    output.data(f"{times_table(found).text()}\n\n{tiers_table(found, bill).text()}\n")
     output.data(
         f"token hit ratio {found.hit_ratio():.4f}; GPUs busy {found.gpu_busy:.1%}, "
         f"{bill.gpu_power_w:.0f} W each, {bill.gpu_energy_kwh:.3g} kWh; "
@@ -255,10 +237,6 @@ def show(done: Run) -> None:
     )
     speed = found.block_events / done.elapsed_s
     output.say(f"{found.block_events:,} block events in {done.elapsed_s:.1f} s, {speed:,.0f} a s")
-
-
-def _spread_row(words: str, spread: Spread) -> list[str]:
-    return [words, *(f"{value:.4f}" for value in (spread.mean, spread.p50, spread.p95, spread.p99))]
 
 
 def _sampled(args: argparse.Namespace, machines: Machines, parts: Parts) -> int:
@@ -284,12 +262,12 @@ def _sampled(args: argparse.Namespace, machines: Machines, parts: Parts) -> int:
         output.document({**facts, "estimates": found})
         return 0
     output.say(f"{SAMPLES} samples of {talks.users:,} users on {part:,} nodes")
-    rows = [[name, *_interval_cells(value)] for name, value in found.items()]
-    output.data(output.table(["", "estimate", "95 % of the time within"], rows))
+    rows = [(name, f"{one.mean:.4g}", f"± {one.error:.2g}") for name, one in found.items()]
+    output.data(Table(("", "estimate", "95 % of the time within"), rows).text())
     return 0
 
 
-def _sampled_values(runs: list[Run]) -> dict[str, list[float]]:
+def _sampled_values(runs: list[Simulation]) -> dict[str, list[float]]:
     spreads = [run.findings.ttft for run in runs]
     known = [spread for spread in spreads if spread is not None]
     return {
@@ -299,7 +277,3 @@ def _sampled_values(runs: list[Run]) -> dict[str, list[float]]:
         "GPU busy": [run.findings.gpu_busy for run in runs],
         "USD for a million tokens": [run.bill.cost.per_million_tokens for run in runs],
     }
-
-
-def _interval_cells(value: Interval) -> list[str]:
-    return [f"{value.mean:.4g}", f"± {value.error:.2g}"]
