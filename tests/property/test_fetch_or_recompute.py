@@ -283,10 +283,10 @@ def test_whatever_a_tier_does_its_pace_stays_a_pace(
     model = TierModel()
     for size, took, blocks, late, outstanding in transfers:
         model.observe(Transfer(blocks, size, took, outstanding, min(late, blocks)))
-        pace, estimate = model.pace(outstanding), model.estimate(size)
-        assert pace is not None and estimate is not None
+        pace = model.pace(outstanding)
+        assert pace is not None
         assert isfinite(pace.wait_s) and isfinite(pace.byte_s) and pace.spread_share > 0.0
-        assert isfinite(estimate.spread_s) and estimate.seconds > 0.0
+        assert pace.wait_s + pace.byte_s * size > 0.0
 
 
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.integers(0, 1_000_000), durations)))
@@ -296,7 +296,7 @@ def test_whatever_the_engine_does_its_pace_stays_a_pace(
     model = PrefillModel()
     for tokens, context, took in steps:
         model.observe(tokens, attention_work(tokens, context), took)
-        pace, estimate = model.pace(), model.estimate(tokens, context)
-        assert pace is not None and estimate is not None
+        pace = model.pace()
+        assert pace is not None
         assert isfinite(pace.step_s + pace.token_s + pace.pair_s)
-        assert isfinite(estimate.spread_s) and estimate.seconds > 0.0
+        assert pace.step_s + pace.token_s + pace.pair_s > 0.0

@@ -1,7 +1,7 @@
 """How much may be written to a drive that wears out. Pure: time comes in as an argument.
 
-A bucket of bytes that fills evenly and holds what an hour brings. It fills a little slower than
-the day's budget, by what it holds when full: so no 24 hours see more than the budget.
+A token bucket of bytes that holds the budget of an hour. It fills a little slower than the day's
+budget, by what it holds when full, so that no 24 hours exceed the budget.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Final
 
 DAY_S: Final = 86_400.0
 BURST_S: Final = 3600.0
-"""As much unused time is saved up for a burst."""
+"""Unused time that is saved up for a burst."""
 
 
 @dataclass(slots=True)
@@ -18,9 +18,9 @@ class Endurance:
 
     daily_bytes: int
     level_bytes: float
-    """Below 0 after writes that could not be left out: these are paid back before others."""
+    """Below 0 after writes that could not be left out; further writes wait until it is above."""
     at_s: float
-    """When that was so, in seconds of a clock that goes on across restarts."""
+    """When `level_bytes` was so, by a clock that goes on across restarts."""
 
     @classmethod
     def full(cls, daily_bytes: int, now_s: float) -> "Endurance":
@@ -37,7 +37,7 @@ class Endurance:
         return self.bytes_per_s * BURST_S
 
     def fill(self, now_s: float) -> None:
-        """Time has passed. A clock that goes back fills nothing."""
+        """Add what the time since `at_s` brings. A clock that goes back adds nothing."""
         if now_s > self.at_s:
             filled = self.level_bytes + (now_s - self.at_s) * self.bytes_per_s
             self.level_bytes, self.at_s = min(self.bucket_bytes, filled), now_s

@@ -1,8 +1,8 @@
-"""In which order blocks leave a tier: what a policy is told, and what it answers.
+"""In which order blocks leave a tier: the interface of eviction policies, and LRU.
 
-The index decides who may leave at all (index/leaves.py: no children in the tier, nobody using it)
-and keeps those rows in queues. An `Order` says in which queue a row stands, and which end of which
-queue leaves first. It is told of every block that enters, is used and leaves; it is never told why.
+The index decides which blocks may leave at all (index/leaves.py: no children in the tier, not in
+use) and keeps those rows in queues. An `Order` says in which queue a row stands, and which end of
+which queue leaves first. It hears of every block that enters, is used or leaves.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ NO_ROW: Final = -1
 
 
 class SessionState(IntEnum):
-    """What the engine said about the session of a block. The next use of the block ends it."""
+    """The state of a block's session, as the engine reported it, until the block's next use."""
 
     NONE = 0
     ALIVE = 1
@@ -69,8 +69,6 @@ class EvictionQueues(Protocol):
 
     def first(self, group: int, queue: int) -> int: ...
 
-    def last(self, group: int, queue: int) -> int: ...
-
     def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
         """The coldest and the warmest row of each queue."""
         ...
@@ -99,7 +97,7 @@ class Order(Protocol):
 
     @property
     def stamps(self) -> ColumnView:
-        """By what rows stand in their queue, smallest first."""
+        """What rows are sorted by in their queue, smallest first."""
         ...
 
     def queue(self, row: int) -> int:
@@ -118,14 +116,16 @@ class Order(Protocol):
         """The block is no longer in the tier."""
         ...
 
-    def session_changed(self, rows: Sequence[int], state: SessionState) -> None: ...
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
+        """The engine reported the state of the session that uses these blocks."""
+        ...
 
     def victim(self, group: int) -> int:
         """The row that should leave first from a size class, or NO_ROW."""
         ...
 
 
-class Recency:
+class Lru:
     """Least recently used first. Session states do not count."""
 
     queues = 1
@@ -143,16 +143,13 @@ class Recency:
         return 0
 
     def entered(self, row: int) -> None:
-        """Nothing to remember: the tree keeps the stamps."""
+        """The tree keeps the stamps."""
 
-    def used(self, rows: Sequence[int], *, hit: bool) -> None:
-        """Nothing to remember: the tree keeps the stamps."""
+    def used(self, rows: Sequence[int], *, hit: bool) -> None: ...
 
-    def left(self, row: int) -> None:
-        """Nothing to remember."""
+    def left(self, row: int) -> None: ...
 
-    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
-        """Recency alone counts."""
+    def session_changed(self, rows: Sequence[int], state: SessionState) -> None: ...
 
     def victim(self, group: int) -> int:
         return self._queues.first(group, 0)

@@ -1,4 +1,4 @@
-"""Who is where: every known block, the tiers that hold it, and who is using it.
+"""Every known block: the tiers that hold it, its state in each, and its leases.
 
 The one place where a block's state changes, through the named transitions of core.block. No I/O, no
 bytes, no lock of its own: the store calls it under its lock.
@@ -79,10 +79,9 @@ class Copies:
 
 
 class Catalog:
-    """All blocks of a store, whose tiers are named fastest first: memories, then files.
+    """All blocks of a store. Tiers are named fastest first: memories, then files.
 
-    `order` says which of the blocks in the first memory leave first, `below` which of those in a
-    second one.
+    `order` is the eviction order of the first memory, `below` that of a second one.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class Catalog:
         self.leased += len(rows)
 
     def unlease(self, rows: Sequence[int]) -> list[int]:
-        """Undo one `lease`. Returns the rows that nobody uses and lookups do not find."""
+        """Undo one `lease`. Returns the rows without leases that lookups do not find."""
         if len(rows) < FEW:
             for row in rows:
                 self._leases.view[row] -= 1
@@ -213,21 +212,21 @@ class Catalog:
         return [row for row in rows if (doomed[row] or not residency[row]) and not leases[row]]
 
     def leased_rows(self, rows: Rows) -> Bools:
-        """Which of the rows somebody uses."""
+        """Which of the rows are leased."""
         leased: Bools = self._leases.array[rows] > 0
         return leased
 
     def all_leased(self) -> list[int]:
-        """Every row that somebody uses."""
+        """Every row with a lease."""
         rows: list[int] = np.flatnonzero(self._leases.array > 0).tolist()
         return rows
 
     def leases(self, row: int) -> int:
-        """How many users a block has."""
+        """How many leases a block has."""
         return self._leases[row]
 
     def doom(self, row: int) -> bool:
-        """Make a block unfindable for good. True: nobody uses it, its copies can go now."""
+        """Make a block unfindable for good. True: it has no lease, its copies can go now."""
         if not self._doomed[row]:
             self._doomed[row] = 1
             self._unlink(row)
@@ -241,7 +240,7 @@ class Catalog:
         return bool(self._doomed[row])
 
     def forget_if_gone(self, row: int) -> None:
-        """Give the row back when no tier has or awaits a copy and nobody holds it."""
+        """Give the row back when no tier has or awaits a copy and nothing holds it."""
         if (
             not self._leases[row]
             and not self.leaves.held(row)

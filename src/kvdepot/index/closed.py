@@ -1,8 +1,7 @@
-"""Blocks whose session will not come back: the first that may go, until somebody uses them again.
+"""Blocks of closed sessions: the first that may leave, until they are used again.
 
-A row and the moment of its closing; a use after that, or another block in the same row, has a newer
-stamp and makes it void. So nothing needs to be told of either, and who closes no sessions pays
-nothing.
+A row and the moment of its closing. A use after that, or another block in the same row, has a newer
+stamp and voids the entry, so neither has to be reported here.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -43,7 +42,7 @@ class Closed:
         return found
 
     def add(self, rows: Iterable[int]) -> None:
-        """Nobody will come back for these rows."""
+        """The session of these rows is closed."""
         for row in rows:
             self._moments.pop(row, None)
             self._moments[row] = self._tree.now
@@ -53,13 +52,13 @@ class Closed:
             self._moments = {row: self._moments[row] for row in left}
 
     def discard(self, rows: Iterable[int]) -> None:
-        """Somebody may come back for these rows after all."""
+        """The session of these rows may come back after all."""
         for row in rows:
             self._moments.pop(row, None)
         self._sorted = None
 
     def _arrays(self) -> tuple[Rows, Rows]:
-        """Sorted by row; what is void is dropped on the way."""
+        """Sorted by row; void entries are dropped."""
         if self._sorted is None:
             known = np.fromiter(self._moments, dtype=np.int64, count=len(self._moments))
             moments = np.fromiter(self._moments.values(), dtype=np.int64, count=len(known))
@@ -73,10 +72,10 @@ class Closed:
         return self._sorted
 
     def unshared(self, rows: Sequence[int], ends: Collection[int]) -> list[int]:
-        """Of the rows of one prompt, head first, the last ones that it has for itself.
+        """Of the rows of one prompt, head first, the last ones that no other session shares.
 
-        What a block that is not closed continues is shared, and so is what another prompt `ends`
-        with, and all above it.
+        A block is shared if a block that is not closed continues it, or if it is among the `ends`
+        of other prompts; and so are all blocks above a shared one.
         """
         own: set[int] = set()
         for row in reversed(rows):

@@ -1,7 +1,7 @@
-"""Who may leave a tier: tails before heads, and nobody in use.
+"""Which blocks may leave a tier: tails before heads, and none that is in use.
 
 Only leaves are in a queue: blocks with no child in the same tier, not leased, not waiting to be
-written down. A parent enters when its last child left, at the place its stamp gives it. So a
+written down. A parent enters when its last child left, at the place of its stamp. So a
 victim is always at an end of a queue, and finding it costs the same for ten blocks or ten million.
 
 Which of them leaves first is up to an `Order` (core/order.py, policy/eviction). Blocks stand in
@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import Order, Recency, SessionState
+from kvdepot.core.order import Lru, Order, SessionState
 from kvdepot.index.queues import LinkedQueues
 from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 from kvdepot.index.tree import FEW, PrefixTree
@@ -26,7 +26,7 @@ class LeafOrder:
 
     def __init__(self, table: KeyTable, tree: PrefixTree, order: Order | None = None) -> None:
         self._tree = tree
-        self._order: Order = Recency() if order is None else order
+        self._order: Order = Lru() if order is None else order
         self._queues = LinkedQueues(table, self._order.queues)
         self._order.bind(table, tree, self._queues)
         self._queue = self._queues.queue
@@ -134,7 +134,7 @@ class LeafOrder:
             self._queues.append(row, self._group.view[row], self._order.queue(row))
 
     def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
-        """The engine said what becomes of the session that uses these blocks."""
+        """The engine reported the state of the session that uses these blocks."""
         self._order.session_changed(rows, state)
         for row in self._standing(rows):
             self._queues.remove(row)
@@ -166,7 +166,7 @@ class LeafOrder:
         return rows
 
     def may_leave(self, row: int) -> bool:
-        """Whether nobody but a single holder keeps the block from leaving."""
+        """Whether at most a single hold keeps the block from leaving."""
         return not self._kids.view[row] and self._holds.view[row] <= 1
 
     def _standing(self, rows: Sequence[int]) -> Sequence[int]:

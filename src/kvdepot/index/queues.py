@@ -1,4 +1,4 @@
-"""Rows standing in queues: linked lists in columns, so that a row joins and leaves in no time."""
+"""Eviction queues as linked lists in columns: a row joins and leaves in constant time."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -30,10 +30,6 @@ class LinkedQueues:
     def first(self, group: int, queue: int) -> int:
         base = self._base.get(group)
         return NONE if base is None else self._cold[base + queue]
-
-    def last(self, group: int, queue: int) -> int:
-        base = self._base.get(group)
-        return NONE if base is None else self._warm[base + queue]
 
     def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
         """The coldest and the warmest row of each queue."""

@@ -1,7 +1,7 @@
-"""The prefix tree over rows: who continues whom.
+"""The prefix tree over rows: which block continues which.
 
-A child names its parent in its key, so it may arrive first; it then waits as an orphan until the
-parent's row exists. Stamps say when a row was last used. A prefix is as recent as what continues
+A child names its parent in its key, so it may arrive first; it is then an orphan until the parent's
+row exists. Stamps say when a row was last used. A prefix is as recent as what continues
 it; that is not kept up to date on every use but passed up when a child leaves (LeafOrder.leave).
 """
 

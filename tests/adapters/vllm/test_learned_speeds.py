@@ -71,7 +71,7 @@ def test_a_desk_goes_on_where_another_ended(tmp_path: Path) -> None:
     second = FetchDecider(16, 1 << 20, 2048, speeds_path=path)
     assert second.advisor.prefill.pace() == first.advisor.prefill.pace()
     assert second.advisor.tiers["ssd"].known
-    believed = second.advisor.tiers["ssd"].estimate(64 << 20)
-    assert believed is not None
-    assert believed.seconds == pytest.approx(0.5, rel=0.1)
+    pace = second.advisor.tiers["ssd"].pace()
+    assert pace is not None
+    assert pace.wait_s + pace.byte_s * (64 << 20) == pytest.approx(0.5, rel=0.1)
     assert not second.advisor.tiers["dram"].known

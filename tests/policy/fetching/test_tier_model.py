@@ -30,15 +30,14 @@ def serve(
 
 
 def predicted(model: TierModel, size: int, outstanding: int = 0) -> float:
-    estimate = model.estimate(size, outstanding)
-    assert estimate is not None
-    return estimate.seconds
+    pace = model.pace(outstanding)
+    assert pace is not None
+    return pace.wait_s + pace.byte_s * size
 
 
 def test_nothing_is_claimed_of_an_unknown_tier() -> None:
     model = TierModel()
     assert not model.known
-    assert model.estimate(BLOCK) is None
     assert model.pace(BLOCK) is None
     assert model.bandwidth_bytes_s == inf
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Final
 
-from kvdepot.core.order import Order, Recency
+from kvdepot.core.order import Lru, Order
 from kvdepot.errors import ConfigError
 from kvdepot.policy.eviction.fifo_lfu_s3fifo import Fifo, Lfu, S3Fifo
 from kvdepot.policy.eviction.reuse_density import ReuseDensity
 
 ORDERS: Final[dict[str, Callable[[], Order]]] = {
-    "lru": Recency,
+    "lru": Lru,
     "fifo": Fifo,
     "lfu": Lfu,
     "s3fifo": S3Fifo,

@@ -5,62 +5,39 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import NO_ROW, ColumnView, EvictionQueues, RowTable, SessionState, TreeView
+from kvdepot.core.order import NO_ROW, EvictionQueues, Lru, RowTable, TreeView
 from kvdepot.policy.eviction.ghosts import Ghosts
 
+_COUNT_MAX: Final = 255
+_SHORT, _LONG = 0, 1
+_PROBATION_SHARE: Final = 0.1
+_LAPS_MAX: Final = 3
+_GHOSTS_PER_BLOCK: Final = 1.0
 
-class Fifo:
-    """The block that came first leaves first."""
 
-    queues = 1
+class Fifo(Lru):
+    """The block that came first leaves first; uses do not count."""
+
     moves_on_use = False
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
-        self._queues = queues
-        self._came = rows.column(np.int64, 0)
+        super().bind(rows, tree, queues)
+        self._stamps = rows.column(np.int64, 0)
         self._arrivals = 0
-
-    @property
-    def stamps(self) -> ColumnView:
-        return self._came
-
-    def queue(self, row: int) -> int:
-        return 0
 
     def entered(self, row: int) -> None:
         self._arrivals += 1
-        self._came.view[row] = self._arrivals
-
-    def used(self, rows: Sequence[int], *, hit: bool) -> None:
-        """Use counts for nothing."""
-
-    def left(self, row: int) -> None:
-        """Nothing to remember."""
-
-    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
-        """Session states do not count."""
-
-    def victim(self, group: int) -> int:
-        return self._queues.first(group, 0)
+        self._stamps.view[row] = self._arrivals
 
 
-_COUNT_MAX: Final = 255
-
-
-class Lfu:
-    """The block with the fewest hits since it came leaves first."""
+class Lfu(Lru):
+    """The block with the fewest hits since it came leaves first, of equals the least recent one."""
 
     queues = _COUNT_MAX + 1
-    moves_on_use = True
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
-        self._queues = queues
-        self._stamps = tree.stamp
+        super().bind(rows, tree, queues)
         self._uses = rows.column(np.uint8, 0)
-
-    @property
-    def stamps(self) -> ColumnView:
-        return self._stamps
 
     def queue(self, row: int) -> int:
         uses: int = self._uses.view[row]
@@ -75,12 +52,6 @@ class Lfu:
             uses = self._uses.array
             uses[at] = np.minimum(uses[at], _COUNT_MAX - 1) + 1
 
-    def left(self, row: int) -> None:
-        """Nothing to remember."""
-
-    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
-        """Session states do not count."""
-
     def victim(self, group: int) -> int:
         occupied = self._queues.occupied(group)
         if not occupied:
@@ -88,31 +59,26 @@ class Lfu:
         return self._queues.first(group, (occupied & -occupied).bit_length() - 1)
 
 
-PROBATION_SHARE: Final = 0.1
-_SHORT, _LONG = 0, 1
-_LAPS_MAX: Final = 3
-_GHOSTS_PER_BLOCK: Final = 1.0
+class S3Fifo(Lru):
+    """S3-FIFO: new blocks pass a short probation; those that are used there stay long.
 
-
-class S3Fifo:
-    """Probation for new blocks, long stay for those that were used on probation."""
+    Two queues, first in first out. From the short one a used block moves to the long one; an unused
+    block leaves and is remembered: if it comes back soon, it goes to the long queue at once. In the
+    long queue a used block goes round again, at most three times for each time around.
+    """
 
     queues = 2
     moves_on_use = False
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+        super().bind(rows, tree, queues)
         self._rows = rows
-        self._queues = queues
-        self._came = rows.column(np.int64, 0)
+        self._stamps = rows.column(np.int64, 0)
         self._queue = rows.column(np.uint8, _SHORT)
         self._uses = rows.column(np.uint8, 0)
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
         self._arrivals = 0
         self._count = [0, 0]
-
-    @property
-    def stamps(self) -> ColumnView:
-        return self._came
 
     def queue(self, row: int) -> int:
         queue: int = self._queue.view[row]
@@ -134,21 +100,16 @@ class S3Fifo:
         queue = self._queue.view[row]
         self._count[queue] -= 1
         if queue == _SHORT:
-            self._ghosts.remember(self._rows.digest(row), self._came.view[row], 0)
-
-    def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
-        """Session states do not count."""
+            self._ghosts.remember(self._rows.digest(row), self._stamps.view[row], 0)
 
     def victim(self, group: int) -> int:
         uses = self._uses.view
         while (row := self._candidate(group)) != NO_ROW:
             if not uses[row]:
                 return row
-            if self._queue.view[row] == _SHORT:
-                uses[row] = 0
-            else:
-                uses[row] -= 1
-            self._count[self._queue.view[row]] -= 1
+            queue = self._queue.view[row]
+            uses[row] = 0 if queue == _SHORT else uses[row] - 1
+            self._count[queue] -= 1
             self._join(row, _LONG)
             self._queues.to_end(row, _LONG)
         return NO_ROW
@@ -156,13 +117,13 @@ class S3Fifo:
     def _candidate(self, group: int) -> int:
         short, long = self._count
         first = self._queues.first(group, _SHORT)
-        if first != NO_ROW and short > (short + long) * PROBATION_SHARE:
+        if first != NO_ROW and short > (short + long) * _PROBATION_SHARE:
             return first
         main = self._queues.first(group, _LONG)
         return first if main == NO_ROW else main
 
     def _join(self, row: int, queue: int) -> None:
         self._arrivals += 1
-        self._came.view[row] = self._arrivals
+        self._stamps.view[row] = self._arrivals
         self._queue.view[row] = queue
         self._count[queue] += 1

@@ -22,9 +22,10 @@ CLASS_BITS: Final = 2
 PRIOR_WEIGHT: Final = 0.3
 """What the assumed proportions weigh, in samples."""
 ANCHOR_MIN: Final = 0.1
-"""No cost falls below this share of its first assumption as an assumption: it could not return."""
+"""The least an assumed cost may fall to, as a share of the first assumption, so that it can
+rise again."""
 CONSTANT_SHARE_MAX: Final = 0.5
-"""Nothing is assumed to be more constant than this."""
+"""The most of a duration that is assumed to be constant."""
 DOUBTED: Final = 0.03
 """What a surprising sample weighs until others confirm it."""
 ODD_SHARE_MAX: Final = 0.4
@@ -34,9 +35,9 @@ SPREAD_UNSEEN: Final = 0.5
 SPREAD_FIRST: Final = 0.15
 SPREAD_GAIN: Final = 0.1
 SPREAD_CLIP: Final = 4.0
-"""No single sample is taken for more than this many times the variance: stalls are not noise."""
+"""One sample counts for at most this many times the variance: stalls are not noise."""
 MISFIT_MAX: Final = 2.0
-"""A fit to old and new that lies further off than this, in variances, is of two things."""
+"""A fit to old and new samples with a larger error than this, in variances, mixes two speeds."""
 LIMIT_MIN: Final = 0.25
 LIMIT_MAX: Final = 0.7
 """Relative errors (natural log) below the one are never a surprise, above the other always."""
@@ -50,8 +51,8 @@ class SampleWeighting:
 
     `fade`, `fade_any`: how much less a sample counts (natural log) for each newer one of its size
     class, and of any. `confirm`: how many surprises that agree are a change and not a hiccup.
-    `constant_stays`: what becomes slow or fast is rather the work than the start of it; otherwise
-    all of it alike.
+    `constant_stays`: a change of speed is taken to be in the cost of the work and not in the
+    constant; otherwise in all costs alike.
     """
 
     fade: float
@@ -60,20 +61,12 @@ class SampleWeighting:
     constant_stays: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A duration and its standard deviation."""
-
-    seconds: float
-    spread_s: float
-
-
 class LinearFit:
     """seconds = costs · features; the features are (1, size, …), the costs never negative.
 
     `shape`: the costs as assumed; if not `to_scale`, only their proportions are meant, and the
     first sample gives the scale. A surprise is doubted until it is confirmed; a confirmed one that
-    cannot be reconciled with what was seen before it ends the memory of that.
+    contradicts the earlier samples ends their influence.
     """
 
     def __init__(
@@ -86,8 +79,6 @@ class LinearFit:
         self._to_scale = to_scale
         self._first: Floats = np.array(shape, dtype=np.float64)
         self._anchor = self._first
-        self._inverse: Floats = np.eye(len(shape)) / PRIOR_WEIGHT
-        self._mean: Floats = np.ones(len(shape))
         self._variance = SPREAD_FIRST**2
         self._features: Floats = np.zeros((rows, len(shape)))
         self._seconds: Floats = np.zeros(rows)
@@ -99,7 +90,7 @@ class LinearFit:
 
     @property
     def doubting(self) -> bool:
-        """Whether there were surprises lately that nothing has confirmed or denied."""
+        """Whether recent surprises wait to be confirmed or contradicted."""
         return bool(self._streak)
 
     @property
@@ -113,7 +104,7 @@ class LinearFit:
         return min(max(3.0 * self.spread_share, LIMIT_MIN), LIMIT_MAX)
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Learn from one measurement. One that took no time, or an unreal one, tells nothing."""
+        """Learn from one measurement. One that is not above 0 and finite is ignored."""
         if not (seconds > 0.0 and isfinite(seconds)):
             return
         if not self._to_scale:
@@ -128,15 +119,6 @@ class LinearFit:
             self._accept_change()
         else:
             self._refit()
-
-    def estimate(self, features: Sequence[float]) -> Estimate:
-        """The duration; its spread is wider where few or only distant samples speak for it."""
-        seconds = self._value(features)
-        if not self.samples or seconds <= 0.0:
-            return Estimate(seconds, seconds * self.spread_share)
-        share: Floats = np.asarray(features) / self._mean / seconds
-        leverage = float(share @ self._inverse @ share)
-        return Estimate(seconds, seconds * self.spread_share * sqrt(1.0 + leverage))
 
     def _value(self, features: Sequence[float]) -> float:
         return sum(cost * feature for cost, feature in zip(self.costs, features, strict=True))
@@ -160,10 +142,10 @@ class LinearFit:
         return row
 
     def _confirmed(self, row: int, error: float, surprise: bool) -> bool:
-        """Whether this was the last surprise that was needed to believe the others.
+        """Whether there are enough surprises now to take them for a change.
 
-        A sample that was none only speaks against those of its size; one on the other side,
-        against all. Surprises far apart have nothing to do with each other.
+        A sample that is no surprise contradicts those of its size; a surprise of the other sign
+        contradicts all. Surprises far apart in time are not counted together.
         """
         oldest = self.samples - 3 * self._memory.confirm
         self._streak = [entry for entry in self._streak if self._stamp[entry[0]] > oldest]
@@ -177,7 +159,7 @@ class LinearFit:
         return enough or len(self._streak) >= 2 * self._memory.confirm
 
     def _agreeing(self) -> list[int]:
-        """Rows of the streak that tell about the same as its last; a stall tells much more."""
+        """Rows of the streak with about the same error as its last; a stall has a larger one."""
         if not self._streak:
             return []
         last = abs(self._streak[-1][1])
@@ -185,7 +167,7 @@ class LinearFit:
         return [row for row, (less, more) in near if more <= 2.0 * less + LIMIT_MIN]
 
     def _accept_change(self) -> None:
-        """Believe the streak; end the memory before it if both cannot be true."""
+        """Trust the streak; drop the samples before it if one fit cannot explain both."""
         streak = self._agreeing()
         self._streak = []
         before = np.array(self.costs)
@@ -197,9 +179,9 @@ class LinearFit:
             self._refit()
 
     def _between(self, costs: Floats) -> Floats:
-        """What to assume from now on: halfway from the first assumption to these costs.
+        """The new assumption: the geometric mean of the first assumption and these costs.
 
-        What was learnt of a cost that mattered little is little to build on.
+        A cost that mattered little in the samples is not known well.
         """
         scale = np.full(len(costs), costs[1] / self._first[1] if costs[1] > 0.0 else 1.0)
         if self._memory.constant_stays:
@@ -224,7 +206,7 @@ class LinearFit:
         return weights
 
     def _refit(self) -> None:
-        """Solve, and once more without what the rest does not believe."""
+        """Solve, and once more with little weight on what the rest contradicts."""
         rows = np.flatnonzero(self._trust)
         features, seconds, trust = self._features[rows], self._seconds[rows], self._trust[rows]
         weights = self._weights(rows)
@@ -237,8 +219,8 @@ class LinearFit:
     def _solve(self, features: Floats, seconds: Floats, weights: Floats, trust: Floats) -> None:
         """Each sample in units of its estimate so far, each cost as its share of a mean sample.
 
-        In these units the assumption is as strong for a cost that hardly matters as for the
-        largest, and no sample is more than another.
+        In these units the assumption is as strong for a small cost as for the largest, and all
+        samples count alike.
         """
         estimates: Floats = features @ self.costs
         relative: Floats = features / estimates[:, None]
@@ -247,21 +229,20 @@ class LinearFit:
             bounded = np.minimum(np.maximum(ratios, exp(-self._limit)), exp(self._limit))
             ratios = np.where(trust < 1.0, bounded, ratios)
         total = float(weights.sum())
-        self._mean = weights @ relative / total
-        shares: Floats = relative / self._mean
+        mean: Floats = weights @ relative / total
+        shares: Floats = relative / mean
         weighted = shares.T * weights
         matrix: Floats = weighted @ shares
         matrix.flat[:: len(matrix) + 1] += PRIOR_WEIGHT
-        assumed = self._assumed(self._mean, float(weights @ ratios) / total)
+        assumed = self._assumed(mean, float(weights @ ratios) / total)
         target: Floats = weighted @ ratios + PRIOR_WEIGHT * assumed
-        self._inverse = np.linalg.inv(matrix).astype(np.float64, copy=False)
-        solved: Floats = self._inverse @ target
+        solved: Floats = np.linalg.inv(matrix).astype(np.float64, copy=False) @ target
         if solved.min() < 0.0:
             solved = _non_negative(matrix, target)
-        self.costs = tuple((solved / self._mean).tolist())
+        self.costs = tuple((solved / mean).tolist())
 
     def _assumed(self, mean: Floats, whole: float) -> Floats:
-        """The shares of a mean sample, were only this one known."""
+        """The shares of a mean sample by assumption alone."""
         assumed: Floats = self._anchor * mean
         if self._memory.constant_stays:
             assumed[0] = min(assumed[0], whole * CONSTANT_SHARE_MAX)
@@ -327,15 +308,6 @@ class PrefillModel:
         self._fit = LinearFit(shape, PREFILL_WEIGHTING, to_scale=known is not None)
         self._known = known is not None
 
-    @property
-    def steps(self) -> int:
-        """How many steps were observed."""
-        return self._fit.samples
-
-    @property
-    def spread_share(self) -> float:
-        return self._fit.spread_share
-
     def observe(self, new_tokens: int, attention: float, seconds: float) -> None:
         """One engine step: its new tokens (decoding requests have one each) and the sum of
         `attention_work` over its requests. Steps without prefill need not be told."""
@@ -347,17 +319,10 @@ class PrefillModel:
         """None before the first step, unless something was known."""
         return PrefillPace(*self._fit.costs) if self._known or self._fit.samples else None
 
-    def estimate(self, new_tokens: int, context_tokens: int) -> Estimate | None:
-        """One step of one request; None before the first step."""
-        if not self._fit.samples:
-            return None
-        work = attention_work(new_tokens, context_tokens)
-        return self._fit.estimate((1.0, float(new_tokens), work))
-
 
 TIER_WEIGHTING: Final = SampleWeighting(fade=0.0, fade_any=0.16, confirm=2, constant_stays=True)
-"""A tier is what it was lately. Old transfers of other sizes would mistake less bandwidth for more
-latency, when only small ones were made since."""
+"""Only recent transfers count. With old transfers of other sizes, less bandwidth would look like
+more latency when all recent ones are small."""
 LATENCY_BYTES: Final = 1 << 18
 """Before anything is known: the latency of a transfer is worth this many bytes of it."""
 LATENCY_MIN_BYTES: Final = 1 << 14
@@ -405,7 +370,7 @@ class TierPace:
 
 
 class TierModel:
-    """Latency and bandwidth of one tier; two surprising transfers in a row make it think again."""
+    """Latency and bandwidth of one tier; two surprising transfers in a row are a change."""
 
     def __init__(self, profile: TierProfile | None = None) -> None:
         shape = (float(LATENCY_BYTES), 1.0)
@@ -420,13 +385,8 @@ class TierModel:
         return self._profiled or self._fit.samples > 0
 
     @property
-    def transfers(self) -> int:
-        """How many transfers were learnt from."""
-        return self._fit.samples
-
-    @property
     def doubting(self) -> bool:
-        """Whether there were surprises lately that another transfer should confirm."""
+        """Whether another transfer should confirm recent surprises."""
         return self._fit.doubting
 
     @property
@@ -438,7 +398,7 @@ class TierModel:
         return 1.0 / self._fit.costs[1] if self.known and self._fit.costs[1] > 0.0 else inf
 
     def observe(self, transfer: Transfer) -> None:
-        """Learn from a transfer, complete or not; one of nothing tells nothing."""
+        """Learn from a transfer, complete or not; one of 0 bytes is ignored."""
         if not transfer.size_bytes:
             return
         size_bytes = float(transfer.outstanding_bytes + transfer.size_bytes)
@@ -452,12 +412,6 @@ class TierModel:
         late_bytes = transfer.size_bytes * (transfer.late_blocks - 0.5) / transfer.blocks
         moving_s = max(transfer.seconds - self.latency_s, transfer.seconds / 2.0)
         return transfer.seconds + moving_s * late_bytes / (size_bytes - late_bytes)
-
-    def estimate(self, size_bytes: int, outstanding_bytes: int = 0) -> Estimate | None:
-        """None for a tier of which nothing is known."""
-        if not self.known:
-            return None
-        return self._fit.estimate((1.0, float(outstanding_bytes + size_bytes)))
 
     def pace(self, outstanding_bytes: int = 0) -> TierPace | None:
         """None for a tier of which nothing is known."""

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import NO_ROW, EvictionQueues, Recency, RowTable, TreeView
+from kvdepot.core.order import NO_ROW, EvictionQueues, Lru, RowTable, TreeView
 
 PROMOTE_MARGIN: Final = 2.0
 """How many times sooner a block must be expected to be brought up: that costs two copies."""
@@ -75,7 +75,7 @@ def middle(number: int) -> float:
     return 0.75 * float(1 << number) if number else 0.5
 
 
-class ReturnTimes(Recency):
+class ReturnTimes(Lru):
     """The order of a tier below memory, which says when blocks are expected, in any tier."""
 
     def __init__(self) -> None:
