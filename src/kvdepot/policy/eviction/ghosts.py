@@ -1,7 +1,7 @@
-"""Blocks that left, remembered by key for a while: when each was used last, and a note.
+"""Ghosts: keys of blocks that have left, each with its last use and a note.
 
-One place for each key, and the next key for that place takes it: no chains, no queue, a fixed
-sixteen bytes a place. With as many places as blocks leave in a while, most of those are known.
+A direct-mapped table: one place for each key, and the next key for that place replaces it. A place
+takes 18 bytes. With as many places as blocks leave in a while, most of those are known.
 """
 
 from typing import Final, NamedTuple
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 _FIRST_PLACES: Final = 1024
-_NOBODY: Final = -1
+_EMPTY: Final = -1
 
 
 class Ghost(NamedTuple):
@@ -29,11 +29,11 @@ class Ghosts:
         self._make(_FIRST_PLACES)
 
     def fit(self, blocks: int) -> None:
-        """The tier holds `blocks` now: see that there are places enough."""
+        """Grow to enough places for a tier of `blocks`."""
         if blocks * self._per_block <= self.places:
             return
         tags, slots, stamps, notes = self._tag, self._slot, self.stamps, self.notes
-        known = np.flatnonzero(stamps != _NOBODY)
+        known = np.flatnonzero(stamps != _EMPTY)
         known = known[np.argsort(stamps[known], kind="stable")]
         places = self.places
         while blocks * self._per_block > places:
@@ -51,21 +51,21 @@ class Ghosts:
         self._notes[at] = note
 
     def recall(self, digest: int) -> Ghost | None:
-        """What is known of the key, which is a ghost no more."""
+        """What is known of the key; it is forgotten."""
         at = digest & self._mask
         stamp = self._stamps[at]
-        if stamp == _NOBODY or self._tags[at] != digest >> 32:
+        if stamp == _EMPTY or self._tags[at] != digest >> 32:
             return None
         if self._slots[at] != digest & 0xFFFFFFFF:
             return None
-        self._stamps[at] = _NOBODY
+        self._stamps[at] = _EMPTY
         return Ghost(stamp, self._notes[at])
 
     def sample(self, count_max: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
         """Stamps and notes of some ghosts, and of how many places each stands for."""
         step = max(1, self.places // count_max)
         stamps = self.stamps[::step]
-        known = stamps != _NOBODY
+        known = stamps != _EMPTY
         return stamps[known], self.notes[::step][known].astype(np.int64), step
 
     def _make(self, places: int) -> None:
@@ -73,7 +73,7 @@ class Ghosts:
         self._mask = places - 1
         self._tag = np.zeros(places, dtype=np.uint32)
         self._slot = np.zeros(places, dtype=np.uint32)
-        self.stamps = np.full(places, _NOBODY, dtype=np.int64)
+        self.stamps = np.full(places, _EMPTY, dtype=np.int64)
         self.notes = np.zeros(places, dtype=np.uint16)
         self._tags, self._slots = self._tag.data, self._slot.data
         self._stamps, self._notes = self.stamps.data, self.notes.data

@@ -80,10 +80,7 @@ IDLE: Final = EngineQueue()
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Blocks to fetch in the background while they are recomputed; nobody waits for them.
-
-    They are as good as any: kept in a faster tier, they shorten the next fetch.
-    """
+    """Blocks to fetch in the background while they are recomputed, to measure a tier."""
 
     tier: str
     start: int
@@ -99,7 +96,7 @@ class Advice:
 class Advisor:
     """The models of one engine and its tiers.
 
-    `profiles`: None for a tier nobody has measured; `prefill`: what was learnt before, if anything.
+    `profiles`: None for a tier that was not measured; `prefill`: what was learnt before, if any.
     """
 
     def __init__(
@@ -145,7 +142,7 @@ class Advisor:
     def _probe(
         self, decision: Decision, runs: Sequence[TierRun], outstanding_bytes: Mapping[str, int]
     ) -> Probe | None:
-        """Of the first tier that stopped us, if it is idle and its turn has come."""
+        """Of the first tier that was passed over, if it is idle and a probe is due."""
         used = {run.tier for run, blocks in zip(runs, decision.by_run, strict=True) if blocks}
         for tier in used:
             self._passed_over[tier] = 0

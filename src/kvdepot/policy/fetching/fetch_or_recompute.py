@@ -22,10 +22,20 @@ from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace
 
 Floats = npt.NDArray[np.float64]
 
+EXPLORE_SHARE: Final = 0.1
+"""A tier of which nothing is known is given this share of the time that its blocks can save."""
+EXPLORE_BYTES: Final = 1 << 30
+"""And is asked for no more than this, or for one block."""
+EXPLORE_S: Final = 0.25
+"""How long we wait for such a tier while the speed of prefill is not known either."""
+MARGIN_SPREADS: Final = 4.0
+MARGIN_SHARE_MIN: Final = 0.5
+"""A fetch may be late by so many spreads, or by this share of its time, before we give up."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """What the engine was asked, and how many of its first tokens it has the KV of."""
+    """Tokens of a prompt, and how many of the first ones the engine has the KV of."""
 
     tokens: int
     block_tokens: int
@@ -107,10 +117,6 @@ class PrefillTimes:
         )
 
     @property
-    def recompute_s(self) -> float:
-        return self.queue_s + float(self.suffix_s[0])
-
-    @property
     def saved_s(self) -> float:
         """What having all the blocks in place would save."""
         return float(self.suffix_s[0] - self.suffix_s[-1])
@@ -168,8 +174,8 @@ def fetch_seconds(runs: Sequence[TierRun], paces: Mapping[str, TierPace]) -> Flo
 class FetchPlan:
     """Fetch the blocks before `cut` without those of the hole.
 
-    `fetch_s`: when all of them are there; `busy_s`: until when the engine has other things to do
-    than to wait for them; `finish_s`: the first token.
+    `fetch_s`: when all of them are there; `busy_s`: until when the engine computes other things;
+    `finish_s`: the time to the first token.
     """
 
     cut: int
@@ -181,18 +187,18 @@ class FetchPlan:
 
 
 class SplitPlans:
-    """The times of plans with a hole."""
+    """Plans with a hole: one part is recomputed while what lies behind it is fetched."""
 
     def __init__(
         self,
-        table: PrefillTimes,
+        times: PrefillTimes,
         runs: Sequence[TierRun],
         paces: Mapping[str, TierPace],
         fetch_s: Floats,
     ) -> None:
-        self._table = table
+        self._times = times
         self._fetch_s: list[float] = fetch_s.tolist()
-        self._suffix_s: list[float] = table.suffix_s.tolist()
+        self._suffix_s: list[float] = times.suffix_s.tolist()
         self._parts: list[tuple[int, int, float, int]] = []
         tiers = list(dict.fromkeys(run.tier for run in runs))
         self._waits = [paces[tier].wait_s for tier in tiers]
@@ -211,7 +217,7 @@ class SplitPlans:
         best = otherwise
         for cut in cuts:
             for start, *_ in self._parts:
-                begin_s = max(self._table.queue_s, self._fetch_s[start])
+                begin_s = max(self._times.queue_s, self._fetch_s[start])
                 if start < cut and begin_s + self._suffix_s[cut] < best.finish_s:
                     best = min(best, self._balanced(start, cut), key=lambda plan: plan.finish_s)
         return best
@@ -232,12 +238,12 @@ class SplitPlans:
         return FetchPlan(cut, start, stop, fetch_s, busy_s, finish_s)
 
     def _without(self, cut: int) -> FetchPlan:
-        fetch_s, busy_s = self._fetch_s[cut], self._table.queue_s
+        fetch_s, busy_s = self._fetch_s[cut], self._times.queue_s
         return FetchPlan(cut, 0, 0, fetch_s, busy_s, max(fetch_s, busy_s) + self._suffix_s[cut])
 
     def _busy_s(self, start: int, stop: int) -> float:
-        begin_s = max(self._table.queue_s, self._fetch_s[start])
-        return begin_s + self._table.stretch_s(start, stop)
+        begin_s = max(self._times.queue_s, self._fetch_s[start])
+        return begin_s + self._times.stretch_s(start, stop)
 
     def _tail_s(self, start: int, stop: int, cut: int) -> float:
         """When the head before the hole and the tail behind it are there."""
@@ -247,17 +253,6 @@ class SplitPlans:
             if blocks > 0:
                 until[tier] = (until[tier] or self._waits[tier]) + blocks * block_s
         return max(until)
-
-
-EXPLORE_SHARE: Final = 0.1
-"""A tier of which nothing is known is given this share of the time that its blocks can save."""
-EXPLORE_BYTES: Final = 1 << 30
-"""And is asked for no more than this, or for one block."""
-EXPLORE_S: Final = 0.25
-"""How long we wait for such a tier while the speed of prefill is not known either."""
-MARGIN_SPREADS: Final = 4.0
-MARGIN_SHARE_MIN: Final = 0.5
-"""A fetch may be late by so many spreads, or by this share of its time, before we give up."""
 
 
 class Reason(Enum):
@@ -315,29 +310,46 @@ def decide(
     """
     asked = _askable(runs, tiers)
     blocks = sum(run.blocks for run in asked)
-    if prefill is None:
-        return _without_prefill(runs, asked, tiers)
-    table = PrefillTimes(prompt, blocks, prefill, queue, engine)
-    paces = _paces(asked, tiers, EXPLORE_SHARE * table.saved_s)
-    fetch_s = fetch_seconds(asked, paces)
-    finish_s = table.finish_s(fetch_s)
-    cut = blocks - int(finish_s[::-1].argmin())
-    plan = FetchPlan(cut, 0, 0, float(fetch_s[cut]), table.queue_s, float(finish_s[cut]))
-    if engine.splits and blocks:
-        plan = SplitPlans(table, asked, paces, fetch_s).best({cut, blocks}, plan)
+    if prefill is not None:
+        times = PrefillTimes(prompt, blocks, prefill, queue, engine)
+        plan, fetch_all_s, recompute_s = _fastest(times, asked, tiers, splits=engine.splits)
+    else:
+        # As long as no step was seen, a hit is taken to be worth its time.
+        fetch_s = float(fetch_seconds(asked, _paces(asked, tiers, EXPLORE_S))[-1])
+        plan, fetch_all_s, recompute_s = FetchPlan(blocks, 0, 0, fetch_s, 0.0, inf), inf, inf
     by_run = _by_run(runs, plan)
+    used = [tiers[run.tier] for run, count in zip(runs, by_run, strict=True) if count]
     return Decision(
         cut_blocks=plan.cut,
         hole_start=plan.hole_start,
         hole_blocks=plan.hole_stop - plan.hole_start,
         by_run=by_run,
         fetch_s=plan.fetch_s,
-        deadline_s=_deadline(plan, _margin(runs, by_run, tiers), table.recompute_s),
+        deadline_s=_deadline(plan, used, recompute_s),
         predicted_s=plan.finish_s,
-        fetch_all_s=float(finish_s[-1]),
-        recompute_s=float(finish_s[0]),
-        reason=_reason(plan, blocks, _explores(runs, by_run, tiers)),
+        fetch_all_s=fetch_all_s,
+        recompute_s=recompute_s,
+        reason=_reason(plan, blocks, prefill_known=prefill is not None, explores=None in used),
     )
+
+
+def _fastest(
+    times: PrefillTimes,
+    runs: Sequence[TierRun],
+    tiers: Mapping[str, TierPace | None],
+    *,
+    splits: bool,
+) -> tuple[FetchPlan, float, float]:
+    """The fastest plan, and the times of fetching all and of recomputing all."""
+    blocks = times.blocks
+    paces = _paces(runs, tiers, EXPLORE_SHARE * times.saved_s)
+    fetch_s = fetch_seconds(runs, paces)
+    finish_s = times.finish_s(fetch_s)
+    cut = blocks - int(finish_s[::-1].argmin())
+    plan = FetchPlan(cut, 0, 0, float(fetch_s[cut]), times.queue_s, float(finish_s[cut]))
+    if splits and blocks:
+        plan = SplitPlans(times, runs, paces, fetch_s).best({cut, blocks}, plan)
+    return plan, float(finish_s[-1]), float(finish_s[0])
 
 
 def _askable(runs: Sequence[TierRun], tiers: Mapping[str, TierPace | None]) -> list[TierRun]:
@@ -380,31 +392,23 @@ def _by_run(runs: Sequence[TierRun], plan: FetchPlan) -> tuple[int, ...]:
     return tuple(fetched)
 
 
-def _margin(
-    runs: Sequence[TierRun], by_run: Sequence[int], tiers: Mapping[str, TierPace | None]
-) -> float:
-    """By which share of its time a fetch may be late; not at all where it explores."""
-    known = [tiers[run.tier] for run, blocks in zip(runs, by_run, strict=True) if blocks]
-    spreads = [pace.spread_share for pace in known if pace is not None]
-    return max((max(MARGIN_SPREADS * spread, MARGIN_SHARE_MIN) for spread in spreads), default=0.0)
+def _deadline(plan: FetchPlan, used: Sequence[TierPace | None], recompute_s: float) -> float:
+    """Waiting is free while the engine is busy, and never longer than a recompute takes.
 
-
-def _deadline(plan: FetchPlan, margin: float, recompute_s: float) -> float:
-    """Waiting is free while the engine is busy, and never longer than a recompute takes."""
+    A fetch from tiers that are not known may not be late at all.
+    """
     if not plan.cut:
         return 0.0
+    spreads = [pace.spread_share for pace in used if pace is not None]
+    margin = max((max(MARGIN_SPREADS * one, MARGIN_SHARE_MIN) for one in spreads), default=0.0)
     return min(max(plan.fetch_s * (1.0 + margin), plan.busy_s), recompute_s)
 
 
-def _explores(
-    runs: Sequence[TierRun], by_run: Sequence[int], tiers: Mapping[str, TierPace | None]
-) -> bool:
-    return any(blocks and tiers[run.tier] is None for run, blocks in zip(runs, by_run, strict=True))
-
-
-def _reason(plan: FetchPlan, blocks: int, explores: bool) -> Reason:
+def _reason(plan: FetchPlan, blocks: int, *, prefill_known: bool, explores: bool) -> Reason:
     if not blocks:
         return Reason.NOTHING_MATCHED
+    if not prefill_known:
+        return Reason.PREFILL_UNKNOWN
     if explores:
         return Reason.EXPLORE
     if plan.hole_start < plan.hole_stop:
@@ -412,25 +416,3 @@ def _reason(plan: FetchPlan, blocks: int, explores: bool) -> Reason:
     if not plan.cut:
         return Reason.RECOMPUTE
     return Reason.FETCH if plan.cut == blocks else Reason.CUT
-
-
-def _without_prefill(
-    runs: Sequence[TierRun], asked: Sequence[TierRun], tiers: Mapping[str, TierPace | None]
-) -> Decision:
-    """Fetch: as long as no step was seen, a hit is taken to be worth its time."""
-    blocks = sum(run.blocks for run in asked)
-    fetch_s = float(fetch_seconds(asked, _paces(asked, tiers, EXPLORE_S))[-1])
-    plan = FetchPlan(blocks, 0, 0, fetch_s, 0.0, inf)
-    by_run = _by_run(runs, plan)
-    return Decision(
-        cut_blocks=blocks,
-        hole_start=0,
-        hole_blocks=0,
-        by_run=by_run,
-        fetch_s=fetch_s,
-        deadline_s=_deadline(plan, _margin(runs, by_run, tiers), inf),
-        predicted_s=inf,
-        fetch_all_s=inf,
-        recompute_s=inf,
-        reason=Reason.PREFILL_UNKNOWN if blocks else Reason.NOTHING_MATCHED,
-    )

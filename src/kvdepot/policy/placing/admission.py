@@ -1,4 +1,11 @@
-"""Which blocks may enter a tier: how likely they are used again, wear, and thrashing. Pure."""
+"""Which blocks may enter a tier: the chance of reuse, the drive's wear, and thrashing. Pure.
+
+While a drive's bucket of writes (core/endurance.py) is full everything may be written; as it
+empties, blocks need a higher and higher chance of reuse. A tier thrashes when it moves blocks in
+and out and they are gone when they are wanted: a block that is promoted into it pushes out another
+that would have been hit, so few are promoted until it is calm. That does not help where new blocks
+push others out.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -15,8 +22,23 @@ _OUTCOME_FADE: Final = 0.998
 _FIRST_CHANCE: Final = 0.25
 """Before anything is known: three of four blocks of chats are never read again."""
 _PRIOR: Final = 8.0
-"""As many outcomes of a kind count as much as what is known of all."""
+"""So many outcomes of a kind count as much as the average of all kinds."""
 _WATCHED_MAX: Final = 1 << 14
+
+PROMISING: Final = 0.5
+"""A block with at least this chance of reuse does not wait for its second use."""
+
+_GHOSTS_PER_BLOCK: Final = 1.5
+"""A reuse is late, not new, as long as no more blocks have left since than this, for each one in
+the tier."""
+_WINDOW_USES: Final = 1024
+"""At least; as many as half the tier's blocks, where these are more."""
+_WINDOW_FADE: Final = 0.5
+_LATE_SHARE: Final = 0.5
+_CALM_SHARE: Final = 0.25
+"""Two thresholds, so that it does not flicker."""
+_SAMPLED: Final = 16
+"""While it thrashes, one prompt of so many is promoted: the hot set may have changed."""
 
 
 def kind_of(turns: int, uses: int) -> int:
@@ -26,7 +48,7 @@ def kind_of(turns: int, uses: int) -> int:
 
 @dataclass(slots=True)
 class _Outcomes:
-    """Of blocks whose fate is known."""
+    """Of blocks that were asked for again, or left without."""
 
     asked: float = 0.0
     seen: float = 0.0
@@ -40,7 +62,12 @@ class _Outcomes:
 
 
 class ReuseChance:
-    """Learns for a tier of `capacity_bytes`."""
+    """Learns how likely blocks are asked for again while a tier of `capacity_bytes` keeps them.
+
+    A kind is how many times the session of a block has come back, and how often the block was asked
+    for itself. A sample of blocks is watched, each from when it was made or asked for until it is
+    asked for again, or until as many bytes have come after it as the tier holds.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -52,7 +79,7 @@ class ReuseChance:
         self._all = _Outcomes()
 
     def chance(self, kind: int) -> float:
-        """How likely a block of this kind is asked for again while the tier would keep it."""
+        """Of a block of this kind."""
         return self._kinds[kind].chance(self._all.chance(_FIRST_CHANCE))
 
     def seen(self, digest: int, kind: int, nbytes: int) -> None:
@@ -83,14 +110,10 @@ class ReuseChance:
             self._watched_bytes -= self._watched.pop(digest)[1]
 
 
-PROMISING: Final = 0.5
-"""A block with at least this chance of reuse does not wait for its second use."""
-
-
 def price(level: float) -> float:
-    """The chance of reuse that a write must promise when the bucket is so full, from 0 to 1.
+    """The chance of reuse that a block needs to be written when the bucket is so full, 0 to 1.
 
-    Nothing from half on; at a quarter as likely as not; near the end only what is certain.
+    0 from half full on; 0.5 at a quarter; 1 when the bucket is empty.
     """
     return min(1.0, max(0.0, 1.0 - 2.0 * level))
 
@@ -101,19 +124,6 @@ def worth_wear(chance: float, level: float) -> bool:
     `chance`: how likely it is asked for again while the tier would keep it.
     """
     return level >= 0.0 and chance >= price(level)
-
-
-_GHOSTS_PER_BLOCK: Final = 1.5
-"""A reuse is late, not new, as long as no more blocks have left since than this, for each one in
-the tier."""
-_WINDOW_USES: Final = 1024
-"""At least; as many as half the tier's blocks, where these are more."""
-_WINDOW_FADE: Final = 0.5
-_LATE_SHARE: Final = 0.5
-_CALM_SHARE: Final = 0.25
-"""Two thresholds, so that it does not flicker."""
-_SAMPLED: Final = 16
-"""While it thrashes, one prompt of so many is promoted: who is hot may have changed."""
 
 
 class ThrashDetector:

@@ -1,9 +1,8 @@
-"""Which drive gets the next run of blocks: each has work for as long as the others.
+"""Which drive gets the next run of blocks: in proportion to the drives' speeds.
 
-A drive's account grows by what a run costs it: its bytes, counted less where the drive is faster
-than the others. Who has spent least, with what is still in its queue, is next. So drives of speeds
-1 and 3 get 1 and 3 of 4 runs, a prompt lies on them in that proportion, and reading it keeps both
-busy until the end.
+A drive's account grows by the bytes of its runs, divided by its speed relative to the others. The
+drive with the lowest account, its queue included, is next. So drives of speeds 1 and 3 get 1 and 3
+of 4 runs, a prompt lies on them in that proportion, and reading it keeps both busy to the end.
 """
 
 from collections.abc import Sequence
@@ -26,10 +25,10 @@ class Shares:
 
     _spent: dict[int, float] = field(default_factory=dict)
     _floor: float = 0.0
-    """What all have spent: a drive that was away does not get everything when it is back."""
+    """The lowest account: a drive that was away does not get everything when it is back."""
 
     def next(self, lanes: Sequence[DriveLoad]) -> int | None:
-        """The drive whose turn it is; None where there is none."""
+        """The drive that gets the next run; None where there is none."""
         if not lanes:
             return None
         weights = _weights(lanes)
@@ -41,7 +40,7 @@ class Shares:
         return min(lanes, key=busy).drive
 
     def take(self, drive: int, nbytes: int, lanes: Sequence[DriveLoad]) -> None:
-        """A drive takes a run."""
+        """Charge a run to a drive."""
         self._floor = max(self._floor, min((self._of(lane.drive) for lane in lanes), default=0.0))
         self._spent[drive] = self._of(drive) + nbytes / _weights(lanes).get(drive, 1.0)
 

@@ -22,15 +22,14 @@ class DemotionFacts:
     continued: Bools
     """Another block continues it."""
     closed: Bools
-    """Its session will not come back, and nobody else's has it."""
+    """Its session is closed, and no other session shares it."""
 
 
 def worth_demoting(facts: DemotionFacts) -> Bools:
     """Which blocks are copied down.
 
-    All that are not there yet, but for prompts of one block that nobody has asked for again: these
-    would cost a seek and save no more than one block of prefill. Nor is what belongs to closed
-    sessions.
+    All that are not there yet, except blocks of closed sessions and prompts of one block that were
+    not asked for again: these cost a seek and save no more than one block of prefill.
     """
     alone = ~facts.continues & ~facts.continued & (facts.hits == 0)
     worth: Bools = ~facts.below & ~alone & ~facts.closed

@@ -8,6 +8,7 @@ can. The simulator uses the same functions.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,10 @@ KEEP_SHARE_MAX: Final = 0.5
 _LOST_SHARE_MAX: Final = 8.0
 """A segment is spared if it would take more than so many times its size along from elsewhere."""
 _CLOSED_SHARE_MIN: Final = 0.75
-"""Of a segment's live bytes that belong to closed sessions, for it to go before its turn."""
+"""Of a segment's live bytes that belong to closed sessions, for it to go before others."""
+FREE: Final = -1
+HELD: Final = int(np.iinfo(np.int64).max)
+"""Stamps of an arena's chunks that are free, or may not be emptied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class SegmentFacts:
 
 
 def abandoned(segments: Sequence[SegmentFacts]) -> int | None:
-    """Index of the segment that hardly anybody will come back for, whatever the rule; or None."""
+    """Index of the segment with most of closed sessions, if enough; it goes whatever the rule."""
     shares = [one.closed_bytes / max(1, int(one.sizes.sum())) for one in segments]
     most = max(range(len(shares)), key=shares.__getitem__, default=None)
     return most if most is not None and shares[most] >= _CLOSED_SHARE_MIN else None
@@ -89,67 +93,51 @@ def _lost_share(facts: SegmentFacts) -> float:
     return float(facts.below[dropped].sum()) / facts.capacity_bytes
 
 
+Pick = Callable[[Sequence[SegmentFacts]], int]
+"""Index of the segment to empty, of at least one, oldest first."""
+Keep = Callable[[SegmentFacts, Bools, Sequence[SegmentFacts]], Bools]
+"""Which blocks of a segment are written again: the forced ones, and others by choice. The last
+argument has the segments that stay, as far as they were looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReclaimRule:
     """How one tier makes room."""
 
-    coldest: Callable[[Sequence[SegmentFacts]], int]
-    """Index of the segment that goes, of at least one, oldest first."""
-
-    keep: Callable[[SegmentFacts, Bools, Sequence[SegmentFacts]], Bools]
-    """Which of its blocks are written again: those that must, and some. Then come the segments that
-    stay, as far as they were looked at."""
+    coldest: Pick
+    keep: Keep
 
 
-def _oldest(segments: Sequence[SegmentFacts]) -> int:
-    return 0
+def _keep_above_mean(values: Callable[[SegmentFacts], Ints]) -> Keep:
+    """Keep the blocks whose value is above the mean of those that stay elsewhere, largest first."""
+
+    def keep_above(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
+        mean = float("inf")
+        if any(len(other.sizes) for other in others):
+            mean = float(np.concatenate([values(other) for other in others]).mean())
+        return fill(facts, forced, values(facts) > mean, values(facts))
+
+    return keep_above
 
 
-def _nothing(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
-    return forced.copy()
+def _smallest_mean(values: Callable[[SegmentFacts], Ints]) -> Pick:
+    """Pick the segment whose blocks have the smallest mean; an empty one first."""
 
+    def pick(segments: Sequence[SegmentFacts]) -> int:
+        means = [float(values(facts).mean()) if len(facts.sizes) else -1.0 for facts in segments]
+        return min(range(len(means)), key=means.__getitem__)
 
-def _least_recent(segments: Sequence[SegmentFacts]) -> int:
-    return _smallest(segments, lambda facts: facts.stamps)
-
-
-def _more_recent(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
-    """What was used later than the usual block that stays elsewhere, the latest first."""
-    bar = _mean_elsewhere(others, lambda other: other.stamps)
-    return fill(facts, forced, facts.stamps > bar, facts.stamps)
-
-
-def _least_often(segments: Sequence[SegmentFacts]) -> int:
-    return _smallest(segments, lambda facts: facts.hits)
-
-
-def _more_often(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
-    """What was used more often than the usual block that stays elsewhere, most used first."""
-    bar = _mean_elsewhere(others, lambda other: other.hits)
-    return fill(facts, forced, facts.hits > bar, facts.hits)
-
-
-def _smallest(segments: Sequence[SegmentFacts], values: Callable[[SegmentFacts], Ints]) -> int:
-    """The segment whose blocks have the smallest mean; an empty one at once."""
-    means = [float(values(facts).mean()) if len(facts.sizes) else -1.0 for facts in segments]
-    return min(range(len(means)), key=means.__getitem__)
-
-
-def _mean_elsewhere(
-    others: Sequence[SegmentFacts], values: Callable[[SegmentFacts], Ints]
-) -> float:
-    """The mean over all blocks that stay; without any, nothing is above it."""
-    if not any(len(other.sizes) for other in others):
-        return float("inf")
-    return float(np.concatenate([values(other) for other in others]).mean())
+    return pick
 
 
 RULES: Final[dict[str, ReclaimRule]] = {
     "default": ReclaimRule(coldest, keep),
-    "lru": ReclaimRule(_least_recent, _more_recent),
-    "fifo": ReclaimRule(_oldest, _nothing),
-    "lfu": ReclaimRule(_least_often, _more_often),
-    "s3fifo": ReclaimRule(_oldest, keep),
+    "lru": ReclaimRule(
+        _smallest_mean(attrgetter("stamps")), _keep_above_mean(attrgetter("stamps"))
+    ),
+    "fifo": ReclaimRule(lambda segments: 0, lambda facts, forced, others: forced.copy()),
+    "lfu": ReclaimRule(_smallest_mean(attrgetter("hits")), _keep_above_mean(attrgetter("hits"))),
+    "s3fifo": ReclaimRule(lambda segments: 0, keep),
 }
 
 
@@ -158,10 +146,6 @@ def rule_named(name: str) -> ReclaimRule:
     if name not in RULES:
         raise ConfigError("policy", f"{name!r} is not an eviction order", hint=" | ".join(RULES))
     return RULES[name]
-
-
-FREE: Final = -1
-HELD: Final = int(np.iinfo(np.int64).max)
 
 
 def coldest_stretch(stamps: npt.NDArray[np.int64], chunks: int) -> int | None:
