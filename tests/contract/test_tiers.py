@@ -7,19 +7,17 @@ import pytest
 
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.config import EmulateConfig
+from kvdepot.core.tier import Tier
 from kvdepot.native import uring_available
 from kvdepot.testing.contract import Reopen, TierContract
 from kvdepot.testing.faults import FaultyFiles
 from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier
-from kvdepot.testing.twins import PlainTier as Tier
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import EngineKind, Files
 from kvdepot.tiers.log.hdd import HardDriveTier
 from kvdepot.tiers.log.medium import DirectIo
 from kvdepot.tiers.log.mount import MountSettings
-from kvdepot.tiers.log.tier import SegmentTier
-from kvdepot.tiers.memory.arena import Arena
-from kvdepot.tiers.memory.copy_ops import DramTier
+from kvdepot.tiers.log.tier import LogTier
 
 CAPACITY_BYTES = 4 << 20
 LOG_BYTES = 24 << 20
@@ -34,13 +32,9 @@ class TestMemoryTier(TierContract):
         yield tier
         tier.close()
 
-
-class TestDramTier(TierContract):
     @pytest.fixture
-    def tier(self) -> Iterator[Tier]:
-        tier = DramTier(Arena(CAPACITY_BYTES, "never"))
-        yield tier
-        tier.close()
+    def reopen(self, tier: MemoryTier) -> Reopen | None:
+        return lambda: MemoryTier(CAPACITY_BYTES, tier.medium)
 
 
 class TestFaultyTierWithoutFaults(TierContract):
@@ -67,19 +61,19 @@ class TestCountingTier(TierContract):
         tier.close()
 
 
-class SegmentTierContract(TierContract):
+class LogTierContract(TierContract):
     """The `ssd` tier, whatever its drives and its engine."""
 
     drives = 1
     engine: EngineKind = "threads"
     direct: DirectIo = "never"
-    kind: type[SegmentTier] = SegmentTier
+    kind: type[LogTier] = LogTier
 
     @pytest.fixture
     def paths(self, tmp_path: Path) -> list[Path]:
         return [tmp_path / f"drive-{number}" for number in range(self.drives)]
 
-    def open(self, paths: list[Path]) -> SegmentTier:
+    def open(self, paths: list[Path]) -> LogTier:
         settings = MountSettings(LOG_BYTES // self.drives, SEGMENT_BYTES, direct_io=self.direct)
         return self.kind(paths, self.files(), settings, SystemClock())
 
@@ -94,7 +88,7 @@ class SegmentTierContract(TierContract):
 
     @pytest.fixture
     def reopen(self, tier: Tier, paths: list[Path]) -> Iterator[Reopen | None]:
-        opened: list[SegmentTier] = []
+        opened: list[LogTier] = []
 
         def again() -> Tier:
             tier.close()
@@ -106,54 +100,54 @@ class SegmentTierContract(TierContract):
             one.close()
 
 
-class TestSegmentTier(SegmentTierContract):
+class TestLogTier(LogTierContract):
     pass
 
 
-class TestSegmentTierOnTwoDrives(SegmentTierContract):
+class TestLogTierOnTwoDrives(LogTierContract):
     drives = 2
 
 
-class TestSegmentTierDirect(SegmentTierContract):
+class TestLogTierDirect(LogTierContract):
     direct = "always"
 
 
-class TestSegmentTierInPython(SegmentTierContract):
+class TestLogTierInPython(LogTierContract):
     engine = "python"
 
 
-class TestSegmentTierDirectInPython(SegmentTierContract):
+class TestLogTierDirectInPython(LogTierContract):
     engine = "python"
     direct = "always"
 
 
 @pytest.mark.skipif(not URING, reason="io_uring is not available")
-class TestSegmentTierByRing(SegmentTierContract):
+class TestLogTierByRing(LogTierContract):
     engine = "uring"
 
 
 @pytest.mark.skipif(not URING, reason="io_uring is not available")
-class TestSegmentTierDirectByRingOnTwoDrives(SegmentTierContract):
+class TestLogTierDirectByRingOnTwoDrives(LogTierContract):
     engine = "uring"
     direct = "always"
     drives = 2
 
 
-class TestSegmentTierThroughFaultyFiles(SegmentTierContract):
+class TestLogTierThroughFaultyFiles(LogTierContract):
     def files(self) -> Files:
         return FaultyFiles(self.engine)
 
 
-class TestHardDriveTier(SegmentTierContract):
+class TestHardDriveTier(LogTierContract):
     kind = HardDriveTier
 
 
-class TestHardDriveTierOnThreeDrives(SegmentTierContract):
+class TestHardDriveTierOnThreeDrives(LogTierContract):
     kind = HardDriveTier
     drives = 3
 
 
-class TestEmulatedHardDriveTier(SegmentTierContract):
+class TestEmulatedHardDriveTier(LogTierContract):
     kind = HardDriveTier
     drives = 2
 

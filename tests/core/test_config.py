@@ -17,6 +17,7 @@ from kvdepot.core.config import (
     MIB,
     Config,
     DramConfig,
+    PluginConfig,
     SsdConfig,
     TenantConfig,
     WritebackConfig,
@@ -149,6 +150,10 @@ def test_tables_from_the_environment() -> None:
         ({"tenants.a.secret_hex": "xyz"}, "tenants.a.secret_hex", "hexadecimal"),
         ({"tenants.a": {"secret_hex": "00", "secret_file": "/f"}}, "tenants.a", "both"),
         ({"tenants.a.secret_file": 3}, "tenants.a.secret_file", "not text"),
+        ({"plugin": "tape"}, "plugin", "needs a table with name and capacity"),
+        ({"plugin": {"name": "", "capacity": "1GiB"}}, "plugin.name", "empty"),
+        ({"plugin": {"name": "tape", "capacity": 1}}, "plugin.capacity", "at least"),
+        ({"plugin": {"name": "t", "capacity": "1GiB", "options": 3}}, "plugin.options", "values"),
     ],
     ids=repr,
 )
@@ -186,6 +191,16 @@ def test_ssd_mistakes_are_named(change: dict[str, Any], path: str, says: str) ->
         ssd(**change)
     assert caught.value.path == path
     assert says in str(caught.value)
+
+
+def test_a_plug_in_has_options_of_its_own() -> None:
+    tape = {"name": "tape", "capacity": "1GiB", "options": {"reel": "first", "two words": "x"}}
+    config = load(overrides={"plugin": tape})
+    assert config.plugin is not None and config.plugin.options["two words"] == "x"
+    assert config.lower_tiers == (config.plugin,)
+    text = to_toml(config)
+    assert 'options = { reel = "first", "two words" = "x" }' in text
+    assert load(overrides=tomllib.loads(text)) == config
 
 
 def test_close_names_are_suggested() -> None:
@@ -301,6 +316,13 @@ configs = st.builds(
         capacity=st.integers(GIB, 1 << 60),
         read_timeout=st.floats(1e-9, 1e9),
         io_depth=st.integers(1, 4096),
+    ),
+    plugin=st.none()
+    | st.builds(
+        PluginConfig,
+        name=st.text(min_size=1),
+        capacity=st.integers(GIB, 1 << 60),
+        options=st.dictionaries(st.text(max_size=5), st.text(max_size=5)),
     ),
     writeback=st.builds(WritebackConfig, dirty_limit=st.floats(0, 1, exclude_min=True)),
     tenants=st.dictionaries(

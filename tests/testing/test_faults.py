@@ -27,7 +27,7 @@ from kvdepot.testing.faults import (
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
 from kvdepot.tiers.device.files import EngineKind, Ops, aligned, io_ops
 from kvdepot.tiers.log.mount import MountSettings
-from kvdepot.tiers.log.tier import SegmentTier
+from kvdepot.tiers.log.tier import LogTier
 
 PAGE = 4096
 LONG_S = 60.0
@@ -150,11 +150,13 @@ def test_a_corrupt_read_flips_bits_in_memory_only(files: FaultyFiles, fd: int) -
     assert on_disk(fd) == [OLD] * 4
 
 
-def test_the_engine_itself_notices_corrupt_reads(files: FaultyFiles, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["threads", "python"])
+def test_the_engine_itself_notices_corrupt_reads(kind: EngineKind, tmp_path: Path) -> None:
+    files = FaultyFiles(kind)
     settings = MountSettings(1 << 20, 128 << 10)
-    tier = SegmentTier([tmp_path / "drive"], files, settings, SystemClock())
+    tier = LogTier([tmp_path / "drive"], files, settings, SystemClock())
     key, nbytes = make_key(1), 10_000
-    (location,) = tier.store([make_image(key, payload_for(key, nbytes))])
+    (location,) = tier.append(0, [make_image(key, payload_for(key, nbytes))])
     assert location is not None
     for at in (0, 60, 130, PAGE, PAGE + 9_999):
         files.add(Fault(Call.RUN_READ, Corrupt(at=at)))

@@ -1,9 +1,9 @@
-"""The wrappers do what they say: fail, dawdle and count."""
+"""The wrappers do what they say: fail, are slow and count."""
 
 import pytest
 
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
-from kvdepot.core.tier import Load, Outcome
+from kvdepot.core.tier import Load, Outcome, segment_of
 from kvdepot.native import address_of
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
@@ -22,8 +22,9 @@ KEY = make_key(1)
 
 
 def stored(tier: MemoryTier | FaultyTier | SlowTier | CountingTier) -> int:
-    (location,) = tier.store([make_image(KEY, payload_for(KEY, NBYTES))])
+    (location,) = tier.append(0, [make_image(KEY, payload_for(KEY, NBYTES))])
     assert location is not None
+    tier.count(location, NBYTES)
     return location
 
 
@@ -34,22 +35,22 @@ def is_garbage(load: Load) -> bool:
 def test_a_memory_tier_notices_damage() -> None:
     tier = MemoryTier(CAPACITY_BYTES)
     location = stored(tier)
-    record = bytearray(tier.records[location])
+    record = bytearray(tier.medium.records[segment_of(location)])
     record[HEAD_BYTES + 5000] ^= 1
-    tier.records[location] = bytes(record)
+    tier.medium.records[segment_of(location)] = bytes(record)
     whole = make_load(KEY, location, NBYTES)
     beside = make_load(KEY, location, NBYTES, span=(0, 4096))
     assert tier.load([whole, beside], 1.0) == ([Outcome.CORRUPT, Outcome.OK], None)
 
 
-def test_scripted_stores_fail_and_the_rest_goes_through() -> None:
+def test_scripted_appends_fail_and_the_rest_goes_through() -> None:
     tier = FaultyTier(MemoryTier(CAPACITY_BYTES))
-    tier.fail_stores(2)
+    tier.fail_appends(2)
     images = [make_image(make_key(n), b"x") for n in range(3)]
-    first, second, third = tier.store(images)
+    first, second, third = tier.append(0, images)
     assert (first, second) == (None, None)
     assert third is not None
-    assert tier.usage().used_bytes == record_bytes(1)
+    assert tier.usage().held_bytes == record_bytes(1)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT])
@@ -120,15 +121,15 @@ def test_a_slow_tier_is_late_at_the_deadline_and_not_after_it() -> None:
 def test_a_counting_tier_counts() -> None:
     tier = CountingTier(FaultyTier(MemoryTier(record_bytes(NBYTES))))
     location = stored(tier)
-    assert tier.store([make_image(make_key(2), b"no room")]) == [None]
+    assert tier.append(0, [make_image(make_key(2), b"no room")]) == [None]
     wrong = make_load(make_key(2), location, NBYTES)
     part = make_load(KEY, location, NBYTES, span=(0, 4096))
     tier.load([wrong, part], 1.0)
     tier.discard([location], [NBYTES])
     tier.flush()
     tier.close()
-    assert tier.calls == {"store": 2, "load": 1, "discard": 1, "flush": 1, "close": 1}
-    assert tier.blocks == {"store": 1, "load": 1, "discard": 1, "flush": 0, "close": 0}
-    assert tier.nbytes["store"] == record_bytes(NBYTES)
+    assert tier.calls == {"append": 2, "load": 1, "discard": 1, "flush": 1, "close": 1}
+    assert tier.blocks == {"append": 1, "load": 1, "discard": 1, "flush": 0, "close": 0}
+    assert tier.nbytes["append"] == record_bytes(NBYTES)
     assert tier.nbytes["load"] == 4096
     assert tier.outcomes == {Outcome.OK: 1, Outcome.CORRUPT: 1}

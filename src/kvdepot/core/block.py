@@ -87,5 +87,6 @@ ANSWERS: Final = (
     *(Got(None, reason) for reason in ("corrupt", "failed", "late", "busy")),
     Got("hdd"),
     Got("cxl"),
+    Got("plugin"),
 )
 """Every answer to a get. Between processes an answer is its place in here."""

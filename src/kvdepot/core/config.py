@@ -302,6 +302,54 @@ class HddConfig(FileTierConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PluginConfig:
+    """A tier of another package, below all others."""
+
+    TIER: ClassVar[str] = "plugin"
+    mirror: ClassVar[int] = 0
+    emulate: ClassVar[None] = None
+
+    name: str
+    """Which tier: the name of an entry point in the group kvdepot.tiers, or module:factory."""
+
+    capacity: Bytes
+    """Space for blocks."""
+
+    path: Path | None = None
+    """Where the blocks live, if the tier has use for a path."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    """Settings of the tier's own."""
+
+    promote: bool = True
+    """Copy a block that was read from here into memory."""
+
+    write_mode: Literal[
+        "write-back", "write-through", "write-through-selective", "pass-through"
+    ] = "write-back"
+    """When blocks come here, as for ssd and hdd."""
+
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    """Which segment makes room first, and what of it is written again."""
+
+    read_timeout: Seconds = 30.0
+    """A read that takes longer is a miss."""
+
+    write_timeout: Seconds = 60.0
+    """The longest that draining waits for writes under way."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("plugin.name", "must not be empty")
+        _check_size("plugin.capacity", self.capacity)
+        _check_positive("plugin.read_timeout", self.read_timeout)
+        _check_positive("plugin.write_timeout", self.write_timeout)
+
+
+LowerTierConfig = FileTierConfig | PluginConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WritebackConfig:
     """How blocks get from memory to disk in the background."""
 
@@ -370,6 +418,9 @@ class Config:
     hdd: HddConfig | None = None
     """The hard-drive tier, below the disk tier."""
 
+    plugin: PluginConfig | None = None
+    """A tier of another package, below all others."""
+
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
     """How blocks get from memory to disk."""
 
@@ -390,9 +441,14 @@ class Config:
         return tuple(tier for tier in (self.ssd, self.hdd) if tier is not None)
 
     @property
+    def lower_tiers(self) -> tuple[LowerTierConfig, ...]:
+        """The tiers below memory, fastest first."""
+        return self.file_tiers if self.plugin is None else (*self.file_tiers, self.plugin)
+
+    @property
     def read_timeout(self) -> float:
         """How long a read may take: as long as the slowest tier may."""
-        return max((tier.read_timeout for tier in self.file_tiers), default=0.0)
+        return max((tier.read_timeout for tier in self.lower_tiers), default=0.0)
 
 
 def load(

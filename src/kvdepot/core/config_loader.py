@@ -132,6 +132,11 @@ class _Shape:
     def is_table(self) -> bool:
         return self.is_class or typing.get_origin(self.base) is dict
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether it is written as tables of its own, not in one line."""
+        return self.is_class or (self.is_table and _shape(typing.get_args(self.base)[1]).is_class)
+
 
 def _shape(hint: Any) -> _Shape:
     marks: tuple[Any, ...] = ()
@@ -227,9 +232,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def _convert_dict(hint: Any, value: Any, path: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(path, "needs a table of tables")
     item = typing.get_args(hint)[1]
+    if not isinstance(value, Mapping):
+        content = "tables" if _shape(item).is_class else "values"
+        raise ConfigError(path, f"needs a table of {content}")
     return {name: _convert(item, content, _join(path, name)) for name, content in value.items()}
 
 
@@ -325,7 +331,7 @@ def _shown(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return show(value)
     if isinstance(value, dict):
-        return {name: show(item) for name, item in value.items()}
+        return {name: _shown(typing.get_args(shape.base)[1], item) for name, item in value.items()}
     if isinstance(value, tuple):
         return [_shown(typing.get_args(shape.base)[0], item) for item in value]
     return str(value) if isinstance(value, Path) else value
@@ -346,7 +352,7 @@ def _table_lines(cls: type, config: Any, path: str) -> list[str]:
     for item in dataclasses.fields(cls):
         shape, comment = _shape(_hints(cls)[item.name]), _field_docs(cls).get(item.name, "")
         value = _default(item) if config is None else getattr(config, item.name)
-        if shape.is_table:
+        if shape.has_tables:
             tables += ["", *_comment(comment), *_subtables(shape, value, _join(path, item.name))]
         else:
             lines += [*_comment(comment), _assignment(item.name, _hints(cls)[item.name], value)]
@@ -383,6 +389,9 @@ def _assignment(name: str, hint: Any, value: Any) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, dict):
+        pairs = [f"{_toml_key(name)} = {_toml_value(item)}" for name, item in value.items()]
+        return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -79,15 +79,6 @@ class Load:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One block that a tier holds when it is opened."""
-
-    key: BlockKey
-    location: int
-    payload_bytes: int
-
-
 class Pending(Protocol):
     """Work that outlived its deadline. The images it was given are busy until `wait` is True."""
 

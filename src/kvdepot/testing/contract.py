@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 import pytest
 from hypothesis import settings
@@ -27,12 +27,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvdepot.codec.record import PAGE, record_bytes
+from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_head, parse_own, record_bytes
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import Outcome
+from kvdepot.core.tier import Outcome, Purpose, Tier, drive_of, segment_of
 from kvdepot.native import address_of
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
-from kvdepot.testing.twins import PlainTier as Tier
 
 TIMEOUT_S: Final = 30.0
 PAYLOAD_BYTES: Final = 4 * PAGE - 100
@@ -44,16 +43,13 @@ Reopen = Callable[[], Tier]
 class TierContract:
     """Laws every tier obeys."""
 
-    reuses_room: ClassVar[bool] = True
-    """Discarded room is used again without help from above. False: somebody else reclaims it."""
-
     @pytest.fixture
     def reopen(self) -> Reopen | None:
         """Closes the tier and opens it again. None: the tier is volatile."""
         return None
 
     @pytest.mark.parametrize("payload_bytes", SIZES)
-    def test_what_was_stored_comes_back(self, tier: Tier, payload_bytes: int) -> None:
+    def test_what_was_appended_comes_back(self, tier: Tier, payload_bytes: int) -> None:
         keys = [make_key(number) for number in range(3)]
         locations = store(tier, keys, payload_bytes)
         assert len(set(locations)) == len(keys)
@@ -82,7 +78,7 @@ class TierContract:
 
     def test_large_chunks(self, tier: Tier) -> None:
         key, payload = make_key(1), payload_for(make_key(1), PAYLOAD_BYTES)
-        (location,) = tier.store([make_image(key, payload, 1 << 20)])
+        (location,) = put(tier, [make_image(key, payload, 1 << 20)])
         assert location is not None
         wanted = make_load(key, location, PAYLOAD_BYTES, 1 << 20)
         assert tier.load([wanted], TIMEOUT_S) == ([Outcome.OK], None)
@@ -123,10 +119,10 @@ class TierContract:
         assert outcome is not Outcome.OK or loaded(wanted) == payload_for(old, PAYLOAD_BYTES)
         assert load(tier, new, after) == payload_for(new, PAYLOAD_BYTES)
 
-    def test_images_are_the_callers_again_after_a_store(self, tier: Tier) -> None:
+    def test_images_are_the_callers_again_after_an_append(self, tier: Tier) -> None:
         key = make_key(1)
         image = make_image(key, payload_for(key, PAYLOAD_BYTES))
-        (location,) = tier.store([image])
+        (location,) = put(tier, [image])
         image[:] = bytes(len(image))
         assert location is not None
         assert load(tier, key, location) == payload_for(key, PAYLOAD_BYTES)
@@ -139,8 +135,10 @@ class TierContract:
         assert load(tier, key, second) == payload_for(key, PAYLOAD_BYTES)
 
     def test_empty_batches(self, tier: Tier) -> None:
-        assert tier.store([]) == []
+        assert tier.append(0, []) == []
         assert tier.load([], TIMEOUT_S) == ([], None)
+        assert tier.read_records([], [], []) == []
+        assert tier.erase([]) == []
         tier.discard([], [])
 
     def test_no_room_is_a_value_and_harms_nothing(self, tier: Tier) -> None:
@@ -150,23 +148,84 @@ class TierContract:
         for key, location in kept.items():
             assert load(tier, key, location) == payload_for(key, PAYLOAD_BYTES)
 
-    def test_discarded_room_is_used_again(self, tier: Tier) -> None:
-        if not self.reuses_room:
-            pytest.skip("this tier's room is reclaimed from above")
+    def test_released_room_is_used_again(self, tier: Tier) -> None:
         for _ in range(3):
             kept = fill(tier)
             tier.discard(list(kept.values()), [PAYLOAD_BYTES] * len(kept))
             assert tier.usage().used_bytes == 0
+            assert release_dead(tier), "no segment was free to be released"
         again = fill(tier, first=1 << 20)
         assert 2 * len(again) >= len(kept)
         for key, location in again.items():
             assert load(tier, key, location) == payload_for(key, PAYLOAD_BYTES)
 
+    def test_a_released_segment_takes_its_own_blocks_only(self, tier: Tier) -> None:
+        kept = fill(tier)
+        drive, slot = next(
+            (drive, one.slot)
+            for drive in range(tier.drive_count())
+            for one in tier.segments(drive)
+            if one.live_count
+        )
+        gone = {key for key, at in kept.items() if (drive_of(at), segment_of(at)) == (drive, slot)}
+        places = [kept[key] for key in gone]
+        assert places
+        tier.discard(places, [PAYLOAD_BYTES] * len(places))
+        assert tier.release(drive, slot)
+        assert slot not in [one.slot for one in tier.segments(drive)]
+        for key, location in kept.items():
+            if key not in gone:
+                assert load(tier, key, location) == payload_for(key, PAYLOAD_BYTES)
+        asked = [make_load(key, kept[key], PAYLOAD_BYTES) for key in gone]
+        assert Outcome.OK not in tier.load(asked, TIMEOUT_S)[0]
+        images = [image_of(key) for key in gone]
+        assert not any(tier.read_records(list(gone), places, images))
+
+    def test_segments_are_listed_when_their_blocks_are_counted(self, tier: Tier) -> None:
+        keys = [make_key(number) for number in range(3)]
+        places = [at for at in tier.append(0, [image_of(key) for key in keys]) if at is not None]
+        assert len(places) == 3
+        assert tier.has_unentered(0)
+        assert not tier.segments(0)
+        for place in places:
+            tier.count(place, PAYLOAD_BYTES)
+        assert not tier.has_unentered(0)
+        fill(tier, first=100)
+        listed = tier.segments(0)
+        assert listed
+        ids = [one.segment_id for one in listed]
+        assert ids == sorted(set(ids)), "oldest first"
+        for one in listed:
+            assert one.live_bytes == one.live_count * record_bytes(PAYLOAD_BYTES)
+
+    def test_whole_records_are_read_and_verified(self, tier: Tier) -> None:
+        keys = [make_key(number) for number in range(3)]
+        places = store(tier, keys)
+        images = [image_of(make_key(99)) for _ in keys]
+        asked = [keys[0], make_key(98), keys[2]]
+        assert tier.read_records(asked, places, images) == [True, False, True]
+        for index in (0, 2):
+            head = parse_head(images[index])
+            assert head is not None and head.key == keys[index]
+            assert bytes(images[index][HEAD_BYTES:])[:PAYLOAD_BYTES] == payload_for(
+                keys[index], PAYLOAD_BYTES
+            )
+
+    def test_sequences_rise_and_can_be_kept(self, tier: Tier) -> None:
+        images = [image_of(make_key(number)) for number in range(3)]
+        put(tier, images)
+        first, second, third = (parse_own(image)[2] for image in images)
+        assert first < second < third
+        places = tier.append(0, images[:2], Purpose.MOVE, keep_sequence=[True, False])
+        assert None not in places
+        assert parse_own(images[0])[2] == first
+        assert parse_own(images[1])[2] > third
+
     def test_an_image_too_big_for_the_tier_takes_no_other_with_it(self, tier: Tier) -> None:
         big = make_key(1)
         too_many = tier.usage().capacity_bytes + PAGE
         images = [make_image(big, bytes(too_many), 1 << 20), image_of(make_key(2))]
-        first, second = tier.store(images)
+        first, second = put(tier, images)
         assert first is None
         assert second is not None
         assert load(tier, make_key(2), second) == payload_for(make_key(2), PAYLOAD_BYTES)
@@ -222,21 +281,88 @@ class TierContract:
         held = sum(len(user.held) for user in users)
         assert tier.usage().used_bytes == held * record_bytes(PAYLOAD_BYTES)
 
+    def test_drives_are_described(self, tier: Tier) -> None:
+        assert tier.drive_count() >= 1
+        assert tier.is_up()
+        assert len(tier.describe_drives()) == tier.drive_count()
+        budget = tier.write_budget()
+        assert budget is None or budget.left_bytes <= budget.bucket_bytes
+        for drive, described in enumerate(tier.describe_drives()):
+            facts = tier.drive(drive)
+            assert tier.is_up(drive)
+            assert facts.up and facts.takes_blocks and not (facts.lost or facts.retired)
+            assert facts.record_bytes_max >= record_bytes(PAYLOAD_BYTES)
+            assert facts.segments_max >= 1 and facts.segment_bytes > 0
+            assert facts.spare_segments > 0
+            assert tier.has_room(drive, record_bytes(PAYLOAD_BYTES))
+            assert described["healthy"] and described["path"] == facts.label
+            assert {"used_bytes", "capacity_bytes", "draining", "drained"} <= described.keys()
+
+    def test_has_room_is_true_of_a_full_tier(self, tier: Tier) -> None:
+        fill(tier)
+        nbytes = record_bytes(PAYLOAD_BYTES)
+        assert not any(tier.has_room(drive, nbytes) for drive in range(tier.drive_count()))
+
     def test_what_was_flushed_is_found_again(self, tier: Tier, reopen: Reopen | None) -> None:
-        if reopen is None:
-            pytest.skip("this tier is volatile")
         keys = [make_key(number) for number in range(8)]
         store(tier, keys)
         assert tier.flush()
-        again = reopen()
-        found = {one.key: one for one in again.scan()}
+        again = opened(reopen)
+        found = contents_of(again)
         assert sorted(found) == sorted(keys)
-        assert sorted(one.key for one in again.scan()) == sorted(keys), "a key came twice"
-        for key, one in found.items():
-            assert one.payload_bytes == PAYLOAD_BYTES
-            assert load(again, key, one.location) == payload_for(key, PAYLOAD_BYTES)
+        for key, (location, nbytes) in found.items():
+            assert nbytes == PAYLOAD_BYTES
+            assert load(again, key, location) == payload_for(key, PAYLOAD_BYTES)
         assert again.usage().used_bytes == len(keys) * record_bytes(PAYLOAD_BYTES)
+        assert not contents_of(again), "it is told once"
         assert load(again, make_key(99), store(again, [make_key(99)])[0])
+
+    def test_of_two_records_the_newer_is_found(self, tier: Tier, reopen: Reopen | None) -> None:
+        key, short = make_key(1), PAGE
+        store(tier, [key])
+        store(tier, [key], short)
+        ((location, nbytes),) = contents_of(again := opened(reopen)).values()
+        assert nbytes == short
+        assert load(again, key, location, short) == payload_for(key, short)
+
+    def test_what_was_removed_stays_away(self, tier: Tier, reopen: Reopen | None) -> None:
+        keys = [make_key(number) for number in range(4)]
+        store(tier, keys)
+        assert tier.erase([tier.removal(keys[0]), tier.removal(keys[1])]) == []
+        store(tier, [keys[1]])
+        assert sorted(contents_of(opened(reopen))) == sorted(keys[1:])
+
+    def test_a_namespace_that_was_removed_stays_away(
+        self, tier: Tier, reopen: Reopen | None
+    ) -> None:
+        ours = [BlockKey(b"namespac" + make_key(number)[8:]) for number in range(3)]
+        store(tier, [*ours, make_key(9)])
+        assert tier.erase([tier.removal(ours[0], whole_namespace=True)]) == []
+        store(tier, ours[2:])
+        assert sorted(contents_of(opened(reopen))) == sorted([ours[2], make_key(9)])
+
+    def test_a_removal_outlives_the_segments_after_it(
+        self, tier: Tier, reopen: Reopen | None
+    ) -> None:
+        keys = [make_key(number) for number in range(3)]
+        places = store(tier, keys)
+        kept = fill(tier, first=100)
+        for key in keys[:2]:
+            assert tier.erase([tier.removal(key)]) == []
+        tier.discard(places[:2], [PAYLOAD_BYTES] * 2)
+        for _ in range(3):
+            tier.discard(list(kept.values()), [PAYLOAD_BYTES] * len(kept))
+            release_dead(tier)
+            kept = fill(tier, first=1 << 20)
+        found = contents_of(opened(reopen))
+        assert keys[2] in found
+        assert not found.keys() & set(keys[:2])
+
+    def test_descriptions_are_remembered(self, tier: Tier, reopen: Reopen | None) -> None:
+        assert tier.remember(b"namespac", b"first") and tier.remember(b"namespad", b"second")
+        known = {b"namespac": b"first", b"namespad": b"second"}
+        assert tier.descriptions() == known
+        assert opened(reopen).descriptions() == known
 
     def test_agrees_with_a_dict(self, tier: Tier) -> None:
         class Machine(TierMachine):
@@ -258,16 +384,17 @@ class TierMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.tier.discard(list(self.model), [nbytes for _, nbytes in self.model.values()])
         assert self.tier.usage().used_bytes == 0
+        release_dead(self.tier)
 
     @rule(
         blocks=st.lists(
             st.tuples(st.integers(0, 9), st.sampled_from(SIZES)), min_size=1, max_size=4
         )
     )
-    def store(self, blocks: list[tuple[int, int]]) -> None:
+    def append(self, blocks: list[tuple[int, int]]) -> None:
         made = [(make_key(number), nbytes) for number, nbytes in blocks]
         images = [make_image(key, payload_for(key, nbytes)) for key, nbytes in made]
-        for block, location in zip(made, self.tier.store(images), strict=True):
+        for block, location in zip(made, put(self.tier, images), strict=True):
             assert location is None or location not in self.model, "two blocks in one place"
             if location is not None:
                 self.model[location] = block
@@ -278,6 +405,14 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.discard(gone, [self.model[location][1] for location in gone])
         for location in gone:
             del self.model[location]
+
+    @rule()
+    def release(self) -> None:
+        release_dead(self.tier)
+
+    @rule(number=st.integers(0, 9))
+    def erase(self, number: int) -> None:
+        assert self.tier.erase([self.tier.removal(make_key(number))]) == []
 
     @rule()
     def flush(self) -> None:
@@ -298,7 +433,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 class _User(threading.Thread):
-    """Stores, loads and discards its own blocks, and says what went wrong."""
+    """Appends, loads and discards its own blocks, and says what went wrong."""
 
     def __init__(self, tier: Tier, number: int, wrong: list[str]) -> None:
         super().__init__(name=f"contract-user-{number}")
@@ -310,7 +445,7 @@ class _User(threading.Thread):
     def run(self) -> None:
         for turn in range(12):
             keys = [make_key(self.number << 32 | turn << 8 | n) for n in range(3)]
-            locations = self.tier.store([image_of(key) for key in keys])
+            locations = put(self.tier, [image_of(key) for key in keys])
             fresh = zip(keys, locations, strict=True)
             self.held.update({key: at for key, at in fresh if at is not None})
             self._look()
@@ -334,10 +469,51 @@ def image_of(key: BlockKey, payload_bytes: int = PAYLOAD_BYTES) -> memoryview:
     return make_image(key, payload_for(key, payload_bytes))
 
 
+def put(tier: Tier, images: Sequence[memoryview]) -> list[int | None]:
+    """Append records to the drives in turn until each has a place, and count them."""
+    places: list[int | None] = [None] * len(images)
+    for drive in range(tier.drive_count()):
+        left = [index for index, place in enumerate(places) if place is None]
+        found = tier.append(drive, [images[index] for index in left])
+        for index, place in zip(left, found, strict=True):
+            places[index] = place
+            if place is not None:
+                tier.count(place, parse_own(images[index])[3])
+    return places
+
+
+def release_dead(tier: Tier) -> int:
+    """Release the segments in which no block is in use; how many."""
+    dead = [
+        (drive, one.slot)
+        for drive in range(tier.drive_count())
+        for one in tier.segments(drive)
+        if not one.live_count
+    ]
+    return sum(tier.release(drive, slot) for drive, slot in dead)
+
+
+def opened(reopen: Reopen | None) -> Tier:
+    """The tier after a restart. Skips the test where it keeps nothing."""
+    if reopen is None:
+        pytest.skip("this tier is volatile")
+    return reopen()
+
+
+def contents_of(tier: Tier) -> dict[BlockKey, tuple[int, int]]:
+    """Location and payload bytes of the blocks that were found, by key; each is found once."""
+    contents = tier.take_contents()
+    keys = [BlockKey(words.tobytes()) for words in contents.words]
+    assert len(set(keys)) == len(keys), "a key came twice"
+    rows = zip(contents.locations.tolist(), contents.payload_bytes.tolist(), strict=True)
+    return dict(zip(keys, rows, strict=True))
+
+
 def store(tier: Tier, keys: Sequence[BlockKey], payload_bytes: int = PAYLOAD_BYTES) -> list[int]:
     """Store blocks in a tier that has room for them."""
-    locations = tier.store([image_of(key, payload_bytes) for key in keys])
-    found = [location for location in locations if location is not None]
+    found = [
+        at for at in put(tier, [image_of(key, payload_bytes) for key in keys]) if at is not None
+    ]
     assert len(found) == len(keys), "the tier has no room, or does not work"
     return found
 
@@ -355,7 +531,7 @@ def fill(tier: Tier, first: int = 0) -> dict[BlockKey, int]:
     most = tier.usage().capacity_bytes // record_bytes(PAYLOAD_BYTES) + 1
     for number in range(first, first + most):
         key = make_key(number)
-        (location,) = tier.store([image_of(key)])
+        (location,) = put(tier, [image_of(key)])
         if location is None:
             return kept
         kept[key] = location

@@ -1,4 +1,4 @@
-"""Stand-ins for a tier: one in plain memory, and wrappers that fail, dawdle or count.
+"""Stand-ins for a tier: one in plain memory, and wrappers that fail, are slow or count.
 
 A wrapper is a tier around a tier; wrappers can be stacked. None of them needs pytest.
 """
@@ -7,143 +7,283 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final
 
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, parse_own
+import numpy as np
+
+from kvdepot.codec.record import Head, parse_head, parse_own, place
+from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock, SystemClock
-from kvdepot.core.tier import Found, Health, Load, Outcome, Pending, Usage
-from kvdepot.native import COPY, address_of, checksum
+from kvdepot.core.tier import (
+    NO_CONTENTS,
+    Contents,
+    DriveFacts,
+    Health,
+    Load,
+    Loaded,
+    Outcome,
+    Pending,
+    Purpose,
+    Removal,
+    SegmentInfo,
+    Tier,
+    Usage,
+    pack_location,
+    segment_of,
+)
+from kvdepot.native import COPY, address_of
 from kvdepot.tiers.memory.copy_ops import transfers
+from kvdepot.tiers.records import deliver, describe_drive, is_intact
 
 GARBAGE: Final = 0xA5
-"""What a failed load leaves behind, so that whoever looks at it is found out."""
+"""What a failed load leaves behind, so that a test notices when it is used."""
 
 
-class PlainTier(Protocol):
-    """What the wrappers here wrap."""
+@dataclass(slots=True)
+class MemoryMedium:
+    """What a MemoryTier keeps. Given to another one, it stands for a restart."""
 
-    name: str
-
-    def store(self, images: Sequence[memoryview]) -> list[int | None]: ...
-    def load(
-        self, loads: Sequence[Load], timeout_s: float
-    ) -> tuple[list[Outcome], Pending | None]: ...
-    def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None: ...
-    def scan(self) -> Iterator[Found]: ...
-    def flush(self) -> bool: ...
-    def usage(self) -> Usage: ...
-    def health(self) -> Health: ...
-    def close(self) -> None: ...
+    records: dict[int, bytes] = field(default_factory=dict)
+    """By segment: each has one record."""
+    removals: list[Removal] = field(default_factory=list)
+    descriptions: dict[bytes, bytes] = field(default_factory=dict)
 
 
 class MemoryTier:
-    """Records as bytes in a dict: the plainest tier there is. Implements core.tier.Tier."""
+    """Records as bytes in a dict, one a segment. Implements core.tier.Tier."""
 
-    name = "memory"
+    writable = True
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.records: dict[int, bytes] = {}
+    def __init__(
+        self, capacity_bytes: int, medium: MemoryMedium | None = None, name: str = "memory"
+    ) -> None:
+        self.name = name
+        self.medium = medium or MemoryMedium()
         self._capacity_bytes = capacity_bytes
-        self._used_bytes = 0
-        self._next = 0
         self._lock = threading.Lock()
+        self._live: dict[int, int] = {}
+        """Segments whose block is in use, with the bytes of its record."""
+        self._unentered: set[int] = set()
+        heads = [parse_head(memoryview(record)) for record in self.medium.records.values()]
+        self._sequence = max((head.sequence for head in heads if head), default=0)
+        self._segment = max(self.medium.records, default=0)
+        self._contents = self._recover()
 
-    def store(self, images: Sequence[memoryview]) -> list[int | None]:
-        return [self._keep(bytes(image)) for image in images]
+    def append(
+        self,
+        drive: int,
+        images: Sequence[memoryview],
+        purpose: Purpose = Purpose.BLOCK,
+        *,
+        keep_sequence: Sequence[bool] | None = None,
+    ) -> list[int | None]:
+        del drive, purpose  # there is one drive, and nothing is kept back
+        kept = keep_sequence or [False] * len(images)
+        return [self._append(*pair) for pair in zip(images, kept, strict=True)]
 
-    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
+    def _append(self, image: memoryview, keep_sequence: bool) -> int | None:
+        with self._lock:
+            if self._held_bytes() + len(image) > self._capacity_bytes:
+                return None
+            self._segment += 1
+            self._sequence += not keep_sequence
+            sequence = parse_own(image)[2] if keep_sequence else self._sequence
+            place(image, self._segment, sequence)
+            self.medium.records[self._segment] = bytes(image)
+            self._unentered.add(self._segment)
+            return pack_location(0, self._segment, 0)
+
+    def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         del timeout_s  # memory answers at once
-        return [self._serve(load) for load in loads], None
+        records = [self.medium.records.get(segment_of(load.location), b"") for load in loads]
+        return [deliver(*pair) for pair in zip(records, loads, strict=True)], None
+
+    def read_records(
+        self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
+    ) -> list[bool]:
+        results = []
+        for key, location, image in zip(keys, locations, images, strict=True):
+            record = self.medium.records.get(segment_of(location), b"")
+            results.append(len(record) == len(image) and is_intact(record, key))
+            if results[-1]:
+                image[:] = record
+        return results
+
+    def count(self, location: int, payload_bytes: int) -> None:
+        del payload_bytes  # the record is here to be measured
+        with self._lock:
+            segment = segment_of(location)
+            self._unentered.discard(segment)
+            self._live[segment] = len(self.medium.records[segment])
 
     def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
-        del payload_bytes  # the records are here to be measured
+        del payload_bytes
         with self._lock:
             for location in locations:
-                self._used_bytes -= len(self.records.pop(location))
+                self._live.pop(segment_of(location), None)
 
-    def scan(self) -> Iterator[Found]:
-        return iter(())
+    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
+        with self._lock:
+            self._sequence += 1
+            return Removal(key, whole_namespace, self._sequence, self._segment)
 
-    def flush(self) -> bool:
+    def erase(self, removals: Sequence[Removal], drives: Sequence[int] | None = None) -> list[int]:
+        if drives is None or 0 in drives:
+            self.medium.removals.extend(removals)
+        return []
+
+    def remember(self, tag: bytes, description: bytes) -> bool:
+        self.medium.descriptions[tag] = description
+        return True
+
+    def descriptions(self) -> dict[bytes, bytes]:
+        return dict(self.medium.descriptions)
+
+    def has_room(self, drive: int, nbytes: int) -> bool:
+        del drive
+        with self._lock:
+            return self._held_bytes() + nbytes <= self._capacity_bytes
+
+    def segments(self, drive: int) -> list[SegmentInfo]:
+        del drive
+        with self._lock:
+            entered = sorted(self.medium.records.keys() - self._unentered)
+            sizes = [(segment, self._live.get(segment, 0)) for segment in entered]
+            return [SegmentInfo(segment, segment, size, int(size > 0)) for segment, size in sizes]
+
+    def has_unentered(self, drive: int) -> bool:
+        del drive
+        return bool(self._unentered)
+
+    def release(self, drive: int, slot: int) -> bool:
+        del drive
+        with self._lock:
+            self._live.pop(slot, None)
+            self.medium.records.pop(slot, None)
+        return True
+
+    def take_contents(self) -> Contents:
+        contents, self._contents = self._contents, NO_CONTENTS
+        return contents
+
+    def drive_count(self) -> int:
+        return 1
+
+    def drive(self, drive: int) -> DriveFacts:
+        del drive
+        with self._lock:
+            largest = max(map(len, self.medium.records.values()), default=1 << 20)
+            spare = (self._capacity_bytes - self._held_bytes()) // largest
+        return DriveFacts(
+            label=self.name,
+            up=True,
+            takes_blocks=True,
+            segment_bytes=largest,
+            segments_max=max(1, self._capacity_bytes // largest),
+            spare_segments=spare,
+            record_bytes_max=self._capacity_bytes,
+        )
+
+    def is_up(self, drive: int | None = None) -> bool:
+        del drive
+        return True
+
+    def write_budget(self) -> None:
+        return None
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        del timeout_s
         return True
 
     def usage(self) -> Usage:
-        return Usage(self._capacity_bytes, self._used_bytes, self._used_bytes)
+        with self._lock:
+            return Usage(self._capacity_bytes, sum(self._live.values()), self._held_bytes())
 
     def health(self) -> Health:
         return Health(True)
 
+    def describe_drives(self) -> list[dict[str, Any]]:
+        return [describe_drive(self.drive(0), self.usage(), self.health())]
+
     def close(self) -> None:
-        with self._lock:
-            self.records.clear()
-            self._used_bytes = 0
+        pass
 
-    def _keep(self, record: bytes) -> int | None:
-        with self._lock:
-            if self._used_bytes + len(record) > self._capacity_bytes:
-                return None
-            self._used_bytes += len(record)
-            self._next += 1
-            self.records[self._next] = record
-            return self._next
+    def _held_bytes(self) -> int:
+        return sum(map(len, self.medium.records.values()))
 
-    def _serve(self, load: Load) -> Outcome:
-        record = memoryview(self.records.get(load.location, b""))
-        if not record:
-            return Outcome.CORRUPT
-        _, key, _, payload_bytes = parse_own(record)
-        if key != load.key or payload_bytes != load.payload_bytes:
-            return Outcome.CORRUPT
-        start, stop = HEAD_BYTES + load.start, HEAD_BYTES + load.stop
-        if not _intact(record, load):
-            return Outcome.CORRUPT
-        load.image[:HEAD_BYTES] = record[:HEAD_BYTES]
-        load.image[start:stop] = record[start:stop]
-        if load.copy_to:
-            source = address_of(load.image)[0] + start
-            transfers([(0, source, load.copy_to, stop - start, 0, 0, COPY)])
-        return Outcome.OK
+    def _recover(self) -> Contents:
+        """Take in the newest record of each key that was not removed; drop all others."""
+        newest: dict[BlockKey, tuple[int, Head]] = {}
+        for segment, record in sorted(self.medium.records.items()):
+            head = parse_head(memoryview(record))
+            if head is None or any(_covers(removal, head) for removal in self.medium.removals):
+                continue
+            if head.key not in newest or newest[head.key][1].sequence <= head.sequence:
+                newest[head.key] = (segment, head)
+        found = sorted(newest.values(), key=lambda pair: pair[1].sequence)
+        for segment in self.medium.records.keys() - {segment for segment, _ in found}:
+            del self.medium.records[segment]
+        self.medium.removals.clear()
+        self._live = {segment: len(self.medium.records[segment]) for segment, _ in found}
+        keys = b"".join(head.key for _, head in found)
+        return Contents(
+            np.frombuffer(keys, np.uint64).reshape(-1, 4),
+            np.array([pack_location(0, segment, 0) for segment, _ in found], np.int64),
+            np.array([head.payload_bytes for _, head in found], np.int64),
+        )
 
 
-def _intact(record: memoryview, load: Load) -> bool:
-    """Whether the chunks of a load's range match the checksums in the record's head."""
-    for at in range(load.start, load.stop, load.chunk_bytes):
-        entry = TABLE_OFFSET + 8 * (at // load.chunk_bytes)
-        chunk = record[HEAD_BYTES + at : HEAD_BYTES + min(at + load.chunk_bytes, load.stop)]
-        if checksum(chunk) != int.from_bytes(record[entry : entry + 8], "little"):
-            return False
-    return True
+def _covers(removal: Removal, head: Head) -> bool:
+    length = TAG_BYTES if removal.whole_namespace else len(head.key)
+    return removal.key[:length] == head.key[:length] and head.sequence < removal.below_sequence
 
 
 class WrappedTier:
     """A tier that hands everything on to `inner`. Base of the wrappers."""
 
-    def __init__(self, inner: PlainTier) -> None:
+    def __init__(self, inner: Tier) -> None:
         self.inner = inner
         self.name = inner.name
+        self.writable = inner.writable
+        self.read_records = inner.read_records
+        self.count = inner.count
+        self.removal = inner.removal
+        self.erase = inner.erase
+        self.remember = inner.remember
+        self.descriptions = inner.descriptions
+        self.has_room = inner.has_room
+        self.segments = inner.segments
+        self.has_unentered = inner.has_unentered
+        self.release = inner.release
+        self.take_contents = inner.take_contents
+        self.drive_count = inner.drive_count
+        self.drive = inner.drive
+        self.is_up = inner.is_up
+        self.write_budget = inner.write_budget
+        self.usage = inner.usage
+        self.health = inner.health
+        self.describe_drives = inner.describe_drives
 
-    def store(self, images: Sequence[memoryview]) -> list[int | None]:
-        return self.inner.store(images)
+    def append(
+        self,
+        drive: int,
+        images: Sequence[memoryview],
+        purpose: Purpose = Purpose.BLOCK,
+        *,
+        keep_sequence: Sequence[bool] | None = None,
+    ) -> list[int | None]:
+        return self.inner.append(drive, images, purpose, keep_sequence=keep_sequence)
 
-    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
+    def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         return self.inner.load(loads, timeout_s)
 
     def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
         self.inner.discard(locations, payload_bytes)
 
-    def scan(self) -> Iterator[Found]:
-        return self.inner.scan()
-
-    def flush(self) -> bool:
-        return self.inner.flush()
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def health(self) -> Health:
-        return self.inner.health()
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        return self.inner.flush(timeout_s)
 
     def close(self) -> None:
         self.inner.close()
@@ -154,7 +294,7 @@ class Rates:
     """How often calls fail, from 0 to 1, drawn from `seed`."""
 
     seed: int
-    store: float = 0.0
+    append: float = 0.0
     load: Mapping[Outcome, float] = field(default_factory=dict)
 
 
@@ -165,19 +305,19 @@ class FaultyTier(WrappedTier):
     `release_late` is called, and is busy until then.
     """
 
-    def __init__(self, inner: PlainTier, rates: Rates | None = None) -> None:
+    def __init__(self, inner: Tier, rates: Rates | None = None) -> None:
         super().__init__(inner)
         self._rates = rates or Rates(0)
         self._random = random.Random(self._rates.seed)
-        self._stores = 0
+        self._appends = 0
         self._loads: deque[Outcome] = deque()
         self._late: list[HeldLoads] = []
         self._lock = threading.Lock()
 
-    def fail_stores(self, count: int) -> None:
-        """The next `count` images are not stored."""
+    def fail_appends(self, count: int) -> None:
+        """The next `count` images are not written."""
         with self._lock:
-            self._stores += count
+            self._appends += count
 
     def fail_loads(self, outcome: Outcome, count: int = 1) -> None:
         """The next `count` blocks that are loaded end in `outcome`."""
@@ -191,14 +331,23 @@ class FaultyTier(WrappedTier):
         for loads in held:
             loads.release()
 
-    def store(self, images: Sequence[memoryview]) -> list[int | None]:
+    def append(
+        self,
+        drive: int,
+        images: Sequence[memoryview],
+        purpose: Purpose = Purpose.BLOCK,
+        *,
+        keep_sequence: Sequence[bool] | None = None,
+    ) -> list[int | None]:
         with self._lock:
-            bad = [self._draw_store() for _ in images]
-        good = [image for image, fails in zip(images, bad, strict=True) if not fails]
-        stored = iter(self.inner.store(good) if good else [])
-        return [None if fails else next(stored) for fails in bad]
+            bad = [self._draw_append() for _ in images]
+        good = [index for index, fails in enumerate(bad) if not fails]
+        kept = [keep_sequence[index] for index in good] if keep_sequence is not None else None
+        some = [images[index] for index in good]
+        places = iter(self.inner.append(drive, some, purpose, keep_sequence=kept) if good else [])
+        return [None if fails else next(places) for fails in bad]
 
-    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
+    def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         with self._lock:
             outcomes = [self._draw_load() for _ in loads]
         good = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
@@ -223,11 +372,11 @@ class FaultyTier(WrappedTier):
         self.release_late()
         super().close()
 
-    def _draw_store(self) -> bool:
-        if self._stores:
-            self._stores -= 1
+    def _draw_append(self) -> bool:
+        if self._appends:
+            self._appends -= 1
             return True
-        return self._random.random() < self._rates.store
+        return self._random.random() < self._rates.append
 
     def _draw_load(self) -> Outcome:
         if self._loads:
@@ -271,11 +420,11 @@ def scribble(load: Load) -> None:
 
 
 class SlowTier(WrappedTier):
-    """Takes `delay_s` longer for every store and load; late where the deadline is shorter."""
+    """Takes `delay_s` longer for every append and load; late where the deadline is shorter."""
 
     def __init__(
         self,
-        inner: PlainTier,
+        inner: Tier,
         delay_s: float,
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -285,11 +434,18 @@ class SlowTier(WrappedTier):
         self._clock = clock or SystemClock()
         self._sleep = sleep
 
-    def store(self, images: Sequence[memoryview]) -> list[int | None]:
+    def append(
+        self,
+        drive: int,
+        images: Sequence[memoryview],
+        purpose: Purpose = Purpose.BLOCK,
+        *,
+        keep_sequence: Sequence[bool] | None = None,
+    ) -> list[int | None]:
         self._sleep(self.delay_s)
-        return self.inner.store(images)
+        return super().append(drive, images, purpose, keep_sequence=keep_sequence)
 
-    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
+    def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         if loads and self.delay_s > timeout_s:
             ends_at_s = self._clock.now() + self.delay_s
             self._sleep(timeout_s)
@@ -315,7 +471,7 @@ class _Countdown:
 class CountingTier(WrappedTier):
     """Counts calls by name, blocks by verb and bytes by direction; and what became of loads."""
 
-    def __init__(self, inner: PlainTier) -> None:
+    def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
         self.calls: Counter[str] = Counter()
         self.blocks: Counter[str] = Counter()
@@ -323,13 +479,20 @@ class CountingTier(WrappedTier):
         self.outcomes: Counter[Outcome] = Counter()
         self._lock = threading.Lock()
 
-    def store(self, images: Sequence[memoryview]) -> list[int | None]:
-        locations = self.inner.store(images)
+    def append(
+        self,
+        drive: int,
+        images: Sequence[memoryview],
+        purpose: Purpose = Purpose.BLOCK,
+        *,
+        keep_sequence: Sequence[bool] | None = None,
+    ) -> list[int | None]:
+        locations = super().append(drive, images, purpose, keep_sequence=keep_sequence)
         kept = [image for image, at in zip(images, locations, strict=True) if at is not None]
-        self._count("store", len(kept), sum(map(len, kept)))
+        self._count("append", len(kept), sum(map(len, kept)))
         return locations
 
-    def load(self, loads: Sequence[Load], timeout_s: float) -> tuple[list[Outcome], Pending | None]:
+    def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         outcomes, pending = self.inner.load(loads, timeout_s)
         answered = zip(loads, outcomes, strict=True)
         good = [load for load, outcome in answered if outcome is Outcome.OK]
@@ -342,9 +505,9 @@ class CountingTier(WrappedTier):
         self.inner.discard(locations, payload_bytes)
         self._count("discard", len(locations))
 
-    def flush(self) -> bool:
+    def flush(self, timeout_s: float = 10.0) -> bool:
         self._count("flush")
-        return self.inner.flush()
+        return self.inner.flush(timeout_s)
 
     def close(self) -> None:
         self._count("close")

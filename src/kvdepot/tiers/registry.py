@@ -1,51 +1,74 @@
-"""Tiers by name: the built-in ones, and those that installed packages bring by entry point.
+"""Tiers of other packages, found by entry point or by module.
 
 A package offers a tier in its pyproject.toml:
 
     [project.entry-points."kvdepot.tiers"]
     tape = "kvdepot_tape:TapeTier"
 
-Nothing is imported before it is asked for by name.
+The configuration names it: `plugin = { name = "tape", capacity = "1TiB" }`. Nothing is imported
+before that. `name = "kvdepot_tape:TapeTier"` works without an entry point.
 """
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import Final
 
+from kvdepot.core.config import PluginConfig
+from kvdepot.core.tier import Tier
 from kvdepot.errors import ConfigError
 
 GROUP: Final = "kvdepot.tiers"
-BUILT_IN: Final = {
-    "dram": "kvdepot.tiers.memory.copy_ops:DramTier",
-    "ssd": "kvdepot.tiers.log.tier:SegmentTier",
-    "hdd": "kvdepot.tiers.log.hdd:HardDriveTier",
-}
+TierFactory = Callable[[PluginConfig, bool], Tier]
+"""What a plug-in offers: makes the tier that a configuration describes; False: only to be read."""
+_METHODS: Final = sorted(name for name in vars(Tier) if not name.startswith("_"))
 
 
 def tier_names() -> list[str]:
-    """Every tier that can be had here, sorted. Imports none of them."""
-    return sorted(BUILT_IN.keys() | {entry.name for entry in entry_points(group=GROUP)})
+    """Every plug-in tier that is installed, sorted. Imports none of them."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)})
 
 
-def find_tier(name: str) -> Any:
-    """What makes the tier called `name`: a class or function whose result is a core.tier.Tier.
+def find_tier(name: str) -> TierFactory:
+    """What makes the tier called `name`: an entry point's name, or "module:factory".
 
-    A built-in name always means the built-in tier. Raises ConfigError for an unknown name, one that
-    two packages claim, and a plug-in that cannot be imported.
+    Raises ConfigError for an unknown name, one that two packages claim, and a plug-in that cannot
+    be imported.
     """
-    if name in BUILT_IN:
-        return EntryPoint(name, BUILT_IN[name], GROUP).load()
-    targets = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
+    if ":" in name:
+        targets = {name: EntryPoint(name, name, GROUP)}
+    else:
+        targets = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
     if not targets:
-        known = ", ".join(tier_names())
-        raise ConfigError("tier", f"there is no tier {name!r}", hint=f"known tiers: {known}")
+        known = ", ".join(tier_names()) or "none is installed"
+        raise _error(f"there is no tier {name!r}", hint=f"known tiers: {known}")
     if len(targets) > 1:
-        claims = ", ".join(sorted(targets))
-        raise ConfigError("tier", f"{name!r} is claimed by several packages: {claims}")
+        raise _error(f"{name!r} is claimed by several packages: {', '.join(sorted(targets))}")
     (entry,) = targets.values()
     try:
-        found = entry.load()
+        found: TierFactory = entry.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError("tier", f"plug-in {entry.value} cannot be loaded: {error}") from error
+        raise _error(f"plug-in {entry.value} cannot be loaded: {error}") from error
     if not callable(found):
-        raise ConfigError("tier", f"plug-in {entry.value} is not callable")
+        raise _error(f"plug-in {entry.value} is not callable")
     return found
+
+
+def open_plugin(config: PluginConfig, writable: bool) -> Tier:
+    """The tier that the configuration names, opened. Its name becomes "plugin".
+
+    Raises ConfigError where it cannot be opened or is no tier; errors of the store's own kinds that
+    the plug-in raises are passed on.
+    """
+    try:
+        tier = find_tier(config.name)(config, writable)
+    except OSError as error:
+        raise _error(f"{config.name} cannot be opened: {error}") from error
+    missing = [name for name in _METHODS if not callable(getattr(tier, name, None))]
+    if missing:
+        raise _error(f"{config.name} is no tier: it lacks {', '.join(missing)}")
+    tier.name, tier.writable = config.TIER, writable
+    return tier
+
+
+def _error(reason: str, hint: str = "") -> ConfigError:
+    return ConfigError("plugin.name", reason, hint=hint)

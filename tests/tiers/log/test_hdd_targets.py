@@ -29,7 +29,7 @@ def test_a_round_of_two_readers_does_not_write_to_who_has_gone(tmp_path: Path) -
     files, first, second = FaultyFiles(), Stall(), Stall()
     settings = MountSettings(8 << 20, 1 << 20, tier="hdd")
     tier = HardDriveTier([tmp_path], files, settings, SystemClock())
-    places = tier.store([make_image(key, payload_for(key, NBYTES)) for key in KEYS])
+    places = tier.append(0, [make_image(key, payload_for(key, NBYTES)) for key in KEYS])
     targets = [bytearray(NBYTES) for _ in KEYS]
     loads: list[Load] = []
     for key, place, target in zip(KEYS, places, targets, strict=True):

@@ -246,4 +246,4 @@ def _leading(answers: Sequence[Got]) -> int:
 
 
 def _slowness(tier: str) -> int:
-    return ("dram", "cxl", "ssd", "hdd").index(tier)
+    return ("dram", "cxl", "ssd", "hdd", "plugin").index(tier)

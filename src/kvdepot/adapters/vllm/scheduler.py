@@ -29,7 +29,7 @@ from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
 
-_SLOWEST_FIRST: Final = ("hdd", "ssd", "cxl", "dram")
+_SLOWEST_FIRST: Final = ("plugin", "hdd", "ssd", "cxl", "dram")
 PROBE: Final = "probe "
 """Before a request's id: a load that only measures."""
 

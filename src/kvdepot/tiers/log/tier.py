@@ -5,7 +5,7 @@ A location is (drive, slot, page) in one integer. Which segment makes room is de
 """
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,6 @@ from kvdepot.codec.record import (
     Kind,
     identity,
     parse_head,
-    parse_own,
     payload_intact,
     record_bytes,
     round_up,
@@ -34,7 +33,6 @@ from kvdepot.core.tier import (
     NO_CONTENTS,
     Contents,
     DriveFacts,
-    Found,
     Health,
     Load,
     Loaded,
@@ -123,7 +121,6 @@ class LogTier:
         self._settings = settings
         self._clock = clock
         self._numbers = Numbers()
-        self._turn = 0
         self._closed = False
         self._measuring = Measuring(
             lambda: zip(list(self.drives), list(self.notebooks), strict=False),
@@ -153,37 +150,6 @@ class LogTier:
             for drive, recovered in zip(self.drives, found, strict=True):
                 drive.resume(recovered)
         return contents
-
-    def store(self, images: Sequence[memoryview]) -> list[int | None]:
-        """See Tier.store.
-
-        Spreads batches over the drives in turn; a failed drive's share goes to the next.
-        """
-        results: list[int | None] = [None] * len(images)
-        left = list(range(len(images)))
-        for step in range(2 * len(self.drives)):
-            index = (self._turn + step) % len(self.drives)
-            if step >= len(self.drives) and not self._reuse_dead(index):
-                continue
-            places = self.append(index, [images[i] for i in left])
-            for i, location in zip(left, places, strict=True):
-                results[i] = location
-            left = [i for i in left if results[i] is None]
-            if not left:
-                break
-        self._turn += 1
-        for image, location in zip(images, results, strict=True):
-            if location is not None:
-                self.count(location, parse_own(image)[3])
-        return results
-
-    def _reuse_dead(self, index: int) -> bool:
-        """Release the segments of a drive in which nothing is alive. False: there are none."""
-        dead = [segment for segment in self.drives[index].sealed() if not segment.live_count]
-        for segment in dead:
-            if self.carry(index, segment.slot):
-                self.release(index, segment.slot)
-        return bool(dead)
 
     def append(
         self,
@@ -399,14 +365,6 @@ class LogTier:
         for location, nbytes in zip(locations, payload_bytes, strict=True):
             drive = self.drives[drive_of(location)]
             drive.count(segment_of(location), -record_bytes(nbytes), -1)
-
-    def scan(self) -> Iterator[Found]:
-        keys = np.ascontiguousarray(self._contents.words).tobytes()
-        places = zip(
-            self._contents.locations.tolist(), self._contents.payload_bytes.tolist(), strict=True
-        )
-        for row, (location, nbytes) in enumerate(places):
-            yield Found(BlockKey(keys[32 * row : 32 * row + 32]), location, nbytes)
 
     def take_contents(self) -> Contents:
         contents, self._contents = self._contents, NO_CONTENTS
