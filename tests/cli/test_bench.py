@@ -101,7 +101,7 @@ def test_only_strict_fails_on_a_missed_bar(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     missed = rounds.Latency("match", 1, p50_us=2.0, p99_us=2.0, calls=1, bar_us=1.0)
-    monkeypatch.setattr(bench, "make_parts", lambda *_: [rounds.Part("x", lambda: [missed])])
+    monkeypatch.setattr(bench, "make_parts", lambda *_: [rounds.BenchPart("x", lambda: [missed])])
     status = main(["bench", "store", "--path", str(tmp_path), *arguments])
     assert status == (1 if arguments else 0)
     assert "MISSED" in capsys.readouterr().out
@@ -157,8 +157,8 @@ def test_a_copy_owns_the_memory_it_works_in() -> None:
 
 
 def test_growth_is_measured_against_the_same_memory() -> None:
-    before = rounds.Speed((2.0, 2.0), (1.0, 1.0), "raw")
-    slower_machine = rounds.Speed((8.0, 4.0), (4.0, 2.0), "raw")
+    before = rounds.Timings((2.0, 2.0), (1.0, 1.0), "raw")
+    slower_machine = rounds.Timings((8.0, 4.0), (4.0, 2.0), "raw")
     assert rounds.change(before, slower_machine).ratios() == [1.0, 1.0]
-    half_as_fast = rounds.Speed((4.0, 4.0), (1.0, 1.0), "raw")
+    half_as_fast = rounds.Timings((4.0, 4.0), (1.0, 1.0), "raw")
     assert rounds.change(before, half_as_fast).ratios() == [0.5, 0.5]

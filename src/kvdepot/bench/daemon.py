@@ -17,7 +17,7 @@ from kvdepot.bench.disk import DiskStore
 from kvdepot.bench.memory import MemoryStore
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
-from kvdepot.bench.rounds import Figure, Latency, Part, Result, compare, percentile
+from kvdepot.bench.rounds import BenchPart, Figure, Latency, Result, compare, percentile
 from kvdepot.client.open import open_remote
 from kvdepot.core.depot import Depot
 from kvdepot.errors import StateError
@@ -43,18 +43,18 @@ class DaemonPlan:
     quick: bool
     rounds: int
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[BenchPart]:
         share = 8 if self.quick else 1
         for size in self.blocks_bytes:
             set_bytes = max(_SET_BYTES // share, 4 * size)
             run = partial(measure_memory, self.directory, size, set_bytes, self.rounds)
-            yield Part(f"dram, {size >> 20} MiB blocks", run)
+            yield BenchPart(f"dram, {size >> 20} MiB blocks", run)
         for size in self.blocks_bytes:
             set_bytes = max(_DISK_SET_BYTES // share, 32 * size)
             run = partial(measure_disk, self.directory, size, set_bytes, self.rounds)
-            yield Part(f"ssd, {size >> 20} MiB blocks", run)
+            yield BenchPart(f"ssd, {size >> 20} MiB blocks", run)
         calls = _MATCH_CALLS // share
-        yield Part("lookups", partial(measure_lookups, self.directory, calls))
+        yield BenchPart("lookups", partial(measure_lookups, self.directory, calls))
 
 
 @contextmanager

@@ -11,12 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot import native
 from kvdepot.bench.bars import DEGRADATION, disk_bar
 from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
-from kvdepot.bench.raw import MIB, Bytes, RawFile, elsewhere, filled, pieces, raw_file
-from kvdepot.bench.rounds import Result, Row, Speed, best_placement, change, compare
-from kvdepot.core.block import BlockKey
+from kvdepot.bench.raw import MIB, Bytes, RawFile, filled, pieces, raw_file
+from kvdepot.bench.rounds import Result, SpeedRow, Timings, change, compare, fastest_way
+from kvdepot.core.block import BlockKey, Got
 from kvdepot.core.depot import Depot
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
@@ -67,9 +66,18 @@ class DiskStore:
         for keys in self.current:
             got += self.store.get_many(keys, self.targets, timeout_s=_WAIT_S)
         taken = time.perf_counter() - started
-        strays = {answer.tier or answer.reason for answer in got} - {"ssd"}
-        if strays:
-            raise StateError(f"blocks came from {sorted(strays)} instead of the disk")
+        _check_origin(got)
+        return taken
+
+    def deliver_set(self) -> float:
+        """Get the last set where it lies: read and verified, not copied."""
+        got = []
+        started = time.perf_counter()
+        for keys in self.current:
+            with self.store.lease(keys) as lease:
+                got += lease.deliver(lambda _: None, timeout_s=_WAIT_S)
+        taken = time.perf_counter() - started
+        _check_origin(got)
         return taken
 
     def forget_set(self) -> None:
@@ -83,6 +91,12 @@ class DiskStore:
         for source, target in zip(self.prompts.sources, self.targets, strict=True):
             if not np.array_equal(source, target):
                 raise StateError("a get has delivered wrong bytes")
+
+
+def _check_origin(got: list[Got]) -> None:
+    strays = {answer.tier or answer.reason for answer in got} - {"ssd"}
+    if strays:
+        raise StateError(f"blocks came from {sorted(strays)} instead of the disk")
 
 
 @contextmanager
@@ -110,27 +124,23 @@ def disk_store(directory: Path, block_bytes: int, set_bytes: int) -> Iterator[Di
 @contextmanager
 def beside_raw(
     directory: Path, block_bytes: int, set_bytes: int
-) -> Iterator[tuple[DiskStore, list[RawFile], native.Engine]]:
+) -> Iterator[tuple[DiskStore, RawFile]]:
     """A new store, and a raw file of as many bytes as one of its sets."""
     with ExitStack() as scope:
-        engine = native.open_engine()
-        scope.callback(engine.close)
         subject = scope.enter_context(disk_store(directory / "store", block_bytes, set_bytes))
         blocks = subject.set_bytes // block_bytes
-        raw = scope.enter_context(raw_file(directory, block_bytes, blocks, engine))
-        yield subject, scope.enter_context(elsewhere(raw, engine)), engine
+        yield subject, scope.enter_context(raw_file(directory, block_bytes, blocks))
 
 
 def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
     """First writes, writes over old segments, and reads, each beside the raw device."""
-    with beside_raw(directory, block_bytes, set_bytes) as (subject, raws, engine):
-        first = best_placement([{f"{engine.kind} batch": r.first_write(engine)} for r in raws])
-        speeds = compare(first, {"first put": subject.put_set}, min(rounds, _CAPACITY - 1))
+    with beside_raw(directory, block_bytes, set_bytes) as (subject, raw):
+        first = {"first put": subject.put_set}
+        speeds = compare(raw.first_writes(), first, min(rounds, _CAPACITY - 1))
         subject.put_set()
-        writes = best_placement([raw.writes(engine) for raw in raws])
-        reads = best_placement([raw.reads(engine) for raw in raws])
-        speeds |= compare(writes, {"put": subject.put_set}, rounds)
-        speeds |= compare(reads, {"get": subject.get_set}, rounds)
+        speeds |= compare(raw.writes(), {"put": subject.put_set}, rounds)
+        gets = {"get": subject.get_set, "deliver": subject.deliver_set}
+        speeds |= compare(raw.reads(), gets, rounds)
         subject.verify()
     return [
         speed.row("ssd", op, block_bytes, subject.set_bytes, _bar(op, block_bytes))
@@ -147,12 +157,11 @@ def degrade_disk(
 ) -> list[Result]:
     """Put and get before and after the index of one and the same store has grown."""
     small, large = indexes
-    with beside_raw(directory, block_bytes, set_bytes) as (subject, raws, engine):
-        writes = best_placement([raw.writes(engine) for raw in raws])
-        reads = best_placement([raw.reads(engine) for raw in raws])
+    with beside_raw(directory, block_bytes, set_bytes) as (subject, raw):
+        writes, reads = fastest_way(raw.writes()), fastest_way(raw.reads())
         for _ in range(_CAPACITY):
             subject.put_set()
-        speeds: list[dict[str, Speed]] = []
+        speeds: list[dict[str, Timings]] = []
         for more in (small, large - small):
             assert isinstance(subject.store, Store)
             fill_index(subject.store, subject.prompts.space, more, seed=more)
@@ -169,8 +178,8 @@ def degrade_disk(
 
 
 def changed_row(
-    tier: str, op: str, block_bytes: int, nbytes: int, before: Speed, after: Speed
-) -> Row:
+    tier: str, op: str, block_bytes: int, nbytes: int, before: Timings, after: Timings
+) -> SpeedRow:
     """Shares of the limit with a large index over those with a small one.
 
     The row's speeds are those of the store, large index and small index. They are from different

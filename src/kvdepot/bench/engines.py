@@ -1,4 +1,4 @@
-"""`bench io`: the native engines beside the raw device, native copies beside memcpy."""
+"""`bench io`: the native engines beside the raw device, native copies beside the fastest copy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,14 +14,15 @@ from kvdepot.bench.raw import (
     MIB,
     Bytes,
     RawFile,
+    best_copies,
+    engine_for,
     filled,
-    memory_copies,
     owning,
     pieces,
     raw_file,
     run_batch,
 )
-from kvdepot.bench.rounds import Part, Result, Work, compare, stopwatch
+from kvdepot.bench.rounds import BenchPart, Result, Work, compare, stopwatch
 from kvdepot.errors import StateError
 
 _CHUNK_BYTES: Final = 64 << 10
@@ -41,12 +42,14 @@ class IoPlan:
 
     rounds: int
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[BenchPart]:
         for block_bytes in self.blocks_bytes:
-            yield Part(f"reading and writing {block_bytes >> 10} KiB", _disk(self, block_bytes))
+            yield BenchPart(
+                f"reading and writing {block_bytes >> 10} KiB", _disk(self, block_bytes)
+            )
         for block_bytes in MEMORY_BLOCKS:
             if block_bytes <= self.total_bytes:
-                yield Part(f"copying {block_bytes >> 20} MiB", _memory(self, block_bytes))
+                yield BenchPart(f"copying {block_bytes >> 20} MiB", _memory(self, block_bytes))
 
 
 def engine_kinds() -> list[str]:
@@ -59,24 +62,21 @@ def _disk(plan: IoPlan, block_bytes: int) -> Run:
     def run() -> list[Result]:
         count = max(1, plan.total_bytes // block_bytes)
         with ExitStack() as scope:
-            plain = native.open_engine()
-            scope.callback(plain.close)
-            raw = scope.enter_context(raw_file(plan.directory, block_bytes, count, plain))
-            engines = {kind: native.open_engine(kind) for kind in engine_kinds()}
-            for engine in engines.values():
-                scope.callback(engine.close)
-                if engine.register(raw.memory.ctypes.data, len(raw.memory)):
-                    scope.callback(engine.unregister, raw.memory.ctypes.data, len(raw.memory))
-            writes = {f"write {k}": raw.writes(e)[f"{e.kind} batch"] for k, e in engines.items()}
-            reads = {f"read {k}": raw.reads(e)[f"{e.kind} batch"] for k, e in engines.items()}
-            # What huge pages are worth: the store's own memory is on them where it can be.
-            huge = replace(raw, memory=filled(len(raw.memory), seed=9))
-            writes["write raw, huge pages"] = huge.writes(plain)[f"{plain.kind} batch"]
-            reads["read raw, huge pages"] = huge.reads(plain)[f"{plain.kind} batch"]
+            raw = scope.enter_context(raw_file(plan.directory, block_bytes, count))
+            engines = {
+                kind: scope.enter_context(engine_for(raw.memory, kind)) for kind in engine_kinds()
+            }
+            writes = {f"write {k}": raw.batch(e, native.WRITE) for k, e in engines.items()}
+            reads = {f"read {k}": raw.batch(e, native.READ) for k, e in engines.items()}
+            # What huge pages are worth: buffers of other programs are often not on them.
+            ordinary = replace(raw, memory=filled(len(raw.memory), seed=9, huge=False))
+            fastest = engines[engine_kinds()[0]]
+            writes["write, ordinary pages"] = ordinary.batch(fastest, native.WRITE)
+            reads["read, ordinary pages"] = ordinary.batch(fastest, native.READ)
+            speeds = compare(raw.writes(), writes, plan.rounds)
             checked = [kind for kind in engines if kind != "python"]
-            speeds = compare(raw.writes(plain), writes, plan.rounds)
             reads |= {f"read+verify {k}": verified_read(raw, engines[k]) for k in checked}
-            speeds |= compare(raw.reads(plain), reads, plan.rounds)
+            speeds |= compare(raw.reads(), reads, plan.rounds)
         return [speed.row("ssd", op, block_bytes, raw.nbytes) for op, speed in speeds.items()]
 
     return run
@@ -145,7 +145,7 @@ def _memory(plan: IoPlan, block_bytes: int) -> Run:
             "copy+verify": _transfers(sources, targets, native.VERIFY),
             "checksum": stopwatch(lambda: [native.checksum(source) for source in sources]),
         }
-        speeds = compare(memory_copies(sources, targets), subjects, plan.rounds)
+        speeds = compare(best_copies(sources, targets), subjects, plan.rounds)
         return [speed.row("dram", op, block_bytes, total_bytes) for op, speed in speeds.items()]
 
     return run

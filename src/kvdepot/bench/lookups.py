@@ -23,7 +23,7 @@ _ROUND_CALLS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class IndexedPrompt:
     """A store with an index of a certain size, and a prompt that is in it."""
 
     store: Depot
@@ -42,14 +42,14 @@ class Hit:
 
 
 @contextmanager
-def hit_among(index_blocks: int) -> Iterator[Hit]:
+def hit_among(index_blocks: int) -> Iterator[IndexedPrompt]:
     with open_store(dram=32 * MIB) as store:
         prompts = prompts_for(store, _PAYLOAD_BYTES, HIT_BLOCKS * _PAYLOAD_BYTES)
         fill_index(store, prompts.space, index_blocks - HIT_BLOCKS)
         (keys,) = prompts.fresh(1)
         if not all(store.put_many(keys, prompts.sources)):
             raise StateError("a put was refused although there is room")
-        yield Hit(store, keys)
+        yield IndexedPrompt(store, keys)
 
 
 def measure_lookups(indexes: Sequence[int], rounds: int) -> list[Result]:

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvdepot.bench.bars import memory_bar
+from kvdepot.bench.bars import fastest_copy_bar, memory_bar
 from kvdepot.bench.disk import changed_row
 from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
-from kvdepot.bench.raw import MIB, PLACEMENTS, Bytes, filled, memory_copies, pieces
-from kvdepot.bench.rounds import Result, Speed, Work, best_placement, compare
+from kvdepot.bench.raw import MIB, Bytes, best_copies, filled, memory_copies, pieces
+from kvdepot.bench.rounds import Result, Timings, compare, fastest_way
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot
 from kvdepot.errors import StateError
@@ -90,33 +90,31 @@ def memory_store(block_bytes: int, set_bytes: int, index_blocks: int = 0) -> Ite
         yield subject
 
 
-def copy_limits(subject: MemoryStore) -> tuple[dict[str, Work], dict[str, Work]]:
-    """The best plain copies of as many bytes: batch to store, and store to batch."""
+def copy_places(subject: MemoryStore) -> tuple[list[Bytes], list[Bytes]]:
+    """Memories as large as the store's and as a batch, for plain copies between them."""
     size = subject.prompts.space.block_bytes
-    places = [
-        (
-            pieces(filled(subject.set_bytes, seed=2), size),
-            pieces(filled(len(subject.targets) * size, seed=3), size),
-        )
-        for _ in range(PLACEMENTS)
-    ]
-    puts = best_placement([memory_copies(batch, stored) for stored, batch in places])
-    gets = best_placement([memory_copies(stored, batch) for stored, batch in places])
-    return puts, gets
+    stored = pieces(filled(subject.set_bytes, seed=2), size)
+    return stored, pieces(filled(len(subject.targets) * size, seed=3), size)
 
 
 def measure_memory(block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
-    """Batches and single calls, beside plain copies between equally large memories."""
+    """Batches and single calls beside a plain copy, batches beside the fastest copy there is."""
+    rows: list[Result] = []
     with memory_store(block_bytes, set_bytes) as subject:
-        put_limit, get_limit = copy_limits(subject)
+        stored, batch = copy_places(subject)
         puts = {"put_many": subject.put_many, "put": subject.put_each}
         gets = {"get_many": subject.get_many, "get": subject.get_each}
-        speeds = compare(put_limit, puts, rounds)
-        speeds |= compare(get_limit, gets, rounds)
-    return [
-        speed.row("dram", op, block_bytes, subject.set_bytes, memory_bar(block_bytes))
-        for op, speed in speeds.items()
-    ]
+        speeds = compare(memory_copies(batch, stored), puts, rounds)
+        speeds |= compare(memory_copies(stored, batch), gets, rounds)
+        best = compare(best_copies(batch, stored), {"put_many": subject.put_many}, rounds)
+        best |= compare(best_copies(stored, batch), {"get_many": subject.get_many}, rounds)
+        for op, speed in speeds.items():
+            bar = memory_bar(block_bytes)
+            rows.append(speed.row("dram", op, block_bytes, subject.set_bytes, bar))
+        for op, speed in best.items():
+            name, bar = f"{op}, fastest copy", fastest_copy_bar(op, block_bytes)
+            rows.append(speed.row("dram", name, block_bytes, subject.set_bytes, bar))
+    return rows
 
 
 def degrade_memory(
@@ -125,8 +123,10 @@ def degrade_memory(
     """Put and get before and after the index of one and the same store has grown."""
     small, large = indexes
     with memory_store(block_bytes, set_bytes) as subject:
-        put_limit, get_limit = copy_limits(subject)
-        speeds: list[dict[str, Speed]] = []
+        stored, batch = copy_places(subject)
+        put_limit = fastest_way(memory_copies(batch, stored))
+        get_limit = fastest_way(memory_copies(stored, batch))
+        speeds: list[dict[str, Timings]] = []
         for more in (small, large - small):
             assert isinstance(subject.store, Store)
             fill_index(subject.store, subject.prompts.space, more, seed=more)

@@ -1,6 +1,7 @@
 """What the hardware can do: plain direct I/O on one file, plain copies in memory.
 
-These are the limits that everything else is compared with, so they do nothing but move bytes.
+These are the limits that everything else is compared with. They do nothing but move bytes, in
+registered memory on huge pages: direct I/O into ordinary pages reaches half to two thirds of that.
 """
 
 import ctypes
@@ -11,9 +12,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,12 +28,11 @@ from kvdepot.bench.rounds import Work, stopwatch
 Bytes = npt.NDArray[np.uint8]
 
 MIB: Final = 1 << 20
-_DEPTHS: Final = (1, 4, 16)
+_THREADS: Final = (1, 4, 16)
+_BATCH_DEPTHS: Final = (32, 128)
 _BUFFERS_BYTES: Final = 256 * MIB
 _BATCH_BUFFER_BYTES: Final = 64 * MIB
 _TIMEOUT_S: Final = 120.0
-PLACEMENTS: Final = 2
-"""Buffers at different places that a limit is tried with; see rounds.best_placement."""
 
 
 def filled(nbytes: int, seed: int = 0, *, huge: bool = True) -> Bytes:
@@ -55,7 +56,10 @@ def pieces(memory: Bytes, piece_bytes: int) -> list[Bytes]:
 
 
 def memory_copies(sources: list[Bytes], targets: list[Bytes]) -> dict[str, Work]:
-    """Plain ways to copy each source to a target; the shorter list is used again and again."""
+    """Plain ways to copy each source to a target; the shorter list is used again and again.
+
+    In one thread, through the cache: what a program without kvdepot does.
+    """
     count = max(len(sources), len(targets))
     nbytes = len(sources[0])
     pairs = [(sources[i % len(sources)], targets[i % len(targets)]) for i in range(count)]
@@ -71,6 +75,29 @@ def memory_copies(sources: list[Bytes], targets: list[Bytes]) -> dict[str, Work]
 
     ways: dict[str, Callable[[], None]] = {"memmove": memmove, "np.copyto": copyto}
     return {name: owning(stopwatch(way), pairs) for name, way in ways.items()}
+
+
+def best_copies(sources: list[Bytes], targets: list[Bytes]) -> dict[str, Work]:
+    """`memory_copies`, and streaming copies past the cache in one thread and on all cores."""
+    count = max(len(sources), len(targets))
+    ops = np.zeros(count, native.TRANSFER_DTYPE)
+    ops["source"] = [sources[i % len(sources)].ctypes.data for i in range(count)]
+    ops["target"] = [targets[i % len(targets)].ctypes.data for i in range(count)]
+    ops["nbytes"] = len(sources[0])
+    cores = min(len(os.sched_getaffinity(0)), count)
+    parts = [ops[core::cores].copy() for core in range(cores)]
+    threads = ThreadPoolExecutor(cores, thread_name_prefix="kvdepot-bench-copy")
+
+    def on_all_cores() -> None:
+        for done in [threads.submit(native.transfer, part) for part in parts]:
+            done.result()
+
+    ways = {
+        "streaming copy": stopwatch(lambda: native.transfer(ops)),
+        f"streaming copy, {cores} cores": stopwatch(on_all_cores),
+    }
+    memory = (sources, targets)
+    return memory_copies(*memory) | {name: owning(way, memory) for name, way in ways.items()}
 
 
 def owning(work: Work, memory: object) -> Work:
@@ -94,22 +121,31 @@ class RawFile:
     block_bytes: int
     blocks: int
     memory: Bytes
-    """Pre-touched buffers that the file's reads and writes use: ordinary pages, as fio's are."""
+    """Pre-touched buffers that the file's reads and writes use."""
+    engines: Mapping[str, native.Engine]
+    """Engines that the limit is tried with, by what a table calls them."""
 
     @property
     def nbytes(self) -> int:
         return self.block_bytes * self.blocks
 
-    def reads(self, engine: native.Engine) -> dict[str, Work]:
-        return self._ways(engine, os.preadv, native.READ, self.fd)
+    def reads(self) -> dict[str, Work]:
+        return self._ways(os.preadv, native.READ)
 
-    def writes(self, engine: native.Engine) -> dict[str, Work]:
+    def writes(self) -> dict[str, Work]:
         """Writes over blocks that were written before, made durable at the end."""
-        return self._ways(engine, os.pwritev, native.WRITE, self.fd)
+        return self._ways(os.pwritev, native.WRITE)
 
-    def first_write(self, engine: native.Engine) -> Work:
+    def first_writes(self) -> dict[str, Work]:
         """Writes to a new file of full size: what the filesystem does for fresh extents counts."""
+        return {name: self._first_write(engine) for name, engine in self.engines.items()}
 
+    def batch(self, engine: native.Engine, opcode: int) -> Work:
+        """All blocks in one call of an engine."""
+        ops = self._ops(opcode, self.fd)
+        return stopwatch(lambda: self._run(engine, ops, self.fd))
+
+    def _first_write(self, engine: native.Engine) -> Work:
         def write() -> float:
             with nameless(self.directory) as (fd, _):
                 started = time.perf_counter()
@@ -120,12 +156,10 @@ class RawFile:
 
         return write
 
-    def _ways(self, engine: native.Engine, move: "Move", opcode: int, fd: int) -> dict[str, Work]:
-        depths = [d for d in _DEPTHS if d == 1 or d * self.block_bytes <= _BUFFERS_BYTES]
-        ways = {f"threads, depth {d}": self._threads(move, d, fd) for d in depths}
-        ops = self._ops(opcode, fd)
-        ways[f"{engine.kind} batch"] = stopwatch(lambda: self._run(engine, ops, fd))
-        return ways
+    def _ways(self, move: "Move", opcode: int) -> dict[str, Work]:
+        counts = [n for n in _THREADS if n == 1 or n * self.block_bytes <= _BUFFERS_BYTES]
+        ways = {f"{n} threads": self._threads(move, n, self.fd) for n in counts}
+        return ways | {name: self.batch(one, opcode) for name, one in self.engines.items()}
 
     def _run(self, engine: native.Engine, ops: npt.NDArray[Any], fd: int) -> None:
         run_batch(engine, ops)
@@ -216,30 +250,28 @@ def nameless(directory: Path) -> Iterator[tuple[int, bool]]:
 
 
 @contextmanager
-def elsewhere(raw: RawFile, engine: native.Engine) -> Iterator[list[RawFile]]:
-    """The same file with buffers at several places, those of `raw` first."""
-    with ExitStack() as scope:
-        found = [raw]
-        for seed in range(1, PLACEMENTS):
-            memory = filled(len(raw.memory), seed, huge=False)
-            if engine.register(memory.ctypes.data, len(memory)):
-                scope.callback(engine.unregister, memory.ctypes.data, len(memory))
-            found.append(replace(raw, memory=memory))
-        yield found
-
-
-@contextmanager
-def raw_file(
-    directory: Path, block_bytes: int, blocks: int, engine: native.Engine
-) -> Iterator[RawFile]:
+def raw_file(directory: Path, block_bytes: int, blocks: int) -> Iterator[RawFile]:
     """A raw file whose blocks have been written once. Gone afterwards, also after a kill."""
     wanted = min(blocks, max(1, _BUFFERS_BYTES // block_bytes)) * block_bytes
     with ExitStack() as scope:
         fd, direct = scope.enter_context(nameless(directory))
-        memory = filled(wanted, huge=False)
-        if engine.register(memory.ctypes.data, len(memory)):
-            scope.callback(engine.unregister, memory.ctypes.data, len(memory))
-        raw = RawFile(directory, fd, direct, block_bytes, blocks, memory)
+        memory = filled(wanted)
+        engines = {}
+        for depth in _BATCH_DEPTHS:
+            engine = scope.enter_context(engine_for(memory, depth=depth))
+            engines[f"{engine.kind}, {depth} deep"] = engine
+        raw = RawFile(directory, fd, direct, block_bytes, blocks, memory, engines)
         os.posix_fallocate(fd, 0, raw.nbytes)
-        raw.writes(engine)[f"{engine.kind} batch"]()
+        raw.batch(engine, native.WRITE)()
         yield raw
+
+
+@contextmanager
+def engine_for(memory: Bytes, kind: str = "auto", depth: int = 32) -> Iterator[native.Engine]:
+    """An engine that knows this memory, where the machine lets it."""
+    engine = native.open_engine(kind, depth=depth)
+    try:
+        engine.register(memory.ctypes.data, len(memory))
+        yield engine
+    finally:
+        engine.close()

@@ -4,10 +4,8 @@ A limit can be reached in several ways (threads, a batch, ...). Each is tried a 
 the one with the best median is the limit of all rounds: taking the best of every round anew would
 compare the luckiest of many runs with one run of the subject.
 
-Direct I/O into ordinary 4 KiB pages has its own steady rate for each buffer, by how its pages lie
-(3 to 6.5 GB/s seen, 7 to 8 GB/s on huge pages). Rounds do not average that out, so a limit is tried
-with buffers at several places (`best_placement`), and what is compared with itself is compared in
-the same memory (`change`).
+What is compared with itself at another time (`change`) is compared beside the same limit, in the
+same memory.
 """
 
 import time
@@ -23,7 +21,7 @@ _TRIALS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SpeedRow:
     """One speed beside its limit. `ratio` is the median of the rounds' own ratios."""
 
     tier: str
@@ -84,19 +82,19 @@ class Figure:
         return self.value >= self.bar if self.bar_is_least else self.value <= self.bar
 
 
-Result = Row | Latency | Figure
+Result = SpeedRow | Latency | Figure
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a benchmark. `run` takes a while; `label` is for whoever waits."""
+class BenchPart:
+    """A piece of a benchmark. `run` takes a while; `label` is shown meanwhile."""
 
     label: str
     run: Callable[[], list[Result]]
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class Timings:
     """A subject's seconds and its limit's, round by round."""
 
     seconds: tuple[float, ...]
@@ -108,10 +106,10 @@ class Speed:
 
     def row(
         self, tier: str, op: str, block_bytes: int, nbytes: int, bar: float | None = None
-    ) -> Row:
+    ) -> SpeedRow:
         """As a row, `nbytes` being what each run moved."""
         ratios = self.ratios()
-        return Row(
+        return SpeedRow(
             tier=tier,
             op=op,
             block_bytes=block_bytes,
@@ -148,17 +146,15 @@ def fastest(ways: Mapping[str, Work], trials: int = _TRIALS) -> str:
     return min(taken, key=lambda name: median(taken[name]))
 
 
-def best_placement(placements: Sequence[Mapping[str, Work]]) -> dict[str, Work]:
-    """The best way, in the memory where it goes best. Each placement offers the same ways."""
-    way = fastest(placements[0])
-    works = {f"{way}, placement {i + 1}": ways[way] for i, ways in enumerate(placements)}
-    best = fastest(works)
-    return {best: works[best]}
+def fastest_way(ways: Mapping[str, Work]) -> dict[str, Work]:
+    """Only the fastest of the ways."""
+    name = fastest(ways)
+    return {name: ways[name]}
 
 
-def change(before: Speed, after: Speed) -> Speed:
+def change(before: Timings, after: Timings) -> Timings:
     """How a subject's share of its limit has changed: both Speeds are of the same memory."""
-    return Speed(
+    return Timings(
         seconds=tuple(1 / ratio for ratio in after.ratios()),
         limit_seconds=tuple(1 / ratio for ratio in before.ratios()),
         limit_by="itself with a small index, each beside the raw limit",
@@ -167,7 +163,7 @@ def change(before: Speed, after: Speed) -> Speed:
 
 def compare(
     limits: Mapping[str, Work], subjects: Mapping[str, Work], rounds: int
-) -> dict[str, Speed]:
+) -> dict[str, Timings]:
     """Run the best limit and every subject `rounds` times, in turn, in alternating order."""
     limit_by = fastest(limits, min(_TRIALS, rounds))
     works: dict[str, Work] = {"": limits[limit_by], **subjects}
@@ -178,7 +174,7 @@ def compare(
         for name in _order(list(works), number):
             seconds[name].append(works[name]())
     limit_seconds = tuple(seconds.pop(""))
-    return {name: Speed(tuple(taken), limit_seconds, limit_by) for name, taken in seconds.items()}
+    return {name: Timings(tuple(taken), limit_seconds, limit_by) for name, taken in seconds.items()}
 
 
 def _order(names: Sequence[str], number: int) -> Iterator[str]:

@@ -20,7 +20,7 @@ from kvdepot.bench.bars import INDEX_BYTES, REOPEN_CLEAN_S, REOPEN_CRASH_S, SCAL
 from kvdepot.bench.eviction import measure_disk_eviction, measure_memory_eviction
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB
-from kvdepot.bench.rounds import Figure, Part, Result, spread
+from kvdepot.bench.rounds import BenchPart, Figure, Result, spread
 from kvdepot.core.config import Config, load
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
@@ -43,15 +43,15 @@ class ScalePlan:
     blocks: int
     rounds: int
 
-    def parts(self) -> Iterator[Part]:
-        yield Part(f"putting {self.blocks} blocks", self._fill)
-        yield Part("reopening after a kill", self._reopen_killed)
-        yield Part("reopening after a clean stop", self._reopen_clean)
+    def parts(self) -> Iterator[BenchPart]:
+        yield BenchPart(f"putting {self.blocks} blocks", self._fill)
+        yield BenchPart("reopening after a kill", self._reopen_killed)
+        yield BenchPart("reopening after a clean stop", self._reopen_clean)
         few = max(10**3, min(10**4, self.blocks // 10))
         disk = partial(measure_disk_eviction, self.directory, (few, self.blocks), self.rounds)
-        yield Part("evicting from disk", disk)
+        yield BenchPart("evicting from disk", disk)
         memory = partial(measure_memory_eviction, (few, self.blocks), self.rounds)
-        yield Part("evicting from memory", memory)
+        yield BenchPart("evicting from memory", memory)
 
     def _config(self, path: Path) -> Config:
         capacity = max(64 * MIB, int(_ROOM * (self.blocks + 16 * _MORE_BLOCKS) * RECORD_BYTES))

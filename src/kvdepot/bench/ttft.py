@@ -14,7 +14,7 @@ import numpy as np
 
 from kvdepot.bench.bars import TTFT_MISS, TTFT_SSD
 from kvdepot.bench.raw import MIB
-from kvdepot.bench.rounds import Part, Result, Speed, compare, spread
+from kvdepot.bench.rounds import BenchPart, Result, Timings, compare, spread
 from kvdepot.errors import ConfigError, StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -46,9 +46,9 @@ class TtftPlan:
     rounds: int
     arms: "Arms | None" = None
 
-    def parts(self) -> Iterator[Part]:
-        yield Part("loading the model (a minute the first time)", self._load)
-        yield Part(f"time to first token, {self.prefix_tokens} tokens", self._measure)
+    def parts(self) -> Iterator[BenchPart]:
+        yield BenchPart("loading the model (a minute the first time)", self._load)
+        yield BenchPart(f"time to first token, {self.prefix_tokens} tokens", self._measure)
 
     def _load(self) -> list[Result]:
         from kvdepot.adapters.demo import smollm2
@@ -171,7 +171,7 @@ class Arms:
 
 
 def figures(
-    speeds: dict[str, Speed], prefix_tokens: int, whole_call_s: dict[str, list[float]]
+    speeds: dict[str, Timings], prefix_tokens: int, whole_call_s: dict[str, list[float]]
 ) -> list[Result]:
     """Seconds of each way, then what share of the computation each is."""
     computed = next(iter(speeds.values())).limit_seconds

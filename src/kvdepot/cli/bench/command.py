@@ -19,7 +19,7 @@ from kvdepot.bench.daemon import BLOCKS_BYTES as DAEMON_BLOCKS_BYTES
 from kvdepot.bench.daemon import DaemonPlan
 from kvdepot.bench.disk import BLOCKS_MIN
 from kvdepot.bench.engines import IoPlan
-from kvdepot.bench.rounds import Figure, Latency, Part, Result, Row
+from kvdepot.bench.rounds import BenchPart, Figure, Latency, Result, SpeedRow
 from kvdepot.bench.scale import ScalePlan
 from kvdepot.bench.stores import INDEXES, StorePlan
 from kvdepot.bench.ttft import PREFIX_TOKENS, TtftPlan
@@ -172,7 +172,7 @@ def needed_bytes(args: argparse.Namespace) -> int:
     return SPACE[args.what] * max(total_bytes(args), largest)
 
 
-def make_parts(args: argparse.Namespace, directory: Path) -> Iterator[Part]:
+def make_parts(args: argparse.Namespace, directory: Path) -> Iterator[BenchPart]:
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     if args.what == "scale":
         return ScalePlan(directory, scale_blocks(args), args.rounds or 3).parts()
@@ -188,7 +188,7 @@ def make_parts(args: argparse.Namespace, directory: Path) -> Iterator[Part]:
     return StorePlan(directory, blocks, total_bytes(args), rounds, indexes).parts()
 
 
-def measure(parts: Sequence[Part]) -> list[Result]:
+def measure(parts: Sequence[BenchPart]) -> list[Result]:
     results: list[Result] = []
     with output.Progress("measuring", len(parts)) as progress:
         for part in parts:
@@ -201,7 +201,7 @@ def measure(parts: Sequence[Part]) -> list[Result]:
 
 def document(results: Iterable[Result], facts: machine.PathFacts) -> dict[str, Any]:
     kinds: dict[str, list[dict[str, Any]]] = {"rows": [], "latencies": [], "figures": []}
-    names = {Row: "rows", Latency: "latencies", Figure: "figures"}
+    names = {SpeedRow: "rows", Latency: "latencies", Figure: "figures"}
     for result in results:
         kinds[names[type(result)]].append({**output.plain(result), "ok": result.ok})
     return {**kinds, "machine": describe_machine(facts)}
@@ -228,7 +228,7 @@ def describe_machine(facts: machine.PathFacts) -> dict[str, Any]:
 
 
 def report(results: Sequence[Result]) -> None:
-    rows = [result for result in results if isinstance(result, Row)]
+    rows = [result for result in results if isinstance(result, SpeedRow)]
     latencies = [result for result in results if isinstance(result, Latency)]
     figures = [result for result in results if isinstance(result, Figure)]
     if rows:
@@ -242,7 +242,7 @@ def report(results: Sequence[Result]) -> None:
     output.data(f"{judged - missed} of {judged} bars met; values are medians over the rounds")
 
 
-def row_cells(row: Row) -> list[object]:
+def row_cells(row: SpeedRow) -> list[object]:
     return [
         row.tier,
         row.op,
