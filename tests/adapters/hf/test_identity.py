@@ -137,7 +137,7 @@ def test_weights_replaced_and_cast_are_noticed(memory: Store) -> None:
         assert depot_model.to(torch.bfloat16) is depot_model
         depot_model.generate(IDS, **GREEDY)
         assert not depot_model.last.rows[0].fetched
-        assert depot_model._engine.binding.groups[0].space.layout.dtype == "bfloat16"
+        assert depot_model._parts.binding.groups[0].space.layout.dtype == "bfloat16"
 
 
 def test_a_revision_does_not_outlive_the_weights(memory: Store) -> None:
@@ -194,5 +194,5 @@ def test_default_blocks_have_about_a_mebibyte(memory: Store) -> None:
     wide = llama(num_attention_heads=16, num_key_value_heads=16, hidden_size=1024)
     with attach(build(wide), memory) as large:
         assert large.block_tokens == 64
-        groups = large._engine.binding.groups
+        groups = large._parts.binding.groups
         assert groups[0].space.block_bytes == 1 << 20

@@ -74,7 +74,7 @@ def test_a_depot_without_room_throttles() -> None:
     ):
         model.generate(tokens(130), **GREEDY)
         assert model.flush()
-        with store.lease(model._engine.binding.groups[0].keys(tokens(130)[0].numpy())) as lease:
+        with store.lease(model._parts.binding.groups[0].keys(tokens(130)[0].numpy())) as lease:
             assert len(lease) == 1
             ids = tokens(130, seed=9)
             answer = model.generate(ids, **GREEDY)

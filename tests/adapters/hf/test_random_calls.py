@@ -78,7 +78,7 @@ def without_padding(sequences: Any, batch: dict[str, Any]) -> Any:
 def forget_something(model: DepotModel, store: Store, text: Any, chance: random.Random) -> None:
     """Remove a block of each group, as eviction might."""
     assert model.flush()
-    for group in model._engine.binding.groups:
+    for group in model._parts.binding.groups:
         keys = group.keys(text[0].numpy())
         if keys:
             store.remove(chance.choice(keys))

@@ -157,7 +157,7 @@ def test_a_block_that_goes_away_between_lookup_and_fetch(
     with attach(model, memory, block_tokens=BLOCK) as depot_model:
         answer = depot_model.generate(ids, **GREEDY)
         depot_model.flush()
-        lease, groups = memory.lease, depot_model._engine.binding.groups
+        lease, groups = memory.lease, depot_model._parts.binding.groups
         gone = [group.keys(ids[0].numpy())[7] for group in groups]
 
         def lease_late(keys: Any) -> Any:

@@ -11,15 +11,15 @@ from kvdepot.errors import ExtraMissingError
 
 if TYPE_CHECKING:
     from kvdepot.adapters.hf.model import DepotModel, attach
-    from kvdepot.adapters.hf.served import Counters, Served, ServedRow
+    from kvdepot.adapters.hf.stats import CallStats, ModelCounters, ServedRow
 
-__all__ = ["Counters", "DepotModel", "Served", "ServedRow", "attach"]
+__all__ = ["CallStats", "DepotModel", "ModelCounters", "ServedRow", "attach"]
 
 _HOMES = {
-    "Counters": "served",
+    "CallStats": "stats",
     "DepotModel": "model",
-    "Served": "served",
-    "ServedRow": "served",
+    "ModelCounters": "stats",
+    "ServedRow": "stats",
     "attach": "model",
 }
 

@@ -1,40 +1,46 @@
-"""Caches that the adapter gives to a model: transformers' own dynamic layers, and a little more.
+"""Caches that the adapter gives to a model: transformers' own dynamic layers, with additions.
 
 They start out filled, with room for the rest of the prompt, wait for copies that are still under
 way when a layer is first used, and keep what sliding-window layers would forget until it is saved.
+A static cache is filled from such a cache.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticSlidingWindowLayer,
+)
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a layer, [batch, head, token, dim] each."""
 
 
-class Expected:
-    """What all our layers do: wait for copies under way, and tell when a forward has come by."""
+class _Hooks:
+    """What all layers here have: a wait for copies under way, and a call after each update."""
 
     wait: Callable[[], None] | None = None
     """Called before the filled part is used for the first time."""
     on_update: Callable[[], None] | None = None
-    """Called when a forward has come here."""
+    """Called when a forward has updated the layer."""
 
-    def arrived(self) -> None:
+    def wait_for_copies(self) -> None:
         """Make what follows on this thread's stream wait for the copies under way."""
         if self.wait is not None:
             self.wait()
             self.wait = None
 
-    def updated(self) -> None:
-        """A forward has come here."""
+    def _updated(self) -> None:
         if self.on_update is not None:
             self.on_update()
 
 
-class DepotLayer(Expected, DynamicLayer):  # type: ignore[no-untyped-call]
+class DepotLayer(_Hooks, DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer of full attention."""
 
     def __init__(self) -> None:
@@ -56,11 +62,10 @@ class DepotLayer(Expected, DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> KV:
-        """See DynamicLayer.update."""
-        self.arrived()
+        self.wait_for_copies()
         if not self._append(key_states, value_states):
             super().update(key_states, value_states)
-        self.updated()
+        self._updated()
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
@@ -81,32 +86,28 @@ class DepotLayer(Expected, DynamicLayer):  # type: ignore[no-untyped-call]
         return True
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """See CacheLayerMixin.reorder_cache."""
         self._leave_room()
         super().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See DynamicLayer.crop."""
         self._leave_room()
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """See DynamicLayer.batch_repeat_interleave."""
         self._leave_room()
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """See DynamicLayer.batch_select_indices."""
         self._leave_room()
         super().batch_select_indices(indices)
 
     def _leave_room(self) -> None:
         """The tensors are about to be replaced, and what was written must stay as it is."""
-        self.arrived()
+        self.wait_for_copies()
         self._room = None
 
 
-class DepotSlidingLayer(Expected, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+class DepotSlidingLayer(_Hooks, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """A layer that sees a window. Remembers all K and V since `kept_from`, for the offloader."""
 
     def __init__(self, sliding_window: int) -> None:
@@ -127,12 +128,11 @@ class DepotSlidingLayer(Expected, DynamicSlidingWindowLayer):  # type: ignore[no
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> KV:
-        """See DynamicSlidingWindowLayer.update."""
-        self.arrived()
+        self.wait_for_copies()
         if self.recording:
             self.kept.append((key_states, value_states))
         result = super().update(key_states, value_states)
-        self.updated()
+        self._updated()
         return result
 
     def remember(self, tensors: KV) -> None:
@@ -157,18 +157,15 @@ class DepotSlidingLayer(Expected, DynamicSlidingWindowLayer):  # type: ignore[no
         self.kept = []
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """See CacheLayerMixin.reorder_cache."""
         self._rearrange()
         super().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See DynamicSlidingWindowLayer.crop."""
         self._rearrange()
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """See DynamicLayer.batch_repeat_interleave."""
-        self.arrived()
+        self.wait_for_copies()
         super().batch_repeat_interleave(repeats)
         self.kept = [
             (keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0))
@@ -176,13 +173,12 @@ class DepotSlidingLayer(Expected, DynamicSlidingWindowLayer):  # type: ignore[no
         ]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """See DynamicLayer.batch_select_indices."""
         self._rearrange()
         super().batch_select_indices(indices)
 
     def _rearrange(self) -> None:
         """What is remembered would no longer be what the cache holds."""
-        self.arrived()
+        self.wait_for_copies()
         self.stop_recording()
 
 
@@ -223,21 +219,46 @@ class DepotCache(DynamicCache):
             layer.fill(pair, length)
 
     def after_each_step(self, call: Callable[[], None] | None) -> None:
-        """Have `call` called whenever a forward has filled all layers."""
+        """Run `call` whenever a forward has filled all layers."""
         self.depot_layers[-1].on_update = call
-
-    def arrived(self) -> None:
-        """Make what follows wait for all copies under way."""
-        for layer in self.depot_layers:
-            layer.arrived()
 
     def forget(self, column: int) -> None:
         """Stop remembering tokens before `column`."""
         for layer in self.sliding_layers:
             layer.forget(column)
 
-    def settle(self) -> None:
-        """The call is over: remember no more than transformers would, call nobody."""
+    def end_call(self) -> None:
+        """The call is over: remember no more than transformers would, call nothing."""
         self.after_each_step(None)
         for layer in self.sliding_layers:
             layer.stop_recording()
+
+    def copy_to_static(self, target: StaticCache, columns: int) -> None:
+        """Make an empty static cache hold the `columns` that this one holds."""
+        if not columns:
+            return
+        for layer, static in zip(self.depot_layers, target.layers, strict=True):
+            layer.wait_for_copies()
+            _copy_layer(layer, static, columns)
+
+
+def _copy_layer(layer: DepotLayer | DepotSlidingLayer, static: Any, columns: int) -> None:
+    keys, values = layer.keys, layer.values
+    assert keys is not None and values is not None
+    if not static.is_initialized:
+        static.lazy_initialization(keys, values)
+    where = slice(0, columns)
+    if isinstance(static, StaticSlidingWindowLayer):
+        static.cumulative_length_int = columns
+        if columns >= static.max_cache_len:
+            # It has a place more than can be seen; that of the oldest token is never looked at.
+            where = slice(static.max_cache_len - keys.shape[-2], static.max_cache_len)
+    static.keys[:, :, where] = keys
+    static.values[:, :, where] = values
+    static.cumulative_length.fill_(columns)
+
+
+def join(parts: Sequence[KV]) -> KV:
+    """Keys and values that follow one another, in one piece."""
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)

@@ -1,8 +1,8 @@
-"""Reading a call: whether the depot can serve it, and how, or why it is left to the model alone.
+"""Reading a call of the model: whether the depot can serve it, or why it is left to the model.
 
 Served calls are prompts of plain text, padded on the left if at all, with a cache that is empty.
-All else passes through untouched, and the reason is counted; a cache that is already filled is an
-error, since neither serving nor passing on could be what was meant.
+All else passes through untouched, and the reason is counted. A cache that is already filled is an
+error: neither serving nor passing on could be meant.
 """
 
 import inspect
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvdepot.adapters.hf.binding import Binding
 from kvdepot.adapters.hf.caches import DepotCache, DepotLayer, DepotSlidingLayer
-from kvdepot.adapters.hf.prompts import Prompt, positions_of, read_prompts
 from kvdepot.errors import ModelError
 
 _FORWARD: Final = frozenset(
@@ -41,23 +42,36 @@ _MODES: Final = frozenset(
         GenerationMode.BEAM_SAMPLE,
     }
 )
+Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """A call that the depot has no part in."""
+class PromptRow:
+    """One row: `pad` columns of padding, then the tokens."""
+
+    tokens: Tokens
+    pad: int
+
+    @property
+    def columns(self) -> int:
+        return self.pad + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PassedCall:
+    """A call that is left to the model alone."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ServableCall:
     """A call that can be served."""
 
     arguments: dict[str, Any]
     """As given, by name."""
     ids: torch.Tensor
-    prompts: list[Prompt]
+    prompts: list[PromptRow]
     mask: torch.Tensor | None
     """As given or, where the padding was left to generate to find out, as found out."""
     cache: Cache | None
@@ -65,10 +79,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class ServableGeneration:
     """A call of generate that can be served."""
 
-    call: Call
+    call: ServableCall
     beams: int
     expand: int
     """Rows of the cache for each prompt."""
@@ -84,66 +98,66 @@ class Generation:
 
 def read_forward(
     model: Any, binding: Binding, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Call | Passed:
+) -> ServableCall | PassedCall:
     """A plain forward. Raises ModelError for a filled cache."""
-    arguments = bound(model.forward, args, kwargs)
+    arguments = _bound(model.forward, args, kwargs)
     if arguments is None:
-        return Passed("arguments")
+        return PassedCall("arguments")
     used = arguments.pop("use_cache", None)
     if not (model.config.use_cache if used is None else used):
-        return Passed("no cache")
+        return PassedCall("no cache")
     unknown = {
         name
         for name, value in arguments.items()
         if value is not None and not (name.startswith("output_") and value is False)
     } - _FORWARD
     if unknown:
-        return Passed("labels" if "labels" in unknown else "arguments")
+        return PassedCall("labels" if "labels" in unknown else "arguments")
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters()):
-        return Passed("gradients")
+        return PassedCall("gradients")
     if _is_own(arguments.get("past_key_values")):
-        return Passed("continued")
+        return PassedCall("continued")
     call = _read(model, binding, arguments, arguments.get("attention_mask"))
-    padded = isinstance(call, Call) and any(prompt.pad for prompt in call.prompts)
+    padded = isinstance(call, ServableCall) and any(prompt.pad for prompt in call.prompts)
     if padded and not binding.relative and arguments.get("position_ids") is None:
-        return Passed("padding")  # the model would count positions from the padding's start
+        return PassedCall("padding")  # the model would count positions from the padding's start
     return call
 
 
 def read_generate(
     model: Any, binding: Binding, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Generation | Passed:
+) -> ServableGeneration | PassedCall:
     """A call of generate. Raises ModelError for a filled cache."""
-    arguments = bound(model.generate, args, kwargs)
+    arguments = _bound(model.generate, args, kwargs)
     if arguments is None:
-        return Passed("arguments")
+        return PassedCall("arguments")
     named = set(inspect.signature(model.generate).parameters)
     free = {name: value for name, value in arguments.items() if name not in named}
     if arguments.get("custom_generate") is not None or free.get("cache_implementation") == "paged":
-        return Passed("custom generate")
+        return PassedCall("custom generate")
     config = arguments.get("generation_config")
     settings, inputs = model._prepare_generation_config(config, **free)
     reason = _unserved(settings, arguments)
     if reason is None and {name for name, value in inputs.items() if value is not None} - _INPUTS:
         reason = "arguments"
     if reason is not None:
-        return Passed(reason)
+        return PassedCall(reason)
     if arguments.get("inputs") is not None:
         if "input_ids" in arguments:
-            return Passed("arguments")  # generate says that it is one too many
+            return PassedCall("arguments")  # generate says that it is one too many
         arguments["input_ids"] = arguments.pop("inputs")
     ids = arguments.get("input_ids")
     mask = arguments.get("attention_mask")
     if mask is None and isinstance(ids, torch.Tensor):
         mask = _found_mask(ids, settings)
     call = _read(model, binding, arguments, mask)
-    if isinstance(call, Passed):
+    if isinstance(call, PassedCall):
         return call
     given = free.get("max_length"), getattr(config, "max_length", None)
     is_default = all(value is None for value in (*given, model.generation_config.max_length))
     columns = _static_columns(settings, call.ids.shape[1], is_default=is_default)
     ends = settings.eos_token_id
-    return Generation(
+    return ServableGeneration(
         call,
         settings.num_beams or 1,
         max(settings.num_beams or 1, settings.num_return_sequences or 1),
@@ -154,8 +168,10 @@ def read_generate(
     )
 
 
-def bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments by name; None where they do not fit, which the model itself tells best."""
+def _bound(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments by name; None where they do not fit: the model itself raises the best error."""
     signature = inspect.signature(function)
     try:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
@@ -181,33 +197,35 @@ def _unserved(settings: Any, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _read(model: Any, binding: Binding, arguments: dict[str, Any], mask: Any) -> Call | Passed:
+def _read(
+    model: Any, binding: Binding, arguments: dict[str, Any], mask: Any
+) -> ServableCall | PassedCall:
     """What a forward and generate have in common."""
     ids, cache = arguments.get("input_ids"), arguments.get("past_key_values")
     if model.training:
-        return Passed("training")
+        return PassedCall("training")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        return Passed("input_ids")
+        return PassedCall("input_ids")
     if not ids.numel() or bool((ids < 0).any()):
-        return Passed("input_ids")
+        return PassedCall("input_ids")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
         _check_empty(cache)
-        return Passed("mask")
+        return PassedCall("mask")
     prompts = read_prompts(ids, mask)
     if prompts is None:
-        return Passed("padding")
+        return PassedCall("padding")
     if binding.tokens_max and max(len(prompt.tokens) for prompt in prompts) > binding.tokens_max:
-        return Passed("long rope")
+        return PassedCall("long rope")
     positions = arguments.get("position_ids")
     if positions is not None and not _are_plain(positions, prompts):
-        return Passed("positions")
+        return PassedCall("positions")
     _check_empty(cache)
     if cache is not None and not _can_fill(cache):
-        return Passed("kind of cache")
-    return Call(arguments, ids, prompts, mask, cache)
+        return PassedCall("kind of cache")
+    return ServableCall(arguments, ids, prompts, mask, cache)
 
 
-def _are_plain(positions: Any, prompts: list[Prompt]) -> bool:
+def _are_plain(positions: Any, prompts: list[PromptRow]) -> bool:
     """Whether the positions given are those that the tokens have anyway."""
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return False
@@ -261,3 +279,31 @@ def _static_columns(settings: Any, columns: int, *, is_default: bool) -> int:
     else:
         total = int(settings.max_length) + (columns if is_default else 0)
     return max(total - 1, columns, int(getattr(settings, "max_cache_len", None) or 0))
+
+
+def read_prompts(ids: torch.Tensor, mask: torch.Tensor | None) -> list[PromptRow] | None:
+    """The rows of [batch, column] token ids; None unless all padding is on the left."""
+    rows = ids.detach().cpu().numpy().astype(np.int64)
+    pads = [0] * len(rows)
+    if mask is not None:
+        seen = mask.detach().cpu().numpy() != 0
+        pads = [int(row.argmax()) for row in seen]
+        if not all(row[pad:].all() for row, pad in zip(seen, pads, strict=True)):
+            return None
+    return [PromptRow(row[pad:], pad) for row, pad in zip(rows, pads, strict=True)]
+
+
+def mask_of(prompts: list[PromptRow], device: torch.device) -> torch.Tensor | None:
+    """The attention mask of left-padded prompts; None where nothing is padded."""
+    if not any(prompt.pad for prompt in prompts):
+        return None
+    columns = torch.arange(prompts[0].columns, device=device)
+    pads = torch.tensor([prompt.pad for prompt in prompts], device=device)
+    return (columns[None] >= pads[:, None]).long()
+
+
+def positions_of(prompts: list[PromptRow], device: torch.device) -> torch.Tensor:
+    """The positions of all columns: each row counts from its first token; padding is at 0."""
+    columns = torch.arange(prompts[0].columns, device=device)
+    pads = torch.tensor([prompt.pad for prompt in prompts], device=device)
+    return (columns[None] - pads[:, None]).clamp(min=0)

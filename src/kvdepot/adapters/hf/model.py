@@ -1,28 +1,33 @@
-"""A model with a depot behind it."""
+"""A transformers model with a depot behind it: `attach` and what it returns."""
 
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 
-from kvdepot.adapters.hf.binding import Binding, Options, bind, check_revision
-from kvdepot.adapters.hf.calls import Call, Generation, Passed, read_forward, read_generate
+from kvdepot.adapters.hf.binding import Binding, Options, bind
+from kvdepot.adapters.hf.calls import (
+    PassedCall,
+    ServableCall,
+    ServableGeneration,
+    mask_of,
+    positions_of,
+    read_forward,
+    read_generate,
+)
 from kvdepot.adapters.hf.offloader import Offloader
 from kvdepot.adapters.hf.onboarder import Onboarder
-from kvdepot.adapters.hf.preparer import Preparer
-from kvdepot.adapters.hf.prompts import mask_of, positions_of
-from kvdepot.adapters.hf.served import Counters, Served
-from kvdepot.adapters.hf.session import Engine, Session
+from kvdepot.adapters.hf.served_call import ModelParts, ServedCall
+from kvdepot.adapters.hf.stats import CallStats, ModelCounters
 from kvdepot.adapters.tensors import open_mover
 from kvdepot.core.depot import Depot
-from kvdepot.errors import StoreClosedError
+from kvdepot.errors import ModelError, StoreClosedError
 
 _FLUSH_TIMEOUT_S: Final = 30.0
-_RETURN_THEMSELVES: Final = frozenset(
+_RETURN_MODEL: Final = frozenset(
     {"bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "requires_grad_", "to", "train"}
 )
 """Methods of a model that return the model."""
@@ -65,64 +70,62 @@ class DepotModel:
     """
 
     _OWN: Final = frozenset(
-        {"wrapped", "counters", "last", "_store", "_options", "_mover", "_engine"}
+        {"wrapped", "counters", "last", "_store", "_options", "_mover", "_parts"}
     )
 
     def __init__(self, model: PreTrainedModel, store: Depot, options: Options) -> None:
         self.wrapped: Any = model
         """The model itself."""
-        self.counters = Counters()
-        self.last = Served()
+        self.counters = ModelCounters()
+        self.last = CallStats()
         """What the last finished call got."""
         self._store = store
         self._options = options
         binding = bind(model, store, options)
         self._mover = open_mover(store.memory, binding.device)
-        self._engine = self._new_engine(binding)
+        self._parts = self._new_parts(binding)
 
     @property
     def last_error(self) -> BaseException | None:
         """What the last offload that failed failed with."""
-        return self._engine.offloader.last_error
+        return self._parts.offloader.last_error
 
     @property
     def block_tokens(self) -> int:
         """Tokens in a block."""
-        return self._engine.binding.block_tokens
+        return self._parts.binding.block_tokens
 
     @property
     def fingerprint(self) -> str:
         """The model's identity."""
-        return self._engine.binding.groups[0].space.namespace.fingerprint
+        return self._parts.binding.groups[0].space.namespace.fingerprint
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, with the known part of the prompts fetched."""
         plain = partial(self.wrapped.generate, *args, **kwargs)
-        engine = self._current()
-        read = read_generate(self.wrapped, engine.binding, args, kwargs)
-        if isinstance(read, Passed):
+        parts = self._current()
+        read = read_generate(self.wrapped, parts.binding, args, kwargs)
+        if isinstance(read, PassedCall):
             return self._pass(read.reason, plain)
-        session = Session(engine, read.call.prompts, read.expand)
-        session.beams = read.beams
-        return self._serve(session, partial(self._generate, read), plain)
+        served = ServedCall(parts, read.call.prompts, read.expand, read.beams)
+        return self._serve(served, partial(self._generate, read), plain)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward. Logits are those of the tokens that were computed: at least the
         last one's, without those of the tokens fetched."""
         plain = partial(self.wrapped, *args, **kwargs)
-        engine = self._current()
-        read = read_forward(self.wrapped, engine.binding, args, kwargs)
-        if isinstance(read, Passed):
+        parts = self._current()
+        read = read_forward(self.wrapped, parts.binding, args, kwargs)
+        if isinstance(read, PassedCall):
             return self._pass(read.reason, plain)
-        session = Session(engine, read.prompts)
-        return self._serve(session, partial(self._forward, read), plain)
+        return self._serve(ServedCall(parts, read.prompts), partial(self._forward, read), plain)
 
     __call__ = forward
 
     def flush(self, timeout_s: float | None = _FLUSH_TIMEOUT_S) -> bool:
         """Wait until all that was computed so far is in the depot's memory; `store.flush` waits
         for the disk. False: time ran out."""
-        return self._engine.offloader.flush(timeout_s)
+        return self._parts.offloader.flush(timeout_s)
 
     def close(self) -> None:
         """Finish what is under way and let go of the depot's memory, before the store is closed.
@@ -135,19 +138,14 @@ class DepotModel:
     def __enter__(self) -> "DepotModel":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
         if name in DepotModel._OWN:
             raise AttributeError(name)
         value = getattr(self.wrapped, name)
-        return partial(self._and_return_self, value) if name in _RETURN_THEMSELVES else value
+        return partial(self._and_return_self, value) if name in _RETURN_MODEL else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in DepotModel._OWN:
@@ -158,7 +156,7 @@ class DepotModel:
     def __repr__(self) -> str:
         groups = ", ".join(
             f"{len(group.layers)} layers" + (f" of window {group.window}" if group.window else "")
-            for group in self._engine.binding.groups
+            for group in self._parts.binding.groups
         )
         return f"DepotModel({type(self.wrapped).__name__}, {groups}, {self.block_tokens} tokens)"
 
@@ -166,56 +164,59 @@ class DepotModel:
         method(*args, **kwargs)
         return self
 
-    def _new_engine(self, binding: Binding) -> Engine:
-        groups = binding.groups
-        onboarder = Onboarder(self._store, groups, self._mover)
-        return Engine(
+    def _new_parts(self, binding: Binding) -> ModelParts:
+        return ModelParts(
             self.wrapped,
             binding,
-            Preparer(binding, onboarder, self._options.timeout_s),
-            Offloader(self._store, groups, self._mover, self.counters),
+            Onboarder(self._store, binding, self._mover, self._options.timeout_s),
+            Offloader(self._store, binding.groups, self._mover, self.counters),
         )
 
-    def _current(self) -> Engine:
-        """The engine, made anew where the model has become another."""
-        before = self._engine.binding
+    def _current(self) -> ModelParts:
+        """The parts, made anew where the model has become another."""
+        before = self._parts.binding
         if not before.still_holds(self.wrapped):
-            check_revision(self._options)
+            if self._options.revision is not None:
+                raise ModelError(
+                    "the model's weights or adapters have changed since it was attached",
+                    hint="attach it again with the revision it has now, or with none",
+                )
             self.flush()
             binding = bind(self.wrapped, self._store, self._options)
             if binding.device != before.device:
                 self._mover.close()
                 self._mover = open_mover(self._store.memory, binding.device)
-            self._engine = self._new_engine(binding)
-        return self._engine
+            self._parts = self._new_parts(binding)
+        return self._parts
 
     def _pass(self, reason: str, call: Callable[[], Any]) -> Any:
         """Leave a call to the model."""
-        served = Served(passed=reason)
-        self.counters.served(served)
-        self.last = served
+        self._finish(CallStats(passed=reason))
         return call()
+
+    def _finish(self, stats: CallStats) -> None:
+        self.counters.add_call(stats)
+        self.last = stats
 
     @torch.no_grad()
     def _serve(
-        self, session: Session, serve: Callable[[Session], Any], plain: Callable[[], Any]
+        self, served: ServedCall, serve: Callable[[ServedCall], Any], plain: Callable[[], Any]
     ) -> Any:
         try:
-            session.open()
+            served.open()
         except StoreClosedError:
             return self._pass("closed", plain)
         try:
-            return serve(session)
+            return serve(served)
         finally:
-            session.close()
-            self.counters.served(session.served)
-            self.last = session.served
+            served.close()
+            self._finish(served.stats)
 
-    def _generate(self, read: Generation, session: Session) -> Any:
+    def _generate(self, read: ServableGeneration, served: ServedCall) -> Any:
         call = read.call
         if read.chunk is not None:
-            session.advance(call.ids.shape[1] - 1, read.chunk)
-        cache = session.hand_over(call.cache, read.static_columns)
+            served.advance(call.ids.shape[1] - 1, read.chunk)
+        cache = served.hand_over(call.cache, read.static_columns)
         arguments = {**call.arguments, "past_key_values": cache}
         if call.mask is not None:
             arguments["attention_mask"] = call.mask
@@ -223,21 +224,21 @@ class DepotModel:
         result = self.wrapped.generate(**arguments)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         if isinstance(cache, StaticCache):
-            session.save_static(cache, sequences, read.ends)
+            served.save_static(cache, sequences, read.ends)
         else:
-            session.save_generated(sequences, read.ends)
+            served.save_generated(sequences, read.ends)
         return result
 
-    def _forward(self, call: Call, session: Session) -> Any:
-        cache: Cache = session.hand_over(call.cache)
+    def _forward(self, call: ServableCall, served: ServedCall) -> Any:
+        cache: Cache = served.hand_over(call.cache)
         arguments = {**call.arguments, "past_key_values": cache, "use_cache": True}
-        arguments["input_ids"] = call.ids[:, session.column :]
+        arguments["input_ids"] = call.ids[:, served.column :]
         if call.arguments.get("position_ids") is not None or any(p.pad for p in call.prompts):
             positions = positions_of(call.prompts, call.ids.device)
-            arguments["position_ids"] = positions[:, session.column :]
+            arguments["position_ids"] = positions[:, served.column :]
         if call.mask is not None:
             arguments["attention_mask"] = mask_of(call.prompts, call.ids.device)
         result = self.wrapped(**arguments)
         if isinstance(cache, StaticCache):
-            session.save_static(cache, call.ids, ())
+            served.save_static(cache, call.ids, ())
         return result

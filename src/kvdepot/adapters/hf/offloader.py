@@ -1,8 +1,8 @@
 """Offloading: complete blocks of a cache into the depot, in the background.
 
 A job refers to the cache's tensors as they are after a step. Those of a dynamic cache are never
-written to again where they are filled, so the model goes on meanwhile. Only so many jobs wait at a
-time; one more is dropped and counted, since a later one saves what it would have saved.
+written to again where they are filled, so the model goes on meanwhile. At most JOBS_MAX jobs wait;
+one more is dropped and counted, since a later one saves what it would have saved.
 """
 
 import threading
@@ -13,11 +13,10 @@ from typing import Any, Final
 
 import torch
 
-from kvdepot.adapters.hf.caches import KV, DepotSlidingLayer
-from kvdepot.adapters.hf.groups import ORDER, Group
-from kvdepot.adapters.hf.onboarder import AXES
-from kvdepot.adapters.hf.prompts import Tokens
-from kvdepot.adapters.hf.served import Counters
+from kvdepot.adapters.hf.binding import AXES, ORDER, LayerGroup
+from kvdepot.adapters.hf.caches import KV, DepotSlidingLayer, join
+from kvdepot.adapters.hf.calls import Tokens
+from kvdepot.adapters.hf.stats import ModelCounters
 from kvdepot.adapters.tensors import BlockMover, KVTensors
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.depot import Depot
@@ -27,23 +26,32 @@ _WAVE_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class GroupSnapshot:
     """A group's layers at one moment."""
 
     parts: list[list[KV]]
     """Of each layer the tensors that follow one another in time."""
     first: int
     """The column of the first part's first token."""
-    loose: bool
+    separate: bool
     """The parts are as the model computed them, with any strides."""
 
-    def joined(self) -> list[KV]:
-        """Each layer in one piece."""
-        return [_join(layer) if self.loose else layer[0] for layer in self.parts]
+    @classmethod
+    def of(cls, group: LayerGroup, layers: Sequence[Any]) -> "GroupSnapshot":
+        """The layers of a cache as they are now."""
+        members = [layers[index] for index in group.layers]
+        sliding = [layer for layer in members if isinstance(layer, DepotSlidingLayer)]
+        if sliding:
+            return cls([list(layer.kept) for layer in sliding], sliding[0].kept_from, separate=True)
+        return cls([[(layer.keys, layer.values)] for layer in members], 0, separate=False)
+
+    def tensors(self) -> KVTensors:
+        layers = [join(layer) if self.separate else layer[0] for layer in self.parts]
+        return KVTensors(layers, AXES, order=ORDER)
 
 
 @dataclass(frozen=True, slots=True)
-class JobRow:
+class OffloadRow:
     """One sequence in a cache."""
 
     tokens: Tokens
@@ -51,27 +59,31 @@ class JobRow:
     pad: int
     batch: int
     windows_from: int = 0
-    """The first token from which on windows are complete on the shelf."""
+    """The first token from which on windows are complete in the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class OffloadJob:
     """Sequences whose complete blocks are to be stored."""
 
-    rows: list[JobRow]
-    shelves: list[Shelf]
+    rows: list[OffloadRow]
+    snapshots: list[GroupSnapshot]
     """One for each group."""
     ready: torch.cuda.Event | None = None
     """When the tensors are filled; None: they are."""
     first: Callable[[], None] | None = None
-    """Done before anything else, once they are."""
+    """Called before anything else, once they are."""
 
 
 class Offloader:
     """Stores blocks of caches. Thread-safe; its thread lives as long as there is work."""
 
     def __init__(
-        self, store: Depot, groups: Sequence[Group], mover: BlockMover, counters: Counters
+        self,
+        store: Depot,
+        groups: Sequence[LayerGroup],
+        mover: BlockMover,
+        counters: ModelCounters,
     ) -> None:
         self._store = store
         self._groups = groups
@@ -82,11 +94,11 @@ class Offloader:
         self._jobs: set[Future[None]] = set()
         self.last_error: BaseException | None = None
 
-    def submit(self, job: Job) -> "Future[None] | None":
-        """Store a job's blocks some time soon; None if too much is waiting already."""
+    def submit(self, job: OffloadJob) -> "Future[None] | None":
+        """Store a job's blocks in the background; None if too many jobs are waiting already."""
         with self._lock:
             if len(self._jobs) >= JOBS_MAX:
-                self._counters.offloaded(skipped=1)
+                self._counters.add_offload(skipped=1)
                 return None
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvdepot-offload")
@@ -105,7 +117,7 @@ class Offloader:
         error = future.exception()
         if error is not None:
             self.last_error = error
-            self._counters.offloaded(failed=1)
+            self._counters.add_offload(failed=1)
         with self._lock:
             self._jobs.discard(future)
             if not self._jobs and self._thread is not None:
@@ -113,74 +125,60 @@ class Offloader:
                 self._thread = None
 
     @torch.no_grad()
-    def _run(self, job: Job) -> None:
+    def _run(self, job: OffloadJob) -> None:
         if job.ready is not None:
             job.ready.synchronize()
         if job.first is not None:
             job.first()
-        for group, shelf in zip(self._groups, job.shelves, strict=True):
-            layers: KVTensors | None = None
+        for group, snapshot in zip(self._groups, job.snapshots, strict=True):
+            tensors: KVTensors | None = None
             for row in job.rows:
                 keys = group.keys(row.tokens)
-                blocks = self._missing(group, shelf, row, keys)
-                if not blocks:
-                    continue
-                if layers is None:
-                    layers = KVTensors(shelf.joined(), AXES, order=ORDER)
-                self._store_blocks(group, layers, (keys, blocks), (row.pad - shelf.first, row))
+                blocks = self._missing(group, snapshot, row, keys)
+                if blocks:
+                    tensors = tensors or snapshot.tensors()
+                    first = row.pad - snapshot.first
+                    starts = [block * group.block_tokens + first for block in blocks]
+                    offered = keys[blocks.start :]
+                    self._store_blocks(group, tensors, row.batch, starts, offered)
 
-    def _missing(self, group: Group, shelf: Shelf, row: JobRow, keys: Sequence[BlockKey]) -> range:
-        """The blocks to offer: those behind what is there, or all that the shelf has."""
-        if not shelf.parts[0]:
+    def _missing(
+        self,
+        group: LayerGroup,
+        snapshot: GroupSnapshot,
+        row: OffloadRow,
+        keys: Sequence[BlockKey],
+    ) -> range:
+        """The blocks to offer: those behind what is there, or all that the snapshot has."""
+        if not snapshot.parts[0]:
             return range(0)
         if group.window is None:
             return range(len(self._store.match(keys)), len(keys))
-        first = max(row.windows_from, shelf.first - row.pad)
+        first = max(row.windows_from, snapshot.first - row.pad)
         return range(-(-first // group.block_tokens), len(keys))
 
     def _store_blocks(
         self,
-        group: Group,
-        layers: KVTensors,
-        chosen: tuple[Sequence[BlockKey], range],
-        place: tuple[int, JobRow],
+        group: LayerGroup,
+        tensors: KVTensors,
+        batch: int,
+        starts: Sequence[int],
+        keys: Sequence[BlockKey],
     ) -> None:
-        """Gather blocks into slots of the depot, wave by wave, head first."""
-        (keys, blocks), (offset, row) = chosen, place
+        """Copy the blocks that begin at `starts` into slots of the depot, in waves, head first."""
         size = group.block_tokens
         wave = max(1, _WAVE_BYTES // group.space.block_bytes)
-        while blocks:
-            part = blocks[:wave]
-            with self._store.reserve([keys[block] for block in part]) as slots:
-                mine = [at for at, put in enumerate(slots.outcomes) if put is Put.STORED]
-                starts = [part[at] * size + offset for at in mine]
-                if mine:
-                    pieces = [layers.span(start, start + size, row.batch) for start in starts]
-                    self._mover.offload(pieces, [slots.view(at) for at in mine]).wait()
-                    slots.seal(mine)
+        while keys:
+            with self._store.reserve(keys[:wave]) as slots:
+                fresh = [at for at, put in enumerate(slots.outcomes) if put is Put.STORED]
+                if fresh:
+                    spans = [(starts[at], starts[at] + size) for at in fresh]
+                    pieces = [tensors.span(*span, batch) for span in spans]
+                    self._mover.offload(pieces, [slots.view(at) for at in fresh]).wait()
+                    slots.seal(fresh)
                 done = sum(put is not Put.THROTTLED for put in slots.outcomes)
-            self._counters.offloaded(stored=len(mine))
+            self._counters.add_offload(stored=len(fresh))
             if not done:
-                self._counters.offloaded(throttled=len(blocks))
+                self._counters.add_offload(throttled=len(keys))
                 return
-            blocks = blocks[done:]
-
-
-def take_down(groups: Sequence[Group], layers: Sequence[Any]) -> list[Shelf]:
-    """The layers of a cache as they are now, by groups."""
-    shelves = []
-    for group in groups:
-        members = [layers[index] for index in group.layers]
-        sliding = [layer for layer in members if isinstance(layer, DepotSlidingLayer)]
-        if sliding:
-            kept = [list(layer.kept) for layer in sliding]
-            shelves.append(Shelf(kept, sliding[0].kept_from, loose=True))
-        else:
-            pairs = [[(layer.keys, layer.values)] for layer in members]
-            shelves.append(Shelf(pairs, 0, loose=False))
-    return shelves
-
-
-def _join(parts: Sequence[KV]) -> KV:
-    keys, values = zip(*parts, strict=True)
-    return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
+            starts, keys = starts[done:], keys[done:]

@@ -1,27 +1,38 @@
-"""Onboarding: a prompt's leading blocks, from the depot into the tensors of a cache to be.
+"""Onboarding: from prompts to a cache that is filled from the depot as far as possible.
 
-What cannot be had in time, or at all, shortens the prefix; it never raises. On a GPU the copies may
-still be under way when a row has landed: `Landing.wait` orders a layer's users after them, and the
-blocks stay leased until `Landing.close`.
+A prompt is looked up, its blocks are fetched into the tensors of a cache to be, and the rows of a
+batch are brought level. What cannot be fetched in time, or at all, shortens the prefix; it never
+raises. On a GPU the copies may still be under way when a row is fetched: `FetchedRow.wait` orders a
+layer's users after them, and the blocks stay leased until `FetchedRow.close`.
+
+The rows of a batch are found in the depot to different lengths, and a cache has one length. Rows
+that are behind are computed up to the others by themselves; where that is less than a block, the
+others are cut instead.
 """
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
-from kvdepot.adapters.hf.caches import KV
-from kvdepot.adapters.hf.groups import ORDER, Group
-from kvdepot.adapters.hf.prefix import Chains, longest
-from kvdepot.adapters.hf.prompts import Prompt
-from kvdepot.adapters.tensors import BlockMover, KVTensors, OnboardTicket, Pieces
+from kvdepot.adapters.hf.binding import AXES, ORDER, Binding, LayerGroup
+from kvdepot.adapters.hf.caches import KV, DepotCache, DepotLayer, DepotSlidingLayer, join
+from kvdepot.adapters.hf.calls import PromptRow
+from kvdepot.adapters.hf.stats import CallStats, ServedRow
+from kvdepot.adapters.tensors import BlockMover, KVTensors, OnboardTicket
 from kvdepot.core.block import MISS, BlockKey, Got
 from kvdepot.core.depot import Arrival, Depot, Lease
 
-AXES: Final = "batch head token dim"
 _TRIES: Final = 6
-"""How often a shorter prefix is tried where blocks of a window could not be had."""
+"""How often a shorter prefix is tried where blocks of a window could not be fetched."""
+_FASTEST_FIRST: Final = ("dram", "cxl", "ssd", "hdd", "plugin")
+
+CatchUp = Callable[[DepotCache, PromptRow, int, int], None]
+"""Runs tokens start <= i < stop of one prompt, unpadded, through the model."""
+Room = dict[int, list[KV]]
+"""For each group of full attention the tensors of the whole batch."""
 
 
 @dataclass(slots=True)
@@ -43,207 +54,357 @@ class Budget:
 
 
 @dataclass(slots=True)
-class Target:
-    """Where a row's blocks go."""
+class FetchedRow:
+    """One prompt of a batch, and what was fetched for it."""
 
-    row: int
+    number: int
     """In the batch."""
-    pad: int
-    """Columns before its first token."""
-    room: dict[int, list[KV]]
-    """For each group of full attention the tensors of the whole batch."""
-
-
-@dataclass(slots=True)
-class Landing:
-    """What one row got."""
-
+    prompt: PromptRow
+    keys: list[list[BlockKey]]
+    """For each group the keys of the prompt's full blocks."""
     tokens: int = 0
     """The model can go on after so many of its tokens."""
+    fetched_blocks: Counter[int] = field(default_factory=Counter)
+    """For each group the leading blocks that are in place, or up to where its window is."""
     windows: dict[int, list[KV]] = field(default_factory=dict)
     """For each group that sees a window: tensors that end with token `tokens`."""
     tiers: dict[int, dict[int, str]] = field(default_factory=dict)
     """For each group the tier that each block came from."""
     misses: Counter[str] = field(default_factory=Counter)
-    arrivals: dict[int, list[OnboardTicket]] = field(default_factory=dict)
+    tickets: dict[int, list[OnboardTicket]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
 
     def wait(self, group: int, layer: int) -> None:
         """What this thread's stream does next finds the group's layer in place."""
-        for arrivals in self.arrivals.get(group, ()):
-            arrivals.wait_layer(layer)
+        for ticket in self.tickets.get(group, ()):
+            ticket.wait_layer(layer)
 
-    def fetched(self, block_tokens: int) -> Counter[str]:
-        """The tokens that came from each tier; of several groups the slower tier counts."""
+    def stats(self, block_tokens: int) -> ServedRow:
+        """Tokens by tier; of several groups the slower tier counts."""
         slowest: dict[int, str] = {}
         for blocks in self.tiers.values():
             for block, tier in blocks.items():
-                slowest[block] = max(tier, slowest.get(block, tier), key=_slowness)
-        tokens: Counter[str] = Counter()
+                slowest[block] = max(tier, slowest.get(block, tier), key=_FASTEST_FIRST.index)
+        fetched: Counter[str] = Counter()
         for block, tier in slowest.items():
             count = min(self.tokens, (block + 1) * block_tokens) - block * block_tokens
             if count > 0:
-                tokens[tier] += count
-        return tokens
+                fetched[tier] += count
+        total = len(self.prompt.tokens)
+        return ServedRow(total, dict(fetched), self.tokens - fetched.total(), total - self.tokens)
 
     def close(self) -> None:
-        """Wait until nothing is copied any more, and give up the leases."""
-        for several in self.arrivals.values():
-            for arrivals in several:
-                arrivals.synchronize()
-        self.arrivals.clear()
+        """Wait until nothing is copied any more, and give up the leases. May be called again."""
+        for several in self.tickets.values():
+            for ticket in several:
+                ticket.synchronize()
+        self.tickets.clear()
         while self.leases:
             self.leases.pop().release()
 
 
+@dataclass(slots=True)
+class PreparedCache:
+    """A cache, filled up to a column, and what is known about it."""
+
+    cache: DepotCache
+    column: int
+    windows_from: list[int]
+    """For each row the token from which on its windows are remembered whole."""
+    rows: list[FetchedRow] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Let go of the depot's blocks. May be called again."""
+        while self.rows:
+            self.rows.pop().close()
+
+
 class Onboarder:
-    """Brings prefixes of prompts into tensors. Thread-safe."""
+    """Prepares caches for one model. Thread-safe."""
 
-    def __init__(self, store: Depot, groups: Sequence[Group], mover: BlockMover) -> None:
-        self._store = store
-        self._groups = groups
-        self._mover = mover
-
-    def find(self, chains: Chains, limit: int) -> int:
-        """How many leading tokens, `limit` at most, the depot has."""
-        return longest(self._store, self._groups, chains, limit)
-
-    def fetch(self, chains: Chains, limit: int, target: Target, budget: Budget) -> Landing:
-        """Bring in as many leading tokens as can be had, `limit` at most."""
-        landing = Landing()
-        try:
-            self._land(chains, limit, landing, (target, budget))
-        except BaseException:
-            landing.close()
-            raise
-        return landing
-
-    def _land(
-        self, chains: Chains, limit: int, landing: Landing, scope: tuple[Target, Budget]
+    def __init__(
+        self, store: Depot, binding: Binding, mover: BlockMover, timeout_s: float | None
     ) -> None:
-        landed = [0] * len(self._groups)
+        self._store = store
+        self._binding = binding
+        self._groups = binding.groups
+        self._mover = mover
+        self._timeout_s = timeout_s
+
+    def prepare(
+        self, prompts: list[PromptRow], stats: CallStats, catch_up: CatchUp
+    ) -> PreparedCache:
+        """A cache for the prompts, with all but their last tokens from the depot where it can."""
+        started = time.monotonic()
+        rows = [
+            FetchedRow(number, prompt, [group.keys(prompt.tokens) for group in self._groups])
+            for number, prompt in enumerate(prompts)
+        ]
+        found = [self._find(row.keys, len(row.prompt.tokens) - 1) for row in rows]
+        looked = time.monotonic()
+        wanted = self._level(prompts, found)
+        room: Room = {}
+        try:
+            if any(wanted):
+                room = self._make_room(prompts, wanted)
+                budget = Budget(self._timeout_s)
+                for row, limit in zip(rows, wanted, strict=True):
+                    self._fetch(row, limit, room, budget)
+            stats.lookup_s, stats.onboard_s = looked - started, time.monotonic() - looked
+            for row in rows:
+                stats.rows.append(row.stats(self._binding.block_tokens))
+                for reason, count in row.misses.items():
+                    stats.misses[reason] = stats.misses.get(reason, 0) + count
+            if any(row.tokens for row in rows):
+                return _BatchAssembly(self._binding, rows, room).assemble(catch_up)
+        except BaseException:
+            for row in rows:
+                row.close()
+            raise
+        for row in rows:
+            row.close()
+        return PreparedCache(DepotCache.of(self._binding.windows), 0, [0] * len(prompts))
+
+    def _find(self, keys: Sequence[Sequence[BlockKey]], limit: int) -> int:
+        """The most leading tokens, `limit` at most, for which no group lacks a block.
+
+        Ends inside a block where the limit does; the depot has that block then.
+        """
+        tokens = min(limit, len(keys[0]) * self._groups[0].block_tokens)
+        while tokens > 0:
+            reach = tokens
+            for group, chain in zip(self._groups, keys, strict=True):
+                needed = group.needed(tokens)
+                found = len(self._store.match(chain[needed.start : needed.stop]))
+                if found < len(needed):
+                    reach = min(reach, (needed.start + found) * group.block_tokens)
+            if reach == tokens:
+                return tokens
+            tokens = reach
+        return 0
+
+    def _level(self, prompts: Sequence[PromptRow], found: Sequence[int]) -> list[int]:
+        """The tokens to fetch of each row: all, unless the rows are nearly level."""
+        reaches = [prompt.pad + count for prompt, count in zip(prompts, found, strict=True)]
+        column = max(reaches)
+        if column - min(reaches) < self._binding.block_tokens:
+            column = min(reaches)
+        return [
+            max(0, min(count, column - prompt.pad))
+            for prompt, count in zip(prompts, found, strict=True)
+        ]
+
+    def _make_room(self, prompts: Sequence[PromptRow], tokens: Sequence[int]) -> Room:
+        """Tensors for a batch, with room for whole prompts; padding is zero, the rest undefined."""
+        size = self._binding.block_tokens
+        columns = max(prompt.columns for prompt in prompts)
+        for prompt, count in zip(prompts, tokens, strict=True):
+            columns = max(columns, prompt.pad + -(-count // size) * size)
+        room = {
+            number: group.empty(len(prompts), columns)
+            for number, group in enumerate(self._groups)
+            if group.window is None
+        }
+        for row, prompt in enumerate(prompts):
+            for pairs in room.values() if prompt.pad else ():
+                for key, value in pairs:
+                    key[row, :, : prompt.pad] = 0  # masked, but 0 times NaN would be NaN
+                    value[row, :, : prompt.pad] = 0
+        return room
+
+    def _fetch(self, row: FetchedRow, limit: int, room: Room, budget: Budget) -> None:
+        """Bring in as many leading tokens as can be fetched, `limit` at most."""
         for _ in range(_TRIES):
-            limit = self.find(chains, limit)
+            limit = self._find(row.keys, limit)
             if not limit:
                 break
             for number in range(len(self._groups)):
-                reach = self._bring(number, chains[number], limit, landed, (landing, *scope))
+                reach = self._fetch_group(number, limit, row, room, budget)
                 if reach < limit:
                     limit = reach
                     break
             else:
-                landing.tokens = limit
+                row.tokens = limit
                 return
-        landing.tiers.clear()
+        row.tiers.clear()
 
-    def _bring(
-        self,
-        number: int,
-        keys: Sequence[BlockKey],
-        tokens: int,
-        landed: list[int],
-        scope: tuple[Landing, Target, Budget],
+    def _fetch_group(
+        self, number: int, tokens: int, row: FetchedRow, room: Room, budget: Budget
     ) -> int:
-        """One group's blocks for `tokens` tokens. Returns `tokens`, or up to where all is well."""
-        landing, target, budget = scope
+        """One group's blocks for `tokens` tokens. Returns `tokens`, or the start of the first block
+        that is missing."""
         group = self._groups[number]
         needed = group.needed(tokens)
         if group.window is None:
-            needed = range(min(landed[number], needed.stop), needed.stop)
-            tensors, offset = target.room[number], target.pad
+            needed = range(min(row.fetched_blocks[number], needed.stop), needed.stop)
+            tensors, offset, batch = room[number], row.prompt.pad, row.number
         else:
-            tensors = group.empty(1, len(needed) * group.block_tokens)
+            tensors, batch = group.empty(1, len(needed) * group.block_tokens), 0
             offset = -needed.start * group.block_tokens
-            landing.windows[number] = [
+            row.windows[number] = [
                 (key[:, :, : tokens + offset], value[:, :, : tokens + offset])
                 for key, value in tensors
             ]
-            landing.tiers[number] = {}
+            row.tiers[number] = {}
         if not needed:
             return tokens
-        batch = target.row if group.window is None else 0
-        sink = Sink(self._mover, group, tensors, (needed.start, offset, batch))
-        answers = self._deliver(keys[needed.start : needed.stop], sink, landing, budget)
-        landing.arrivals.setdefault(number, []).extend(sink.under_way)
-        good = _leading(answers)
-        tiers = landing.tiers.setdefault(number, {})
-        for index, answer in enumerate(answers[:good]):
-            tiers[needed.start + index] = str(answer.tier)
-        landed[number] = needed.start + good
-        return tokens if good == len(needed) else landed[number] * group.block_tokens
+        first = needed.start * group.block_tokens + offset
+        scatter = _Scatter(self._mover, group, tensors, first, batch)
+        answers = self._deliver(row.keys[number][needed.start : needed.stop], scatter, row, budget)
+        row.tickets.setdefault(number, []).extend(scatter.under_way)
+        good = next((at for at, answer in enumerate(answers) if not answer), len(answers))
+        tiers = row.tiers.setdefault(number, {})
+        for at, answer in enumerate(answers[:good]):
+            tiers[needed.start + at] = str(answer.tier)
+        row.fetched_blocks[number] = needed.start + good
+        return tokens if good == len(needed) else (needed.start + good) * group.block_tokens
 
     def _deliver(
-        self, keys: Sequence[BlockKey], sink: "Sink", landing: Landing, budget: Budget
+        self, keys: Sequence[BlockKey], scatter: "_Scatter", row: FetchedRow, budget: Budget
     ) -> list[Got]:
         lease = self._store.lease(keys)
-        landing.leases.append(lease)
+        row.leases.append(lease)
         # To check what lies in memory takes the processor longer than the bus takes to move it.
         verify = False if self._mover.device.type == "cuda" else None
         limit_s = budget.left_s()
-        answers = lease.deliver(sink, verify=verify, timeout_s=limit_s) if len(lease) else []
+        answers = lease.deliver(scatter, verify=verify, timeout_s=limit_s) if len(lease) else []
         answers += [MISS] * (len(keys) - len(answers))
-        landing.misses.update(answer.reason for answer in answers if not answer)
+        row.misses.update(answer.reason for answer in answers if not answer)
         budget.late = budget.late or any(answer.reason == "late" for answer in answers)
         return answers
 
 
-class Sink:
-    """Takes blocks that a lease delivers, and scatters them into a group's tensors."""
+class _Scatter:
+    """Takes blocks that a lease delivers, and copies them into a group's tensors."""
 
     def __init__(
-        self,
-        mover: BlockMover,
-        group: Group,
-        tensors: Sequence[KV],
-        place: tuple[int, int, int],
+        self, mover: BlockMover, group: LayerGroup, tensors: Sequence[KV], first: int, batch: int
     ) -> None:
         self._mover = mover
         self._block_tokens = group.block_tokens
         self._tensors = KVTensors(list(tensors), AXES, order=ORDER)
-        self._first, self._offset, self._batch = place
+        self._first = first
+        self._batch = batch
         self.under_way: list[OnboardTicket] = []
 
     def __call__(self, arrivals: list[Arrival]) -> None:
-        pieces = [self._pieces(arrival.index) for arrival in arrivals]
-        copies = self._mover.onboard([arrival.view for arrival in arrivals], pieces)
+        size = self._block_tokens
+        starts = [self._first + arrival.index * size for arrival in arrivals]
+        pieces = [self._tensors.span(start, start + size, self._batch) for start in starts]
+        ticket = self._mover.onboard([arrival.view for arrival in arrivals], pieces)
         if all(arrival.lasting for arrival in arrivals):
-            self.under_way.append(copies)
+            self.under_way.append(ticket)
         else:
-            copies.synchronize()
-
-    def _pieces(self, index: int) -> Pieces:
-        start = (self._first + index) * self._block_tokens + self._offset
-        return self._tensors.span(start, start + self._block_tokens, self._batch)
+            ticket.synchronize()
 
 
-def room_for(
-    groups: Sequence[Group], prompts: Sequence[Prompt], tokens: Sequence[int]
-) -> dict[int, list[KV]]:
-    """Tensors for a batch, with room for whole prompts; padding is zero, the rest undefined."""
-    columns = max(prompt.columns for prompt in prompts)
-    for prompt, count in zip(prompts, tokens, strict=True):
-        blocks = -(-count // groups[0].block_tokens)
-        columns = max(columns, prompt.pad + blocks * groups[0].block_tokens)
-    room = {
-        number: group.empty(len(prompts), columns)
-        for number, group in enumerate(groups)
-        if group.window is None
-    }
-    for row, prompt in enumerate(prompts):
-        if prompt.pad:
-            for pairs in room.values():
-                for key, value in pairs:
-                    key[row, :, : prompt.pad] = 0  # masked, but 0 times NaN would be NaN
-                    value[row, :, : prompt.pad] = 0
-    return room
+class _BatchAssembly:
+    """Makes one cache of the rows that were fetched."""
+
+    def __init__(self, binding: Binding, rows: list[FetchedRow], room: Room) -> None:
+        self._binding = binding
+        self._rows = rows
+        self._room = room
+        self._column = max(row.prompt.pad + row.tokens for row in rows)
+        self._caught_up: dict[int, DepotCache] = {}
+
+    def assemble(self, catch_up: CatchUp) -> PreparedCache:
+        for row in self._rows:
+            stop = self._column - row.prompt.pad
+            if row.tokens < stop:
+                cache = self._row_cache(row)
+                catch_up(cache, row.prompt, row.tokens, stop)
+                self._copy_back(cache, row)
+                self._caught_up[row.number] = cache
+        cache = DepotCache.of(self._binding.windows)
+        for number, group in enumerate(self._binding.groups):
+            for layer, index in enumerate(group.layers):
+                self._fill(cache.depot_layers[index], number, layer)
+        windows_from = [self._windows_from(row) for row in self._rows]
+        return PreparedCache(cache, self._column, windows_from, self._rows)
+
+    def _row_cache(self, row: FetchedRow) -> DepotCache:
+        """A cache of one row alone; what is added to it lands in the batch's tensors."""
+        mine, pad = slice(row.number, row.number + 1), row.prompt.pad
+        cache = DepotCache.of(self._binding.windows)
+        for number, group in enumerate(self._binding.groups):
+            for layer, index in enumerate(group.layers):
+                target = cache.depot_layers[index]
+                if group.window is None:
+                    keys, values = self._room[number][layer]
+                    target.fill((keys[mine, :, pad:], values[mine, :, pad:]), row.tokens)
+                elif row.tokens:
+                    target.fill(row.windows[number][layer], row.tokens)
+                target.wait = partial(row.wait, number, layer)
+        return cache
+
+    def _copy_back(self, cache: DepotCache, row: FetchedRow) -> None:
+        """Copy what was added to a row's cache into the batch's tensors where it is not there."""
+        for number, pairs in self._room.items():
+            for layer, pair in zip(self._binding.groups[number].layers, pairs, strict=True):
+                filled = cache.depot_layers[layer]
+                if isinstance(filled, DepotLayer) and not filled.in_place:
+                    assert filled.keys is not None and filled.values is not None
+                    for target, source in zip(pair, (filled.keys, filled.values), strict=True):
+                        target[row.number, :, row.prompt.pad : self._column] = source[0]
+
+    def _fill(self, target: DepotLayer | DepotSlidingLayer, number: int, layer: int) -> None:
+        """One layer of the batch's cache."""
+        if isinstance(target, DepotLayer):
+            target.fill(self._room[number][layer], self._column)
+        elif len(self._rows) == 1 and not self._rows[0].prompt.pad:
+            target.fill(self._rows[0].windows[number][layer], self._column)
+        else:
+            self._fill_window(target, number, layer)
+            return
+        target.wait = partial(self._wait, number, layer)
+
+    def _wait(self, number: int, layer: int) -> None:
+        for row in self._rows:
+            row.wait(number, layer)
+
+    def _fill_window(self, target: DepotSlidingLayer, number: int, layer: int) -> None:
+        """The last columns of all rows, and what rows that were caught up remember of a block."""
+        self._wait(number, layer)
+        group = self._binding.groups[number]
+        index = group.layers[layer]
+        tails: list[KV | None] = []
+        for row in self._rows:
+            if row.number in self._caught_up:
+                filled = self._caught_up[row.number].depot_layers[index]
+                assert filled.keys is not None and filled.values is not None
+                tails.append((filled.keys, filled.values))
+            else:
+                tails.append(row.windows[number][layer] if row.tokens else None)
+        columns = min(self._column, target.sliding_window - 1)
+        target.fill(_stack(group.empty_layer(len(tails), columns), tails), self._column)
+        kept = self._column - min(self._windows_from(row) + row.prompt.pad for row in self._rows)
+        if kept > 0:
+            pieces = [self._kept(row.number, index, kept) for row in self._rows]
+            target.remember(_stack(group.empty_layer(len(tails), kept), pieces))
+
+    def _kept(self, row: int, index: int, count: int) -> KV | None:
+        if row not in self._caught_up:
+            return None
+        keys, values = join(self._caught_up[row].sliding_layer(index).kept)
+        return keys[:, :, -count:], values[:, :, -count:]
+
+    def _windows_from(self, row: FetchedRow) -> int:
+        """A row that was fetched remembers nothing; one that was caught up its last block."""
+        stop = self._column - row.prompt.pad
+        start = stop // self._binding.block_tokens * self._binding.block_tokens
+        if row.number in self._caught_up and start >= row.tokens:
+            return start
+        return max(0, stop)
 
 
-def _leading(answers: Sequence[Got]) -> int:
-    for index, answer in enumerate(answers):
-        if not answer:
-            return index
-    return len(answers)
-
-
-def _slowness(tier: str) -> int:
-    return ("dram", "cxl", "ssd", "hdd", "plugin").index(tier)
+def _stack(batch: KV, rows: Sequence[KV | None]) -> KV:
+    """Put the last tokens of each row at the end of a batch's tensors; zeros before them."""
+    for plane, target in enumerate(batch):
+        target.zero_()
+        for row, tensors in enumerate(rows):
+            if tensors is not None:
+                count = min(target.shape[-2], tensors[plane].shape[-2])
+                if count:
+                    target[row, :, -count:] = tensors[plane][0, :, -count:]
+    return batch

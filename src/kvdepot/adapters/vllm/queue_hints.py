@@ -7,12 +7,13 @@ when the request is over.
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvdepot.adapters.vllm.metrics import RateLimitedWarnings
 from kvdepot.adapters.vllm.requests import EngineRequest, Phase, TrackedRequest
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import PrefetchHint
 from kvdepot.errors import KVDepotError
 from kvdepot.store.sessions import checked_name, state_of
 
@@ -27,14 +28,6 @@ _SLOW_TIER: Final = "hdd"
 """Blocks in a faster tier load soon enough without a hint."""
 
 
-class ActiveHint(Protocol):
-    """A hint that the depot has taken."""
-
-    def cancel(self) -> None: ...
-
-    def wait(self, timeout_s: float) -> bool: ...
-
-
 class QueueHints:
     """Belongs to the scheduler's thread."""
 
@@ -44,7 +37,7 @@ class QueueHints:
         self._hint_s = hint_s
         self._waiting: dict[str, TrackedRequest] = {}
         """New requests that have not begun, in the order in which they came."""
-        self._hints: dict[str, list[ActiveHint]] = {}
+        self._hints: dict[str, list[PrefetchHint]] = {}
         self._unsent: dict[str, tuple[str, str, list[BlockKey]]] = {}
         """Sessions of requests that are over, but whose last blocks are still being saved."""
         self._repeat: list[tuple[str, str, list[BlockKey]]] = []
@@ -114,7 +107,7 @@ class QueueHints:
         block_keys.grow(request.all_token_ids, blocks)
         store = self._depot.store
         try:
-            hints: list[ActiveHint] = [
+            hints = [
                 store.hint(keys, self._hint_s)
                 for keys in block_keys.keys(0, blocks)
                 if _SLOW_TIER in store.match(keys).tiers

@@ -1,4 +1,4 @@
-"""One served call, from the lookup to the last block offloaded."""
+"""One call that the depot serves, from the lookup to the last block offloaded."""
 
 import inspect
 from dataclasses import dataclass
@@ -11,47 +11,48 @@ from transformers.cache_utils import Cache, StaticCache
 
 from kvdepot.adapters.hf.binding import Binding
 from kvdepot.adapters.hf.caches import DepotCache
-from kvdepot.adapters.hf.offloader import Job, JobRow, Offloader, take_down
-from kvdepot.adapters.hf.preparer import Prepared, Preparer
-from kvdepot.adapters.hf.prompts import Prompt, mask_of, positions_of
-from kvdepot.adapters.hf.served import Served
-from kvdepot.adapters.hf.static import pour
+from kvdepot.adapters.hf.calls import PromptRow, mask_of, positions_of
+from kvdepot.adapters.hf.offloader import GroupSnapshot, Offloader, OffloadJob, OffloadRow
+from kvdepot.adapters.hf.onboarder import Onboarder, PreparedCache
+from kvdepot.adapters.hf.stats import CallStats
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """A model in one state, and who moves its blocks."""
+class ModelParts:
+    """A model in one state, and what moves its blocks."""
 
     model: PreTrainedModel
     binding: Binding
-    preparer: Preparer
+    onboarder: Onboarder
     offloader: Offloader
 
 
-class Session:
+class ServedCall:
     """A call's prompts, and the cache that the model works on."""
 
-    def __init__(self, engine: Engine, prompts: list[Prompt], expand: int = 1) -> None:
-        self._model = engine.model
-        self._binding = binding = engine.binding
-        self._preparer = engine.preparer
-        self._offloader = engine.offloader
+    def __init__(
+        self, parts: ModelParts, prompts: list[PromptRow], expand: int = 1, beams: int = 1
+    ) -> None:
+        self._model = parts.model
+        self._binding = parts.binding
+        self._onboarder = parts.onboarder
+        self._offloader = parts.offloader
         self._prompts = prompts
         self._expand = expand
+        self._beams = beams
         self._columns = prompts[0].columns
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedCache | None = None
         self._windows_from = [0] * len(prompts)
         self._saved = 0
         """The columns whose blocks have been offloaded, or are about to be."""
-        self.cache = DepotCache.of(binding.windows)
+        self.cache = DepotCache.of(self._binding.windows)
         self.column = 0
         """How far the cache is filled."""
-        self.served = Served()
-        self.beams = 1
+        self.stats = CallStats()
 
     def open(self) -> None:
         """Fill a cache from the depot and begin to save what the model adds to the prompts."""
-        self._prepared = self._preparer.prepare(self._prompts, self.served, self._catch_up)
+        self._prepared = self._onboarder.prepare(self._prompts, self.stats, self._catch_up)
         self._windows_from = self._prepared.windows_from
         self.column = self._prepared.column
         self.cache = self._prepared.cache
@@ -63,7 +64,7 @@ class Session:
 
     def close(self) -> None:
         """Let go of everything. May be called again."""
-        self.cache.settle()
+        self.cache.end_call()
         if self._prepared is not None:
             self._prepared.close()
 
@@ -94,12 +95,8 @@ class Session:
         while self.column < stop:
             end = stop if step is None else min(stop, self.column + step)
             part = slice(self.column, end)
-            self._forward(
-                self.cache,
-                ids[:, part],
-                positions[:, part],
-                None if mask is None else mask[:, :end],
-            )
+            seen = None if mask is None else mask[:, :end]
+            self._forward(self.cache, ids[:, part], positions[:, part], seen)
             self.column = end
 
     def save_generated(self, sequences: torch.Tensor, ends: tuple[int, ...]) -> None:
@@ -109,38 +106,38 @@ class Session:
             self._block_start(prompt, columns) > self._block_start(prompt, self._saved)
             for prompt in self._prompts
         )
-        if new and self.beams == 1:
+        if new and self._beams == 1:
             self._submit(self.cache, self._sequence_rows(sequences, ends, columns))
 
     def save_static(self, static: Cache, sequences: torch.Tensor, ends: tuple[int, ...]) -> None:
         """The same for a static cache, which its owner may write to again: waits."""
         if self.cache.sliding_layers:
             return  # its windows have moved on; the prompts were saved before it was filled
-        if self.beams == 1:
+        if self._beams == 1:
             rows = self._sequence_rows(sequences, ends, int(static.get_seq_length()))
         else:
             rows = self._prompt_rows(self._columns)
-        job = Job(rows, take_down(self._binding.groups, static.layers), self._event())
+        job = OffloadJob(rows, self._snapshots(static), self._event())
         future = self._offloader.submit(job)
         if future is not None:
             future.exception()
 
     def _sequence_rows(
         self, sequences: torch.Tensor, ends: tuple[int, ...], columns: int
-    ) -> list[JobRow]:
+    ) -> list[OffloadRow]:
         rows = []
         columns = self._safe_columns(columns)
         for batch, sequence in enumerate(sequences[:, :columns].cpu().numpy().astype(np.int64)):
             prompt = self._prompts[batch // self._expand]
             tokens = _until_end(sequence[prompt.pad :], len(prompt.tokens), ends)
             solid = self._windows_from[batch // self._expand]
-            rows.append(JobRow(tokens, prompt.pad, batch, solid))
+            rows.append(OffloadRow(tokens, prompt.pad, batch, solid))
         return rows
 
-    def _prompt_rows(self, columns: int) -> list[JobRow]:
+    def _prompt_rows(self, columns: int) -> list[OffloadRow]:
         columns = self._safe_columns(columns)
         return [
-            JobRow(
+            OffloadRow(
                 prompt.tokens[: max(0, columns - prompt.pad)],
                 prompt.pad,
                 row * self._expand,
@@ -153,15 +150,15 @@ class Session:
         if self.cache.sliding_layers:
             # A static window forgets at once: what is to be saved is computed beside it.
             self.advance(self._columns - 1)
-        pour(self.cache, static, self.column)
+        self.cache.copy_to_static(static, self.column)
         return static
 
-    def _catch_up(self, cache: DepotCache, prompt: Prompt, start: int, stop: int) -> None:
+    def _catch_up(self, cache: DepotCache, prompt: PromptRow, start: int, stop: int) -> None:
         device = self._model.device
         ids = torch.from_numpy(prompt.tokens[start:stop]).to(device)[None]
         self._forward(cache, ids, torch.arange(start, stop, device=device)[None], None)
         if cache.sliding_layers:
-            self._submit(cache, [JobRow(prompt.tokens[:stop], 0, 0, start)])
+            self._submit(cache, [OffloadRow(prompt.tokens[:stop], 0, 0, start)])
 
     def _forward(
         self,
@@ -170,15 +167,12 @@ class Session:
         positions: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> None:
-        accepted = inspect.signature(self._model.forward).parameters
-        arguments: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        optional = {"position_ids": positions, "logits_to_keep": 1}
+        accepted = optional.keys() & inspect.signature(self._model.forward).parameters.keys()
+        arguments: dict[str, Any] = {name: optional[name] for name in accepted}
         if mask is not None:
             arguments["attention_mask"] = mask
-        if "position_ids" in accepted:
-            arguments["position_ids"] = positions
-        if "logits_to_keep" in accepted:
-            arguments["logits_to_keep"] = 1
-        self._model(**arguments)
+        self._model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments)
 
     def _after_step(self) -> None:
         """A forward has filled the cache. While it is the prompts': save them."""
@@ -189,11 +183,11 @@ class Session:
         if self._submit(self.cache, rows):
             self._saved = filled
             self.cache.forget(min(self._block_start(prompt, filled) for prompt in self._prompts))
-        if filled >= self._columns and self.beams > 1:
+        if filled >= self._columns and self._beams > 1:
             for layer in self.cache.sliding_layers:
                 layer.stop_recording()
 
-    def _block_start(self, prompt: Prompt, columns: int) -> int:
+    def _block_start(self, prompt: PromptRow, columns: int) -> int:
         """The column where the block begins that is not complete yet."""
         size = self._binding.block_tokens
         return prompt.pad + (columns - prompt.pad) // size * size
@@ -204,11 +198,13 @@ class Session:
             return columns
         return min(columns, self._binding.tokens_max + min(prompt.pad for prompt in self._prompts))
 
-    def _submit(self, cache: DepotCache, rows: list[JobRow]) -> bool:
-        shelves = take_down(self._binding.groups, cache.layers)
+    def _submit(self, cache: DepotCache, rows: list[OffloadRow]) -> bool:
         first = None if self._prepared is None else self._prepared.close
-        job = Job(rows, shelves, self._event(), first)
+        job = OffloadJob(rows, self._snapshots(cache), self._event(), first)
         return self._offloader.submit(job) is not None
+
+    def _snapshots(self, cache: Cache) -> list[GroupSnapshot]:
+        return [GroupSnapshot.of(group, cache.layers) for group in self._binding.groups]
 
     def _event(self) -> torch.cuda.Event | None:
         if self._binding.device.type != "cuda":

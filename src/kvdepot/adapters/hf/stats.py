@@ -26,7 +26,7 @@ class ServedRow:
 
 
 @dataclass(slots=True)
-class Served:
+class CallStats:
     """One call of the model."""
 
     rows: list[ServedRow] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Served:
         return dataclasses.asdict(self)
 
 
-class Counters:
+class ModelCounters:
     """What one DepotModel did so far. Safe to read at any time."""
 
     def __init__(self) -> None:
@@ -65,22 +65,21 @@ class Counters:
         self.offload_failed = 0
         """Jobs that ended with an error; `DepotModel.last_error` is the last one."""
 
-    def served(self, served: Served) -> None:
-        """Add one call."""
+    def add_call(self, call: CallStats) -> None:
         with self._lock:
             self.calls += 1
-            if served.passed:
-                self.passed[served.passed] += 1
-            for row in served.rows:
+            if call.passed:
+                self.passed[call.passed] += 1
+            for row in call.rows:
                 self.prompt_tokens += row.prompt_tokens
                 self.computed_tokens += row.computed_tokens
                 self.fetched_tokens.update(row.fetched)
-            self.onboard_failed.update(served.misses)
+            self.onboard_failed.update(call.misses)
 
-    def offloaded(
+    def add_offload(
         self, *, stored: int = 0, throttled: int = 0, skipped: int = 0, failed: int = 0
     ) -> None:
-        """Add what became of blocks and jobs."""
+        """Add blocks stored and throttled, and jobs skipped and failed."""
         with self._lock:
             self.offload_stored += stored
             self.offload_throttled += throttled
@@ -90,8 +89,8 @@ class Counters:
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON-able values."""
         with self._lock:
-            values = {name: value for name, value in vars(self).items() if name[0] != "_"}
             return {
                 name: dict(value) if isinstance(value, Counter) else value
-                for name, value in values.items()
+                for name, value in vars(self).items()
+                if not name.startswith("_")
             }
