@@ -3,12 +3,13 @@
 The "model" is a hash: what a token leaves in its page and the token that follows depend on all
 tokens before it. Every step looks at the pages of everything a request has computed, as attention
 would, so a page with wrong bytes fails at once. Pages are shared by prefix, freed, preempted and
-taken again as vLLM does it: contents stay until a page is given to somebody else.
+taken again as vLLM does it: contents stay until a page is given to another request.
 """
 
 import hashlib
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,8 @@ LAYERS = 3
 HEADS = 2
 WIDTH = 256
 VOCABULARY = 50
+PROMPT = [(7 * number) % VOCABULARY for number in range(43)]
+FULL_PAGES = len(PROMPT) // PAGE_TOKENS
 
 
 def state_of(tokens: list[int], salt: str = "") -> int:
@@ -442,3 +445,24 @@ def prompts(chance: random.Random, count: int) -> list[list[int]]:
         own = chance.randrange(1, 20)
         found.append(trunk[:shared] + [chance.randrange(VOCABULARY) for _ in range(own)])
     return found
+
+
+def ask(engine: ToyEngine, name: str, prompt: list[int], count: int = 3, **more: Any) -> int:
+    """Serve one prompt alone; check the answer; how many tokens were computed for it."""
+    before = engine.computed_tokens
+    engine.add(ToyRequest(name, list(prompt), count, **more))
+    engine.run()
+    salt = more.get("cache_salt") or ""
+    assert engine.done[name].answer == answer_of(prompt, count, salt)
+    return engine.computed_tokens - before
+
+
+def forget_local(engine: ToyEngine) -> None:
+    """Empty the engine's own prefix cache."""
+    engine.pool.known.clear()
+    engine.pool.names.clear()
+
+
+OpenStore = Callable[..., Store]
+OpenEngine = Callable[..., ToyEngine]
+"""What the fixtures `open_store` and `open_engine` are."""

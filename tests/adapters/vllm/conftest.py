@@ -1,6 +1,6 @@
 """What the tests of the vLLM adapter share. They need torch, not vLLM."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +8,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.support.toy_engine import ToyEngine
+from tests.support.toy_engine import OpenEngine, OpenStore, ToyEngine
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.core.config import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.tiers.device.files import Files
-
-OpenStore = Callable[..., Store]
-OpenEngine = Callable[..., ToyEngine]
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.adapters.vllm.conftest import OpenStore
-from tests.support.toy_engine import ToyRequest
+from tests.support.toy_engine import OpenStore, ToyRequest
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan

@@ -8,9 +8,16 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.adapters.vllm.conftest import OpenEngine, OpenStore
-from tests.adapters.vllm.test_requests_on_toy import FULL_PAGES, PROMPT, ask
-from tests.support.toy_engine import ToyEngine, ToyRequest, answer_of
+from tests.support.toy_engine import (
+    FULL_PAGES,
+    PROMPT,
+    OpenEngine,
+    OpenStore,
+    ToyEngine,
+    ToyRequest,
+    answer_of,
+    ask,
+)
 from tests.support.waiting import eventually
 
 from kvdepot.adapters.vllm.queue_hints import session_of

@@ -2,38 +2,26 @@
 
 import errno
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from tests.support.toy_engine import PAGE_TOKENS, ToyEngine, ToyRequest, answer_of, prompts
+from tests.support.toy_engine import (
+    FULL_PAGES,
+    PAGE_TOKENS,
+    PROMPT,
+    OpenEngine,
+    OpenStore,
+    ToyRequest,
+    answer_of,
+    ask,
+    forget_local,
+    prompts,
+)
 
 from kvdepot.adapters.vllm.messages import LoadJob, StepPlan
-from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles
-
-OpenStore = Callable[..., Store]
-OpenEngine = Callable[..., ToyEngine]
-PROMPT = [(7 * number) % 50 for number in range(43)]
-FULL_PAGES = len(PROMPT) // PAGE_TOKENS
-
-
-def ask(engine: ToyEngine, name: str, prompt: list[int], count: int = 3, **more: Any) -> int:
-    """Serve one prompt alone; check the answer; how many tokens were computed for it."""
-    before = engine.computed_tokens
-    engine.add(ToyRequest(name, list(prompt), count, **more))
-    engine.run()
-    salt = more.get("cache_salt") or ""
-    assert engine.done[name].answer == answer_of(prompt, count, salt)
-    return engine.computed_tokens - before
-
-
-def forget_local(engine: ToyEngine) -> None:
-    engine.pool.known.clear()
-    engine.pool.names.clear()
 
 
 @pytest.mark.parametrize("block_tokens", [0, 8, 12])

@@ -1,7 +1,7 @@
 """What a worker waits for, with a mover whose copies take as long as the test wants."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +9,20 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.adapters.vllm.test_requests_on_toy import FULL_PAGES, PROMPT, ask, forget_local
-from tests.support.toy_engine import ToyEngine, ToyRequest
+from tests.support.toy_engine import (
+    FULL_PAGES,
+    PROMPT,
+    OpenEngine,
+    OpenStore,
+    ToyEngine,
+    ToyRequest,
+    ask,
+    forget_local,
+)
 
 from kvdepot.adapters.tensors import HostMover
 from kvdepot.adapters.vllm import page_transfer
 from kvdepot.adapters.vllm.messages import StepPlan
-from kvdepot.store.store import Store
-
-OpenStore = Callable[..., Store]
-OpenEngine = Callable[..., ToyEngine]
 
 
 class SlowTicket:

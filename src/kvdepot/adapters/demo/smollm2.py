@@ -58,7 +58,7 @@ def prepare(cache: Path) -> Path:
         )
     with _scratch(cache) as folder:
         _convert(source, folder)
-        # Whoever was faster has made the same folder.
+        # Another process may have made the same folder meanwhile.
         if not target.is_dir():
             folder.rename(target)
     return target
