@@ -10,9 +10,10 @@ from typing import Any
 
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
-from kvdepot.cli.bench.command import describe_machine, report
+from kvdepot.cli.bench.command import report
+from kvdepot.cli.directories import choose_parent, scratch_directory
+from kvdepot.cli.doctor import machine
 from kvdepot.cli.main import Parser, exit_status
-from kvdepot.cli.scratch import choose_parent, scratch_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,8 @@ def _run(args: argparse.Namespace, needed_bytes: int, play: Callable[[Path, bool
         output.say(f"wrote {args.html}")
     if args.json:
         figures = [{**output.plain(figure), "ok": figure.ok} for figure in answer.figures]
-        machine = describe_machine(facts)
-        output.document(
-            {"emulated": True, **answer.document, "figures": figures, "machine": machine}
-        )
+        more = {"figures": figures, "machine": machine.describe(facts)}
+        output.document({"emulated": True, **answer.document, **more})
     else:
         output.data("on emulated drives:\n" + answer.text)
         report(answer.figures)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.cli.config import parse_settings
+from kvdepot.cli.arguments import parse_settings
 from kvdepot.cli.main import main
 from kvdepot.core import config
 from kvdepot.errors import ConfigError

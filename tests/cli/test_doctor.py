@@ -81,7 +81,7 @@ def test_reads_the_machine(server: Path) -> None:
     assert [disk.name for disk in facts.disks] == ["nvme0n1", "sda"]
     assert facts.disks[0] == machine.Disk("nvme0n1", MIB, rotational=False, model="Quick SSD")
     assert facts.disks[1].rotational
-    assert facts.gpus == (machine.Gpu("NVIDIA H200", "580.95.05"),)
+    assert facts.gpus == (machine.GpuCard("NVIDIA H200", "580.95.05"),)
     assert len(facts.dax_devices) == 1
     assert facts.far_nodes == ()
 
@@ -132,7 +132,7 @@ def test_asks_nvidia_smi_where_the_driver_shows_nothing(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.95.05'\n")
     script.chmod(0o755)
     gpus = machine.read_machine(tmp_path, nvidia_smi=str(script)).gpus
-    assert gpus == (machine.Gpu("NVIDIA H200", "580.95.05"),)
+    assert gpus == (machine.GpuCard("NVIDIA H200", "580.95.05"),)
     script.write_text("#!/bin/sh\nexit 9\n")
     assert machine.read_machine(tmp_path, nvidia_smi=str(script)).gpus == ()
 
@@ -192,7 +192,7 @@ def test_a_raw_device_is_measured_but_never_written(tmp_path: Path) -> None:
 
 def test_what_falls_short_is_a_warning_with_advice() -> None:
     facts = machine.PathFacts("/d", problem="", direct_refusal="refused", free_bytes=1)
-    limits = doctor.Limits(memlock_bytes=8 * MIB, open_files=1024, open_files_hard=None)
+    limits = doctor.ProcessLimits(memlock_bytes=8 * MIB, open_files=1024, open_files_hard=None)
     blocked = doctor.Native(loaded=True, reason="", uring=False, uring_reason="seccomp")
     found = (
         *doctor.path_checks(facts),
@@ -215,7 +215,7 @@ def test_without_the_extension_io_uring_is_not_blamed() -> None:
 
 
 def test_what_is_well_needs_no_advice() -> None:
-    limits = doctor.Limits(memlock_bytes=None, open_files=None, open_files_hard=None)
+    limits = doctor.ProcessLimits(memlock_bytes=None, open_files=None, open_files_hard=None)
     fast_path = doctor.Native(loaded=True, reason="", uring=True, uring_reason="")
     for check in (*doctor.limit_checks(limits), *doctor.software_checks(fast_path)):
         assert check.status is Status.OK

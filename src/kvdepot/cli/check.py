@@ -24,7 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="drop what is damaged and keep the rest; nobody else may have the store open",
+        help="drop what is damaged and keep the rest; no process may have the store open",
     )
     output.add_json_flag(parser)
 

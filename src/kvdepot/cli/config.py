@@ -1,10 +1,10 @@
 """`kvdepot config show|check`: the settings in force, and whether a file is right."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvdepot.cli import output
+from kvdepot.cli.arguments import add_store_settings, parse_settings
 from kvdepot.core import config, config_loader
 from kvdepot.errors import ConfigError
 
@@ -18,15 +18,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Print every setting in force, as TOML with comments: the defaults, then "
         "the file, then KVDEPOT_… variables, then --set; the last one wins. Secrets are hidden.",
     )
-    show.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
-    show.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="A.B=VALUE",
-        help="one setting, for example ssd.capacity=20GiB; may be repeated",
-    )
+    add_store_settings(show)
     output.add_json_flag(show)
     check = verbs.add_parser(
         "check",
@@ -66,16 +58,3 @@ def run_check(args: argparse.Namespace) -> int:
     else:
         output.data(f"{args.file}: ok")
     return 0
-
-
-def parse_settings(settings: Sequence[str]) -> dict[str, str]:
-    """`a.b=c` texts as a mapping. Raises ConfigError for one without a name or a value."""
-    overrides = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise ConfigError(
-                setting, "not of the form a.b=value", hint="--set ssd.capacity=20GiB, for example"
-            )
-        overrides[name.strip()] = value.strip()
-    return overrides

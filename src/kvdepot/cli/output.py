@@ -18,7 +18,7 @@ from typing import Any, Self, TextIO
 from kvdepot.core.units import format_bytes
 
 SILENT_S = 2.0
-"""Nobody wonders about a pause shorter than this."""
+"""Nothing is shown of what ends sooner."""
 
 TTY_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0

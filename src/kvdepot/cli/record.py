@@ -7,6 +7,7 @@ from pathlib import Path
 
 import kvdepot
 from kvdepot.cli import output
+from kvdepot.cli.arguments import explained
 from kvdepot.core.depot import Depot
 from kvdepot.core.units import parse_duration
 
@@ -25,16 +26,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--socket", type=Path, metavar="PATH", required=True, help="of the daemon: kvdepot serve"
     )
     parser.add_argument(
-        "--for", type=duration, metavar="TIME", dest="seconds", help="as 30s or 1h; else Ctrl-C"
+        "--for",
+        type=explained(parse_duration),
+        metavar="TIME",
+        dest="seconds",
+        help="as 30s or 1h; else Ctrl-C",
     )
     output.add_json_flag(parser)
-
-
-def duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def watch(store: Depot, seconds: float | None) -> None:
-    """Tell how it goes until the time is over."""
+    """Show how many requests there are until the time is over."""
     began_s = time.monotonic()
     with output.Progress("recording") as line:
         while seconds is None or time.monotonic() - began_s < seconds:

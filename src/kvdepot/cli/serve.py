@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.cli import output
-from kvdepot.cli.config import parse_settings
+from kvdepot.cli.arguments import add_store_settings, count, parse_settings
 from kvdepot.core import config
 from kvdepot.core.units import format_bytes
 from kvdepot.server.daemon import Daemon
@@ -31,30 +31,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--socket", type=Path, metavar="PATH", required=True, help="where clients connect"
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="A.B=VALUE",
-        help="one setting, for example ssd.capacity=20GiB; may be repeated",
-    )
+    add_store_settings(parser)
     parser.add_argument(
         "--group", default="", metavar="NAME", help="let this group connect too, not only the owner"
     )
     parser.add_argument(
-        "--clients", type=clients, default=Limits().clients, metavar="N", help="processes at once"
+        "--clients", type=count, default=Limits().clients, metavar="N", help="processes at once"
     )
     parser.add_argument(
         "--json", action="store_true", help="print one line of JSON when ready, one at the end"
     )
-
-
-def clients(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,7 +73,7 @@ def stop(daemon: Daemon) -> None:
 
 
 def announce(daemon: Daemon, args: argparse.Namespace) -> None:
-    """Tell whoever waits that clients can connect: people, scripts, systemd."""
+    """Say that clients can connect: to people, scripts and systemd."""
     stats = daemon.store.stats()
     if args.json:
         facts = {"ready": True, "socket": str(args.socket), "pid": os.getpid()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import kvdepot
 from kvdepot.cli import output
+from kvdepot.cli.arguments import explained
 from kvdepot.cli.report.tables import Table
 from kvdepot.core.depot import Depot
 from kvdepot.core.units import exact_bytes, format_bytes, parse_bytes
@@ -32,7 +33,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_drive(one)
     one = add_verb(verbs, "resize", "give a tier more or less room; where it is less, blocks go")
     one.add_argument("tier", metavar="TIER", help="ssd or hdd")
-    one.add_argument("capacity", type=size, metavar="SIZE", help="of all its drives, as 100TiB")
+    one.add_argument(
+        "capacity", type=explained(parse_bytes), metavar="SIZE", help="of all its drives, as 100TiB"
+    )
     one = add_verb(verbs, "mode", "when blocks come to a tier from the one above")
     one.add_argument("tier", metavar="TIER", help="ssd or hdd")
     one.add_argument("mode", choices=[mode.value for mode in WriteMode], metavar="MODE")
@@ -50,13 +53,6 @@ def add_verb(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
 def add_drive(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tier", metavar="TIER", help="ssd or hdd")
     parser.add_argument("path", type=Path, metavar="DRIVE", help="a directory or block device")
-
-
-def size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,16 +5,10 @@ the two suffer together. Missed bars are shown; only `--strict` makes them a fai
 """
 
 import argparse
-import datetime
-import os
-import platform
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
-
-from kvdepot import native
 from kvdepot.bench.daemon import BLOCKS_BYTES as DAEMON_BLOCKS_BYTES
 from kvdepot.bench.daemon import DaemonPlan
 from kvdepot.bench.disk import BLOCKS_MIN
@@ -24,10 +18,10 @@ from kvdepot.bench.scale import ScalePlan
 from kvdepot.bench.stores import INDEXES, StorePlan
 from kvdepot.bench.ttft import PREFIX_TOKENS, TtftPlan
 from kvdepot.cli import output
-from kvdepot.cli.cache import models_folder
+from kvdepot.cli.arguments import count
+from kvdepot.cli.directories import choose_parent, models_folder, scratch_directory
 from kvdepot.cli.doctor import machine
 from kvdepot.cli.report.tables import Table
-from kvdepot.cli.scratch import choose_parent, scratch_directory
 from kvdepot.core.units import format_bytes, parse_bytes
 
 BLOCKS_BYTES = (128 << 10, 4 << 20, 32 << 20)
@@ -59,13 +53,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_kind(kinds, "io", "the native engine beside the raw device and memcpy")
     add_kind(kinds, "store", "a whole store beside the raw device and memcpy; lookups")
     scale = add_kind(kinds, "scale", "many real blocks: index memory, reopening, eviction")
-    scale.add_argument("--blocks", type=positive, metavar="N", help="blocks (default: 1000000)")
+    scale.add_argument("--blocks", type=count, metavar="N", help="blocks (default: 1000000)")
     daemon = add_kind(kinds, "daemon", "a daemon's store beside one in the same process; lookups")
     daemon.add_argument(
         "--block", type=sizes, metavar="BYTES,…", help="block sizes (default: 1MiB,4MiB,32MiB)"
     )
     ttft = add_kind(kinds, "ttft", "a model's time to first token, computed and from each tier")
-    ttft.add_argument("--prefix", type=positive, metavar="TOKENS", help="prompt (default: 4000)")
+    ttft.add_argument("--prefix", type=count, metavar="TOKENS", help="prompt (default: 4000)")
     ttft.add_argument(
         "--model", type=Path, metavar="DIR", help="a model folder (default: SmolLM2-135M-Instruct)"
     )
@@ -89,7 +83,7 @@ def add_kind(
     parser.add_argument(
         "--path", type=Path, metavar="DIR", help="where to write (default: a temporary directory)"
     )
-    parser.add_argument("--rounds", type=positive, metavar="N", help="measurements of each thing")
+    parser.add_argument("--rounds", type=count, metavar="N", help="measurements of each thing")
     parser.add_argument("--quick", action="store_true", help="small and imprecise, in seconds")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
     output.add_json_flag(parser)
@@ -114,12 +108,6 @@ def sizes(text: str) -> tuple[int, ...]:
     if any(value <= 0 or value % 4096 for value in values):
         raise argparse.ArgumentTypeError("block sizes must be multiples of 4KiB")
     return values
-
-
-def positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -204,27 +192,7 @@ def document(results: Iterable[Result], facts: machine.PathFacts) -> dict[str, A
     names = {SpeedRow: "rows", Latency: "latencies", Figure: "figures"}
     for result in results:
         kinds[names[type(result)]].append({**output.plain(result), "ok": result.ok})
-    return {**kinds, "machine": describe_machine(facts)}
-
-
-def describe_machine(facts: machine.PathFacts) -> dict[str, Any]:
-    found = machine.read_machine()
-    return {
-        "cpu": found.cpu,
-        "cores": found.cores,
-        "memory_bytes": found.memory_bytes,
-        "load": os.getloadavg()[0],
-        "kernel": found.kernel,
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-        "native": native.NAME,
-        "uring": native.uring_available()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "path": facts.path,
-        "filesystem": facts.filesystem,
-        "direct_io": not facts.direct_refusal,
-        "disk": facts.disk.name if facts.disk else "",
-    }
+    return {**kinds, "machine": machine.describe(facts)}
 
 
 def report(results: Sequence[Result]) -> None:

@@ -6,20 +6,17 @@ compared with the one without, token by token.
 """
 
 import argparse
-import datetime
 import os
-import platform
 import shlex
 from pathlib import Path
-from typing import Any
 
 from kvdepot.cli import output
-from kvdepot.cli.cache import models_folder
+from kvdepot.cli.arguments import count
 from kvdepot.cli.demo.play import Demo, DemoPlan, DemoResult
 from kvdepot.cli.demo.report import as_page, choose_display, summary
 from kvdepot.cli.demo.server import PROGRAM
+from kvdepot.cli.directories import choose_parent, models_folder, scratch_directory
 from kvdepot.cli.doctor import machine
-from kvdepot.cli.scratch import choose_parent, scratch_directory
 from kvdepot.errors import ConfigError
 
 NEEDED_BYTES = 2 << 30
@@ -35,12 +32,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "is killed and restarted, a bit on disk is flipped. All answers must be the same. Writes "
         "a report with plots. Exits with 1 if an answer differs.",
     )
-    parser.add_argument("--users", type=positive, default=USERS, metavar="N", help="default: 3")
+    parser.add_argument("--users", type=count, default=USERS, metavar="N", help="default: 3")
     parser.add_argument(
-        "--turns", type=positive, default=TURNS, metavar="N", help="before the kill; default: 2"
+        "--turns", type=count, default=TURNS, metavar="N", help="before the kill; default: 2"
     )
     parser.add_argument(
-        "--new-tokens", type=positive, default=NEW_TOKENS, metavar="N", help="a turn; default: 16"
+        "--new-tokens", type=count, default=NEW_TOKENS, metavar="N", help="a turn; default: 16"
     )
     parser.add_argument(
         "--model",
@@ -58,19 +55,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     output.add_json_flag(parser)
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
-
-
 def run(args: argparse.Namespace) -> int:
     report = find_report(args.report)
     facts = choose_parent(args.path, NEEDED_BYTES)
     parent = Path(facts.path).resolve()
     with scratch_directory(parent, "kvdepot-demo-", keep=args.keep) as directory:
         result = play(args, directory)
-    result.machine = describe_machine(facts)
+    result.machine = machine.describe(facts)
     result.command = command_of(args)
     result.report = str(report)
     report.write_text(as_page(result), encoding="utf-8")
@@ -119,17 +110,3 @@ def command_of(args: argparse.Namespace) -> str:
     if args.model:
         words += ["--model", str(args.model)]
     return shlex.join(words)
-
-
-def describe_machine(facts: machine.PathFacts) -> dict[str, Any]:
-    found = machine.read_machine()
-    return {
-        "cpu": found.cpu,
-        "cores": found.cores,
-        "memory_bytes": found.memory_bytes,
-        "gpus": [gpu.name for gpu in found.gpus],
-        "kernel": found.kernel,
-        "python": platform.python_version(),
-        "filesystem": facts.filesystem,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }

@@ -47,7 +47,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     """Soft limits of this process; None is unlimited."""
 
     memlock_bytes: int | None
@@ -140,13 +140,13 @@ def read_native() -> Native:
     return Native(loaded=True, reason="", uring=usable, uring_reason=reason)
 
 
-def read_limits() -> Limits:
+def read_limits() -> ProcessLimits:
     def known(value: int) -> int | None:
         return None if value == resource.RLIM_INFINITY else value
 
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Limits(known(memlock), known(files), known(files_hard))
+    return ProcessLimits(known(memlock), known(files), known(files_hard))
 
 
 def software_checks(fast_path: Native) -> Iterator[Check]:
@@ -177,7 +177,7 @@ def software_checks(fast_path: Native) -> Iterator[Check]:
         )
 
 
-def machine_checks(facts: machine.Machine) -> Iterator[Check]:
+def machine_checks(facts: machine.MachineFacts) -> Iterator[Check]:
     features = ", ".join(facts.features) or "no vector extensions known to us"
     yield Check("cpu", Status.INFO, f"{facts.cpu}, {facts.cores} cores usable; {features}")
     yield memory_check(facts)
@@ -194,7 +194,7 @@ def machine_checks(facts: machine.Machine) -> Iterator[Check]:
         yield Check("gpu", Status.INFO, "none found; the store itself needs none", advice)
 
 
-def slower_memory_check(facts: machine.Machine) -> Check:
+def slower_memory_check(facts: machine.MachineFacts) -> Check:
     """What a cxl tier could be made of."""
     nodes = [f"NUMA node {node} (no processors)" for node in facts.far_nodes]
     if not nodes and not facts.dax_devices:
@@ -205,7 +205,7 @@ def slower_memory_check(facts: machine.Machine) -> Check:
     return Check("cxl", Status.OK, ", ".join([*nodes, *facts.dax_devices]), " or ".join(ways))
 
 
-def memory_check(facts: machine.Machine) -> Check:
+def memory_check(facts: machine.MachineFacts) -> Check:
     available = format_bytes(facts.memory_available_bytes)
     found = f"{format_bytes(facts.memory_bytes)}, {available} available"
     if facts.memory_limit_bytes < facts.memory_bytes:
@@ -230,7 +230,7 @@ def huge_page_check(pages: machine.HugePages) -> Check:
     return Check("huge pages", Status.WARN, found, f"disk reads take twice as long: {shared}")
 
 
-def limit_checks(limits: Limits) -> Iterator[Check]:
+def limit_checks(limits: ProcessLimits) -> Iterator[Check]:
     if limits.memlock_bytes is None or limits.memlock_bytes >= MEMLOCK_MIN_BYTES:
         yield Check("memlock", Status.OK, limit_text(limits.memlock_bytes, "bytes"))
     else:
@@ -329,7 +329,7 @@ def describe(disk: machine.Disk) -> str:
 
 
 def speed_check(facts: machine.PathFacts, *, size_bytes: int = machine.SPEED_BYTES) -> Check:
-    """Measure it, unless there is too little room to do so politely."""
+    """Measure it, unless the measurement would take more than a quarter of the free space."""
     subject = f"{facts.path} speed"
     if facts.free_bytes < 4 * size_bytes and not facts.is_device:
         return Check(subject, Status.INFO, "not measured: too little free space")

@@ -62,7 +62,7 @@ def emulated_paths(config: Config) -> Iterator[Path]:
 def measure(config: Config) -> None:
     """Measure every drive of a store anew, and keep what comes out with the drive.
 
-    Opens the store for that: StoreBusyError while somebody has it.
+    Opens the store for that: StoreBusyError while another process has it.
     """
     if not config.file_tiers:
         raise ConfigError("ssd", "there is no drive to measure", hint="set ssd.path or hdd.path")

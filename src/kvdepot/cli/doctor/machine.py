@@ -4,9 +4,11 @@ Everything here only looks; `doctor` judges. `root` stands for `/`, so that test
 machine of their own.
 """
 
+import datetime
 import errno
 import mmap
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -19,6 +21,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy
+
+from kvdepot import native
 
 HERE = Path("/")
 SECTOR_BYTES = 512
@@ -61,13 +68,13 @@ class HugePages:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuCard:
     name: str
     driver: str
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     kernel: str
     cpu: str
     cores: int
@@ -83,7 +90,7 @@ class Machine:
     huge_pages: HugePages
     disks: tuple[Disk, ...]
     dax_devices: tuple[str, ...]
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuCard, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +109,20 @@ class PathFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class PathSpeed:
     direct: bool
     read_bytes_per_s: float
     write_bytes_per_s: float | None
     """None for a raw device, which is only read."""
 
 
-def read_machine(root: Path = HERE, *, nvidia_smi: str | None = None) -> Machine:
+def read_machine(root: Path = HERE, *, nvidia_smi: str | None = None) -> MachineFacts:
     """Read everything once. What the kernel does not tell is empty or 0."""
     memory = read_fields(root / "proc/meminfo")
     cpu = read_fields(root / "proc/cpuinfo")
     memory_bytes = kib(memory.get("MemTotal", "0"))
     flags = cpu.get("flags", cpu.get("Features", "")).split()
-    return Machine(
+    return MachineFacts(
         kernel=read_text(root / "proc/sys/kernel/osrelease"),
         cpu=cpu.get("model name", "unknown"),
         cores=len(os.sched_getaffinity(0)),
@@ -130,6 +137,28 @@ def read_machine(root: Path = HERE, *, nvidia_smi: str | None = None) -> Machine
         dax_devices=tuple(sorted(str(path) for path in (root / "dev").glob("dax*"))),
         gpus=tuple(list_gpus(root, nvidia_smi)),
     )
+
+
+def describe(where: PathFacts) -> dict[str, Any]:
+    """What a measurement says of the machine it ran on, and of the directory it wrote to."""
+    found = read_machine()
+    return {
+        "cpu": found.cpu,
+        "cores": found.cores,
+        "memory_bytes": found.memory_bytes,
+        "gpus": [gpu.name for gpu in found.gpus],
+        "load": os.getloadavg()[0],
+        "kernel": found.kernel,
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "native": native.NAME,
+        "uring": native.uring_available()[0],
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "path": where.path,
+        "filesystem": where.filesystem,
+        "direct_io": not where.direct_refusal,
+        "disk": where.disk.name if where.disk else "",
+    }
 
 
 def list_far_nodes(root: Path) -> list[int]:
@@ -234,18 +263,18 @@ def find_mount(path: Path, root: Path = HERE) -> Mount | None:
     return best
 
 
-def list_gpus(root: Path, nvidia_smi: str | None) -> Iterator[Gpu]:
+def list_gpus(root: Path, nvidia_smi: str | None) -> Iterator[GpuCard]:
     driver = root / "proc/driver/nvidia"
     version = re.search(r"\d+\.\d+(\.\d+)?", read_text(driver / "version"))
     cards = sorted(driver.glob("gpus/*/information"))
     for card in cards:
         name = read_fields(card).get("Model", "unknown NVIDIA GPU")
-        yield Gpu(name=name, driver=version.group(0) if version else "")
+        yield GpuCard(name=name, driver=version.group(0) if version else "")
     if not cards and nvidia_smi is not None:
         yield from ask_nvidia_smi(nvidia_smi)
 
 
-def ask_nvidia_smi(nvidia_smi: str) -> Iterator[Gpu]:
+def ask_nvidia_smi(nvidia_smi: str) -> Iterator[GpuCard]:
     command = [nvidia_smi, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(
@@ -255,7 +284,7 @@ def ask_nvidia_smi(nvidia_smi: str) -> Iterator[Gpu]:
         return  # installed but without a working driver: there is no GPU to use
     for line in answer.stdout.splitlines():
         name, _, driver = line.rpartition(",")
-        yield Gpu(name=name.strip(), driver=driver.strip())
+        yield GpuCard(name=name.strip(), driver=driver.strip())
 
 
 def read_path(path: Path, root: Path = HERE) -> PathFacts:
@@ -363,7 +392,7 @@ def measure_speed(
     *,
     size_bytes: int = SPEED_BYTES,
     advance: Callable[[int], None] = lambda amount: None,
-) -> Speed:
+) -> PathSpeed:
     """Write and read back `size_bytes` (a device is only read), each for ten seconds at most.
 
     `advance` is called with the bytes moved since the last call, from this thread. Raises OSError
@@ -380,12 +409,12 @@ def measure_speed(
             _, read_speed = timed(os.preadv, fd, fitting, advance)
         finally:
             os.close(fd)
-        return Speed(not facts.direct_refusal, read_speed, None)
+        return PathSpeed(not facts.direct_refusal, read_speed, None)
     with scratch_file(path) as (fd, refusal):
         written, write_speed = timed(os.pwritev, fd, offsets, advance)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         _, read_speed = timed(os.preadv, fd, written, advance)
-    return Speed(not refusal, read_speed, write_speed)
+    return PathSpeed(not refusal, read_speed, write_speed)
 
 
 Mover = Callable[[int, list[mmap.mmap], int], int]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.cli import output
-from kvdepot.cli.config import parse_settings
+from kvdepot.cli.arguments import add_set, parse_settings
 from kvdepot.cli.plan.report import as_page, as_text, verdict
 from kvdepot.core.config_loader import show as shown
 from kvdepot.planner.parts import load_parts, shipped_parts
@@ -57,13 +57,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report too")
     for option, (_, value, words) in SETTINGS.items():
         parser.add_argument(f"--{option}", metavar=value, help=words or None)
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="A.B=VALUE",
-        help="any other setting of the scenario, such as traffic.gap_spread=0.5; may be repeated",
+    add_set(
+        parser,
+        "any other setting of the scenario, such as traffic.gap_spread=0.5; may be repeated",
     )
     output.add_json_flag(parser)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvdepot.cli import output
-from kvdepot.cli.counts import count, counts, positive
+from kvdepot.cli.arguments import count, counts, positive
 from kvdepot.cli.report.tables import Table
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DTYPE_BYTES, KVLayout
 from kvdepot.core.units import format_bytes, format_decimal_bytes, parse_bytes
@@ -62,7 +62,7 @@ class CodecRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ModelSize:
     """Everything `kvdepot size` says."""
 
     model: str
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace) -> Size:
+def measure(args: argparse.Namespace) -> ModelSize:
     model = find_model(args.model)
     size = footprint_of(
         model, dtype=args.dtype, block_tokens=args.block_tokens, codec=args.codec, tp=args.tp
@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace) -> Size:
     stored = size.stored_bytes_per_token
     per_second = stored * args.tokens_per_second
     tiers = dict(map(tier_of, args.tier)) or SEED_TIERS
-    return Size(
+    return ModelSize(
         model=model.name,
         source=model.source,
         dtype=size.layout.groups[0].dtype,
@@ -222,7 +222,7 @@ def codec_rows(model: Model, args: argparse.Namespace) -> list[CodecRow]:
     return rows
 
 
-def show(found: Size) -> None:
+def show(found: ModelSize) -> None:
     output.data(f"{found.model}, KV in {found.dtype}\n  from {found.source}")
     output.data("\n" + Table(("one", "bytes", "", ""), unit_rows(found)).text())
     if len(found.groups) > 1:
@@ -237,7 +237,7 @@ def show(found: Size) -> None:
     output.data("\n" + Table(("stored as", "bytes a token", "smaller"), rows).text())
 
 
-def unit_rows(found: Size) -> list[tuple[str, str, str, str]]:
+def unit_rows(found: ModelSize) -> list[tuple[str, str, str, str]]:
     units = {"token": found.bytes_per_token}
     if found.growth_bytes_per_token != found.bytes_per_token:
         units["token of a long context (windows)"] = found.growth_bytes_per_token
@@ -251,7 +251,7 @@ def unit_rows(found: Size) -> list[tuple[str, str, str, str]]:
     return [(name, f"{n:,}", format_bytes(n), format_decimal_bytes(n)) for name, n in units.items()]
 
 
-def groups_table(found: Size) -> str:
+def groups_table(found: ModelSize) -> str:
     rows = [
         (g["kind"], g["layers"], g["window"] or "-", f"{g['bytes_per_token']:,}")
         for g in found.groups
@@ -259,7 +259,7 @@ def groups_table(found: Size) -> str:
     return Table(("layers of kind", "layers", "window", "bytes a token"), rows).text()
 
 
-def contexts_table(found: Size) -> str:
+def contexts_table(found: ModelSize) -> str:
     windows = found.growth_bytes_per_token != found.bytes_per_token
     rows: list[Sequence[object]] = []
     for row in found.contexts:

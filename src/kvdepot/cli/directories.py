@@ -1,9 +1,9 @@
-"""A directory to try things in: on a real disk where there is one, gone afterwards."""
+"""Where commands write: scratch directories, gone afterwards, and the cache of models."""
 
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,3 +53,10 @@ def scratch_directory(parent: Path, prefix: str, *, keep: bool = False) -> Itera
         signal.signal(signal.SIGTERM, before)
         if not keep:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def models_folder(env: Mapping[str, str]) -> Path:
+    """For the weights of models, by the rules of the XDG base directories."""
+    given = Path(env.get("XDG_CACHE_HOME", ""))
+    base = given if given.is_absolute() else Path(env.get("HOME", "/root")) / ".cache"
+    return base / "kvdepot" / "models"

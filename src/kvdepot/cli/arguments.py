@@ -1,0 +1,76 @@
+"""Options and values that several commands take: counts, sizes, times, settings of a store."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from kvdepot.errors import ConfigError
+
+Value = TypeVar("Value")
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20}
+
+
+def positive(text: str) -> float:
+    """A number above 0: `0.5`, `128k`, `1M`. k, M, G are powers of 1000; Ki, Mi of 1024."""
+    digits = text.strip().rstrip("kKmMgGiI")
+    unit = text.strip()[len(digits) :].lower()
+    try:
+        number = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number like 0.5, 4000 or 1M"
+        ) from error
+    if not 0 < number < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0, or is too much")
+    return number
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    number = positive(text)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(number)
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers above 0 with commas between."""
+    return [count(part) for part in text.split(",")]
+
+
+def explained(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """`parse` as a `type=` of argparse: what its ValueError says is shown to people."""
+
+    def parsed(text: str) -> Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def add_store_settings(parser: argparse.ArgumentParser) -> None:
+    """`--config` and `--set`."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+    add_set(parser, "one setting, for example ssd.capacity=20GiB; may be repeated")
+
+
+def add_set(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="A.B=VALUE", help=text
+    )
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, str]:
+    """`a.b=c` texts as a mapping. Raises ConfigError for one without a name or a value."""
+    overrides = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not equals:
+            raise ConfigError(
+                setting, "not of the form a.b=value", hint="--set ssd.capacity=20GiB, for example"
+            )
+        overrides[name.strip()] = value.strip()
+    return overrides
