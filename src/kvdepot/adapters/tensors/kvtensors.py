@@ -97,8 +97,9 @@ class KVTensors:
         self.layer_count = len(rows)
         self._item_bytes = self.tensors[0].element_size()
         self._sizes = [dict(zip(self.axes, tensor.shape, strict=True)) for tensor in rows[0]]
-        names = ("kv", *self.axes) if planes else self.axes
-        self._outer, self._inner = _around_planes(payload_order(order, names), planes=planes)
+        payload = payload_order(order, ("kv", *self.axes) if planes else self.axes)
+        at = payload.index("kv") if planes else 0
+        self._outer, self._inner = payload[:at], payload[at + 1 :] if planes else payload
         _check_planes(self._sizes, self._outer)
         self._bases: Addresses = np.array([[t.data_ptr() for t in row] for row in rows], np.int64)
         strides = [tuple(tensor.stride() for tensor in row) for row in rows]
@@ -126,14 +127,16 @@ class KVTensors:
         """The block of tokens start <= i < stop of a contiguous cache."""
         if self.page_tokens is not None:
             raise BadBufferError("these tensors have pages: name the block's pages, not a span")
-        _check_range(start, stop, self._sizes[0]["token"])
+        tokens = self._sizes[0]["token"]
+        if not 0 <= start < stop <= tokens:
+            raise BadBufferError(f"{start}:{stop} is no range of {tokens} tokens")
         if not 0 <= batch < self._sizes[0].get("batch", 1):
             raise BadBufferError(f"batch {batch} is outside the tensors' batch axis")
         template = self._template(stop - start)
         addresses = template.start + template.rate * start
         if batch:
             addresses += template.batch_rate * batch
-        return self._pieces(addresses, template)
+        return Pieces(addresses, template.piece_bytes, self.device, self.tensors)
 
     def pages(self, page_ids: Any) -> Pieces:
         """The block whose tokens lie in these pages, in this order."""
@@ -147,9 +150,7 @@ class KVTensors:
             raise BadBufferError(f"page ids go from {ids.min()} to {ids.max()}, of {count} pages")
         template = self._template(ids.size)
         where = ids.astype(np.int64)[template.ordinal]
-        return self._pieces(template.start + template.rate * where, template)
-
-    def _pieces(self, addresses: Addresses, template: Template) -> Pieces:
+        addresses = template.start + template.rate * where
         return Pieces(addresses, template.piece_bytes, self.device, self.tensors)
 
     def _template(self, count: int) -> Template:
@@ -215,25 +216,12 @@ def _check_memory(tensor: torch.Tensor, axes: Sequence[str], where: str) -> None
         raise BadBufferError(f"{where}an expanded tensor keeps several elements in one place")
 
 
-def _around_planes(
-    order: tuple[str, ...], *, planes: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes outside and inside the planes: with one plane all are inside, kv among them."""
-    at = order.index("kv") if planes else 0
-    return order[:at], order[at + 1 :] if planes else order
-
-
 def _check_planes(sizes: Sequence[Mapping[str, int]], outer: Sequence[str]) -> None:
     """Planes may differ in heads and dim, as long as the payload does not alternate over them."""
     for axis in {"batch", "page", "token", *outer} & set(sizes[0]):
         lengths = sorted({plane[axis] for plane in sizes})
         if len(lengths) > 1:
             raise BadBufferError(f"the tensors of a layer have {lengths} along {axis!r}")
-
-
-def _check_range(start: int, stop: int, tokens: int) -> None:
-    if not 0 <= start < stop <= tokens:
-        raise BadBufferError(f"{start}:{stop} is no range of {tokens} tokens")
 
 
 def parse(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -294,24 +282,8 @@ class Plane:
 
     item_bytes: int
 
-    @property
-    def run_bytes(self) -> int:
-        """Length of the contiguous end of the payload order."""
-        return self._run()[0]
-
-    def offsets(self, piece_bytes: int) -> Addresses:
-        """Where the pieces lie, as (outer, pieces inside), with every page taken for page 0."""
-        run, around = self._run()
-        steps = [(self.sizes[axis], self._stride(axis)) for axis in (*self.outer, *around)]
-        return self._by_outer(_grid([*steps, (run // piece_bytes, piece_bytes)]))
-
-    def ordinals(self, piece_bytes: int) -> Addresses:
-        """Which of the block's pages each piece lies in."""
-        run, around = self._run()
-        steps = [(self.sizes[axis], int(axis == "page")) for axis in (*self.outer, *around)]
-        return self._by_outer(_grid([*steps, (run // piece_bytes, 0)]))
-
-    def _run(self) -> tuple[int, tuple[str, ...]]:
+    def run(self) -> tuple[int, tuple[str, ...]]:
+        """Length in bytes of the contiguous end of the payload order, and the axes around it."""
         run, around = self.item_bytes, list(self.inner)
         while around and around[-1] != "page":
             size = self.sizes[around[-1]]
@@ -321,11 +293,22 @@ class Plane:
             around.pop()
         return run, tuple(around)
 
-    def _stride(self, axis: str) -> int:
-        return 0 if axis == "page" else self.strides[axis]
+    def offsets(self, piece_bytes: int) -> Addresses:
+        """Where the pieces lie, as (outer, pieces inside), with every page taken for page 0."""
+        return self._grid(piece_bytes, {**self.strides, "page": 0}, piece_bytes)
 
-    def _by_outer(self, flat: Addresses) -> Addresses:
-        return flat.reshape(math.prod(self.sizes[axis] for axis in self.outer), -1)
+    def ordinals(self, piece_bytes: int) -> Addresses:
+        """Which of the block's pages each piece lies in."""
+        return self._grid(piece_bytes, {"page": 1}, 0)
+
+    def _grid(self, piece_bytes: int, strides: Mapping[str, int], piece_stride: int) -> Addresses:
+        """All sums of one multiple of each stride, the last one running fastest."""
+        run, around = self.run()
+        steps = [(self.sizes[axis], strides.get(axis, 0)) for axis in (*self.outer, *around)]
+        total = np.zeros(1, np.int64)
+        for size, stride in (*steps, (run // piece_bytes, piece_stride)):
+            total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+        return total.reshape(math.prod(self.sizes[axis] for axis in self.outer), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +336,7 @@ def build(
     """`kinds` are the different sets of planes, `kind_of` says which of them each layer has, and
     `bases[i, j]` is the address of plane j in layer i."""
     planes = kinds[0]
-    piece_bytes = _piece_bytes([plane.run_bytes for kind in kinds for plane in kind])
+    piece_bytes = _piece_bytes([plane.run()[0] for kind in kinds for plane in kind])
     rows = np.stack([_row(kind, piece_bytes) for kind in kinds])[kind_of]
     parts = [plane.ordinals(piece_bytes) for plane in planes]
     return Template(
@@ -380,14 +363,6 @@ def _spread(parts: Sequence[Addresses], values: Sequence[int]) -> Addresses:
     pairs = zip(parts, values, strict=True)
     filled = [np.full(part.shape, value, np.int64) for part, value in pairs]
     return np.concatenate(filled, axis=1).ravel()
-
-
-def _grid(steps: Sequence[tuple[int, int]]) -> Addresses:
-    """All sums of one multiple each of the strides, the last one running fastest."""
-    total = np.zeros(1, np.int64)
-    for size, stride in steps:
-        total = (total[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
-    return total
 
 
 def _piece_bytes(runs: Sequence[int]) -> int:

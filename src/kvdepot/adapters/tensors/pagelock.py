@@ -9,6 +9,7 @@ import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Final, Protocol
 
 import torch
@@ -53,11 +54,11 @@ class LockedMemory:
         except BaseException:
             self.close()
             raise
-        self._ranges.sort(key=_start)
+        self._ranges.sort(key=itemgetter(0))
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         """The bytes at `address`; BadBufferError when they are not all in one of the ranges."""
-        at = bisect_right(self._ranges, address, key=_start) - 1
+        at = bisect_right(self._ranges, address, key=itemgetter(0)) - 1
         if at >= 0:
             start, whole = self._ranges[at]
             if address + nbytes <= start + whole.numel():
@@ -80,10 +81,6 @@ class LockedMemory:
             # A view of its own keeps the memory mapped, also when the caller releases this one.
             held = memoryview(view)
             self._ranges.append((address, torch.frombuffer(held, dtype=torch.uint8)))
-
-
-def _start(entry: tuple[int, torch.Tensor]) -> int:
-    return entry[0]
 
 
 def _lock(driver: Driver, address: int, nbytes: int) -> None:

@@ -8,7 +8,7 @@ start.
 import hashlib
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ class WorkerRank:
     """Among those that divide each layer's heads."""
     ranks: int
     engine: str
-    """vLLM and its version: the inside of a page may change with it."""
+    """vLLM and its version: the content of a page may change with it."""
 
 
 def check_engine(engine: Any) -> None:
@@ -90,9 +90,13 @@ def shard_facts(
         dtype=DTYPES.get(tensors.tensors[0].dtype, "uint8"),
     )
     replicas = max(1, getattr(cache, "kv_tp_replicas", 1) or 1)
+    model = engine.model_config
+    path = Path(model.model)
     return ShardFacts(
-        model=config.model or _model_name(engine.model_config),
-        fingerprint=_fingerprint(engine, config),
+        model=config.model or (path.name if path.is_dir() else str(model.model)),
+        fingerprint=fingerprint(
+            {"config": _plain(model.hf_config.to_dict())}, config.revision or _weights(engine)
+        ),
         layout=layout.description(),
         shard_rank=place.rank // replicas,
         shard_size=max(1, place.ranks // replicas),
@@ -127,17 +131,6 @@ def adapter_of(lora: Any) -> str:
     return f"{lora.lora_name} {content or lora.lora_path}"
 
 
-def _model_name(model: Any) -> str:
-    path = Path(model.model)
-    return path.name if path.is_dir() else str(model.model)
-
-
-def _fingerprint(engine: Any, config: ConnectorConfig) -> str:
-    model = engine.model_config
-    described = _plain(model.hf_config.to_dict())
-    return fingerprint({"config": described}, config.revision or _weights(engine))
-
-
 def _weights(engine: Any) -> str:
     """What names the weights."""
     model = engine.model_config
@@ -157,9 +150,10 @@ def _weights(engine: Any) -> str:
 
 
 def _extra(engine: Any, cache: Any, group: Any, tensors: KVTensors) -> tuple[tuple[str, str], ...]:
-    """What the inside of a page depends on."""
+    """What the content of a page depends on besides the model."""
     layers = getattr(engine.compilation_config, "static_forward_context", {})
     first = layers.get(group.layer_names[0])
+    backend = getattr(first, "attn_backend", None)
     pairs = {
         "model_dtype": str(engine.model_config.dtype),
         "quantization": str(engine.model_config.quantization),
@@ -168,19 +162,14 @@ def _extra(engine: Any, cache: Any, group: Any, tensors: KVTensors) -> tuple[tup
         "page_shape": str(tuple(tensors.tensors[0].shape[1:])),
         "spec": type(group.kv_cache_spec).__name__,
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
-        "backend": _backend(first),
+        "backend": str(backend.get_name()) if backend is not None else "unknown",
         "instructions": _instructions(first, tensors.device),
     }
     return tuple(sorted(pairs.items()))
 
 
-def _backend(layer: Any) -> str:
-    backend = getattr(layer, "attn_backend", None)
-    return str(backend.get_name()) if backend is not None else "unknown"
-
-
 def _instructions(layer: Any, device: torch.device) -> str:
-    """On the processor the page's inside follows the instruction set."""
+    """On the processor the content of a page depends on the instruction set."""
     if device.type != "cpu":
         return ""
     chosen = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
@@ -196,12 +185,6 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return str(value)
-
-
-def differences(one: ShardFacts, other: ShardFacts) -> list[str]:
-    """In which fields two shards differ, besides their rank."""
-    left, right = asdict(one), asdict(other)
-    return [name for name in left if name != "shard_rank" and left[name] != right[name]]
 
 
 def folder_digest(folder: Path) -> str:

@@ -190,17 +190,21 @@ class ConnectorScheduler:
         plan, self._plan = self._plan, StepPlan()
         plan.idle = not output.num_scheduled_tokens
         plan.preempted = bool(output.preempted_req_ids)
+        scheduled = output.num_scheduled_tokens
         step = [
-            (self._tracked[name], tokens)
-            for name, tokens in output.num_scheduled_tokens.items()
-            if name in self._tracked
+            (self._tracked[name], scheduled[name]) for name in scheduled if name in self._tracked
         ]
         for tracked, tokens in step:
             if tracked.phase is not Phase.COMPUTING:
                 self._queue_hints.begun(tracked.request.request_id)
             tracked.phase = Phase.COMPUTING
             if self._saves:
-                self._plan_save(plan, tracked, tokens, output.kv_connector_block_state)
+                complete = self._complete(tracked, tokens)
+                if complete > tracked.offered:
+                    state = output.kv_connector_block_state
+                    pages = state.get_block_ids(tracked.request.request_id)[0]
+                    save = tracked.plan_save(complete, pages, self._page_tokens)
+                    plan.saves += [save] if save is not None else []
         if self._decider is not None:
             self._plan_measuring(plan, step, self._decider)
         self._queue_hints.after_schedule()
@@ -243,32 +247,19 @@ class ConnectorScheduler:
     def finish(self, request: EngineRequest, pages: Sequence[int]) -> bool:
         """A request is over. True: its pages are kept until the workers report it sent."""
         tracked = self._tracked.pop(request.request_id, None)
-        awaited = self._finish(request, tracked, pages)
-        if tracked is not None:
-            self._queue_hints.finished(request, tracked, awaited=awaited)
+        if self._decider is not None and request.num_tokens > request.num_prompt_tokens:
+            self._decider.answered(request.request_id)
+        elif self._decider is not None:
+            self._decider.forget(request.request_id)
+        if tracked is None:
+            return False
+        awaited = self._plan_last_save(tracked, pages)
+        self._queue_hints.finished(request, tracked, awaited=awaited)
         return awaited
 
     def saves_ended(self, request_ids: Iterable[str]) -> None:
         """Saves of these requests are over on all workers."""
         self._queue_hints.saved(request_ids)
-
-    def _finish(
-        self, request: EngineRequest, tracked: TrackedRequest | None, pages: Sequence[int]
-    ) -> bool:
-        if self._decider is not None and request.num_tokens > request.num_prompt_tokens:
-            self._decider.answered(request.request_id)
-        elif self._decider is not None:
-            self._decider.forget(request.request_id)
-        if tracked is None or not self._saves or tracked.phase is not Phase.COMPUTING:
-            return False
-        save = tracked.plan_save(self._complete(tracked, 0), pages, self._page_tokens)
-        if save is not None:
-            self._plan.saves.append(save)
-        settles = self._facts[0].saves_settle_at_once
-        if save is None and (settles or not tracked.saved):
-            return False
-        self._plan.awaited.append(request.request_id)
-        return True
 
     def reset(self) -> bool:
         """Remove everything that this model has in the depot. False: that was not possible."""
@@ -288,6 +279,19 @@ class ConnectorScheduler:
             self._decider.write_speeds()
         self._queue_hints.close()
         self._depot.close()
+
+    def _plan_last_save(self, tracked: TrackedRequest, pages: Sequence[int]) -> bool:
+        """For a request that is over. True: its pages are read after this."""
+        if not self._saves or tracked.phase is not Phase.COMPUTING:
+            return False
+        save = tracked.plan_save(self._complete(tracked, 0), pages, self._page_tokens)
+        if save is not None:
+            self._plan.saves.append(save)
+        settles = self._facts[0].saves_settle_at_once
+        if save is None and (settles or not tracked.saved):
+            return False
+        self._plan.awaited.append(tracked.request.request_id)
+        return True
 
     def _is_loaded_by_another(self, tracked: TrackedRequest, first: int, blocks: int) -> bool:
         if first >= blocks or not self._loading:
@@ -310,15 +314,6 @@ class ConnectorScheduler:
             next(tier for tier in _SLOWEST_FIRST if tier in tiers)
             for tiers in zip(*found, strict=False)
         )
-
-    def _plan_save(self, plan: StepPlan, tracked: TrackedRequest, tokens: int, state: Any) -> None:
-        complete = self._complete(tracked, tokens)
-        if complete <= tracked.offered:
-            return
-        pages = state.get_block_ids(tracked.request.request_id)[0]
-        save = tracked.plan_save(complete, pages, self._page_tokens)
-        if save is not None:
-            plan.saves.append(save)
 
     def _plan_measuring(
         self, plan: StepPlan, step: Sequence[tuple[TrackedRequest, int]], decider: FetchDecider
