@@ -1,7 +1,14 @@
-"""What every test gets: Hypothesis profiles, a printed seed, and a check for leftover threads."""
+"""What every test gets: Hypothesis profiles, a folder, a printed seed, a look for leftover threads.
+
+A test's `tmp_path` is in memory: on disk most tests would only wait for fsync. It is on disk for slow
+tests, for tests that are about disks (ON_DISK), and for all with --on-disk, as in ./dev ci.
+"""
 
 import os
+import re
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +19,12 @@ from hypothesis import HealthCheck, settings
 
 THREAD_PREFIX = "kvdepot"
 THREADS_END_WITHIN_S = 60.0
+TESTS = Path(__file__).parent
+ON_DISK = ("contract", "e2e", "native", "stress", "tiers")
+MEMORY = Path("/dev/shm")
+MEMORY_FREE_BYTES = 4 << 30
+"""What must be free there."""
+MEMORY_PREFIX = "kvdepot-tests-"
 
 # Machines are shared and noisy: time limits per example would only report the neighbours.
 settings.register_profile("dev", deadline=None, print_blob=True, max_examples=50)
@@ -28,6 +41,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay randomized tests from a seed")
+    parser.addoption("--on-disk", action="store_true", help="no test's folder is in memory")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,6 +50,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("root"):
             item.add_marker(pytest.mark.skip(reason="needs root for mounts and loop devices"))
+
+
+@pytest.fixture(scope="session")
+def memory_folder(request: pytest.FixtureRequest) -> Iterator[Path | None]:
+    """None: not on this machine, or not wanted."""
+    try:
+        free_bytes = shutil.disk_usage(MEMORY).free
+    except FileNotFoundError:
+        free_bytes = 0
+    if free_bytes < MEMORY_FREE_BYTES or request.config.getoption("--on-disk"):
+        yield None
+        return
+    for left in MEMORY.glob(f"{MEMORY_PREFIX}*"):  # by a run that was killed
+        if not Path("/proc", left.name.split("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{MEMORY_PREFIX}{os.getpid()}-", dir=MEMORY))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def tmp_path(
+    tmp_path: Path, memory_folder: Path | None, request: pytest.FixtureRequest
+) -> Iterator[Path]:
+    node = request.node
+    about_disks = node.path.relative_to(TESTS).parts[0] in ON_DISK
+    if memory_folder is None or about_disks or node.get_closest_marker("slow"):
+        yield tmp_path
+        return
+    name = re.sub(r"\W", "_", node.name)[:30]
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=memory_folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

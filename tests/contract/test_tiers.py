@@ -20,8 +20,8 @@ from kvdepot.tiers.log.mount import MountSettings
 from kvdepot.tiers.log.tier import LogTier
 
 CAPACITY_BYTES = 4 << 20
-LOG_BYTES = 24 << 20
-SEGMENT_BYTES = 1 << 20
+LOG_BYTES = 8 << 20
+SEGMENT_BYTES = 256 << 10
 URING = uring_available()[0]
 
 
