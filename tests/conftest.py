@@ -1,6 +1,6 @@
 """What every test gets: Hypothesis profiles, a folder, a printed seed, a look for leftover threads.
 
-A test's `tmp_path` is in memory: on disk most tests would only wait for fsync. It is on disk for slow
+A `tmp_path` is in memory: on disk most tests would only wait for fsync. It is on disk for slow
 tests, for tests that are about disks (ON_DISK), and for all with --on-disk, as in ./dev ci.
 """
 
@@ -13,9 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvdepot.core.depot import Depot
+from kvdepot.testing.daemons import DaemonStore, open_daemon
+from kvdepot.testing.store_contract import OpenDepot
 
 THREAD_PREFIX = "kvdepot"
 THREADS_END_WITHIN_S = 60.0
@@ -83,6 +88,23 @@ def tmp_path(
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=memory_folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def open_through_daemon(tmp_path: Path) -> Iterator[OpenDepot]:
+    """Opens stores of daemons; those that are still there at the end are killed."""
+    stores: list[DaemonStore] = []
+
+    def opens(**settings: Any) -> Depot:
+        folder = tmp_path / f"daemon-{len(stores)}"
+        folder.mkdir()
+        stores.append(open_daemon(folder, settings))
+        return stores[-1]
+
+    yield opens
+    for store in stores:
+        with store.daemon:
+            pass
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.store.drives.test_measuring import eventually
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.cli.doctor.drives import profile_text

@@ -3,115 +3,40 @@
 import errno
 import os
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from tests.support.failing_disks import (
+    BLOCK,
+    LAYOUT,
+    assert_quiet,
+    healthy,
+    payload,
+    prompt,
+    put_all,
+    settings,
+    space_of,
+    verified_hits,
+    works_again,
+)
 from tests.support.pulling import pull
+from tests.support.waiting import until
 
 import kvdepot
 from kvdepot import errors
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.config import load
-from kvdepot.core.depot import NamespaceHandle
-from kvdepot.core.layout import KVLayout
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles, Stall
-
-BLOCK = 64 << 10
-LAYOUT = KVLayout.opaque(BLOCK, 16, layers=4)
-WAIT_S = 20.0
-
-
-def payload(key: BlockKey) -> bytes:
-    """What the block of a key must hold."""
-    return np.random.default_rng(list(key)).bytes(BLOCK)
-
-
-def settings(path: Path | list[Path], **ssd: object) -> dict[str, Any]:
-    return {
-        "dram": {"capacity": "2MiB", "prefault": False},
-        "ssd": {
-            "path": path,
-            "capacity": "8MiB",
-            "segment": "512KiB",
-            "retry_initial": "1ms",
-            "retry_max": "5ms",
-            "read_timeout": "500ms",
-            "write_timeout": "500ms",
-            **ssd,
-        },
-        "writeback": {"staging": "1MiB", "put_timeout": "5s"},
-    }
 
 
 def open_faulty(path: Path | list[Path], **ssd: object) -> tuple[Store, FaultyFiles]:
     files = FaultyFiles()
     return assemble(load(overrides=settings(path, **ssd)), files=files), files
-
-
-def space_of(store: Store) -> NamespaceHandle:
-    return store.namespace(model="m", layout=LAYOUT)
-
-
-def prompt(space: NamespaceHandle, user: int, blocks: int) -> list[BlockKey]:
-    return space.keys(np.arange(16 * blocks) + 100_000 * user)
-
-
-def put_all(store: Store, keys: list[BlockKey]) -> list[Put]:
-    return [store.put(key, payload(key)) for key in keys]
-
-
-def verified_hits(store: Store, keys: list[BlockKey]) -> int:
-    """How many keys are served; every one served must be right."""
-    target = bytearray(BLOCK)
-    hits = 0
-    for key in keys:
-        if store.get(key, target):
-            assert bytes(target) == payload(key), "a wrong byte was served"
-            hits += 1
-    return hits
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread or the disk brings about."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        threading.Event().wait(0.005)
-
-
-def healthy(store: Store) -> bool:
-    return all(tier.get("healthy", True) for tier in store.stats()["tiers"].values())
-
-
-def works_again(store: Store, space: NamespaceHandle, user: int) -> None:
-    """New blocks reach the disk, after as many attempts as the pauses ask for."""
-
-    users = count(user)
-
-    def stored() -> bool:
-        put_all(store, prompt(space, next(users), 2))
-        return bool(store.flush(5.0))
-
-    until(stored)
-    assert healthy(store)
-
-
-def assert_quiet(store: Store) -> None:
-    """Nothing is left behind: no staging memory, no lease, no dirty block, clean books."""
-    stats = store.stats()
-    assert stats["staging_bytes"] == 0
-    assert stats["leased"] == 0
-    assert stats["dirty_bytes"] == 0
-    report = store.check()
-    assert report.ok, report.findings
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])

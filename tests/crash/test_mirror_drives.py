@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.test_store_mirrors import LONG, eventually, forget_memory, mirrored, places
+from tests.store.test_store_mirrors import LONG, forget_memory, mirrored, places
 from tests.support.pulling import pull
+from tests.support.waiting import eventually
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load

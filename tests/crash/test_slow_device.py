@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.test_disks import (
+from tests.crash.test_tier_drives import BAD, DRIVES, Traffic, bad_drive, is_up
+from tests.crash.test_tier_drives import opened as opened_beside
+from tests.crash.test_tier_drives import spread as spread_out
+from tests.support.disk import Disk, are_there
+from tests.support.failing_disks import (
     assert_quiet,
     prompt,
     put_all,
     settings,
     space_of,
-    until,
     verified_hits,
     works_again,
 )
-from tests.crash.test_tier_drives import BAD, DRIVES, Traffic, bad_drive, eventually, is_up
-from tests.crash.test_tier_drives import opened as opened_beside
-from tests.crash.test_tier_drives import spread as spread_out
-from tests.support.disk import Disk, are_there
+from tests.support.waiting import eventually, until
 
 from kvdepot.core.block import Put
 from kvdepot.core.config import load

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import pytest
 from tests.support.pulling import pull
+from tests.support.waiting import eventually
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load
@@ -58,15 +59,6 @@ def opened(path: Path, tier: str, files: Files | None, mode: Mode = "rw") -> Sto
     dram = {"capacity": "4MiB", "prefault": False, "huge_pages": "never"}
     tree: dict[str, Any] = {"dram": dram, tier: table, "writeback": {"staging": "8MiB"}}
     return assemble(load(overrides=tree), files=files, mode=mode)
-
-
-def eventually(fact: Callable[[], bool], within_s: float = 40.0) -> bool:
-    """By looks, not by the clock: the whole machine may stand still for a while."""
-    for _ in range(int(within_s / 0.02)):
-        if fact():
-            return True
-        time.sleep(0.02)
-    return fact()
 
 
 @dataclass

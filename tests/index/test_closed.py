@@ -3,7 +3,7 @@
 import random
 
 import numpy as np
-from tests.index.test_catalog import chain, in_memory, key
+from tests.support.catalogs import chain, in_memory, key
 
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.closed import Closed

@@ -1,15 +1,14 @@
 """Daemons for tests: each in a process of its own, none of them outlives its test."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.daemon_clients import StartDaemon
 
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import small
-
-StartDaemon = Callable[..., DaemonProcess]
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import random
 import threading
 
 import pytest
-from tests.server.conftest import StartDaemon
-from tests.support.daemon_clients import ClientProcess
+from tests.support.daemon_clients import ClientProcess, StartDaemon
 from tests.support.raw_client import RawClient
 from tests.support.waiting import eventually
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.conftest import StartDaemon
-from tests.support.daemon_clients import ClientProcess
+from tests.support.daemon_clients import ClientProcess, StartDaemon
 from tests.support.waiting import eventually
 
 import kvdepot

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.conftest import StartDaemon
-from tests.store.test_chain import settings
+from tests.support.daemon_clients import StartDaemon
 from tests.support.raw_client import RawClient
+from tests.support.stores import settings
 from tests.support.waiting import eventually
 
 import kvdepot

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.server.conftest import StartDaemon
+from tests.support.daemon_clients import StartDaemon
 
 import kvdepot
 from kvdepot.cli.main import main

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.server.conftest import StartDaemon
+from tests.support.daemon_clients import StartDaemon
 from tests.support.waiting import eventually
 
 import kvdepot

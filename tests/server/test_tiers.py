@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.conftest import StartDaemon
+from tests.support.daemon_clients import StartDaemon
 
 import kvdepot
 from kvdepot.cli.main import main

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
@@ -12,19 +13,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
-
-
-def settings(path: Path, **changes: Any) -> dict[str, Any]:
-    """Three tiers in `path`; `changes` are added to the tables of the same name."""
-    tree: dict[str, Any] = {
-        "dram": {"capacity": "2MiB", "prefault": False, "huge_pages": "never"},
-        "ssd": {"path": str(path / "ssd"), "capacity": "4MiB", "segment": "256KiB"},
-        "hdd": {"path": str(path / "hdd"), "capacity": "32MiB", "segment": "1MiB"},
-        "writeback": {"staging": "2MiB"},
-    }
-    for name, value in changes.items():
-        tree[name] = {**tree[name], **value}
-    return tree
 
 
 def stored_apart(path: Path) -> tuple[list[BlockKey], list[BlockKey]]:

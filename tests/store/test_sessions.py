@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.store.test_chain import settings
+from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey

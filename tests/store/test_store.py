@@ -3,76 +3,38 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.small_store import (
+    BLOCK,
+    DISK,
+    DRAM,
+    IN_DRAM,
+    RECORD,
+    TOKENS,
+    files_bytes,
+    flood,
+    prompt,
+    put,
+    settings,
+    space_of,
+    tiers,
+)
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.config import load
-from kvdepot.core.depot import NamespaceHandle
 from kvdepot.errors import LeaseError, StoreClosedError
 from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import payload_for
 
-TOKENS = 16
-BLOCK = 16384
-RECORD = BLOCK + 4096
-DRAM = 2 << 20
-DISK = 8 << 20
-IN_DRAM = DRAM // RECORD - 2
-"""Blocks that fit in memory; the last slab may not be filled to the end."""
-LAYOUT = kvdepot.KVLayout.opaque(BLOCK, TOKENS)
 
-
-def settings(path: Path | list[Path], **ssd: Any) -> dict[str, Any]:
-    return {
-        "dram": {"capacity": DRAM, "prefault": False, "huge_pages": "never"},
-        "ssd": {"path": path, "capacity": DISK, "segment": "1MiB", **ssd},
-        "writeback": {"staging": "2MiB"},
-    }
-
-
-def space_of(store: kvdepot.Store, model: str = "m") -> NamespaceHandle:
-    return store.namespace(model=model, layout=LAYOUT)
-
-
-def prompt(space: NamespaceHandle, number: int, blocks: int) -> list[kvdepot.BlockKey]:
-    """Keys of a prompt that shares nothing with those of other numbers."""
-    return space.keys([number, *range(1, TOKENS * blocks)])
-
-
-def put(store: kvdepot.Store, keys: Sequence[kvdepot.BlockKey]) -> list[kvdepot.Put]:
-    """Each key with the one payload that belongs to it."""
-    return store.put_many(keys, [payload_for(key, BLOCK) for key in keys], timeout_s=20.0)
-
-
-def tiers(store: kvdepot.Store, keys: Sequence[kvdepot.BlockKey]) -> list[str | None]:
-    """Where each block came from, None for a miss; no hit has a wrong byte."""
-    targets = [bytearray(BLOCK) for _ in keys]
-    answers = store.get_many(keys, targets)
-    for key, target, answer in zip(keys, targets, answers, strict=True):
-        assert not answer or bytes(target) == payload_for(key, BLOCK)
-    return [answer.tier for answer in answers]
-
-
-def flood(store: kvdepot.Store, space: NamespaceHandle, blocks: int, first: int = 1000) -> None:
-    """Put prompts of ten blocks that nobody asks for again."""
-    for number in range(first, first + blocks // 10):
-        assert all(put(store, prompt(space, number, 10)))
-
-
-def eventually(true: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Wait for another thread's work to show."""
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while not true() and time.monotonic() < deadline:
-        pause.wait(0.002)
-    return true()
-
-
+@pytest.mark.usefixtures("embedded_or_attached")
 class TestPutAndGet:
     def test_blocks_come_back_from_memory_and_after_a_restart_from_disk(
         self, tmp_path: Path
@@ -170,6 +132,7 @@ class TestPutAndGet:
             assert "ssd" not in store.stats()["tiers"]
 
 
+@pytest.mark.usefixtures("embedded_or_attached")
 class TestLayers:
     """Five layers of 30,001 bytes: three of them share a checksum, none ends on a page."""
 
@@ -216,6 +179,7 @@ class TestLayers:
                 assert part == whole[30001 : 3 * 30001]
 
 
+@pytest.mark.usefixtures("embedded_or_attached")
 class TestEviction:
     def test_the_tail_of_a_prompt_goes_before_its_head(self, seed: int) -> None:
         """Whatever is used and put: a block in memory has its whole prefix in memory."""
@@ -309,10 +273,6 @@ class TestEviction:
             assert store.stats()["leased"] == 0
 
 
-def files_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("segment-*"))
-
-
 class TestThrottle:
     def test_a_stalled_disk_throttles_in_time_and_loses_nothing(self, tmp_path: Path) -> None:
         files = FaultyFiles()
@@ -388,6 +348,7 @@ class TestIdle:
         assert not [t.name for t in threading.enumerate() if t.name.startswith("kvdepot")]
 
 
+@pytest.mark.usefixtures("embedded_or_attached")
 class TestClose:
     def test_closing_writes_down_what_waits(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:

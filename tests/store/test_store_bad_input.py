@@ -72,6 +72,7 @@ def corner(tmp_path: Path) -> Iterator[Corner]:
         corner.check()
 
 
+@pytest.mark.usefixtures("embedded_or_attached")
 class TestBuffers:
     @pytest.mark.parametrize("nbytes", [0, 1, BLOCK - 1, BLOCK + 1, 2 * BLOCK])
     def test_of_the_wrong_size(self, corner: Corner, nbytes: int) -> None:
@@ -145,6 +146,7 @@ class TestBuffers:
                 assert bytes(target) == payload_for(key, BLOCK)
 
 
+@pytest.mark.usefixtures("embedded_or_attached")
 class TestKeys:
     @pytest.mark.parametrize(
         "thing", [None, "text", 5, 1.5, b"", b"short", bytes(33), bytearray(32)]
@@ -193,6 +195,7 @@ class TestKeys:
         assert len(corner.store.match([stranger])) == 0
 
 
+@pytest.mark.usefixtures("embedded_or_attached")
 class TestLayers:
     @pytest.mark.parametrize("layers", [range(0), range(-1, 2), range(3, 5), range(2, 1)])
     def test_out_of_range(self, corner: Corner, layers: range) -> None:
@@ -342,9 +345,8 @@ def as_nobody(statement: str) -> str:
     program = f"""
         import os, sys
         sys.path[:0] = {sys.path!r}
-        import kvdepot
+        import kvdepot.store.open
         from kvdepot.errors import ConfigError
-        kvdepot.open
         if os.geteuid() == 0:
             os.setgid(65534)
             os.setuid(65534)

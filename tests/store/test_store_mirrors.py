@@ -2,11 +2,11 @@
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.block import BlockKey
@@ -46,15 +46,6 @@ def opened(path: Path, tier: str, drives: int = 2, mode: Any = "rw", **more: Any
     dram = {"capacity": "4MiB", "prefault": False, "huge_pages": "never"}
     tree: dict[str, Any] = {"dram": dram, tier: {**table, **more}, "writeback": {"staging": "8MiB"}}
     return open_store(mode=mode, **tree)
-
-
-def eventually(fact: Callable[[], bool], within_s: float = 20.0) -> bool:
-    """Wait for it. In steps: a machine that was stopped meanwhile has not had the time."""
-    for _ in range(int(100 * within_s)):
-        if fact():
-            return True
-        time.sleep(0.01)
-    return fact()
 
 
 def mirrored(store: Store, tier: str) -> int:

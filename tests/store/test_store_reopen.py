@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from tests.store.test_store import (
+from tests.support.small_store import (
     BLOCK,
     DISK,
     IN_DRAM,
     LAYOUT,
     RECORD,
-    eventually,
     files_bytes,
     flood,
     prompt,
@@ -22,6 +21,7 @@ from tests.store.test_store import (
     space_of,
     tiers,
 )
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.config import load

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.stress.test_threads import DRAM, Crowd, check_after, settings
+from tests.support.crowd import DRAM, Crowd, check_after, settings
 
 import kvdepot
 

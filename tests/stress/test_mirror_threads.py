@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.stress.test_threads import DISK, Crowd, check_after, settings
+from tests.support.crowd import DISK, Crowd, check_after, settings
 
 import kvdepot
 from kvdepot.core.config import load

@@ -11,15 +11,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import kvdepot
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.depot import Arrival, NamespaceHandle
+from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers
 
+StartDaemon = Callable[..., DaemonProcess]
 PROMPTS, BLOCKS = 40, 12
 DIARY_PROMPTS = 300
 """Of four blocks each. What is acknowledged must be found again, so all of it must fit on disk."""

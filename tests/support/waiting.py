@@ -1,14 +1,23 @@
 """Waiting for what another process or thread does to show."""
 
 import threading
-import time
 from collections.abc import Callable
 
+_LOOK_S = 0.005
 
-def eventually(true: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while time.monotonic() < deadline:
+
+def eventually(true: Callable[[], bool], timeout_s: float = 120.0) -> bool:
+    """Whether it becomes true. The timeout only ends a hang, so it is long.
+
+    It counts looks, not the clock: the whole machine may stand still for a while.
+    """
+    pause = threading.Event()
+    for _ in range(int(timeout_s / _LOOK_S)):
         if true():
             return True
-        pause.wait(0.005)
+        pause.wait(_LOOK_S)
     return true()
+
+
+def until(true: Callable[[], bool]) -> None:
+    assert eventually(true), "it never happened"

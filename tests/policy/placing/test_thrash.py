@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.store.move.test_demote import blocks_in, counter
-from tests.store.test_chain import settings
+from tests.support.stores import blocks_in, counter, settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey, CopyState

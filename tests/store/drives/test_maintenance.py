@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.test_chain import settings
+from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey

@@ -2,14 +2,13 @@
 
 import errno
 import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.test_chain import settings
+from tests.support.stores import PROFILE, settings
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.config import EmulateConfig, load
@@ -30,18 +29,6 @@ from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.measuring import Measuring
 
 MODEL = EmulateConfig(read_bandwidth=200_000_000, write_bandwidth=100_000_000, seek=0.01)
-PROFILE = Profile(
-    read_bytes_per_s=200_000_000,
-    write_bytes_per_s=100_000_000,
-    random_read_bytes_per_s=20_000_000,
-    random_write_bytes_per_s=10_000_000,
-    random_bytes=1 << 18,
-    read_latency_us=10_000,
-    write_latency_us=11_000,
-    direct_io=True,
-    emulated=False,
-    measured_at_s=1_790_000_000,
-)
 REGION = 64 << 20
 
 
@@ -190,13 +177,6 @@ def measuring_of(store: Store) -> Measuring:
 
 def profile_of(store: Store) -> Any:
     return store.stats()["tiers"]["ssd"]["drives"][0]["profile"]
-
-
-def eventually(fact: Any, within_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not fact() and time.monotonic() < deadline:
-        threading.Event().wait(0.02)
-    return bool(fact())
 
 
 def measured(path: Path) -> Any:

@@ -1,13 +1,13 @@
 """Blocks go down the tiers when room is made, and come up when they are asked for."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.store.test_chain import settings
+from tests.support.stores import blocks_in, counter, settings
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.codec.record import PAGE, record_bytes
@@ -27,21 +27,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
     with kvdepot.open(**settings(tmp_path)) as opened:
         yield opened
         assert opened.check().ok
-
-
-def eventually(fact: Callable[[], bool], within_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not fact() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return fact()
-
-
-def blocks_in(store: Store, tier: str) -> int:
-    return int(store.stats()["tiers"][tier]["blocks"])
-
-
-def counter(store: Store, name: str) -> int:
-    return int(store.stats()["counters"][name])
 
 
 def fill(store: Store, prompts: int, blocks: int = 10) -> list[list[BlockKey]]:

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.store.test_chain import settings
 from tests.support.cold_prompt import SLOW, left_on_the_hard_drive
+from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey

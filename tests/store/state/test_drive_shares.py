@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.drives.test_measuring import PROFILE, eventually
+from tests.support.stores import PROFILE
+from tests.support.waiting import eventually
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import EmulateConfig, load

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.move.test_demote import blocks_in, counter
-from tests.store.test_chain import settings
+from tests.support.stores import blocks_in, counter, settings
 
 import kvdepot
 from kvdepot.codec.segment import Superblock

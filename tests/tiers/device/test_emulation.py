@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.store.test_chain import settings
+from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.config import EmulateConfig

@@ -1,9 +1,9 @@
 """A hard drive's read that comes after its caller has gone leaves the caller's memory alone."""
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.waiting import eventually
 
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.tier import Load, Outcome
@@ -15,14 +15,6 @@ from kvdepot.tiers.log.mount import MountSettings
 
 NBYTES = 20_000
 KEYS = [make_key(number) for number in range(3)]
-
-
-def eventually(fact: Callable[[], bool]) -> bool:
-    for _ in range(1000):
-        if fact():
-            return True
-        time.sleep(0.01)
-    return fact()
 
 
 def test_a_round_of_two_readers_does_not_write_to_who_has_gone(tmp_path: Path) -> None:

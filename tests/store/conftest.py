@@ -1,0 +1,12 @@
+"""Tests of the store that run twice: in this process, and (slow) through a daemon."""
+
+import pytest
+
+import kvdepot
+
+
+@pytest.fixture(params=["embedded", pytest.param("daemon", marks=pytest.mark.slow)])
+def embedded_or_attached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `kvdepot.open` opens in the test."""
+    if request.param == "daemon":
+        monkeypatch.setattr(kvdepot, "open", request.getfixturevalue("open_through_daemon"))
