@@ -26,7 +26,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def request(stage: Stage, ttft_s: float, **origin: int) -> Answer:
     computed = 1000 - sum(origin.values())
-    return Answer(stage, 10.0, 1000, [1, 2], "<b>&", ttft_s, ttft_s + 1, origin, computed)
+    reply = (1000, [1, 2], "<b>&", ttft_s, ttft_s + 1, origin, computed)
+    return Answer(*reply, stage=stage, started_s=10.0)
 
 
 def turn(stage: Stage, ttft_s: float, **origin: int) -> ComparedTurn:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from kvdepot.core.units import format_bytes
@@ -115,12 +114,7 @@ class Progress:
         self._show_if_due()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self._is_tty and self._shown_width:
             self._stream.write("\r" + " " * self._shown_width + "\r")
             self._stream.flush()

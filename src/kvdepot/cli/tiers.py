@@ -113,11 +113,8 @@ def add(store: Depot, args: argparse.Namespace) -> int:
 
 def drain(store: Depot, args: argparse.Namespace) -> int:
     held = used_bytes(store, args)
-    with output.Progress(f"draining {args.path}", held) as line:
-        moved = watched(
-            lambda: store.drain_drive(args.tier, args.path),
-            lambda: line.advance(held - used_bytes(store, args) - line.done),
-        )
+    with waiting(f"draining {args.path}", held, lambda: held - used_bytes(store, args)):
+        moved = store.drain_drive(args.tier, args.path)
     tell(
         {"tier": args.tier, "drained": str(args.path.absolute()), "moved": moved},
         f"{args.tier}: {moved:,} blocks moved; {args.path} can be taken away",
@@ -169,41 +166,23 @@ def used_bytes(store: Depot, args: argparse.Namespace) -> int:
     return sum(drive["used_bytes"] for drive in drives if Path(drive["path"]).resolve() == wanted)
 
 
-def watched(work: Callable[[], int], look: Callable[[], None]) -> int:
-    """Do something that takes long, and look every now and then until it is done."""
-    results: list[int] = []
-    failures: list[Exception] = []
-
-    def job() -> None:
-        try:
-            results.append(work())
-        except (KVDepotError, OSError) as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=job, name="kvdepot-tiers", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(LOOK_S)
-        look()
-    if failures:
-        raise failures[0]
-    return results[0]
-
-
 @contextmanager
-def waiting(label: str) -> Iterator[None]:
-    """A line of progress for what tells nothing of how far it is."""
-    done = threading.Event()
-    with output.Progress(label) as line:
+def waiting(label: str, total: int = 0, done: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """A line of progress while the body runs; `done` says, twice a second, how far it is."""
+    ended = threading.Event()
+    with output.Progress(label, total) as line:
 
         def show_line() -> None:
-            while not done.wait(LOOK_S):
-                line.advance(0)
+            while not ended.wait(LOOK_S):
+                try:
+                    line.advance(done() - line.done)
+                except (KVDepotError, OSError):
+                    return  # the body fails too, and says why
 
         thread = threading.Thread(target=show_line, name="kvdepot-progress", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            done.set()
+            ended.set()
             thread.join()

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal, Protocol
 
+from kvdepot.adapters.demo.chat import Reply
 from kvdepot.cli.demo.script import Conversation, User
 from kvdepot.cli.demo.server import Server
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
@@ -36,22 +37,13 @@ Stage = Literal["without", "with", "returned", "damaged"]
 """No depot; with one; back after a kill; back after a kill and a flipped bit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Reply):
     """One question as one serving process answered it."""
 
     stage: Stage
     started_s: float
     """Since the demo began."""
-
-    prompt_tokens: int
-    ids: list[int]
-    text: str
-    ttft_s: float
-    seconds: float
-    fetched: dict[str, int] = field(default_factory=dict)
-    computed_tokens: int = 0
-    misses: dict[str, int] = field(default_factory=dict)
 
     @property
     def fetched_tokens(self) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Final, Self
 
 from kvdepot.cli import output
@@ -83,13 +82,8 @@ class LineDisplay:
         self._progress.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+    def __exit__(self, *failure: object) -> None:
+        self._progress.__exit__(*failure)
 
     def wait(self, what: str) -> None:
         self._progress.label = what
@@ -126,17 +120,12 @@ class ScreenDisplay:
         self._live = Live(get_renderable=self._draw, refresh_per_second=4)
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._doing = ""
-        self._live.__exit__(kind, error, trace)
+        self._live.stop()
 
     def wait(self, what: str) -> None:
         self._doing = what
