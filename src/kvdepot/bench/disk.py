@@ -47,7 +47,7 @@ class DiskStore:
         return self.count * self.prompts.blocks * self.prompts.space.block_bytes
 
     def put_set(self) -> float:
-        """Put prompts nobody has seen, until all of them are on disk."""
+        """Put new prompts, until all of them are on disk."""
         fresh = self.prompts.fresh(self.count)
         started = time.perf_counter()
         for keys in fresh:

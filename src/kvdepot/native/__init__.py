@@ -22,7 +22,7 @@ from kvdepot.native.ops import (
     VERIFY,
     WRITE,
 )
-from kvdepot.native.protocol import Engine, Pending
+from kvdepot.native.protocol import Engine, PendingOps
 
 if TYPE_CHECKING:
     from kvdepot.native import _native as _chosen
@@ -50,7 +50,7 @@ __all__ = [
     "VERIFY",
     "WRITE",
     "Engine",
-    "Pending",
+    "PendingOps",
     "address_of",
     "checksum",
     "chunk_checksums",

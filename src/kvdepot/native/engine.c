@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 enum { ORPHAN_LOOK_NS = 10000000 };
@@ -24,21 +23,13 @@ struct engine {
     struct registry registry;
     uint64_t split_bytes;
     uint32_t depth, lanes;
-    int uring, closed, memory_refused, files_refused;
+    int uring, closed;
     pid_t pid;
 };
 
-static uint32_t file_slots(void)
-{
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_NOFILE, &limit) < 0 || limit.rlim_cur >= FILE_SLOTS)
-        return FILE_SLOTS;
-    return (uint32_t)limit.rlim_cur;
-}
-
 static struct lane *open_lane(struct engine *engine)
 {
-    struct lane *lane = engine->uring ? ring_open(engine->depth, engine->registry.file_slots)
+    struct lane *lane = engine->uring ? ring_open(engine->depth)
                                       : channel_open(engine->pool, engine->depth);
     if (lane)
         engine->lanes++;
@@ -59,7 +50,6 @@ struct engine *engine_open(int uring, uint32_t depth, uint32_t threads, uint64_t
     engine->uring = uring;
     engine->depth = depth;
     engine->split_bytes = split_bytes;
-    engine->registry.file_slots = file_slots();
     engine->pid = getpid();
     engine->pool = uring ? NULL : pool_open(threads);
     engine->idle = uring || engine->pool ? open_lane(engine) : NULL;
@@ -69,15 +59,11 @@ struct engine *engine_open(int uring, uint32_t depth, uint32_t threads, uint64_t
         errno = error;
         return NULL;
     }
-    engine->memory_refused = uring ? ring_memory_refused(engine->idle) : -1;
-    engine->files_refused = uring ? ring_files_refused(engine->idle) : -1;
     return engine;
 }
 
 int engine_foreign(const struct engine *engine) { return getpid() != engine->pid; }
 uint64_t engine_split_bytes(const struct engine *engine) { return engine->split_bytes; }
-int engine_memory_refused(const struct engine *engine) { return engine->memory_refused; }
-int engine_files_refused(const struct engine *engine) { return engine->files_refused; }
 
 static void close_lane(struct engine *engine, struct lane *lane)
 {
@@ -147,7 +133,7 @@ int engine_closed(struct engine *engine)
     return __atomic_load_n(&engine->closed, __ATOMIC_ACQUIRE);
 }
 
-/* 0, or -ETIME at the deadline. Nobody announces an orphan's end, so with orphans it looks again soon. */
+/* 0, or -ETIME at the deadline. An orphan's end is not signalled, so with orphans it looks again soon. */
 static int wait_returned(struct engine *engine, int64_t deadline_ns)
 {
     int64_t look_ns = engine->orphans ? clock_ns() + ORPHAN_LOOK_NS : NO_DEADLINE;
@@ -267,8 +253,6 @@ int engine_register(struct engine *engine, uint64_t address, uint64_t nbytes)
             sync_idle(engine);
         }
     }
-    if (engine->uring)
-        engine->memory_refused = refused;
     pthread_mutex_unlock(&engine->mutex);
     return refused;
 }
@@ -278,41 +262,6 @@ void engine_unregister(struct engine *engine, uint64_t address, uint64_t nbytes)
     pthread_mutex_lock(&engine->mutex);
     if (usable(engine)) {
         forget_memory(engine, address, nbytes);
-        sync_idle(engine);
-    }
-    pthread_mutex_unlock(&engine->mutex);
-}
-
-int engine_register_file(struct engine *engine, int fd)
-{
-    pthread_mutex_lock(&engine->mutex);
-    int refused = usable(engine) ? 0 : ENOSYS;
-    if (!refused && (fd < 0 || (uint32_t)fd >= engine->registry.file_slots))
-        refused = ENOSPC;
-    if (!refused && engine->idle && ring_files_refused(engine->idle))
-        refused = ring_files_refused(engine->idle);
-    if (!refused) {
-        engine->registry.files[fd] = ++engine->registry.generation;
-        refused = sync_idle(engine);
-        if (refused) {
-            engine->registry.files[fd] = 0;
-            engine->registry.generation++;
-            sync_idle(engine);
-        }
-    }
-    if (engine->uring)
-        engine->files_refused = refused;
-    pthread_mutex_unlock(&engine->mutex);
-    return refused;
-}
-
-void engine_unregister_file(struct engine *engine, int fd)
-{
-    pthread_mutex_lock(&engine->mutex);
-    if (usable(engine) && fd >= 0 && (uint32_t)fd < engine->registry.file_slots &&
-        engine->registry.files[fd]) {
-        engine->registry.files[fd] = 0;
-        engine->registry.generation++;
         sync_idle(engine);
     }
     pthread_mutex_unlock(&engine->mutex);

@@ -1,10 +1,10 @@
-/* The two kinds of lane, and the tables of registered memory and files that rings mirror. */
+/* The two kinds of lane, and the table of registered memory that rings mirror. */
 #ifndef KVDEPOT_LANES_H
 #define KVDEPOT_LANES_H
 
 #include "batch.h"
 
-enum { MEMORY_SLOTS = 64, FILE_SLOTS = 1024 };
+enum { MEMORY_SLOTS = 64 };
 #define MEMORY_SLOT_BYTES (UINT64_C(1) << 30)
 
 /* What callers have registered. `generation` tells a slot that was given up and taken again from one
@@ -13,19 +13,16 @@ struct registry {
     struct memory_slot {
         uint64_t address, nbytes, generation;
     } memory[MEMORY_SLOTS];
-    uint64_t files[FILE_SLOTS]; /* generation; the index is the descriptor */
     uint64_t generation;
-    uint32_t file_slots;
 };
 
 /* NULL and errno when the kernel does not allow a ring. */
-struct lane *ring_open(uint32_t depth, uint32_t file_slots);
+struct lane *ring_open(uint32_t depth);
 /* Make the ring's tables equal to the registry, as far as the kernel allows. Only for a ring that
- * nobody is using. 0, or the errno of the last refusal. */
+ * is not in use. 0, or the errno of the last refusal. */
 int ring_sync(struct lane *lane, const struct registry *registry);
 /* The errno with which the kernel refused the table itself, or 0. */
 int ring_memory_refused(const struct lane *lane);
-int ring_files_refused(const struct lane *lane);
 /* 1, or 0 and a reason. */
 int ring_available(const char **reason);
 

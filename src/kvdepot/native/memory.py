@@ -11,7 +11,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class _Memory:
-    """Plain memory as numpy's array interface describes it; whoever asks keeps it alive."""
+    """Plain memory as numpy's array interface describes it; the caller keeps it alive."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__array_interface__ = {
@@ -24,7 +24,7 @@ class _Memory:
 
 
 def view_at(address: int, nbytes: int) -> Bytes:
-    """The bytes at `address`, writable, owned by whoever owns the memory."""
+    """The bytes at `address`, writable; the memory's owner keeps it alive."""
     if nbytes == 0:
         return np.empty(0, np.uint8)
     return np.asarray(_Memory(address, (nbytes,), (1,)))

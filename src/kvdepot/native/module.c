@@ -414,30 +414,6 @@ static PyObject *Engine_unregister(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *Engine_register_file(PyObject *self, PyObject *args)
-{
-    int fd, refused;
-    struct engine *engine;
-    if (!PyArg_ParseTuple(args, "i", &fd) || !(engine = usable_engine(self)))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    refused = engine_register_file(engine, fd);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(!refused);
-}
-
-static PyObject *Engine_unregister_file(PyObject *self, PyObject *args)
-{
-    int fd;
-    struct engine *engine;
-    if (!PyArg_ParseTuple(args, "i", &fd) || !(engine = usable_engine(self)))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    engine_unregister_file(engine, fd);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
 static PyObject *Engine_close(PyObject *self, PyObject *unused)
 {
     struct engine *engine = ((EngineObject *)self)->engine;
@@ -454,20 +430,6 @@ static PyObject *Engine_kind(PyObject *self, void *unused)
 {
     (void)unused;
     return Py_NewRef(((EngineObject *)self)->kind);
-}
-
-static PyObject *feature(int refused)
-{
-    const char *reason = refused < 0 ? "only rings have it" : refused ? strerror(refused) : "";
-    return Py_BuildValue("Ns", PyBool_FromLong(refused == 0), reason);
-}
-
-static PyObject *Engine_features(PyObject *self, void *unused)
-{
-    struct engine *engine = ((EngineObject *)self)->engine;
-    (void)unused;
-    return Py_BuildValue("{sNsN}", "registered_memory", feature(engine_memory_refused(engine)),
-                         "registered_files", feature(engine_files_refused(engine)));
 }
 
 static PyObject *Pending_wait(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -500,8 +462,8 @@ static PyObject *Pending_wait(PyObject *object, PyObject *args, PyObject *kwargs
     return PyBool_FromLong(drained);
 }
 
-/* With I/O still in flight the lane is orphaned and the ops are never released: whoever drops a
- * Pending early gets a leak, never a write into freed memory of ours. */
+/* With I/O still in flight the lane is orphaned and the ops are never released: a
+ * Pending dropped early is a leak, never a write into freed memory of ours. */
 static void Pending_dealloc(PyObject *object)
 {
     PendingObject *self = (PendingObject *)object;
@@ -521,13 +483,10 @@ static PyMethodDef engine_methods[] = {
     {"run", KEYWORDS(Engine_run), NULL},
     {"register", Engine_register, METH_VARARGS, NULL},
     {"unregister", Engine_unregister, METH_VARARGS, NULL},
-    {"register_file", Engine_register_file, METH_VARARGS, NULL},
-    {"unregister_file", Engine_unregister_file, METH_VARARGS, NULL},
     {"close", Engine_close, METH_NOARGS, NULL},
     {0},
 };
-static PyGetSetDef engine_attributes[] = {
-    {"kind", Engine_kind, NULL, NULL, NULL}, {"features", Engine_features, NULL, NULL, NULL}, {0}};
+static PyGetSetDef engine_attributes[] = {{"kind", Engine_kind, NULL, NULL, NULL}, {0}};
 static PyType_Slot engine_slots[] = {{Py_tp_new, Engine_new},
                                      {Py_tp_dealloc, Engine_dealloc},
                                      {Py_tp_methods, engine_methods},

@@ -1,11 +1,11 @@
-"""What an engine promises, whichever of them it is."""
+"""The interface of all engines."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 
-class Pending(Protocol):
+class PendingOps(Protocol):
     """Ops that missed their deadline; the kernel may still write to their memory.
 
     It keeps the ops buffer and the ring. Dropped before `wait` has said True, it leaves the ops
@@ -25,18 +25,13 @@ class Engine(Protocol):
     @property
     def kind(self) -> str: ...
 
-    @property
-    def features(self) -> dict[str, tuple[bool, str]]:
-        """`registered_memory` and `registered_files`: in use or possible, else why not."""
-        ...
-
-    def run(self, ops: Any, timeout_s: float) -> Pending | None:
+    def run(self, ops: Any, timeout_s: float) -> PendingOps | None:
         """Execute `ops`, a writable buffer of IO_DTYPE; blocks up to `timeout_s`.
 
         Afterwards every `result` is 0 or -errno: -EIO at the end of the file, -EBADMSG when a head
         or a chunk is not what it should be (its copy is then undefined), -ETIMEDOUT when the
-        deadline came first. None when nothing timed out, else a Pending. Order is free, except that
-        a SYNC starts after all ops before it have finished.
+        deadline came first. None when nothing timed out, else a PendingOps. Order is free, except
+        that a SYNC starts after all ops before it have finished.
 
         A read whose `head_check` is set compares the checksum in the head at `head_address` (which
         `head_bytes` > 0 says to read from `head_offset`) and `expect_bytes` bytes after it; with a
@@ -55,12 +50,6 @@ class Engine(Protocol):
     def unregister(self, address: int, nbytes: int) -> None:
         """Forget every registered range that overlaps this one."""
         ...
-
-    def register_file(self, fd: int) -> bool:
-        """Spare the lookup of `fd` in each call. `unregister_file` it before it is closed."""
-        ...
-
-    def unregister_file(self, fd: int) -> None: ...
 
     def close(self) -> None:
         """Idempotent. Batches that are running finish."""

@@ -11,13 +11,12 @@ import numpy.typing as npt
 
 from kvdepot.native.memory import Bytes, address_of, rows_at, view_at
 from kvdepot.native.ops import COPY, FILL, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
-from kvdepot.native.twin_engine import Engine, Pending
+from kvdepot.native.twin_engine import TwinEngine as Engine
 from kvdepot.native.xxh3 import checksums_of, xxh3_64
 
 __all__ = [
     "NAME",
     "Engine",
-    "Pending",
     "address_of",
     "checksum",
     "chunk_checksums",

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from kvdepot.native.ops import (
     SYNC,
 )
 from kvdepot.native.xxh3 import checksums_of, xxh3_64
-
-_NO_RINGS: Final = (False, "only rings have it")
 
 
 @dataclass(frozen=True)
@@ -359,7 +357,7 @@ def _check_ops(records: Any) -> None:
             raise ValueError(f"op {index} has a table but chunk_bytes 0")
 
 
-class Pending:
+class TwinPendingOps:
     """Ops that missed their deadline. Keeps the ops alive while their memory may still change."""
 
     def __init__(self, ops: Any, batch: _Batch) -> None:
@@ -376,7 +374,7 @@ def _check_process(pid: int) -> None:
         raise RuntimeError("the engine belongs to the parent process; open a new one")
 
 
-class Engine:
+class TwinEngine:
     """Same contract as the C engine; see `kvdepot.native.protocol.Engine`."""
 
     def __init__(
@@ -399,11 +397,7 @@ class Engine:
     def kind(self) -> str:
         return "python"
 
-    @property
-    def features(self) -> dict[str, tuple[bool, str]]:
-        return {"registered_memory": _NO_RINGS, "registered_files": _NO_RINGS}
-
-    def run(self, ops: Any, timeout_s: float) -> Pending | None:
+    def run(self, ops: Any, timeout_s: float) -> TwinPendingOps | None:
         deadline_s = _deadline_s(timeout_s)
         self._check_usable()
         address, nbytes = address_of(ops, writable=True)
@@ -414,20 +408,13 @@ class Engine:
         records = view_at(address, nbytes).view(IO_DTYPE)
         _check_ops(records)
         batch = _Batch(records, self._pool, self._depth, self._split_bytes)
-        return None if batch.run(deadline_s) else Pending(ops, batch)
+        return None if batch.run(deadline_s) else TwinPendingOps(ops, batch)
 
     def register(self, address: int, nbytes: int) -> bool:
         self._check_usable()
         return False
 
     def unregister(self, address: int, nbytes: int) -> None:
-        self._check_usable()
-
-    def register_file(self, fd: int) -> bool:
-        self._check_usable()
-        return False
-
-    def unregister_file(self, fd: int) -> None:
         self._check_usable()
 
     def close(self) -> None:

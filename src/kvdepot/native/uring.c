@@ -28,7 +28,7 @@
 #endif
 
 /* Numbers and shapes of newer kernels, spelled out because headers may be older. */
-enum { REGISTER_FILES2 = 13, REGISTER_FILES_UPDATE2, REGISTER_BUFFERS2, REGISTER_BUFFERS_UPDATE };
+enum { REGISTER_BUFFERS2 = 15, REGISTER_BUFFERS_UPDATE };
 enum { REGISTER_SPARSE = 1 };
 struct table_new {
     uint32_t count, flags;
@@ -58,9 +58,8 @@ struct ring {
     uint32_t *sq_head, *sq_tail, *sq_mask, *sq_array, *cq_head, *cq_tail, *cq_mask;
     struct io_uring_sqe *sqes;
     struct io_uring_cqe *cqes;
-    int memory_refused, files_refused;
+    int memory_refused;
     struct registry have; /* a slot the kernel refused has the generation but nbytes 0 */
-    uint8_t file_usable[FILE_SLOTS];
 };
 
 static int setup(uint32_t entries, struct io_uring_params *params)
@@ -95,18 +94,15 @@ int ring_available(const char **reason)
     return 1;
 }
 
-static int register_table(struct ring *ring, unsigned opcode, uint32_t count)
+static int ring_register(struct ring *ring, unsigned opcode, const void *value, size_t nbytes)
 {
-    struct table_new table = {.count = count, .flags = REGISTER_SPARSE};
-    if (count == 0)
-        return EMFILE;
-    return syscall(__NR_io_uring_register, ring->fd, opcode, &table, sizeof table) < 0 ? errno : 0;
+    return syscall(__NR_io_uring_register, ring->fd, opcode, value, nbytes) < 0 ? errno : 0;
 }
 
-static int update_table(struct ring *ring, unsigned opcode, uint32_t at, const void *value)
+static int update_memory(struct ring *ring, uint32_t at, const struct iovec *range)
 {
-    struct table_update update = {.first = at, .data = (uint64_t)(uintptr_t)value, .count = 1};
-    return syscall(__NR_io_uring_register, ring->fd, opcode, &update, sizeof update) < 0 ? errno : 0;
+    struct table_update update = {.first = at, .data = (uint64_t)(uintptr_t)range, .count = 1};
+    return ring_register(ring, REGISTER_BUFFERS_UPDATE, &update, sizeof update);
 }
 
 static void ring_close(struct lane *lane)
@@ -158,8 +154,6 @@ static void ring_prepare(struct ring *ring, const struct slot *slot, struct io_u
     memset(sqe, 0, sizeof *sqe);
     sqe->user_data = (uint64_t)(uintptr_t)slot;
     sqe->fd = slot->fd;
-    if (slot->fd >= 0 && (uint32_t)slot->fd < ring->have.file_slots && ring->file_usable[slot->fd])
-        sqe->flags = IOSQE_FIXED_FILE;
     if (slot->opcode == OP_SYNC) {
         sqe->opcode = IORING_OP_FSYNC;
         sqe->fsync_flags = IORING_FSYNC_DATASYNC;
@@ -263,7 +257,7 @@ static int ring_reap(struct lane *lane, int wait, int64_t deadline_ns, struct sl
 
 static const struct lane_type ring_type = {ring_submit, ring_reap, ring_withdraw, ring_close};
 
-struct lane *ring_open(uint32_t depth, uint32_t file_slots)
+struct lane *ring_open(uint32_t depth)
 {
     struct io_uring_params params;
     struct ring *ring = calloc(1, sizeof *ring);
@@ -279,14 +273,12 @@ struct lane *ring_open(uint32_t depth, uint32_t file_slots)
         errno = error;
         return NULL;
     }
-    ring->memory_refused = register_table(ring, REGISTER_BUFFERS2, MEMORY_SLOTS);
-    ring->files_refused = register_table(ring, REGISTER_FILES2, file_slots);
-    ring->have.file_slots = ring->files_refused ? 0 : file_slots;
+    struct table_new table = {.count = MEMORY_SLOTS, .flags = REGISTER_SPARSE};
+    ring->memory_refused = ring_register(ring, REGISTER_BUFFERS2, &table, sizeof table);
     return &ring->lane;
 }
 
 int ring_memory_refused(const struct lane *lane) { return ((const struct ring *)lane)->memory_refused; }
-int ring_files_refused(const struct lane *lane) { return ((const struct ring *)lane)->files_refused; }
 
 static int sync_memory(struct ring *ring, const struct registry *registry, uint32_t at)
 {
@@ -295,26 +287,12 @@ static int sync_memory(struct ring *ring, const struct registry *registry, uint3
     struct iovec nothing = {0}, range = {(void *)(uintptr_t)want->address, want->nbytes};
     int error = 0;
     if (have->nbytes)
-        update_table(ring, REGISTER_BUFFERS_UPDATE, at, &nothing);
+        update_memory(ring, at, &nothing);
     *have = *want;
     if (want->nbytes)
-        error = update_table(ring, REGISTER_BUFFERS_UPDATE, at, &range);
+        error = update_memory(ring, at, &range);
     if (error)
         have->nbytes = 0;
-    return error;
-}
-
-static int sync_file(struct ring *ring, const struct registry *registry, uint32_t at)
-{
-    int nothing = -1, fd = (int)at, error = 0;
-    if (ring->file_usable[at])
-        update_table(ring, REGISTER_FILES_UPDATE2, at, &nothing);
-    ring->have.files[at] = registry->files[at];
-    ring->file_usable[at] = 0;
-    if (registry->files[at]) {
-        error = update_table(ring, REGISTER_FILES_UPDATE2, at, &fd);
-        ring->file_usable[at] = error == 0;
-    }
     return error;
 }
 
@@ -327,9 +305,6 @@ int ring_sync(struct lane *lane, const struct registry *registry)
     for (uint32_t i = 0; i < MEMORY_SLOTS && !ring->memory_refused; i++)
         if (ring->have.memory[i].generation != registry->memory[i].generation &&
             (error = sync_memory(ring, registry, i)))
-            refused = error;
-    for (uint32_t i = 0; i < ring->have.file_slots; i++)
-        if (ring->have.files[i] != registry->files[i] && (error = sync_file(ring, registry, i)))
             refused = error;
     ring->have.generation = registry->generation;
     return refused;

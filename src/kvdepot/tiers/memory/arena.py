@@ -69,6 +69,8 @@ class Arena:
         self._free_slots: Counter[int] = Counter()
         self._slab_at: dict[int, Slab] = {}
         self._slab_of_chunk = np.full(self.chunk_count, -1, dtype=np.int32)
+        self._slab_starts: memoryview = self._slab_of_chunk.data
+        """The same, fast for single values."""
         self._open: dict[int, list[Slab]] = {}
         self._sizes: dict[int, int] = {}
         self._slab_counts: Counter[int] = Counter()
@@ -157,7 +159,7 @@ class Arena:
         self.memory.close()
 
     def _slab(self, location: int) -> Slab:
-        return self._slab_at[int(self._slab_of_chunk[location // CHUNK])]
+        return self._slab_at[self._slab_starts[location // CHUNK]]
 
     def _new_slab(self, slot_bytes: int) -> Slab | None:
         if slot_bytes > self._no_run_of * CHUNK:

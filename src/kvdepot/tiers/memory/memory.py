@@ -68,7 +68,7 @@ class Memory:
         """Memory behind descriptors, as (descriptor, bytes), one part right behind the other.
 
         That of another process, or of a device. Takes over the descriptors, and keeps them until
-        `close`: whoever has locked a device is not rid of it before. OSError where it cannot be.
+        `close`: a lock on a device lasts as long. OSError where it cannot be.
         """
         memory = cls.__new__(cls)
         memory.nbytes = sum(nbytes for _, nbytes in parts)
