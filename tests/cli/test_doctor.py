@@ -18,7 +18,6 @@ from kvdepot.cli.doctor import command as doctor
 from kvdepot.cli.doctor import machine
 from kvdepot.cli.doctor.command import Status
 from kvdepot.cli.main import COMMANDS, main
-from kvdepot.cli.report.tables import Table
 
 MIB = 1 << 20
 
@@ -267,17 +266,6 @@ def test_one_filesystem_is_measured_once(tmp_path: Path) -> None:
     checks = list(doctor.paths_checks([tmp_path, tmp_path / "a"], measure=measure))
     assert measured == [str(tmp_path)]
     assert f"same filesystem as {tmp_path}" in checks[-1].found
-
-
-def test_table_aligns_words_left_and_numbers_right() -> None:
-    text = Table(["tier", "size"], [["dram", "4GiB"], ["s", "1,024MiB"]]).text()
-    assert text.splitlines() == [
-        "tier      size",
-        "----  --------",
-        "dram      4GiB",
-        "s     1,024MiB",
-    ]
-    assert Table(["only"], []).text() == "only\n----"
 
 
 def test_progress_is_silent_for_two_seconds_off_a_terminal() -> None:
