@@ -207,7 +207,7 @@ def simulate(case: Case, media: dict[str, DriveSpeed]) -> Findings:
     pace = GpuPace(PrefillPace(0.0, 1e-9, 0.0), 1e-9, 0.0)
     sizes = {"dram": case.dram_blocks, "ssd": case.workload.block_count}
     setup = FleetSetup(
-        habits=WorkerRules(pace, case.workload.block_tokens, keeps_memory=False, decides=False),
+        rules=WorkerRules(pace, case.workload.block_tokens, keeps_memory=False, decides=False),
         block_bytes=BLOCK_BYTES,
         memory_blocks=10**6,
         link_bytes_per_s=1e15,

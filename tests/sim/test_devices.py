@@ -73,17 +73,17 @@ def _times(
     pace: GpuPace, jobs: list[tuple[float, int, int, int]]
 ) -> tuple[list[list[float]], SimulatedGpu]:
     """For jobs (arrival, new, context, answer) the times of their first and last tokens."""
-    agenda = EventQueue()
-    gpu = SimulatedGpu(agenda, pace)
+    events = EventQueue()
+    gpu = SimulatedGpu(events, pace)
     times: list[list[float]] = [[] for _ in jobs]
     for at, (arrival_s, new, context, answer) in enumerate(jobs):
 
         def note(at: int = at) -> None:
-            times[at].append(agenda.now_s)
+            times[at].append(events.now_s)
 
         job = PrefillJob(new, context, answer, note, note)
-        agenda.at(arrival_s, lambda job=job: gpu.add(job))  # type: ignore[misc]
-    while agenda.next():
+        events.at(arrival_s, lambda job=job: gpu.add(job))  # type: ignore[misc]
+    while events.next():
         pass
     return times, gpu
 
@@ -128,10 +128,10 @@ def test_many_decoding_steps_at_once_are_as_long_as_one_by_one() -> None:
 
 
 def test_time_does_not_go_backward() -> None:
-    agenda = EventQueue()
-    agenda.at(2.0, lambda: None)
-    agenda.next()
+    events = EventQueue()
+    events.at(2.0, lambda: None)
+    events.next()
     with pytest.raises(StateError):
-        agenda.at(1.0, lambda: None)
+        events.at(1.0, lambda: None)
     with pytest.raises(StateError):
-        agenda.at(float("nan"), lambda: None)
+        events.at(float("nan"), lambda: None)

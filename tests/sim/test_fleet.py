@@ -20,7 +20,7 @@ PACE = GpuPace(PrefillPace(0.001, 1e-4, 1e-8), weights_s=0.005, context_token_s=
 SSD = TierSetup("ssd", 100e6, DriveSpeed(2, 1e9, 5e8, latency_s=1e-4))
 HDD = TierSetup("hdd", 400e6, DriveSpeed(3, 1e8, 1e8, seek_s=0.01), remote=True, shared=True)
 SETUP = FleetSetup(
-    habits=WorkerRules(PACE, 64),
+    rules=WorkerRules(PACE, 64),
     block_bytes=1e6,
     memory_blocks=40,
     link_bytes_per_s=1e10,
@@ -31,7 +31,7 @@ TALKS = MultiTurn(users=6, turns=4, system_tokens=128, history_tokens=512, qps=2
 
 
 def run(setup: FleetSetup, talks: MultiTurn = TALKS, seed: int = 0) -> Findings:
-    workload = talks.workload(setup.habits.block_tokens)
+    workload = talks.workload(setup.rules.block_tokens)
     return SimulatedFleet(setup, workload).run(Conversations(talks, seed), lambda done: None)
 
 
@@ -60,7 +60,7 @@ def test_what_is_asked_is_hit_or_computed(
 ) -> None:
     setup = replace(
         SETUP,
-        habits=WorkerRules(PACE, 64, decides=decides),
+        rules=WorkerRules(PACE, 64, decides=decides),
         nodes=nodes,
         workers_per_node=workers,
         memory_blocks=memory,
@@ -94,7 +94,7 @@ def test_one_seed_one_outcome() -> None:
 
 
 def test_without_reuse_all_is_computed() -> None:
-    found = run(replace(SETUP, habits=WorkerRules(PACE, 64, reuse=False)))
+    found = run(replace(SETUP, rules=WorkerRules(PACE, 64, reuse=False)))
     assert found.hit_ratio() == 0.0
     assert all(flow.bytes_written == 0 for flow in found.tiers)
     assert run(SETUP).hit_ratio() > 0.5
@@ -111,9 +111,9 @@ def _two_prompts(gap_s: float) -> Workload:
 
 def test_times_of_a_fetch_by_hand() -> None:
     """Nothing is kept in GPU memory, so the second prompt comes from the SSDs."""
-    habits = WorkerRules(PACE, 64, keeps_memory=False, decides=False)
+    rules = WorkerRules(PACE, 64, keeps_memory=False, decides=False)
     workload = _two_prompts(10.0)
-    setup = replace(SETUP, habits=habits, tiers=(SSD,))
+    setup = replace(SETUP, rules=rules, tiers=(SSD,))
     cold, warm = SimulatedFleet(setup, workload).run(AsRecorded(workload), lambda done: None).served
     # 256 tokens: a step, 256 tokens, 256 * 128 pairs.
     assert cold.ttft_s == pytest.approx(0.001 + 0.0256 + 1e-8 * 256 * 128)
@@ -127,8 +127,8 @@ def test_times_of_a_fetch_by_hand() -> None:
 def test_a_slow_tier_is_not_fetched_from() -> None:
     slow = TierSetup("hdd", 400e6, DriveSpeed(1, 1e6, 1e8), remote=True, shared=True)
     workload = _two_prompts(10.0)
-    habits = WorkerRules(PACE, 64, keeps_memory=False)
-    setup = replace(SETUP, habits=habits, tiers=(slow,))
+    rules = WorkerRules(PACE, 64, keeps_memory=False)
+    setup = replace(SETUP, rules=rules, tiers=(slow,))
     _, warm = SimulatedFleet(setup, workload).run(AsRecorded(workload), lambda done: None).served
     assert not warm.hits, "1 s a block, and all is computed in 30 ms"
 
@@ -149,8 +149,8 @@ def test_prefix_routing_hits_more_than_random() -> None:
 
 def test_a_shared_tier_serves_what_another_node_computed() -> None:
     setup = replace(SETUP, nodes=4, route="random", tiers=(HDD,))
-    habits = WorkerRules(PACE, 64, decides=False, keeps_memory=False)
-    assert run(replace(setup, habits=habits)).hit_ratio("hdd") > 0.5
+    rules = WorkerRules(PACE, 64, decides=False, keeps_memory=False)
+    assert run(replace(setup, rules=rules)).hit_ratio("hdd") > 0.5
 
 
 def test_a_prompt_that_does_not_fit_is_refused() -> None:

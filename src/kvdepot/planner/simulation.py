@@ -95,7 +95,7 @@ def fleet_of(machines: Machines, parts: Parts, block_tokens: int) -> FleetSetup:
         chunk_tokens=machines.chunk_tokens,
     )
     return FleetSetup(
-        habits=WorkerRules(
+        rules=WorkerRules(
             pace,
             block_tokens,
             reuse=machines.reuse,

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -16,17 +16,15 @@ from kvdepot.sim.drives import DriveQueue, DriveSpeed, Pipe
 from kvdepot.sim.event_queue import EventQueue
 from kvdepot.sim.gpu import SimulatedGpu
 from kvdepot.sim.results import Findings, ServedRequest, TierFlow, over_time
-from kvdepot.sim.tiers import BlockIndex, SimulatedTier, TierStack, TimedTier, WriteMode
+from kvdepot.sim.tiers import BlockIndex, SimulatedTier, TimedTier, WriteMode
 from kvdepot.sim.worker import HBM, ModelWorker, WorkerRules
 from kvdepot.sim.workload import PromptRequest, Workload
 
 ROUTES: Final = ("prefix", "random")
 
 
-class Route(Protocol):
-    """Chooses a worker for a request."""
-
-    def __call__(self, request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWorker: ...
+Route = Callable[[PromptRequest, Sequence[ModelWorker]], ModelWorker]
+"""Chooses a worker for a request."""
 
 
 def by_prefix(request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWorker:
@@ -34,26 +32,16 @@ def by_prefix(request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWo
 
     def left(worker: ModelWorker) -> int:
         missing = len(request.blocks) - worker.matched(request.blocks)
-        return missing * worker.habits.block_tokens + worker.load_tokens
+        return missing * worker.rules.block_tokens + worker.load_tokens
 
     return workers[0] if len(workers) == 1 else min(workers, key=left)
 
 
-class AtRandom:
-    """Any of them, from a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
-
-    def __call__(self, request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWorker:
-        return workers[self._draw.randrange(len(workers))]
-
-
 def route_named(name: str, seed: int) -> Route:
-    return by_prefix if name == "prefix" else AtRandom(seed)
-
-
-Progress = Callable[[int], None]
+    if name == "prefix":
+        return by_prefix
+    draw = random.Random(seed)
+    return lambda request, workers: workers[draw.randrange(len(workers))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +63,7 @@ class TierSetup:
 class FleetSetup:
     """What is simulated."""
 
-    habits: WorkerRules
+    rules: WorkerRules
     block_bytes: float
     """Of a stored block."""
 
@@ -104,15 +92,15 @@ class SimulatedFleet:
         """Raises ConfigError for what does not fit together."""
         _check(setup)
         self._setup, self._workload = setup, workload
-        self._agenda = EventQueue()
+        self._events = EventQueue()
         self._shared_index = BlockIndex.of(workload)
         shared_pipe = Pipe(setup.network_bytes_per_s)
         shared = [
-            self._shelf(tier, self._shared_index, (shared_pipe,))
+            self._tier(tier, self._shared_index, (shared_pipe,))
             for tier in setup.tiers
             if tier.shared
         ]
-        self._shelves = list(shared)
+        self._tiers = list(shared)
         self._workers: list[ModelWorker] = []
         for _ in range(setup.nodes):
             self._add_node(shared)
@@ -120,12 +108,12 @@ class SimulatedFleet:
         self._served: list[ServedRequest] = []
         self._preload()
 
-    def run(self, arrivals: ArrivalTimes, progress: Progress) -> Findings:
-        """Until everybody is answered."""
+    def run(self, arrivals: ArrivalTimes, progress: Callable[[int], None]) -> Findings:
+        """Serve all requests. `progress` is called now and then with how many are done."""
         for time_s, number in arrivals.first():
             self._note(time_s, number, arrivals)
         steps = 0
-        while self._agenda.next():
+        while self._events.next():
             steps += 1
             if steps % 1024 == 0:
                 progress(len(self._served))
@@ -134,7 +122,7 @@ class SimulatedFleet:
     def _note(self, time_s: float, number: int, arrivals: ArrivalTimes) -> None:
         def done(served: ServedRequest) -> None:
             self._served.append(served)
-            following = arrivals.after(served.number, served.arrival_s, self._agenda.now_s)
+            following = arrivals.after(served.number, served.arrival_s, self._events.now_s)
             if following is not None:
                 self._note(*following, arrivals)
 
@@ -143,81 +131,81 @@ class SimulatedFleet:
             served = ServedRequest(number, time_s, request.input_tokens, request.output_tokens)
             self._route(request, self._workers).arrive(request, served, done)
 
-        self._agenda.at(time_s, come)
+        self._events.at(time_s, come)
 
     def _add_node(self, shared: Sequence[TimedTier]) -> None:
         setup = self._setup
         index = BlockIndex.of(self._workload)
         network = Pipe(setup.network_bytes_per_s)
         local = [
-            self._shelf(tier, index, (network,) if tier.remote else ())
+            self._tier(tier, index, (network,) if tier.remote else ())
             for tier in setup.tiers
             if not tier.shared
         ]
-        self._shelves += local
+        self._tiers += local
         indexes = [index, self._shared_index] if shared else [index]
         for _ in range(setup.workers_per_node):
             worker = ModelWorker(
-                agenda=self._agenda,
-                habits=setup.habits,
-                gpu=SimulatedGpu(self._agenda, setup.habits.pace),
+                events=self._events,
+                rules=setup.rules,
+                gpu=SimulatedGpu(self._events, setup.rules.pace),
                 memory=SimulatedTier(HBM, setup.memory_blocks, index, order_named("lru")),
-                shelves=TierStack([*local, *shared], setup.write_mode),
+                tiers=[*local, *shared],
+                write_mode=setup.write_mode,
                 indexes=indexes,
                 link=Pipe(setup.link_bytes_per_s),
             )
             self._workers.append(worker)
 
-    def _shelf(self, tier: TierSetup, index: BlockIndex, pipes: tuple[Pipe, ...]) -> TimedTier:
+    def _tier(self, tier: TierSetup, index: BlockIndex, pipes: tuple[Pipe, ...]) -> TimedTier:
         setup = self._setup
         blocks = min(int(tier.capacity_bytes // setup.block_bytes), self._workload.block_count)
-        kept = SimulatedTier(tier.name, blocks, index, order_named(setup.policy))
-        drives = DriveQueue(tier.medium, pipes)
-        return TimedTier(kept, index, drives, setup.block_bytes, memory=tier.memory)
+        order, drives = order_named(setup.policy), DriveQueue(tier.medium, pipes)
+        return TimedTier(
+            tier.name, blocks, index, order, drives, setup.block_bytes, memory=tier.memory
+        )
 
     def _preload(self) -> None:
-        """Lie there from the start, in no time."""
         for name, blocks in self._setup.preload.items():
             rows: Rows = np.array(blocks, dtype=np.int64)
-            for shelf in self._shelves:
-                if shelf.name == name:
-                    shelf.tier.take_in(rows)
+            for tier in self._tiers:
+                if tier.name == name:
+                    tier.take_in(rows)
 
     def _findings(self) -> Findings:
         start_s = min((one.arrival_s for one in self._served), default=0.0)
-        duration_s = self._agenda.now_s - start_s
+        duration_s = self._events.now_s - start_s
         whole_s = max(duration_s, 1e-12) * len(self._workers)
-        tiers = [worker.memory for worker in self._workers]
-        tiers += [shelf.tier for shelf in self._shelves]
         events = sum(worker.blocks_asked for worker in self._workers)
-        events += sum(tier.entered + tier.evicted for tier in tiers)
+        for tier in (*(worker.memory for worker in self._workers), *self._tiers):
+            events += tier.entered + tier.evicted
         return Findings(
             served=self._served,
             refused=sum(worker.refused for worker in self._workers),
             duration_s=duration_s,
-            tiers=[self._flow(tier.name, start_s, duration_s) for tier in self._setup.tiers],
+            tiers=[self._flow(one.name, start_s, duration_s) for one in self._setup.tiers],
             gpu_busy=sum(worker.gpu.busy_s for worker in self._workers) / whole_s,
             gpu_prefill_busy=sum(worker.gpu.prefill_s for worker in self._workers) / whole_s,
             block_events=events,
         )
 
     def _flow(self, name: str, start_s: float, duration_s: float) -> TierFlow:
-        shelves = [shelf for shelf in self._shelves if shelf.name == name]
-        for shelf in shelves:
-            shelf.drives.backlog_s(self._agenda.now_s)
-        units = sum(shelf.drives.medium.units for shelf in shelves)
+        tiers = [tier for tier in self._tiers if tier.name == name]
+        for tier in tiers:
+            tier.drives.backlog_s(self._events.now_s)
+        units = sum(tier.drives.medium.units for tier in tiers)
         whole_s = max(units * duration_s, 1e-12)
         end_s = start_s + duration_s
-        reads = [one for shelf in shelves for one in shelf.reads]
-        writes = [one for shelf in shelves for one in shelf.writes]
+        reads = [one for tier in tiers for one in tier.reads]
+        writes = [one for tier in tiers for one in tier.writes]
         return TierFlow(
             tier=name,
             tokens_hit=sum(one.hits.get(name, 0) for one in self._served),
-            bytes_read=sum(shelf.bytes_read for shelf in shelves),
-            bytes_written=sum(shelf.bytes_written for shelf in shelves),
-            blocks_dropped=sum(shelf.blocks_dropped for shelf in shelves),
-            read_busy=sum(shelf.drives.read_busy_s for shelf in shelves) / whole_s,
-            write_busy=sum(shelf.drives.write_busy_s for shelf in shelves) / whole_s,
+            bytes_read=sum((nbytes for _, nbytes in reads), 0.0),
+            bytes_written=sum((nbytes for _, nbytes in writes), 0.0),
+            blocks_dropped=sum(tier.blocks_dropped for tier in tiers),
+            read_busy=sum(tier.drives.read_busy_s for tier in tiers) / whole_s,
+            write_busy=sum(tier.drives.write_busy_s for tier in tiers) / whole_s,
             read_bytes_per_s=over_time(reads, start_s, end_s),
             written_bytes_per_s=over_time(writes, start_s, end_s),
         )

@@ -46,8 +46,8 @@ class PrefillJob:
 class SimulatedGpu:
     """Jobs in steps. `busy_s` is the time spent in steps, `prefill_s` of those with prompts."""
 
-    def __init__(self, agenda: EventQueue, pace: GpuPace) -> None:
-        self._agenda = agenda
+    def __init__(self, events: EventQueue, pace: GpuPace) -> None:
+        self._events = events
         self._pace = pace
         self._waiting: deque[PrefillJob] = deque()
         self._answers: list[tuple[int, int, PrefillJob]] = []
@@ -105,7 +105,7 @@ class SimulatedGpu:
         seconds = self._step_s(tokens, work)
         self.prefill_s += seconds
         self.busy_s += seconds
-        self._agenda.at(self._agenda.now_s + seconds, lambda: self._after(1, finished))
+        self._events.at(self._events.now_s + seconds, lambda: self._after(1, finished))
 
     def _decode_steps(self) -> None:
         """As many steps as no answer ends in; a new prompt cuts them short."""
@@ -113,13 +113,13 @@ class SimulatedGpu:
         first_s = self._step_s(0, 0.0)
         growth_s = self._pace.context_token_s * len(self._answers)
         self._round += 1
-        self._rest = (self._agenda.now_s, first_s, steps)
-        self._end_rest(steps, first_s, growth_s, self._agenda.now_s)
+        self._rest = (self._events.now_s, first_s, steps)
+        self._end_rest(steps, first_s, growth_s, self._events.now_s)
 
     def _end_rest(self, steps: int, first_s: float, growth_s: float, start_s: float) -> None:
         seconds = steps * first_s + growth_s * steps * (steps - 1) / 2.0
         known = self._round
-        end_s = max(self._agenda.now_s, start_s + seconds)
+        end_s = max(self._events.now_s, start_s + seconds)
 
         def end() -> None:
             if known == self._round:
@@ -127,14 +127,14 @@ class SimulatedGpu:
                 self.busy_s += end_s - start_s
                 self._after(steps, [])
 
-        self._agenda.at(end_s, end)
+        self._events.at(end_s, end)
 
     def _cut_rest(self) -> None:
         """Finish the step that is running, and no more of those that were to follow."""
         assert self._rest is not None
         start_s, first_s, steps = self._rest
         growth_s = self._pace.context_token_s * len(self._answers)
-        passed_s, done = self._agenda.now_s - start_s, 0
+        passed_s, done = self._events.now_s - start_s, 0
         if growth_s > 0.0:
             half = first_s - growth_s / 2.0
             done = int(((half * half + 2.0 * growth_s * passed_s) ** 0.5 - half) / growth_s)

@@ -24,14 +24,19 @@ import numpy as np
 
 from kvdepot.errors import ConfigError
 from kvdepot.policy.eviction import ORDERS, order_named
-from kvdepot.sim.tiers import BlockIndex, SimulatedTier
+from kvdepot.sim.tiers import NOWHERE, BlockIndex, SimulatedTier, fastest_tier, leading
 from kvdepot.sim.workload import NO_PARENT, Ints, PromptRequest, Workload
 
+OPTIMAL: Final = "optimal"
+POLICIES: Final = (*ORDERS, OPTIMAL)
 TIERS: Final = ("dram", "cxl", "ssd", "hdd")
 """Fastest first."""
 _FACTORS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TOKENS: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kmgt]?)tok", re.IGNORECASE)
 _HINT: Final = "--capacity dram=3Mtok,ssd=50Mtok (k, M, G, T are powers of 1000), or dram=inf"
+_REPORT_REQUESTS: Final = 256
+_NEVER: Final = np.iinfo(np.int64).max
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +81,6 @@ def _tokens(size: str) -> int | None:
     return tokens
 
 
-Progress = Callable[[int], None]
-_REPORT_REQUESTS = 256
-
-
 @dataclass(frozen=True, slots=True)
 class HitCounts:
     """What a workload hit."""
@@ -108,69 +109,6 @@ class HitCounts:
         return self.blocks_asked + self.blocks_entered + self.blocks_evicted
 
 
-class HitsOnly:
-    """Requests against tiers, without time."""
-
-    def __init__(
-        self, index: BlockIndex, tiers: Sequence[SimulatedTier], block_tokens: int
-    ) -> None:
-        self._tree = index.tree
-        self._tiers = list(tiers)
-        self._block_tokens = block_tokens
-        self._tokens_hit = {tier.name: 0 for tier in tiers}
-        self._blocks_asked = 0
-
-    def run(self, workload: Workload, progress: Progress) -> HitCounts:
-        for number, request in enumerate(workload):
-            self.serve(request)
-            if number % _REPORT_REQUESTS == 0:
-                progress(number)
-        return HitCounts(
-            workload.tokens_asked,
-            self._tokens_hit,
-            self._blocks_asked,
-            sum(tier.entered for tier in self._tiers),
-            sum(tier.evicted for tier in self._tiers),
-        )
-
-    def serve(self, request: PromptRequest) -> None:
-        rows = request.blocks
-        self._blocks_asked += len(rows)
-        hit = self._count_hits(request)
-        self._use(rows[:hit].tolist(), hit=True)
-        everyone = rows.tolist()
-        for tier in self._tiers:
-            tier.leaves.hold_all(everyone)
-            tier.take_in(rows)
-        self._use(everyone, hit=False)
-        for tier in self._tiers:
-            tier.leaves.release_all(everyone)
-
-    def _use(self, rows: list[int], *, hit: bool) -> None:
-        if rows:
-            self._tree.use(rows, hit=hit)
-            for tier in self._tiers:
-                tier.leaves.used(rows, hit=hit)
-
-    def _count_hits(self, request: PromptRequest) -> int:
-        """How many leading blocks are there; their tokens are counted for their tiers."""
-        size, rows = self._block_tokens, request.blocks
-        tokens = np.full(len(rows), size, dtype=np.int64)
-        if len(rows):
-            tokens[-1] = min(size, request.input_tokens - size * (len(rows) - 1))
-        where = np.full(len(rows), len(self._tiers), dtype=np.int64)
-        for number in range(len(self._tiers) - 1, -1, -1):
-            where[self._tiers[number].has(rows)] = number
-        missing = np.flatnonzero(where == len(self._tiers))
-        hit = int(missing[0]) if len(missing) else len(rows)
-        for number, tier in enumerate(self._tiers):
-            self._tokens_hit[tier.name] += int(tokens[:hit][where[:hit] == number].sum())
-        return hit
-
-
-_NEVER = np.iinfo(np.int64).max
-
-
 def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progress) -> HitCounts:
     """What one tier of this size hits at best."""
     following = _next_uses(workload)
@@ -182,8 +120,7 @@ def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progr
     size = workload.block_tokens
     for number, (request, following_use) in enumerate(zip(workload, following, strict=True)):
         blocks = request.blocks
-        absent = np.flatnonzero(~here[blocks])
-        hit = int(absent[0]) if len(absent) else len(blocks)
+        hit = leading(here[blocks])
         hit_tokens += min(hit * size, request.input_tokens)
         asked += len(blocks)
         next_use[blocks] = following_use
@@ -232,10 +169,6 @@ def _depths(workload: Workload) -> Ints:
     return depths
 
 
-OPTIMAL: Final = "optimal"
-POLICIES: Final = (*ORDERS, OPTIMAL)
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """One policy, used in every tier, at one capacity."""
@@ -267,4 +200,45 @@ def play(workload: Workload, case: Case, progress: Progress) -> HitCounts:
         )
         for name in names
     ]
-    return HitsOnly(index, tiers, size).run(workload, progress)
+    tokens_hit = dict.fromkeys(names, 0)
+    blocks_asked = 0
+    for number, request in enumerate(workload):
+        blocks_asked += len(request.blocks)
+        for name, tokens in _serve(request, tiers, index, size).items():
+            tokens_hit[name] += tokens
+        if number % _REPORT_REQUESTS == 0:
+            progress(number)
+    entered, evicted = sum(tier.entered for tier in tiers), sum(tier.evicted for tier in tiers)
+    return HitCounts(workload.tokens_asked, tokens_hit, blocks_asked, entered, evicted)
+
+
+def _serve(
+    request: PromptRequest, tiers: Sequence[SimulatedTier], index: BlockIndex, block_tokens: int
+) -> dict[str, int]:
+    """Hit what is there, then bring everything in. Returns the tokens hit by tier."""
+    rows = request.blocks
+    if not len(rows):
+        return {}
+    where = fastest_tier(tiers, rows)
+    hit = leading(where != NOWHERE)
+    tokens = np.full(len(rows), block_tokens, dtype=np.int64)
+    tokens[-1] = min(block_tokens, request.input_tokens - block_tokens * (len(rows) - 1))
+    prompt = rows.tolist()
+    _use(index, tiers, prompt[:hit], hit=True)
+    for tier in tiers:
+        tier.leaves.hold_all(prompt)
+        tier.take_in(rows)
+    _use(index, tiers, prompt, hit=False)
+    for tier in tiers:
+        tier.leaves.release_all(prompt)
+    return {
+        tier.name: int(tokens[:hit][where[:hit] == number].sum())
+        for number, tier in enumerate(tiers)
+    }
+
+
+def _use(index: BlockIndex, tiers: Sequence[SimulatedTier], rows: list[int], *, hit: bool) -> None:
+    if rows:
+        index.tree.use(rows, hit=hit)
+        for tier in tiers:
+            tier.leaves.used(rows, hit=hit)

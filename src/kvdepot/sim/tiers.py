@@ -1,15 +1,12 @@
 """The tiers of a simulated store: the production index over the blocks of a workload.
 
 Every block of the trace has its row from the start; a tier's contents are in its LeafOrder, which
-is the store's own code, as are the table, the tree and the eviction orders.
-
-With times, each tier has drives, and the tiers of one worker form a stack, fastest first. Every
-request's blocks go into the first tier. With write-through they go into all others at once; with
-write-back a block goes into the next tier when it leaves the one before.
+is the store's own code, as are the table, the tree and the eviction orders. With times, a tier has
+drives.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -22,8 +19,10 @@ from kvdepot.index.tree import PrefixTree
 from kvdepot.sim.drives import DriveQueue
 from kvdepot.sim.workload import Workload
 
-_TAG = 1
-_GROUP = 1
+WriteMode = Literal["through", "back"]
+NOWHERE: Final = -1
+_TAG: Final = 1
+_GROUP: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class SimulatedTier:
     def __init__(self, name: str, capacity_blocks: int, index: BlockIndex, order: Order) -> None:
         self.name = name
         self.capacity_blocks = capacity_blocks
+        self.index = index
         self.leaves = LeafOrder(index.table, index.tree, order)
         self.count = 0
         self.entered = 0
@@ -77,22 +77,88 @@ class SimulatedTier:
     def shrink(self, blocks: int, gone: list[int] | None = None) -> bool:
         """Let blocks leave until no more than `blocks` are here; False if some may not."""
         while self.count > blocks:
-            if not self._evict(gone):
+            victim = self.leaves.coldest(_GROUP)
+            if victim == NONE:
                 return False
+            if not self.leaves.resident(victim):
+                raise StateError("the order chose a block that is not in the tier")
+            self.leaves.leave(victim)
+            self.count -= 1
+            self.evicted += 1
+            if gone is not None:
+                gone.append(victim)
         return True
 
-    def _evict(self, gone: list[int] | None) -> bool:
-        victim = self.leaves.coldest(_GROUP)
-        if victim == NONE:
-            return False
-        if not self.leaves.resident(victim):
-            raise StateError("the order chose a block that is not in the tier")
-        self.leaves.leave(victim)
-        self.count -= 1
-        self.evicted += 1
-        if gone is not None:
-            gone.append(victim)
-        return True
+
+class TimedTier(SimulatedTier):
+    """A tier with drives. `memory`: it is copied from before any drive is read, as in the store."""
+
+    def __init__(
+        self,
+        name: str,
+        capacity_blocks: int,
+        index: BlockIndex,
+        order: Order,
+        drives: DriveQueue,
+        block_bytes: float,
+        *,
+        memory: bool = False,
+    ) -> None:
+        super().__init__(name, capacity_blocks, index, order)
+        self.drives = drives
+        self.block_bytes = block_bytes
+        self.memory = memory
+        self.blocks_dropped = 0
+        """Not written because too many writes were waiting."""
+        self.reads: list[tuple[float, float]] = []
+        self.writes: list[tuple[float, float]] = []
+        """Times and bytes of what was read, and of what was written."""
+
+    def fetch(self, now_s: float, blocks: int) -> float:
+        """Read blocks. Returns when the last one is there."""
+        self.reads.append((now_s, blocks * self.block_bytes))
+        return self.drives.read(now_s, blocks, self.block_bytes)
+
+    def put(self, now_s: float, rows: Rows) -> list[int]:
+        """Take blocks in and write those that are new here. Returns which left for them."""
+        gone: list[int] = []
+        fresh = rows[~self.has(rows)]
+        if len(fresh):
+            taken = self.drives.write(now_s, len(fresh), self.block_bytes)
+            self.blocks_dropped += len(fresh) - taken
+            held = rows.tolist()
+            self.leaves.hold_all(held)
+            entered = self.take_in(fresh[:taken], gone)
+            self.leaves.release_all(held)
+            self.writes.append((now_s, entered * self.block_bytes))
+        return gone
+
+
+def fastest_tier(tiers: Sequence[SimulatedTier], rows: Rows) -> Rows:
+    """For each block the number of the fastest tier that has it, or NOWHERE."""
+    found = np.full(len(rows), NOWHERE, dtype=np.int64)
+    for number in range(len(tiers) - 1, -1, -1):
+        found[tiers[number].has(rows)] = number
+    return found
+
+
+def leading(here: Bools) -> int:
+    """How many are true before the first that is not."""
+    return len(here) if here.all() else int(np.argmin(here))
+
+
+def write_blocks(tiers: Sequence[TimedTier], mode: WriteMode, now_s: float, rows: Rows) -> None:
+    """Put the blocks of a computed prompt into the tiers, fastest first.
+
+    With write-through they go into all tiers at once; with write-back into the first, and a block
+    goes into the next tier when it leaves the one before.
+    """
+    for tier in tiers:
+        gone = tier.put(now_s, rows)
+        if mode == "back":
+            rows = np.array(gone[::-1], dtype=np.int64)
+            if not gone:
+                return
 
 
 def _keys(workload: Workload) -> Keys:
@@ -113,97 +179,3 @@ def _spread(numbers: Keys) -> Keys:
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return mixed ^ mixed >> np.uint64(31)
-
-
-WriteMode = Literal["through", "back"]
-NOWHERE: Final = -1
-
-
-@dataclass(slots=True)
-class TimedTier:
-    """One tier: its blocks in the order of the index, and its drives."""
-
-    tier: SimulatedTier
-    index: BlockIndex
-    drives: DriveQueue
-    block_bytes: float
-    memory: bool = False
-    """Copied from before any drive is asked, as the store does."""
-
-    bytes_read: float = 0.0
-    bytes_written: float = 0.0
-    blocks_dropped: int = 0
-    """Not written because too many writes were waiting."""
-
-    reads: list[tuple[float, float]] = field(default_factory=list)
-    """Times and bytes of what was asked for, and of what was written."""
-
-    writes: list[tuple[float, float]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.tier.name
-
-    def fetch(self, now_s: float, blocks: int) -> float:
-        """Read blocks. Returns when the last one is there."""
-        nbytes = blocks * self.block_bytes
-        self.bytes_read += nbytes
-        self.reads.append((now_s, nbytes))
-        return self.drives.read(now_s, blocks, self.block_bytes)
-
-    def put(self, now_s: float, rows: Rows) -> list[int]:
-        """Take blocks in and write those that are new here. Returns who left for them."""
-        leaves, held = self.tier.leaves, rows.tolist()
-        gone: list[int] = []
-        fresh = rows[~self.tier.has(rows)]
-        if len(fresh):
-            taken = self.drives.write(now_s, len(fresh), self.block_bytes)
-            if taken < len(fresh):
-                self.blocks_dropped += len(fresh) - taken
-                fresh = fresh[:taken]
-            leaves.hold_all(held)
-            entered = self.tier.take_in(fresh, gone)
-            leaves.release_all(held)
-            self.bytes_written += entered * self.block_bytes
-            self.writes.append((now_s, entered * self.block_bytes))
-        return gone
-
-
-class TierStack:
-    """The tiers that one worker reaches: its node's own, then the shared ones."""
-
-    def __init__(self, shelves: Sequence[TimedTier], mode: WriteMode) -> None:
-        self.shelves = list(shelves)
-        self._through = mode == "through"
-
-    def where(self, rows: Rows) -> Rows:
-        """For each block the number of the fastest tier that has it, or NOWHERE."""
-        found = np.full(len(rows), NOWHERE, dtype=np.int64)
-        for number in range(len(self.shelves) - 1, -1, -1):
-            found[self.shelves[number].tier.has(rows)] = number
-        return found
-
-    def keep(self, now_s: float, rows: Rows) -> None:
-        """A prompt is computed: its blocks go where the write mode says."""
-        if self._through:
-            for shelf in self.shelves:
-                shelf.put(now_s, rows)
-            return
-        for shelf in self.shelves:
-            rows = np.array(shelf.put(now_s, rows)[::-1], dtype=np.int64)
-            if not len(rows):
-                return
-
-    def hold(self, rows: list[int]) -> None:
-        """Nobody of them leaves until `release`."""
-        for shelf in self.shelves:
-            shelf.tier.leaves.hold_all(rows)
-
-    def release(self, rows: list[int]) -> None:
-        for shelf in self.shelves:
-            shelf.tier.leaves.release_all(rows)
-
-    def use(self, rows: list[int], *, hit: bool) -> None:
-        """Blocks of one prompt were used, head first; their trees have stamped them."""
-        for shelf in self.shelves:
-            shelf.tier.leaves.used(rows, hit=hit)

@@ -1,8 +1,8 @@
-"""One copy of the model with the tiers it reaches: what becomes of a request.
+"""One copy of the model with the tiers it reaches: how a request is served.
 
-A request is let in when GPU memory has room for it. What is in GPU memory stays there; of the
-blocks behind it that a tier has, as many are fetched as `fetch_or_recompute` says, while others
-are computed; the rest is computed. Then its blocks are kept, and it answers.
+A request is admitted when GPU memory has room for it. Its blocks in GPU memory stay there; of the
+blocks behind them that a tier has, as many are fetched as `fetch_or_recompute` says, while other
+requests are computed; the rest is computed. Then its blocks are kept, and it answers.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.index.table import Bools, Rows
+from kvdepot.index.table import Rows
 from kvdepot.policy.fetching.fetch_or_recompute import (
     EngineFeatures,
     PromptLengths,
@@ -24,7 +24,16 @@ from kvdepot.sim.drives import Pipe
 from kvdepot.sim.event_queue import EventQueue
 from kvdepot.sim.gpu import GpuPace, PrefillJob, SimulatedGpu
 from kvdepot.sim.results import ServedRequest
-from kvdepot.sim.tiers import NOWHERE, BlockIndex, SimulatedTier, TierStack
+from kvdepot.sim.tiers import (
+    NOWHERE,
+    BlockIndex,
+    SimulatedTier,
+    TimedTier,
+    WriteMode,
+    fastest_tier,
+    leading,
+    write_blocks,
+)
 from kvdepot.sim.workload import PromptRequest
 
 HBM: Final = "hbm"
@@ -32,7 +41,7 @@ HBM: Final = "hbm"
 
 @dataclass(frozen=True, slots=True)
 class WorkerRules:
-    """What a worker does of its own."""
+    """How a worker serves requests."""
 
     pace: GpuPace
     block_tokens: int
@@ -43,12 +52,12 @@ class WorkerRules:
     """Whether GPU memory keeps what no running request uses."""
 
     decides: bool = True
-    """Whether it computes what comes sooner that way; otherwise it fetches all there is."""
+    """Whether it recomputes what is slower to fetch; otherwise it fetches all there is."""
 
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request in this worker."""
+    """A request that waits or runs in this worker."""
 
     served: ServedRequest
     rows: Rows
@@ -67,11 +76,14 @@ class RunningRequest:
 class ModelWorker:
     """A copy of the model. The first of `indexes` is that of GPU memory and the node's tiers."""
 
-    agenda: EventQueue
-    habits: WorkerRules
+    events: EventQueue
+    rules: WorkerRules
     gpu: SimulatedGpu
     memory: SimulatedTier
-    shelves: TierStack
+    tiers: list[TimedTier]
+    """Fastest first: the node's own, then the shared ones."""
+
+    write_mode: WriteMode
     indexes: list[BlockIndex]
     link: Pipe
     refused: int = 0
@@ -82,165 +94,162 @@ class ModelWorker:
     @property
     def load_tokens(self) -> int:
         """Prompt tokens that wait here."""
-        waiting = sum(visit.served.input_tokens for visit in self._waiting)
+        waiting = sum(running.served.input_tokens for running in self._waiting)
         return self.gpu.waiting_tokens + waiting
 
     @property
     def _keeps(self) -> bool:
-        return self.habits.reuse and self.habits.keeps_memory
+        return self.rules.reuse and self.rules.keeps_memory
 
     def matched(self, rows: Rows) -> int:
         """How many leading blocks are in GPU memory or in the node's own tiers."""
         here = self.memory.has(rows)
-        for shelf in self.shelves.shelves:
-            if shelf.index is self.indexes[0]:
-                here |= shelf.tier.has(rows)
-        return _leading(here)
+        for tier in self.tiers:
+            if tier.index is self.indexes[0]:
+                here |= tier.has(rows)
+        return leading(here)
 
     def arrive(
         self, request: PromptRequest, served: ServedRequest, done: Callable[[ServedRequest], None]
     ) -> None:
-        """A request comes; `done` is called when it is answered."""
+        """Take a request; `done` is called when it is answered."""
         self.blocks_asked += len(request.blocks)
-        visit = RunningRequest(served, request.blocks, done)
-        if self._places(visit) > self.memory.capacity_blocks:
+        running = RunningRequest(served, request.blocks, done)
+        if self._places(running) > self.memory.capacity_blocks:
             self.refused += 1
             return
-        self._waiting.append(visit)
-        self._let_in()
+        self._waiting.append(running)
+        self._admit()
 
-    def _places(self, visit: RunningRequest) -> int:
-        tokens = visit.served.input_tokens + visit.served.output_tokens
-        return max(-(-tokens // self.habits.block_tokens), len(visit.rows))
+    def _places(self, running: RunningRequest) -> int:
+        tokens = running.served.input_tokens + running.served.output_tokens
+        return max(-(-tokens // self.rules.block_tokens), len(running.rows))
 
-    def _let_in(self) -> None:
-        """Let in those who wait, in order, as long as there is room."""
+    def _admit(self) -> None:
+        """Start waiting requests, in order, as long as there is room."""
         while self._waiting:
-            visit = self._waiting[0]
-            local = _leading(self.memory.has(visit.rows)) if self._keeps else 0
-            kept = visit.rows[:local].tolist()
+            running = self._waiting[0]
+            local = leading(self.memory.has(running.rows)) if self._keeps else 0
+            kept = running.rows[:local].tolist()
             self.memory.leaves.hold_all(kept)
-            need = self._places(visit) - local
+            need = self._places(running) - local
             if not self.memory.shrink(self.memory.capacity_blocks - self._reserved - need):
                 self.memory.leaves.release_all(kept)
                 return
             self._waiting.popleft()
-            visit.local, visit.reserved = local, need
+            running.local, running.reserved = local, need
             self._reserved += need
-            self._begin(visit)
+            self._begin(running)
 
-    def _begin(self, visit: RunningRequest) -> None:
+    def _begin(self, running: RunningRequest) -> None:
         """Fetch what is worth it, then compute the rest."""
-        served, now_s = visit.served, self.agenda.now_s
+        served, now_s = running.served, self.events.now_s
         served.admitted_s = served.fetched_s = now_s
-        visit.hit = visit.local
-        if self.habits.reuse:
-            self._fetch(visit)
-            self._use(visit.rows[: visit.hit].tolist(), hit=True)
+        running.hit = running.local
+        if self.rules.reuse:
+            self._fetch(running)
+            self._use(running.rows[: running.hit].tolist(), hit=True)
         context = sum(served.hits.values())
         job = PrefillJob(
             served.input_tokens - context,
             context,
             served.output_tokens,
-            lambda: self._first(visit),
-            lambda: self._last(visit),
+            lambda: self._first(running),
+            lambda: self._last(running),
         )
-        self.agenda.at(served.fetched_s, lambda: self.gpu.add(job))
+        self.events.at(served.fetched_s, lambda: self.gpu.add(job))
 
-    def _fetch(self, visit: RunningRequest) -> None:
-        served, now_s = visit.served, self.agenda.now_s
-        where = self.shelves.where(visit.rows[visit.local :])
-        where = where[: _leading(where != NOWHERE)]
-        wanted = self._wanted(visit, where) if len(where) else 0
-        visit.hit = visit.local + wanted
-        self._count(served, HBM, 0, visit.local)
-        shelves, copied_s, read_s = self.shelves.shelves, 0.0, 0.0
+    def _fetch(self, running: RunningRequest) -> None:
+        served, now_s = running.served, self.events.now_s
+        where = fastest_tier(self.tiers, running.rows[running.local :])
+        where = where[: leading(where != NOWHERE)]
+        wanted = self._wanted(running, where) if len(where) else 0
+        running.hit = running.local + wanted
+        self._count(served, HBM, 0, running.local)
+        copied_s = read_s = 0.0
         for number in np.unique(where[:wanted]).tolist():
             at = np.flatnonzero(where[:wanted] == number)
-            for start, stop in _runs(at + visit.local):
-                self._count(served, shelves[number].name, start, stop)
-            took_s = shelves[number].fetch(now_s, len(at)) - now_s
-            if shelves[number].memory:
+            tier = self.tiers[number]
+            for start, stop in _runs(at + running.local):
+                self._count(served, tier.name, start, stop)
+            took_s = tier.fetch(now_s, len(at)) - now_s
+            if tier.memory:
                 copied_s += took_s
             else:
                 read_s = max(read_s, took_s)
         served.fetched_s = now_s + copied_s + read_s
         if wanted:
-            nbytes = wanted * shelves[0].block_bytes
+            nbytes = wanted * self.tiers[0].block_bytes
             served.fetched_s = max(served.fetched_s, self.link.push(now_s, nbytes))
 
     def _count(self, served: ServedRequest, tier: str, start: int, stop: int) -> None:
-        """Blocks start..stop are hits of a tier, but for the last token: it is computed."""
-        size, most = self.habits.block_tokens, served.input_tokens - 1
+        """Count blocks start..stop as hits of a tier, without the last token: it is computed."""
+        size, most = self.rules.block_tokens, served.input_tokens - 1
         tokens = max(0, min(stop * size, most) - min(start * size, most))
         if tokens:
             served.hits[tier] = served.hits.get(tier, 0) + tokens
 
-    def _wanted(self, visit: RunningRequest, where: Rows) -> int:
+    def _wanted(self, running: RunningRequest, where: Rows) -> int:
         """How many of the blocks found are fetched."""
-        if not self.habits.decides:
+        if not self.rules.decides:
             return len(where)
-        now_s, size = self.agenda.now_s, self.habits.block_tokens
-        shelves = self.shelves.shelves
+        now_s, size = self.events.now_s, self.rules.block_tokens
         starts = np.flatnonzero(np.diff(where, prepend=-2))
         counts = np.diff(np.append(starts, len(where))).tolist()
+        sources = [self.tiers[number] for number in where[starts].tolist()]
         runs = [
-            TierRun(shelves[tier].name, count, int(count * shelves[tier].block_bytes))
-            for tier, count in zip(where[starts].tolist(), counts, strict=True)
+            TierRun(tier.name, count, int(count * tier.block_bytes))
+            for tier, count in zip(sources, counts, strict=True)
         ]
         paces: dict[str, TierPace | None] = {}
-        for tier in set(where[starts].tolist()):
-            shelf = shelves[tier]
-            rate = min(shelf.drives.rate_bytes_per_s(shelf.block_bytes), self.link.bytes_per_s)
-            wait_s = max(shelf.drives.wait_s(now_s), self.link.wait_s(now_s))
-            paces[shelf.name] = TierPace(wait_s, 1.0 / rate, 0.0)
-        prompt = PromptLengths(visit.served.input_tokens, size, visit.local * size)
-        pace = self.habits.pace
+        for tier in sources:
+            rate = min(tier.drives.rate_bytes_per_s(tier.block_bytes), self.link.bytes_per_s)
+            wait_s = max(tier.drives.wait_s(now_s), self.link.wait_s(now_s))
+            paces[tier.name] = TierPace(wait_s, 1.0 / rate, 0.0)
+        prompt = PromptLengths(running.served.input_tokens, size, running.local * size)
+        pace = self.rules.pace
         engine = EngineFeatures(chunk_tokens=pace.chunk_tokens)
         return decide(prompt, runs, pace.prefill, paces, self.gpu.queue(), engine).cut_blocks
 
-    def _first(self, visit: RunningRequest) -> None:
+    def _first(self, running: RunningRequest) -> None:
         """The prompt is computed: its blocks are in GPU memory, and go to the tiers."""
-        now_s, rows = self.agenda.now_s, visit.rows
-        visit.served.first_s = now_s
-        if not self.habits.reuse:
+        now_s, rows = self.events.now_s, running.rows
+        running.served.first_s = now_s
+        if not self.rules.reuse:
             return
         if self._keeps:
-            self.memory.leaves.hold_all(rows[visit.local :].tolist())
-            self._reserved -= visit.reserved
-            visit.reserved = max(0, visit.reserved - self.memory.take_in(rows))
-            self._reserved += visit.reserved
-        everyone = rows.tolist()
-        self.shelves.hold(everyone)
-        self.shelves.keep(now_s, rows)
-        self._use(everyone[visit.hit :], hit=False)
-        self.shelves.release(everyone)
+            self.memory.leaves.hold_all(rows[running.local :].tolist())
+            self._reserved -= running.reserved
+            running.reserved = max(0, running.reserved - self.memory.take_in(rows))
+            self._reserved += running.reserved
+        prompt = rows.tolist()
+        for tier in self.tiers:
+            tier.leaves.hold_all(prompt)
+        write_blocks(self.tiers, self.write_mode, now_s, rows)
+        self._use(prompt[running.hit :], hit=False)
+        for tier in self.tiers:
+            tier.leaves.release_all(prompt)
 
-    def _last(self, visit: RunningRequest) -> None:
-        """All is answered: whoever waits for room may come."""
-        visit.served.last_s = self.agenda.now_s
-        self._reserved -= visit.reserved
+    def _last(self, running: RunningRequest) -> None:
+        """All is answered: its room is free for waiting requests."""
+        running.served.last_s = self.events.now_s
+        self._reserved -= running.reserved
         if self._keeps:
-            self.memory.leaves.release_all(visit.rows.tolist())
-        visit.done(visit.served)
-        self._let_in()
+            self.memory.leaves.release_all(running.rows.tolist())
+        running.done(running.served)
+        self._admit()
 
     def _use(self, rows: list[int], *, hit: bool) -> None:
         if not rows:
             return
         for index in self.indexes:
             index.tree.use(rows, hit=hit)
-        self.memory.leaves.used(rows, hit=hit)
-        self.shelves.use(rows, hit=hit)
-
-
-def _leading(here: Bools) -> int:
-    """How many are true before the first that is not."""
-    return len(here) if here.all() else int(np.argmin(here))
+        for tier in (self.memory, *self.tiers):
+            tier.leaves.used(rows, hit=hit)
 
 
 def _runs(at: Rows) -> list[tuple[int, int]]:
-    """Numbers in ascending order as stretches start..stop."""
+    """Ascending numbers as ranges start..stop."""
     starts = np.flatnonzero(np.diff(at, prepend=-2) != 1)
     stops = np.append(starts[1:], len(at))
     return [(int(at[a]), int(at[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)]
