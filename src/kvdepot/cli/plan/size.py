@@ -1,7 +1,7 @@
 """`kvdepot size`: how large a model's KV is, and how long tiers keep it."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,40 +25,7 @@ CONTEXTS = [1_000, 4_000, 10_000, 100_000, 128_000, 1_000_000]
 USERS = [1, 10, 100, 1_000, 10_000]
 
 
-@dataclass(frozen=True, slots=True)
-class ContextRow:
-    """One context of one user."""
-
-    tokens: int
-    bytes: int
-    """What must be there to go on: windows cut, one snapshot of states."""
-
-    all_layers_bytes: int
-    """What prefill wrote: every token of every attention layer."""
-
-    stored_bytes: int
-    """`bytes` after the codec."""
-
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class UsersRow:
-    """Many users with a context each."""
-
-    users: int
-    tokens: int
-    bytes: int
-    stored_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CodecRow:
-    """A codec's effect."""
-
-    codec: str
-    bytes_per_token: int
-    ratio: float
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +44,14 @@ class ModelSize:
     gpu_bytes_per_token: int
     state_bytes: int
     block_bytes: int
-    groups: list[dict[str, Any]]
-    contexts: list[ContextRow]
-    users: list[UsersRow]
+    groups: list[Row]
+    contexts: list[Row]
+    users: list[Row]
     tokens_per_second: float
     bytes_per_second: int
     bytes_per_day: int
     retention: list[Retention]
-    codecs: list[CodecRow]
+    codecs: list[Row]
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -184,7 +151,7 @@ def tier_of(text: str) -> tuple[str, int]:
         raise ConfigError(f"--tier {text}", str(error), hint="--tier ssd=15.36TB") from error
 
 
-def group_row(group: KVLayout) -> dict[str, Any]:
+def group_row(group: KVLayout) -> Row:
     return {
         "kind": group.kind,
         "layers": group.layers,
@@ -194,32 +161,30 @@ def group_row(group: KVLayout) -> dict[str, Any]:
     }
 
 
-def context_row(size: Footprint, tokens: int) -> ContextRow:
-    return ContextRow(
-        tokens=tokens,
-        bytes=size.context_bytes(tokens),
-        all_layers_bytes=size.bytes_per_token * tokens,
-        stored_bytes=round(size.stored_context_bytes(tokens)),
-        blocks=-(-tokens // size.layout.block_tokens),
-    )
+def context_row(size: Footprint, tokens: int) -> Row:
+    """One context of one user."""
+    return {
+        "tokens": tokens,
+        "bytes": size.context_bytes(tokens),  # to go on: windows cut, one snapshot of states
+        "all_layers_bytes": size.bytes_per_token * tokens,  # what prefill wrote
+        "stored_bytes": round(size.stored_context_bytes(tokens)),
+        "blocks": -(-tokens // size.layout.block_tokens),
+    }
 
 
-def users_row(size: Footprint, users: int, tokens: int) -> UsersRow:
+def users_row(size: Footprint, users: int, tokens: int) -> Row:
+    """Many users with a context each."""
     stored = round(size.stored_context_bytes(tokens) * users)
-    return UsersRow(users, tokens, size.context_bytes(tokens) * users, stored)
+    whole = size.context_bytes(tokens) * users
+    return {"users": users, "tokens": tokens, "bytes": whole, "stored_bytes": stored}
 
 
-def codec_rows(model: Model, args: argparse.Namespace) -> list[CodecRow]:
-    names = [RAW, *CODEC_BITS]
-    if args.codec not in names:
-        names.append(args.codec)
+def codec_rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
     layout = model.layout(dtype=args.dtype, block_tokens=args.block_tokens)
     whole = Footprint(layout).bytes_per_token
-    rows = []
-    for name in names:
+    for name in dict.fromkeys((RAW, *CODEC_BITS, args.codec)):
         stored = Footprint(layout, find_codec(name)).stored_bytes_per_token
-        rows.append(CodecRow(name, round(stored), whole / stored))
-    return rows
+        yield {"codec": name, "bytes_per_token": round(stored), "ratio": whole / stored}
 
 
 def show(found: ModelSize) -> None:
@@ -233,7 +198,7 @@ def show(found: ModelSize) -> None:
     daily = format_decimal_bytes(found.bytes_per_day)
     output.data(f"\nat {rate}: {format_decimal_bytes(found.bytes_per_second)}/s, {daily} a day")
     output.data("\n" + retention_table(found.retention))
-    rows = [(r.codec, f"{r.bytes_per_token:,}", f"{r.ratio:.2f}×") for r in found.codecs]
+    rows = [(r["codec"], f"{r['bytes_per_token']:,}", f"{r['ratio']:.2f}×") for r in found.codecs]
     output.data("\n" + Table(("stored as", "bytes a token", "smaller"), rows).text())
 
 
@@ -260,26 +225,25 @@ def groups_table(found: ModelSize) -> str:
 
 
 def contexts_table(found: ModelSize) -> str:
-    windows = found.growth_bytes_per_token != found.bytes_per_token
-    rows: list[Sequence[object]] = []
-    for row in found.contexts:
-        cells = [f"{row.tokens:,}", format_decimal_bytes(row.bytes), format_bytes(row.bytes)]
-        if windows:
-            cells.append(format_decimal_bytes(row.all_layers_bytes))
-        if found.codec != RAW:
-            cells.append(format_decimal_bytes(row.stored_bytes))
-        rows.append([*cells, f"{row.blocks:,}"])
-    heads = ["context tokens", "to go on", "the same"]
-    heads += ["all layers whole"] if windows else []
-    heads += [f"as {found.codec}"] if found.codec != RAW else []
-    return Table([*heads, "blocks"], rows).text()
+    columns: dict[str, Callable[[Row], str]] = {
+        "context tokens": lambda row: f"{row['tokens']:,}",
+        "to go on": lambda row: format_decimal_bytes(row["bytes"]),
+        "the same": lambda row: format_bytes(row["bytes"]),
+    }
+    if found.growth_bytes_per_token != found.bytes_per_token:
+        columns["all layers whole"] = lambda row: format_decimal_bytes(row["all_layers_bytes"])
+    if found.codec != RAW:
+        columns[f"as {found.codec}"] = lambda row: format_decimal_bytes(row["stored_bytes"])
+    columns["blocks"] = lambda row: f"{row['blocks']:,}"
+    rows = [[cell(row) for cell in columns.values()] for row in found.contexts]
+    return Table(list(columns), rows).text()
 
 
-def users_table(rows: Sequence[UsersRow]) -> str:
-    users = sorted({row.users for row in rows})
+def users_table(rows: Sequence[Row]) -> str:
+    users = sorted({row["users"] for row in rows})
     cells: dict[int, list[str]] = {}
-    for row in sorted(rows, key=lambda row: (row.tokens, row.users)):
-        cells.setdefault(row.tokens, []).append(format_decimal_bytes(row.stored_bytes))
+    for row in sorted(rows, key=lambda row: (row["tokens"], row["users"])):
+        cells.setdefault(row["tokens"], []).append(format_decimal_bytes(row["stored_bytes"]))
     lines = [(f"{tokens:,}", *cells[tokens]) for tokens in cells]
     return Table(("stored, by users", *(f"{n:,}" for n in users)), lines).text()
 
