@@ -318,7 +318,7 @@ def test_dearer_drives_cost_more(plan: Plan, parts: Parts) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", scenario_names())
 def test_the_worked_examples_take_less_than_a_minute(name: str, capsys: Seen) -> None:
-    started = time.monotonic()
+    started_s = time.process_time()  # not the clock: the machine may be busy
     assert main(["plan", name, "--json"]) == 0
-    assert time.monotonic() - started < 60
+    assert time.process_time() - started_s < 60
     assert json.loads(capsys.readouterr().out)["reached"]

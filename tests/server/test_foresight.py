@@ -55,7 +55,7 @@ def test_what_was_hinted_at_comes_from_memory(start_daemon: StartDaemon, tmp_pat
     with kvdepot.open(daemon.address) as store:
         space_of(store)
         hint = store.hint(keys, 20.0)
-        assert hint.wait(20.0)
+        assert hint.wait(60.0)
         assert (hint.wanted, hint.brought) == (BLOCKS, BLOCKS)
         assert tiers(store, keys) == ["dram"] * BLOCKS
         assert store.stats()["counters"]["get_hdd"] == 0
@@ -76,7 +76,7 @@ def test_a_session_is_hinted_at_by_another_client(
         gateway.namespace(model="m", layout=LAYOUT, tenant="b", secret=b"2" * 16)
         assert gateway.hint("chat", 20.0, tenant="b").wanted == 0
         hint = gateway.hint("chat", 20.0)
-        assert hint.wait(20.0) and hint.brought == BLOCKS
+        assert hint.wait(60.0) and hint.brought == BLOCKS
         assert tiers(engine, keys) == ["dram"] * BLOCKS
         assert gateway.session("chat", state="closed") == BLOCKS
         assert engine.session("chat") == 0
@@ -95,7 +95,7 @@ def test_a_hint_is_called_off_by_its_client_or_with_it(
         hint = store.hint(keys, 60.0)
         assert sum(hinting(store)) == 2
         hint.cancel()
-        assert hint.wait(20.0)
+        assert hint.wait(60.0)
         assert hint.brought == 0
         with RawClient(daemon.socket) as client:
             answer = client.ask(Kind.HINT, Seconds(60.0).body() + b"".join(keys))
@@ -129,7 +129,7 @@ def test_a_prompt_of_many_frames(daemon: DaemonProcess) -> None:
         assert store.session("chat", state="pending") == 20
         assert store.session("chat", keys, "closed") == 20
         assert store.session("chat") == 0
-        assert store.hint(keys, 5.0).wait(5.0)
+        assert store.hint(keys, 20.0).wait(60.0)
 
 
 def test_mistakes_are_the_callers(daemon: DaemonProcess) -> None:
@@ -149,9 +149,9 @@ def test_without_a_daemon_nothing_is_brought(start_daemon: StartDaemon, tmp_path
     with kvdepot.open(daemon.address) as store:
         keys = prompt(space_of(store), 1, 3)
         put(store, keys)
-        hint = store.hint(keys, 30.0)
+        hint = store.hint(keys, 300.0)
         daemon.kill()
-        assert hint.wait(5.0) and hint.brought == 0
+        assert hint.wait(60.0) and hint.brought == 0
         hint.cancel()
         assert store.session("chat", keys) == 0
         assert store.hint(keys, 30.0).wait(0.0)

@@ -240,7 +240,7 @@ class TestHints:
             assert store.hint("chat", 20.0).wait(0.0), "nobody knows it"
             assert store.session("chat", keys) == 10
             hint = store.hint("chat", 20.0)
-            assert hint.wait(20.0)
+            assert hint.wait(60.0)
             assert (hint.wanted, hint.brought) == (10, 10)
             assert store.match(keys).tiers == ("dram",) * 10
             assert store.flush()
@@ -269,6 +269,6 @@ class TestHints:
                 store.namespace(model="m", layout=LAYOUT, shard_rank=rank, shard_size=2)
             store.session("chat", shards[0] + shards[1])
             hint = store.hint("chat", 20.0)
-            assert hint.wait(20.0)
+            assert hint.wait(60.0)
             brought = [store.match(keys).tiers.count("dram") for keys in shards]
             assert sorted(brought) == [1, 2]

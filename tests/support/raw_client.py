@@ -10,7 +10,7 @@ from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.wire.frames import FRAME_BYTES_MAX, PROTOCOL, Frame, Kind, pack, parse
 from kvdepot.wire.messages import MAGIC, NO_TOKEN, Hello
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def hello(

@@ -43,7 +43,7 @@ LAYERS: Final = 4
 BLOCK_BYTES: Final = LAYERS * 8200
 """Layers that end in the middle of a page, and share checksums."""
 LAYOUT: Final = KVLayout.opaque(BLOCK_BYTES, TOKENS, LAYERS)
-WAIT_S: Final = 20.0
+WAIT_S: Final = 60.0
 MANY: Final = 2000
 """Keys, more than go over a wire at once."""
 

@@ -33,7 +33,7 @@ class SlowTicket:
         self.read_waits = 0
 
     def wait(self) -> None:
-        assert self._go.wait(20.0)
+        assert self._go.wait(60.0)
 
     def wait_read(self) -> None:
         self.read_waits += 1

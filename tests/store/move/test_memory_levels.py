@@ -179,7 +179,7 @@ class TestUp:
 
     def test_hints_leave_alone_what_is_in_memory(self, store: Store) -> None:
         keys = fill(store, 12)[0]
-        assert store.hint(keys, 1.0).wait(1.0)
+        assert store.hint(keys, 20.0).wait(60.0)
         assert store.match(keys).tiers == ("cxl",) * 10
         assert counter(store, "hinted") == 0
 

@@ -24,7 +24,7 @@ class Recorder(Files):
 
     def run(self, ops: Ops, timeout_s: float) -> None:
         self.begun.set()
-        assert self.go.wait(10.0)
+        assert self.go.wait(60.0)
         self.read_at += [int(offset) for offset in ops["offset"]]
         ops["result"] = 0
 
@@ -41,13 +41,13 @@ def test_what_waits_together_is_read_in_one_sweep_from_where_the_head_is() -> No
     elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
     first = request([500])
     elevator.submit(first)
-    assert files.begun.wait(10.0)
+    assert files.begun.wait(60.0)
     users = [request([900, 100]), request([700, 50]), request([600])]
     for user in users:
         elevator.submit(user)
     files.go.set()
     for user in [first, *users]:
-        assert user.wait(10.0)
+        assert user.wait(60.0)
         assert not user.results.any()
     assert files.read_at == [500, 600, 700, 900, 50, 100]
     elevator.close()
@@ -58,7 +58,7 @@ def test_who_gives_up_in_the_queue_is_not_read_and_has_its_memory_back() -> None
     files = Recorder()
     elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
     elevator.submit(request([1]))
-    assert files.begun.wait(10.0)
+    assert files.begun.wait(60.0)
     gone = request([2])
     elevator.submit(gone)
     elevator.abandon(gone)
@@ -75,10 +75,10 @@ def test_who_gives_up_while_it_is_read_waits_for_its_memory() -> None:
     elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
     slow = request([1])
     elevator.submit(slow)
-    assert files.begun.wait(10.0)
+    assert files.begun.wait(60.0)
     elevator.abandon(slow)
     assert not slow.wait(0.0)
     files.go.set()
-    assert slow.wait(10.0)
+    assert slow.wait(60.0)
     elevator.close()
     files.close()
