@@ -149,32 +149,34 @@ def read_limits() -> ProcessLimits:
     return ProcessLimits(known(memlock), known(files), known(files_hard))
 
 
+def judged(subject: str, good: bool, found: str, advice: str) -> Check:
+    """Ok, or a warning with advice."""
+    return Check(subject, Status.OK, found) if good else Check(subject, Status.WARN, found, advice)
+
+
 def software_checks(fast_path: Native) -> Iterator[Check]:
     yield Check("python", Status.OK, f"{platform.python_version()} on {platform.platform()}")
     enough = tuple(int(part) for part in numpy.__version__.split(".")[:2]) >= NUMPY_MIN
     status = Status.OK if enough else Status.BAD
     yield Check("numpy", status, numpy.__version__, "" if enough else "pip install 'numpy>=1.26'")
-    if fast_path.loaded:
-        yield Check("native", Status.OK, "the C extension is in use")
-    else:
-        yield Check(
-            "native",
-            Status.WARN,
-            f"the C extension is missing, the slow Python twin is in use ({fast_path.reason})",
-            "apt-get install gcc python3-dev, then install kvdepot again (here: ./dev setup)",
-        )
-    if fast_path.uring:
-        yield Check("io_uring", Status.OK, "available")
-    elif not fast_path.loaded:
+    missing = f"the C extension is missing, the slow Python twin is in use ({fast_path.reason})"
+    yield judged(
+        "native",
+        fast_path.loaded,
+        "the C extension is in use" if fast_path.loaded else missing,
+        "apt-get install gcc python3-dev, then install kvdepot again (here: ./dev setup)",
+    )
+    if not fast_path.loaded and not fast_path.uring:
         yield Check("io_uring", Status.INFO, "not used: it needs the C extension")
-    else:
-        yield Check(
-            "io_uring",
-            Status.WARN,
-            f"not available: {fast_path.uring_reason}; a thread pool does the I/O",
-            "allow io_uring in the container's seccomp profile, "
-            "and set sysctl kernel.io_uring_disabled=0",
-        )
+        return
+    refused = f"not available: {fast_path.uring_reason}; a thread pool does the I/O"
+    yield judged(
+        "io_uring",
+        fast_path.uring,
+        "available" if fast_path.uring else refused,
+        "allow io_uring in the container's seccomp profile, "
+        "and set sysctl kernel.io_uring_disabled=0",
+    )
 
 
 def machine_checks(facts: machine.MachineFacts) -> Iterator[Check]:
@@ -231,28 +233,24 @@ def huge_page_check(pages: machine.HugePages) -> Check:
 
 
 def limit_checks(limits: ProcessLimits) -> Iterator[Check]:
-    if limits.memlock_bytes is None or limits.memlock_bytes >= MEMLOCK_MIN_BYTES:
-        yield Check("memlock", Status.OK, limit_text(limits.memlock_bytes, "bytes"))
-    else:
-        yield Check(
-            "memlock",
-            Status.WARN,
-            f"only {limit_text(limits.memlock_bytes, 'bytes')} may be locked in memory",
-            "ulimit -l unlimited (containers: --ulimit memlock=-1), at least the DRAM tier's size",
-        )
-    files = limits.open_files
-    if files is None or files >= OPEN_FILES_MIN:
-        yield Check("open files", Status.OK, limit_text(files, "count"))
-    else:
-        hard = limit_text(limits.open_files_hard, "count")
-        advice = f"ulimit -n {OPEN_FILES_MIN} or more (hard limit here: {hard})"
-        yield Check("open files", Status.WARN, f"at most {files}", advice)
-
-
-def limit_text(value: int | None, unit: str) -> str:
-    if value is None:
-        return "unlimited"
-    return format_bytes(value) if unit == "bytes" else str(value)
+    memlock, files = limits.memlock_bytes, limits.open_files
+    enough = memlock is None or memlock >= MEMLOCK_MIN_BYTES
+    found = "unlimited" if memlock is None else format_bytes(memlock)
+    yield judged(
+        "memlock",
+        enough,
+        found if enough else f"only {found} may be locked in memory",
+        "ulimit -l unlimited (containers: --ulimit memlock=-1), at least the DRAM tier's size",
+    )
+    enough = files is None or files >= OPEN_FILES_MIN
+    found = "unlimited" if files is None else str(files)
+    hard = "unlimited" if limits.open_files_hard is None else str(limits.open_files_hard)
+    yield judged(
+        "open files",
+        enough,
+        found if enough else f"at most {found}",
+        f"ulimit -n {OPEN_FILES_MIN} or more (hard limit here: {hard})",
+    )
 
 
 def shared_memory_checks(path: Path) -> Iterator[Check]:
@@ -263,11 +261,8 @@ def shared_memory_checks(path: Path) -> Iterator[Check]:
         yield Check(str(path), Status.WARN, error.strerror or str(error), advice)
         return
     found = f"{format_bytes(free_bytes)} free"
-    if free_bytes >= SHARED_MEMORY_MIN_BYTES:
-        yield Check(str(path), Status.OK, found)
-    else:
-        advice = "containers: --shm-size, at least the DRAM tier's size"
-        yield Check(str(path), Status.WARN, found, advice)
+    advice = "containers: --shm-size, at least the DRAM tier's size"
+    yield judged(str(path), free_bytes >= SHARED_MEMORY_MIN_BYTES, found, advice)
 
 
 def paths_checks(
@@ -300,16 +295,11 @@ def path_checks(facts: machine.PathFacts) -> Iterator[Check]:
     where += f"{format_bytes(facts.total_bytes)} free"
     if facts.disk is not None:
         where += f", on {facts.disk.name} ({describe(facts.disk)})"
-    if facts.free_bytes >= FREE_MIN_BYTES:
-        yield Check(facts.path, Status.OK, where)
-    else:
-        yield Check(facts.path, Status.WARN, where, "make room, or choose a larger disk")
-    subject = f"{facts.path} O_DIRECT"
-    if not facts.direct_refusal:
-        yield Check(subject, Status.OK, "works")
-    else:
-        advice = "put the store on ext4, xfs or a raw device; else the page cache holds it twice"
-        yield Check(subject, Status.WARN, facts.direct_refusal, advice)
+    roomy = facts.free_bytes >= FREE_MIN_BYTES
+    yield judged(facts.path, roomy, where, "make room, or choose a larger disk")
+    advice = "put the store on ext4, xfs or a raw device; else the page cache holds it twice"
+    refusal = facts.direct_refusal
+    yield judged(f"{facts.path} O_DIRECT", not refusal, refusal or "works", advice)
 
 
 def drive_checks(paths: Sequence[Path], emulated: Collection[Path]) -> Iterator[Check]:
@@ -345,7 +335,5 @@ def speed_check(facts: machine.PathFacts, *, size_bytes: int = machine.SPEED_BYT
         found += f", write {output.rate(speed.write_bytes_per_s)}"
     found += " (O_DIRECT" if speed.direct else " (through the page cache"
     found += f", {format_bytes(machine.SPEED_CHUNK_BYTES)} × {machine.SPEED_THREADS} threads)"
-    if speed.read_bytes_per_s >= SPEED_SLOW_BYTES_PER_S:
-        return Check(subject, Status.OK, found)
     advice = "fine for a cold tier; a GPU often recomputes faster than this disk reads"
-    return Check(subject, Status.WARN, found, advice)
+    return judged(subject, speed.read_bytes_per_s >= SPEED_SLOW_BYTES_PER_S, found, advice)
