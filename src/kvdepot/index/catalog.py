@@ -40,7 +40,7 @@ class Copies:
     def reserve(self, row: int, location: int) -> None:
         """ABSENT to FILLING: bytes are on their way to `location`."""
         self._go(row, CopyState.FILLING)
-        self.location[row] = location
+        self.location.view[row] = location
 
     def seal(self, row: int) -> None:
         """FILLING to READY: the bytes are there, lookups may see them."""
@@ -57,12 +57,13 @@ class Copies:
 
     def drop(self, row: int) -> int:
         """READY or FILLING to ABSENT. Returns the location that is free now."""
-        if self.state[row] == _READY:
+        if self.state.view[row] == _READY:
             self.count -= 1
             self.residency.view[row] &= ~self.bit
         self._go(row, CopyState.ABSENT)
-        location = self.location[row]
-        self.location[row] = NONE
+        locations = self.location.view
+        location: int = locations[row]
+        locations[row] = NONE
         return location
 
     def move(self, row: int, location: int) -> None:

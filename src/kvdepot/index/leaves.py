@@ -36,9 +36,10 @@ class LeafOrder:
 
     def adopt(self, row: int) -> None:
         """Count the children of a new row that are in this tier."""
-        self._kids.view[row] = sum(
-            self._group.view[child] != _OUT for child in self._tree.children(row)
-        )
+        groups, kids = self._group.view, 0
+        for child in self._tree.children(row):
+            kids += groups[child] != _OUT
+        self._kids.view[row] = kids
 
     def enter(self, row: int, group: int) -> None:
         """The block is in the tier now, in size class `group`."""

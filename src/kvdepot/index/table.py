@@ -58,6 +58,8 @@ class KeyTable:
         self.rows = _FIRST_ROWS
         self.live = 0
         self._columns: list[Column] = []
+        self._fills: list[tuple[memoryview, int]] = []
+        """Of each column its view and its fill value."""
         self._words = np.zeros((self.rows, 4), dtype=np.uint64)
         self._flat = self._words.reshape(-1).data
         self._next_free = self.column(np.int32, NONE)
@@ -71,6 +73,7 @@ class KeyTable:
         """A column that grows with the table."""
         column = Column(dtype, fill, self.rows)
         self._columns.append(column)
+        self._fills.append((column.view, column.fill))
         return column
 
     def key(self, row: int) -> BlockKey:
@@ -161,7 +164,7 @@ class KeyTable:
         """A row for a key that has none."""
         if self._free != NONE:
             row = self._free
-            self._free = self._next_free[row]
+            self._free = self._next_free.view[row]
         else:
             if self._unused == self.rows:
                 self._grow(self.rows + self.rows // 2)
@@ -207,9 +210,9 @@ class KeyTable:
 
     def free(self, row: int) -> None:
         """Give a hidden row back; its columns return to their fill values."""
-        for column in self._columns:
-            column.view[row] = column.fill
-        self._next_free[row] = self._free
+        for view, fill in self._fills:
+            view[row] = fill
+        self._next_free.view[row] = self._free
         self._free = row
         self.live -= 1
 
@@ -284,6 +287,7 @@ class KeyTable:
         self.rows = rows
         for column in self._columns:
             column.resize(rows)
+        self._fills = [(column.view, column.fill) for column in self._columns]
         self._rehash()
 
     def _rehash(self) -> None:

@@ -32,10 +32,10 @@ class PrefixTree:
         self.now = 0
 
     def children(self, row: int) -> Iterator[int]:
-        child = self._first[row]
+        child = self._first.view[row]
         while child != NONE:
             yield child
-            child = self._next[child]
+            child = self._next.view[child]
 
     def descendants(self, row: int) -> Iterator[int]:
         """All rows below `row`, parents before children."""
@@ -62,13 +62,14 @@ class PrefixTree:
                 self._push(row, self._orphans.get(name, NONE))
                 self._orphans[name] = row
             elif not self._is_below(parent, row):
-                self.parent[row] = parent
-                self._push(row, self._first[parent])
-                self._first[parent] = row
-        first = self._orphans.pop(self._table.name(row), NONE) if self._orphans else NONE
-        self._first[row] = first
-        for child in self.children(row):
-            self.parent[child] = row
+                first = self._first.view
+                self.parent.view[row] = parent
+                self._push(row, first[parent])
+                first[parent] = row
+        if self._orphans:
+            self._first.view[row] = self._orphans.pop(self._table.name(row), NONE)
+            for child in self.children(row):
+                self.parent.view[child] = row
 
     def _is_below(self, row: int, new: int) -> bool:
         """Whether `row` continues `new`, not linked yet. Only made-up keys go in circles."""
@@ -103,19 +104,20 @@ class PrefixTree:
 
     def detach(self, row: int) -> None:
         """Unlink a row; its children become orphans. Call before the row's key is hidden."""
-        before, after = self._previous[row], self._next[row]
+        parents, firsts = self.parent.view, self._first.view
+        previous, following = self._previous.view, self._next.view
+        before, after, first = previous[row], following[row], firsts[row]
         if after != NONE:
-            self._previous[after] = before
+            previous[after] = before
         if before != NONE:
-            self._next[before] = after
+            following[before] = after
         elif self._table.link(row):
             self._replace_first(row, after)
-        first = self._first[row]
         if first != NONE:
             for child in self.children(row):
-                self.parent[child] = NONE
+                parents[child] = NONE
             self._orphans[self._table.name(row)] = first
-        self.parent[row] = self._first[row] = self._next[row] = self._previous[row] = NONE
+        parents[row] = firsts[row] = following[row] = previous[row] = NONE
 
     def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Stamp rows of one prompt, given head first: the head gets the newest stamp."""
@@ -135,10 +137,10 @@ class PrefixTree:
                 counts[row] += 1
 
     def _push(self, row: int, first: int) -> None:
-        self._next[row] = first
-        self._previous[row] = NONE
+        self._next.view[row] = first
+        self._previous.view[row] = NONE
         if first != NONE:
-            self._previous[first] = row
+            self._previous.view[first] = row
 
     def _replace_first(self, row: int, after: int) -> None:
         parent = self.parent[row]
