@@ -292,6 +292,29 @@ def test_threads_share_an_engine(open_engine: OpenEngine, file: int) -> None:
     assert wrong == []
 
 
+def test_a_checked_batch_larger_than_may_be_in_flight(open_engine: OpenEngine, file: int) -> None:
+    block, count = 1 << 20, 40
+    content, memory, copies = filled(count * block), *np.zeros((2, count * block), np.uint8)
+    tables = np.zeros((count, 4), np.uint64)
+    for table, part in zip(tables, content.reshape(count, block), strict=True):
+        native.chunk_checksums(part, block // 4, table)
+    tables[7, 3] ^= 1
+    os.pwrite(file, content, 0)
+    ops = np.zeros(count, IO_DTYPE)
+    number = np.arange(count, dtype=np.uint64)
+    ops["fd"], ops["opcode"], ops["nbytes"], ops["offset"] = file, READ, block, number * block
+    ops["address"] = ops["payload_address"] = memory.ctypes.data + number * block
+    ops["payload_bytes"], ops["chunk_bytes"] = block, block // 4
+    ops["table"] = tables.ctypes.data + number * tables.strides[0]
+    ops["copy_target"] = copies.ctypes.data + number * block
+    assert open_engine(depth=128, split_bytes=512 << 10).run(ops, LONG_S) is None
+    assert ops["result"].tolist() == [-errno.EBADMSG if i == 7 else 0 for i in range(count)]
+    intact = np.delete(np.arange(count), 7)
+    assert np.array_equal(
+        copies.reshape(count, block)[intact], content.reshape(count, block)[intact]
+    )
+
+
 def test_registered_memory_changes_nothing(open_engine: OpenEngine, file: int) -> None:
     engine = open_engine()
     with mmap.mmap(-1, 16 * SPLIT) as area:

@@ -334,6 +334,7 @@ static int give_up(struct batch *batch, int error)
 
 int batch_run(struct batch *batch, int64_t deadline_ns)
 {
+    int refill = 0;
     for (;;) {
         fill(batch);
         int wait = batch->ready_first == NO_OP;
@@ -342,14 +343,14 @@ int batch_run(struct batch *batch, int64_t deadline_ns)
         struct slot *finished = NULL;
         int error = batch->in_flight ? batch->lane->type->reap(batch->lane, wait, deadline_ns, &finished)
                                      : 0;
-        int landed = finished != NULL;
+        /* What has landed makes room for the next transfers, which go before the checks. */
+        refill = finished && !refill && batch->cursor < batch->count;
         while (finished) {
             struct slot *slot = finished;
             finished = slot->next;
             land(batch, slot);
         }
-        /* What has landed makes room for the next transfers, which go before the checks. */
-        if (batch->ready_first != NO_OP && !error && !(landed && batch->cursor < batch->count))
+        if (batch->ready_first != NO_OP && !error && !refill)
             work(batch);
         if (!error && batch->unfinished == 0)
             return 0;
