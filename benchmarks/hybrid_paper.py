@@ -22,7 +22,7 @@ from kvdepot.cli import output
 from kvdepot.cli.report.page import page
 from kvdepot.cli.report.tables import Table
 from kvdepot.planner.parts import Parts, load_parts
-from kvdepot.planner.simulation import Machines, fleet_of, gpu_power_w
+from kvdepot.planner.simulation import Machines, fleet_of
 from kvdepot.sim.arrivals import Conversations, MultiTurn
 from kvdepot.sim.fleet import SimulatedFleet
 from kvdepot.sim.results import Findings
@@ -111,7 +111,7 @@ class Experiments:
         return min(units, setup.network_bytes_per_s)
 
     def _run(self, machines: Machines, talks: MultiTurn, first: str) -> Findings:
-        """Turn one of everybody lies in tier `first` from the start."""
+        """Turn one of all users is in tier `first` from the start."""
         workload = talks.workload(BLOCK_TOKENS)
         setup = fleet_of(machines, self._parts, BLOCK_TOKENS)
         if first:
@@ -408,7 +408,7 @@ def _prefill(experiments: Experiments, parts: Parts) -> list[Statement]:
     talks = replace(TALKS, answer_tokens=2)
     cold, warm = experiments.recompute(talks).gpu_busy, experiments.hybrid(talks).gpu_busy
     gpu = parts.gpu(BASE.gpu)
-    watts = gpu_power_w(gpu, warm) / gpu_power_w(gpu, cold) - 1.0
+    watts = gpu.average_power_w(warm) / gpu.average_power_w(cold) - 1.0
     inputs = "15 users, QPS 1, 10 turns, 2 tokens of answer"
     return [
         Statement(

@@ -14,7 +14,7 @@ import numpy as np
 from kvdepot.index.table import Bools, Rows
 from kvdepot.policy.placing.reclaim import ReclaimRule, SegmentFacts
 from kvdepot.sim.hits_only import Progress
-from kvdepot.sim.tiers import BlockIndex
+from kvdepot.sim.tiers import BlockIndex, leading
 from kvdepot.sim.workload import Workload
 
 SEGMENTS: Final = 32
@@ -144,13 +144,12 @@ def play_log(
     asked = found = 0
     for number, request in enumerate(workload):
         rows = request.blocks
-        absent = np.flatnonzero(~drive.has(rows))
-        hit = int(absent[0]) if len(absent) else len(rows)
+        hit = leading(drive.has(rows))
         asked, found = asked + len(rows), found + hit
-        everyone = rows.tolist()
-        index.tree.use(everyone[:hit])
-        index.tree.use(everyone, hit=False)
-        drive.write(everyone[hit:])
+        prompt = rows.tolist()
+        index.tree.use(prompt[:hit])
+        index.tree.use(prompt, hit=False)
+        drive.write(prompt[hit:])
         if number % 256 == 0:
             progress(number)
     return LogCounts(asked, found, drive.new, drive.again)

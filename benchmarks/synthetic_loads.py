@@ -101,7 +101,7 @@ def _documents(maker: LoadMaker, documents: int, skew: float, mean: int) -> Next
 
 
 def _one_off(maker: LoadMaker, mean: int) -> NextPrompt:
-    """Long prompts that nobody asks for again."""
+    """Long prompts that do not come again."""
     return lambda: maker.fresh(maker.about(mean))
 
 

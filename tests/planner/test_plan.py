@@ -122,7 +122,7 @@ def test_what_is_kept_is_not_computed(parts: Parts) -> None:
 def test_shares_add_up(parts: Parts) -> None:
     evaluate = AnalyticEvaluator(load_scenario("fleet-1000"), parts)
     node = evaluate.node(Mix((8, 4, 8, 24, 4)), 125)
-    assert sum(way.share for way in node.ways) == pytest.approx(1.0)
+    assert sum(way.share for way in node.classes) == pytest.approx(1.0)
     assert sum(way.share for way in cold_classes(evaluate.load)) == pytest.approx(1.0)
     found = evaluate(Mix((8, 4, 8, 24, 4)), 125)
     tiers = sum(use.hit_share for use in found.tiers)
@@ -155,7 +155,7 @@ def test_times_against_a_played_queue(parts: Parts, units: tuple[int, ...]) -> N
     source = random.Random(5)
     ready = []
     at, tier_free = 0.0, [0.0] * len(node.flows)
-    ways = source.choices(node.ways, [way.share for way in node.ways], k=60_000)
+    ways = source.choices(node.classes, [way.share for way in node.classes], k=60_000)
     for way in ways:
         at += source.expovariate(node.rate)
         fetched = at

@@ -38,7 +38,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nobody waits with chance 1 - busy; the others exponentially long, `mean_s` over all."""
+    """No wait with chance 1 - busy; else an exponential one. `mean_s` is over all."""
 
     busy: float
     mean_s: float
@@ -113,7 +113,7 @@ class LoadedNode:
     memory_s: float
     flows: tuple[TierLoad, ...]
     waits: tuple[Wait, ...]
-    ways: list[RequestClass]
+    classes: list[RequestClass]
     gpu: Wait | None
     """None where more comes than the GPUs can do."""
 
@@ -131,8 +131,8 @@ class AnalyticEvaluator:
         node = self.node(mix, nodes)
         load, traffic = self.load, self.load.scenario.traffic
         times = self._times(node)
-        hits = sum(way.share * way.hit_tokens for way in node.ways)
-        in_memory = sum(way.share * way.hit_tokens for way in node.ways if way.tier is None)
+        hits = sum(kind.share * kind.hit_tokens for kind in node.classes)
+        in_memory = sum(kind.share * kind.hit_tokens for kind in node.classes if kind.tier is None)
         uses = tuple(self._use(node, number) for number in range(len(node.flows)))
         return MixOutcome(
             mix=mix,
@@ -155,8 +155,8 @@ class AnalyticEvaluator:
         load, fleet = self.load, self.load.scenario.fleet
         rate = load.scenario.traffic.requests_per_s / nodes
         if not mix.reuse:
-            ways = cold_classes(load)
-            return LoadedNode(mix, nodes, rate, 0.0, (), (), ways, self._gpu_wait(ways, rate))
+            classes = cold_classes(load)
+            return LoadedNode(mix, nodes, rate, 0.0, (), (), classes, self._gpu_wait(classes, rate))
         reuse = ReuseModel(
             requests_per_s=rate,
             turns=load.scenario.traffic.turns,
@@ -172,10 +172,10 @@ class AnalyticEvaluator:
             if units
         ]
         flows = tier_loads(load, reuse, speeds, lambda size: self._horizon_s(reuse, size), memory_s)
-        ways = request_classes(load, reuse, flows, memory_s)
-        waits = tuple(_tier_wait(flow, number, ways, rate) for number, flow in enumerate(flows))
+        classes = request_classes(load, reuse, flows, memory_s)
+        waits = tuple(_tier_wait(flow, number, classes, rate) for number, flow in enumerate(flows))
         return LoadedNode(
-            mix, nodes, rate, memory_s, flows, waits, ways, self._gpu_wait(ways, rate)
+            mix, nodes, rate, memory_s, flows, waits, classes, self._gpu_wait(classes, rate)
         )
 
     def _horizon_s(self, reuse: ReuseModel, capacity_bytes: float) -> float:
@@ -184,40 +184,40 @@ class AnalyticEvaluator:
             self._horizons[key] = reuse.horizon_s(capacity_bytes)
         return self._horizons[key]
 
-    def _gpu_wait(self, ways: Sequence[RequestClass], rate: float) -> Wait | None:
+    def _gpu_wait(self, classes: Sequence[RequestClass], rate: float) -> Wait | None:
         """In front of one copy of the model; None where it cannot keep up."""
         load = self.load
         decode_s = load.scenario.traffic.answer_tokens * load.engine.decode_token_s
-        square = sum(way.share * (way.prefill_s + decode_s) ** 2 for way in ways)
-        return wait_for(rate / load.scenario.fleet.replicas, self._gpu_s(ways), square)
+        square = sum(kind.share * (kind.prefill_s + decode_s) ** 2 for kind in classes)
+        return wait_for(rate / load.scenario.fleet.replicas, self._gpu_s(classes), square)
 
     def _gpu_busy(self, node: LoadedNode) -> float:
         """What is asked of the GPUs, as a share of their time; may be more than 1."""
-        return node.rate / self.load.scenario.fleet.replicas * self._gpu_s(node.ways)
+        return node.rate / self.load.scenario.fleet.replicas * self._gpu_s(node.classes)
 
-    def _gpu_s(self, ways: Sequence[RequestClass]) -> float:
+    def _gpu_s(self, classes: Sequence[RequestClass]) -> float:
         """GPU time of a request, on average."""
         traffic, engine = self.load.scenario.traffic, self.load.engine
         decode_s = traffic.answer_tokens * engine.decode_token_s
-        return sum(way.share * way.prefill_s for way in ways) + decode_s
+        return sum(kind.share * kind.prefill_s for kind in classes) + decode_s
 
     def _times(self, node: LoadedNode) -> dict[str, float]:
         """The mean time to the first token, by what it goes into."""
         times = dict.fromkeys(("tier queue", "fetch", "GPU queue", "prefill", "first step"), 0.0)
         times["GPU queue"] = node.gpu.mean_s if node.gpu else 0.0
         times["first step"] = self.load.first_token_s
-        for way in node.ways:
-            times["prefill"] += way.share * way.prefill_s
-            if way.tier is not None:
-                times["tier queue"] += way.share * node.waits[way.tier].mean_s
-                times["fetch"] += way.share * node.flows[way.tier].speed.fetch_s(way.nbytes)
+        for kind in node.classes:
+            times["prefill"] += kind.share * kind.prefill_s
+            if kind.tier is not None:
+                times["tier queue"] += kind.share * node.waits[kind.tier].mean_s
+                times["fetch"] += kind.share * node.flows[kind.tier].speed.fetch_s(kind.nbytes)
         return times
 
     def _quantiles(self, node: LoadedNode) -> dict[str, float | None]:
         names = [f"ttft_p{round(100 * quantile)}_s" for quantile in QUANTILES]
         if node.gpu is None:
             return dict.fromkeys(names)
-        alone = np.array([self.alone_s(node, way) for way in node.ways])
+        alone = np.array([self.alone_s(node, kind) for kind in node.classes])
         longest = node.gpu.mean_s / max(node.gpu.busy, 1e-9)
         longest += max((w.mean_s / max(w.busy, 1e-9) for w in node.waits), default=0.0)
         times = np.geomspace(alone.min() * 0.999, alone.max() + 12.0 * longest, CURVE_POINTS)
@@ -239,32 +239,32 @@ class AnalyticEvaluator:
             later = self._later(node, alone, times)
         return float(times[int(np.argmax(later <= share))])
 
-    def alone_s(self, node: LoadedNode, way: RequestClass) -> float:
-        """To the first token when nobody else is there."""
+    def alone_s(self, node: LoadedNode, kind: RequestClass) -> float:
+        """To the first token when there are no other requests."""
         fetch_s = 0.0
-        if way.tier is not None:
-            fetch_s = node.flows[way.tier].speed.fetch_s(way.nbytes)
-        return fetch_s + way.prefill_s + self.load.first_token_s
+        if kind.tier is not None:
+            fetch_s = node.flows[kind.tier].speed.fetch_s(kind.nbytes)
+        return fetch_s + kind.prefill_s + self.load.first_token_s
 
     def _later(self, node: LoadedNode, alone: Times, times: Times) -> Times:
         """The share of requests whose first token comes later than each of `times`."""
         assert node.gpu is not None
         later = np.zeros_like(times)
         for tier in (None, *range(len(node.flows))):
-            rows = [number for number, way in enumerate(node.ways) if way.tier == tier]
+            rows = [number for number, kind in enumerate(node.classes) if kind.tier == tier]
             if rows:
                 wait = NO_WAIT if tier is None else node.waits[tier]
                 chance = waits_longer(node.gpu, wait, times[:, None] - alone[rows][None, :])
-                later += chance @ np.array([node.ways[number].share for number in rows])
+                later += chance @ np.array([node.classes[number].share for number in rows])
         return later
 
     def _use(self, node: LoadedNode, number: int) -> TierUse:
-        flow, ways = node.flows[number], [way for way in node.ways if way.tier == number]
+        flow, classes = node.flows[number], [kind for kind in node.classes if kind.tier == number]
         device = self.parts.tiers[flow.speed.name]
         units = round(flow.speed.capacity_bytes / device.unit)
         daily = flow.writes_bytes_per_s * DAY_S * self.load.scenario.traffic.busy_share
-        read = node.rate * sum(way.share * flow.speed.busy_s(way.nbytes) for way in ways)
-        hits = sum(way.share * way.hit_tokens for way in ways)
+        read = node.rate * sum(kind.share * flow.speed.busy_s(kind.nbytes) for kind in classes)
+        hits = sum(kind.share * kind.hit_tokens for kind in classes)
         return TierUse(
             tier=flow.speed.name,
             units=units,
@@ -282,21 +282,21 @@ class AnalyticEvaluator:
     def _cost(self, node: LoadedNode, uses: Sequence[TierUse], request_tokens: float) -> Cost:
         gpu, traffic = self.load.gpu, self.load.scenario.traffic
         busy = min(1.0, self._gpu_busy(node)) * traffic.busy_share
-        watts = gpu.idle_power_w + (gpu.power_w - gpu.idle_power_w) * busy
-        servers = Servers(gpu, self.load.scenario.fleet.gpus_per_node, node.nodes, watts)
+        per_node = self.load.scenario.fleet.gpus_per_node
+        servers = Servers(gpu, per_node, node.nodes, gpu.average_power_w(busy))
         used = [UsedTier(self.parts.tiers[use.tier], use.units, use.life_years) for use in uses]
         tokens = request_tokens * traffic.requests_per_s * traffic.busy_share * 3600.0
         return cost_of(self.parts, servers, used, tokens)
 
 
-def _tier_wait(flow: TierLoad, number: int, ways: Sequence[RequestClass], rate: float) -> Wait:
+def _tier_wait(flow: TierLoad, number: int, classes: Sequence[RequestClass], rate: float) -> Wait:
     """Of reads among themselves; writes take their share of the tier's time."""
-    mine = [way for way in ways if way.tier == number]
-    share = sum(way.share for way in mine)
+    mine = [kind for kind in classes if kind.tier == number]
+    share = sum(kind.share for kind in mine)
     if share <= 0.0:
         return NO_WAIT
     idle = 1.0 - flow.write_busy
-    times = [flow.speed.busy_s(way.nbytes) / idle for way in mine]
-    mean_s = sum(way.share * s for way, s in zip(mine, times, strict=True)) / share
-    square = sum(way.share * s * s for way, s in zip(mine, times, strict=True)) / share
+    times = [flow.speed.busy_s(kind.nbytes) / idle for kind in mine]
+    mean_s = sum(kind.share * s for kind, s in zip(mine, times, strict=True)) / share
+    square = sum(kind.share * s * s for kind, s in zip(mine, times, strict=True)) / share
     return wait_for(rate * share, mean_s, square) or NO_WAIT

@@ -70,6 +70,10 @@ class GPU:
     price: float
     source: str = ""
 
+    def average_power_w(self, busy: float) -> float:
+        """Draw of a GPU that computes this share of the time."""
+        return self.idle_power_w + (self.power_w - self.idle_power_w) * min(1.0, busy)
+
 
 @dataclass(frozen=True, slots=True)
 class Host:

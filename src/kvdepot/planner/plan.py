@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from kvdepot.planner.analytic import AnalyticEvaluator
 from kvdepot.planner.outcome import (
@@ -32,19 +32,8 @@ def all_mixes(parts: Parts) -> list[Mix]:
     return [Mix(units) for units in itertools.product(*counts)]
 
 
-def evaluate_all(
-    evaluate: Evaluate, mixes: Iterable[Mix], nodes: int, advance: Callable[[], None]
-) -> list[MixOutcome]:
-    """`advance` is called after each."""
-    outcomes = []
-    for mix in mixes:
-        outcomes.append(evaluate(mix, nodes))
-        advance()
-    return outcomes
-
-
-def late_s(outcome: MixOutcome) -> float:
-    """The 95th percentile, very late where there is none."""
+def late_s(outcome: "MixOutcome | SwingEnd") -> float:
+    """The 95th percentile; OVERLOADED where there is none."""
     return OVERLOADED if outcome.ttft_p95_s is None else outcome.ttft_p95_s
 
 
@@ -180,22 +169,22 @@ class Uncertain:
     change: Change
 
 
-def _traffic(**names: bool) -> Change:
+def _traffic(name: str) -> Change:
     def change(scenario: Scenario, parts: Parts, factor: float) -> tuple[Scenario, Parts]:
         traffic = scenario.traffic
-        values = {name: getattr(traffic, name) * factor for name in names}
-        if "history_tokens" in values:
-            values["history_tokens"] = round(values["history_tokens"])
-        if "return_share" in values:
-            values["return_share"] = min(1.0, values["return_share"])
-        if "requests_per_s" in values and traffic.gap is None:
-            values["gap"] = traffic.turn_gap_s  # more users, not users in more of a hurry
+        values = {name: getattr(traffic, name) * factor}
+        if name == "history_tokens":
+            values[name] = round(values[name])
+        if name == "return_share":
+            values[name] = min(1.0, values[name])
+        if name == "requests_per_s" and traffic.gap is None:
+            values["gap"] = traffic.turn_gap_s  # more users, with the same gaps
         return replace(scenario, traffic=replace(traffic, **values)), parts
 
     return change
 
 
-def _speed(scenario: Scenario, parts: Parts, factor: float) -> tuple[Scenario, Parts]:
+def _prefill_speed(scenario: Scenario, parts: Parts, factor: float) -> tuple[Scenario, Parts]:
     gpus = {
         name: replace(gpu, efficiency=min(1.0, gpu.efficiency * factor))
         for name, gpu in parts.gpus.items()
@@ -203,24 +192,15 @@ def _speed(scenario: Scenario, parts: Parts, factor: float) -> tuple[Scenario, P
     return scenario, replace(parts, gpus=gpus)
 
 
-def _drives(scenario: Scenario, parts: Parts, factor: float) -> tuple[Scenario, Parts]:
-    tiers = {
-        name: replace(device, read=int(device.read * factor), write=int(device.write * factor))
-        for name, device in parts.tiers.items()
-    }
-    return scenario, replace(parts, tiers=tiers)
+def _devices(*names: str, kind: type[int] | type[float]) -> Change:
+    def change(scenario: Scenario, parts: Parts, factor: float) -> tuple[Scenario, Parts]:
+        tiers = {}
+        for tier, device in parts.tiers.items():
+            values: dict[str, Any] = {name: kind(getattr(device, name) * factor) for name in names}
+            tiers[tier] = replace(device, **values)
+        return scenario, replace(parts, tiers=tiers)
 
-
-def _prices(scenario: Scenario, parts: Parts, factor: float) -> tuple[Scenario, Parts]:
-    tiers = {
-        name: replace(
-            device,
-            price=device.price * factor,
-            price_per_tb_month=device.price_per_tb_month * factor,
-        )
-        for name, device in parts.tiers.items()
-    }
-    return scenario, replace(parts, tiers=tiers)
+    return change
 
 
 UNCERTAIN: Final = (
@@ -229,22 +209,34 @@ UNCERTAIN: Final = (
         0.6,
         1.2,
         "measured with transformers on one H200; engines and parallel GPUs differ",
-        _speed,
+        _prefill_speed,
     ),
-    Uncertain("requests a second", 0.7, 1.5, "a forecast", _traffic(requests_per_s=True)),
+    Uncertain("requests a second", 0.7, 1.5, "a forecast", _traffic("requests_per_s")),
     Uncertain(
         "length of what a talk begins with",
         0.5,
         2.0,
         "contexts grow",
-        _traffic(history_tokens=True),
+        _traffic("history_tokens"),
     ),
-    Uncertain("how long pauses last", 0.33, 3.0, "rarely measured", _traffic(return_gap=True)),
+    Uncertain("how long pauses last", 0.33, 3.0, "rarely measured", _traffic("return_gap")),
     Uncertain(
-        "share of talks taken up again", 0.5, 2.0, "rarely measured", _traffic(return_share=True)
+        "share of talks taken up again", 0.5, 2.0, "rarely measured", _traffic("return_share")
     ),
-    Uncertain("speed of memory and drives", 0.5, 1.1, "data sheets are peaks", _drives),
-    Uncertain("prices of memory and drives", 0.6, 1.6, "of 2025 and 2026, and moving", _prices),
+    Uncertain(
+        "speed of memory and drives",
+        0.5,
+        1.1,
+        "data sheets are peaks",
+        _devices("read", "write", kind=int),
+    ),
+    Uncertain(
+        "prices of memory and drives",
+        0.6,
+        1.6,
+        "of 2025 and 2026, and moving",
+        _devices("price", "price_per_tb_month", kind=float),
+    ),
 )
 
 
@@ -292,7 +284,7 @@ def swings(
             changed = one.change(scenario, parts, factor)
             ends.append(_end(evaluator(*changed), changed[0], factor, mixes, chosen.nodes))
         effect = max(
-            abs(math.log(_p95(ends[1]) / _p95(ends[0]))),
+            abs(math.log(late_s(ends[1]) / late_s(ends[0]))),
             abs(math.log(ends[1].per_million_tokens / ends[0].per_million_tokens)),
         )
         found.append(Swing(one.name, one.why, ends[0], ends[1], effect))
@@ -313,10 +305,6 @@ def _end(
         cheapest=cheapest.mix,
         reached=not cheapest.misses(scenario.goal),
     )
-
-
-def _p95(end: SwingEnd) -> float:
-    return OVERLOADED if end.ttft_p95_s is None else end.ttft_p95_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +354,10 @@ def make_plan(
     """
     evaluate = evaluator(scenario, parts)
     nodes, goal = scenario.fleet.nodes, scenario.goal
-    outcomes = evaluate_all(evaluate, all_mixes(parts), nodes, advance)
+    outcomes = []
+    for mix in all_mixes(parts):
+        outcomes.append(evaluate(mix, nodes))
+        advance()
     chosen = best(outcomes, goal)
     line = frontier(outcomes, goal)
     fastest = min(outcomes, key=late_s)

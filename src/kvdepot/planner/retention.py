@@ -13,7 +13,7 @@ from kvdepot.errors import ConfigError
 
 DAY_S: Final = 86_400.0
 NEVER_S: Final = 1e12
-"""Longer than anybody keeps anything."""
+"""Stands for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,12 @@ class ReuseModel:
         return low
 
     def _bytes_a_request(self, age_s: float) -> float:
-        """What a request leaves behind, summed over the ages at which nothing came after it."""
+        """Bytes of a request times the seconds, up to `age_s`, until the next turn of its talk."""
         ends = 1.0 / self.turns
         waiting = sum(gap.share * gap.mean_within(age_s) for gap in self.gaps)
         return ends * self.final_bytes * age_s + (1.0 - ends) * self.live_bytes * waiting
 
 
-_DAY_S: Final = 86_400.0
 SEED_TOKENS_PER_S: Final = 1_100_000 / 72
 """One GPU's share of 1.1 million tokens a second on 72 (hybrid storage paper, line 26)."""
 
@@ -114,7 +113,7 @@ papers give no CXL size: 4 TB is an example."""
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """One tier filled at a steady rate: the age at which a byte that nobody asks for leaves."""
+    """One tier filled at a steady rate: the age at which a byte leaves that is not used again."""
 
     tier: str
     capacity_bytes: int
@@ -139,5 +138,5 @@ def retention(
         seconds=seconds,
         minutes=seconds / 60,
         hours=seconds / 3600,
-        days=seconds / _DAY_S,
+        days=seconds / DAY_S,
     )

@@ -58,7 +58,7 @@ class Traffic:
     """Of one talk."""
 
     users: int | None = None
-    """Who talk at the same time; gives the gap between turns where `gap` is not given."""
+    """At the same time; gives the gap between turns where `gap` is not given."""
 
     gap: Annotated[float | None, Unit.SECONDS] = None
     """Mean time from one turn of a talk to its next."""
@@ -108,7 +108,7 @@ class Goal:
     """95 of 100 first tokens come within this time."""
 
     retention: Seconds = 0.0
-    """A talk that nobody continues is kept for this long."""
+    """A talk is kept for this long after its last turn."""
 
 
 @dataclass(frozen=True, slots=True)

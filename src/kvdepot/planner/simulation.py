@@ -10,7 +10,8 @@ from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import RAW, footprint_of
 from kvdepot.planner.models import find_model
 from kvdepot.planner.outcome import Cost, Servers, UsedTier, cost_of, life_years
-from kvdepot.planner.parts import GPU, Device, Parts
+from kvdepot.planner.parts import Device, Parts
+from kvdepot.planner.retention import DAY_S
 from kvdepot.planner.traffic import Weights, model_on_gpus
 from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.drives import DriveSpeed
@@ -20,7 +21,6 @@ from kvdepot.sim.results import Findings
 from kvdepot.sim.tiers import WriteMode
 from kvdepot.sim.worker import WorkerRules
 
-DAY_S: Final = 86400.0
 SHARED: Final = ("hdd", "object")
 """Tiers that the nodes of a fleet have together."""
 MEMORY: Final = ("dram", "cxl")
@@ -157,7 +157,7 @@ class Bill:
 
 def bill_of(findings: Findings, machines: Machines, parts: Parts) -> Bill:
     gpu, seconds = parts.gpu(machines.gpu), max(findings.duration_s, 1e-9)
-    watts = gpu_power_w(gpu, findings.gpu_busy)
+    watts = gpu.average_power_w(findings.gpu_busy)
     gpus = machines.nodes * machines.workers_per_node * machines.tp
     writes = {flow.tier: flow.bytes_written / seconds * DAY_S for flow in findings.tiers}
     used = []
@@ -171,11 +171,6 @@ def bill_of(findings: Findings, machines: Machines, parts: Parts) -> Bill:
     servers = Servers(gpu, per_node, machines.nodes, watts)
     cost = cost_of(parts, servers, [_share(one, owners, machines) for owners, one in used], tokens)
     return Bill(watts, watts * gpus * seconds / 3.6e6, writes, cost)
-
-
-def gpu_power_w(gpu: GPU, busy: float) -> float:
-    """On average, when so much of the time is spent in steps."""
-    return gpu.idle_power_w + (gpu.power_w - gpu.idle_power_w) * min(1.0, busy)
 
 
 def _share(used: UsedTier, owners: int, machines: Machines) -> UsedTier:

@@ -25,7 +25,7 @@ class RequestClass:
     prefill_s: float
     hit_tokens: float
     tier: int | None = None
-    """Which of the node's tiers delivers the context; None: GPU memory, or nobody."""
+    """Which of the node's tiers delivers the context; None: GPU memory, or it is computed."""
 
     nbytes: float = 0.0
 
@@ -83,23 +83,23 @@ def tier_loads(
 def request_classes(
     load: PlannedLoad, reuse: ReuseModel, flows: Sequence[TierLoad], memory_s: float
 ) -> list[RequestClass]:
-    """Every turn by every way it can go; shares add up to 1."""
+    """The classes of every turn; shares add up to 1."""
     head = load.scenario.traffic.system_tokens
     in_memory = reuse.hit_share(memory_s)
-    ways = []
+    classes = []
     for turn in load.turns:
         rest = turn.share
         if not turn.first:
-            ways.append(RequestClass(turn.share * in_memory, turn.resume_s, turn.context_tokens))
+            classes.append(RequestClass(turn.share * in_memory, turn.resume_s, turn.context_tokens))
             rest -= turn.share * in_memory
             for number, flow in enumerate(flows):
                 if worth_fetching(turn, flow.speed):
                     share = turn.share * flow.hit_share * flow.kept
                     rest -= share
                     context, nbytes = turn.context_tokens, turn.context_bytes
-                    ways.append(RequestClass(share, turn.resume_s, context, number, nbytes))
-        ways.append(RequestClass(rest, turn.compute_s, head))
-    return [way for way in ways if way.share > 0.0]
+                    classes.append(RequestClass(share, turn.resume_s, context, number, nbytes))
+        classes.append(RequestClass(rest, turn.compute_s, head))
+    return [kind for kind in classes if kind.share > 0.0]
 
 
 def cold_classes(load: PlannedLoad) -> list[RequestClass]:

@@ -101,7 +101,7 @@ class DriveQueue:
         return taken
 
     def backlog_s(self, now_s: float) -> float:
-        """How long the waiting writes take if nobody reads."""
+        """How long the waiting writes take without reads between them."""
         self._catch_up(now_s)
         return self._backlog_s
 

@@ -57,7 +57,7 @@ class Workload:
         return sum(self.input_tokens)
 
     def new_blocks(self, after: int, count: int) -> Ints:
-        """A chain of `count` blocks that nobody asked for before, the first one after `after`."""
+        """A chain of `count` new blocks, the first one after `after`."""
         start = len(self.parents)
         if count:
             self.parents.append(after)
