@@ -90,12 +90,12 @@ def assemble(
         for part in held:
             part.close()
         raise
-    rhythm = ReturnTimes()
+    return_times = ReturnTimes()
     catalog = Catalog(
         [tier.name for tier in tiers] or ["ssd"],
         ("dram", "cxl") if cxl else ("dram",),
         order=order_named(config.dram.eviction),
-        below=rhythm,
+        below=return_times,
     )
     levels = tuple(
         Level(tier, settings, catalog, copies, Pace(clock))
@@ -107,7 +107,7 @@ def assemble(
             memory.prefault(partial(_register, tiers, memory))
     if cxl and config.cxl and config.cxl.prefault:
         cxl.memory.prefault(bool)
-    return Store(Stock(config, clock, catalog, arena, staging, levels, cxl, rhythm))
+    return Store(Stock(config, clock, catalog, arena, staging, levels, cxl, return_times))
 
 
 def _take_in(levels: Sequence[Level]) -> None:

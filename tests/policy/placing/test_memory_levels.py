@@ -64,8 +64,8 @@ class Uses:
     """Prompts of four blocks in a catalog with two memories."""
 
     def __init__(self) -> None:
-        self.rhythm = ReturnTimes()
-        self.catalog = Catalog(memories=("dram", "cxl"), below=self.rhythm)
+        self.return_times = ReturnTimes()
+        self.catalog = Catalog(memories=("dram", "cxl"), below=self.return_times)
         self._made = 0
 
     def make(self, blocks: int = 4, parent: int | None = None) -> list[int]:
@@ -103,7 +103,7 @@ def test_a_block_is_expected_as_it_came(uses: Uses) -> None:
         uses.use(often)
         if turn % 8 == 7:
             uses.use(seldom)
-    fast, slow = uses.rhythm.expect(often[-1]), uses.rhythm.expect(seldom[-1])
+    fast, slow = uses.return_times.expect(often[-1]), uses.return_times.expect(seldom[-1])
     assert 50 < fast.interval < 400, "every hundred uses"
     assert slow.interval > 2 * fast.interval
     assert fast.rate > 2 * slow.rate
@@ -115,8 +115,8 @@ def test_what_never_came_back_is_expected_less_than_what_did(uses: Uses) -> None
         uses.pass_by(100, blocks=20)
         uses.use(returning)
     fresh = uses.make()
-    assert uses.rhythm.expect(fresh[0]).rate < uses.rhythm.expect(returning[0]).rate
-    assert 0.0 < uses.rhythm.expect(fresh[0]).chance < 0.5
+    assert uses.return_times.expect(fresh[0]).rate < uses.return_times.expect(returning[0]).rate
+    assert 0.0 < uses.return_times.expect(fresh[0]).chance < 0.5
 
 
 def test_a_new_block_has_the_rhythm_of_the_prompt_it_continues(uses: Uses) -> None:
@@ -125,7 +125,7 @@ def test_a_new_block_has_the_rhythm_of_the_prompt_it_continues(uses: Uses) -> No
         uses.pass_by(100)
         uses.use(head)
     tail, other = uses.make(parent=head[-1]), uses.make()
-    assert uses.rhythm.expect(tail[-1]).rate > uses.rhythm.expect(other[-1]).rate
+    assert uses.return_times.expect(tail[-1]).rate > uses.return_times.expect(other[-1]).rate
 
 
 def test_a_gap_that_has_passed_is_not_expected_any_more(uses: Uses) -> None:
@@ -133,9 +133,9 @@ def test_a_gap_that_has_passed_is_not_expected_any_more(uses: Uses) -> None:
     for _ in range(8):
         uses.pass_by(100)
         uses.use(rows)
-    before = uses.rhythm.expect(rows[0]).rate
+    before = uses.return_times.expect(rows[0]).rate
     uses.pass_by(20_000)
-    assert uses.rhythm.expect(rows[0]).rate < before / 10
+    assert uses.return_times.expect(rows[0]).rate < before / 10
 
 
 def test_a_lease_and_its_delivery_are_one_use(uses: Uses) -> None:
@@ -144,7 +144,7 @@ def test_a_lease_and_its_delivery_are_one_use(uses: Uses) -> None:
         uses.pass_by(1000)
         uses.use(rows)
         uses.use(rows)
-    assert uses.rhythm.expect(rows[0]).interval > 300
+    assert uses.return_times.expect(rows[0]).interval > 300
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400)), max_size=60))
@@ -156,7 +156,7 @@ def test_expectations_make_sense_whatever_happens(turns: list[tuple[int, int]]) 
         uses.use(prompts[which])
     for rows in prompts:
         for row in rows:
-            outlook = uses.rhythm.expect(row)
+            outlook = uses.return_times.expect(row)
             assert 0.0 <= outlook.chance <= 1.0
             assert outlook.interval > 0.0
             assert 0.0 <= outlook.rate <= 1.0

@@ -18,6 +18,18 @@ import numpy as np
 
 from kvdepot.core.order import NO_ROW, EvictionQueues, Lru, RowTable, TreeView
 
+_OCTAVES: Final = 48
+_BREATH: Final = 8
+"""A prompt that is used again within so many times its own length, in uses, did not come back: it
+was leased, and then delivered."""
+_RETURNS_MAX: Final = 15
+_CROWD: Final = 2.0
+"""So many returns of a block count as much as those of all blocks."""
+_GROWTH: Final = 1.001
+"""How much more each observation counts than the one before."""
+_WEIGHT_MAX: Final = 1e9
+_STALE: Final = 64
+"""Observations after which the sums are computed again."""
 PROMOTE_MARGIN: Final = 2.0
 """How many times sooner a block must be expected to be brought up: that costs two copies."""
 
@@ -40,7 +52,7 @@ class ExpectedReuse:
 def is_kept(leaving: ExpectedReuse, incumbent: ExpectedReuse) -> bool:
     """Whether a block that leaves a tier belongs in the next one, instead of one that is there.
 
-    Where nothing is known of either, the one that was used last stays.
+    Where nothing is known of either, the one that leaves is kept: it was used later.
     """
     return leaving.rate >= incumbent.rate
 
@@ -50,18 +62,6 @@ def is_promoted(used: ExpectedReuse, incumbent: ExpectedReuse) -> bool:
     return used.rate > PROMOTE_MARGIN * incumbent.rate
 
 
-_OCTAVES: Final = 48
-_BREATH: Final = 8
-"""A prompt that is used again before as many times its own length was used meanwhile has not been
-away: it was leased, and then delivered."""
-_RETURNS_MAX: Final = 15
-_CROWD: Final = 2.0
-"""As many returns of a block count as much as those of all blocks."""
-_GROWTH: Final = 1.001
-"""How much more each observation counts than the one before."""
-_WEIGHT_MAX: Final = 1e9
-_STALE: Final = 64
-"""Observations between two looks at what they add up to."""
 _NEVER: Final = ExpectedReuse(0.0, float("inf"))
 
 
@@ -76,7 +76,7 @@ def middle(number: int) -> float:
 
 
 class ReturnTimes(Lru):
-    """The order of a tier below memory, which says when blocks are expected, in any tier."""
+    """LRU for the second memory, which also predicts when blocks of any tier are used again."""
 
     def __init__(self) -> None:
         self._gaps = [0.0] * _OCTAVES
@@ -136,7 +136,7 @@ class ReturnTimes(Lru):
             returns[row] = min(returns[row] + 1, _RETURNS_MAX)
 
     def _made(self, row: int) -> None:
-        """A new block has the rhythm of its prompt, to begin with."""
+        """A new block starts with the interval of its prompt."""
         self._since.view[row] = self._stamps.view[row]
         self._count()
         parent = self._tree.parent.view[row]

@@ -46,7 +46,7 @@ class Porter:
     def __init__(self, stock: Stock) -> None:
         self._stock = stock
         self._upper, self._lower = stock.pools
-        self._rhythm = stock.rhythm
+        self._return_times = stock.return_times
         self._room = Room(stock, self._lower)
         self._upper.spare_bytes = max(1, self._upper.arena.capacity_bytes // _SPARE_SHARE)
         self._full = 0
@@ -226,4 +226,4 @@ class Porter:
         return source.leaves.may_leave(row) and (damaged or not used)
 
     def _outlook(self, row: int) -> ExpectedReuse:
-        return self._rhythm.expect(row)
+        return self._return_times.expect(row)

@@ -42,7 +42,7 @@ class Stock:
     """The file tiers, fastest first."""
     cxl_arena: Arena | None = None
     """Of the slower memory, if there is one."""
-    rhythm: ReturnTimes = field(default_factory=ReturnTimes)
+    return_times: ReturnTimes = field(default_factory=ReturnTimes)
     """What tells when blocks are expected; it learns where there is such a memory."""
     pools: tuple[Pool, ...] = field(init=False)
     """The memory tiers, fastest first; `arena` is that of the first."""
