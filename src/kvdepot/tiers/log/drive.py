@@ -1,8 +1,11 @@
 """One drive of a log tier: an active segment that grows, sealed ones that do not, free slots.
 
-Places in the log are given out under `_lock`, writes overlap. Reads need no lock, because every
-record names its segment and carries its checksums: a read that races with the reuse of an extent
-fails its check.
+Places in the log are given out one after the other (`_turn`); records are written, segments sealed
+and made durable without a lock. Reads need none, because every record names its segment and carries
+its checksums: a read that races with the reuse of an extent fails its check.
+
+Locks, in this order: `_turn` (places, new and released segments; held over writes of single pages),
+`_syncing` (one fsync at a time), `_books` (all fields; held for an instant).
 """
 
 import contextlib
@@ -27,7 +30,7 @@ from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium
 from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
-from kvdepot.tiers.log.segments import Appended, Run, Segment, closing_pages, kept_back
+from kvdepot.tiers.log.segments import Appended, Segment, SegmentWrites, closing_pages, kept_back
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
@@ -67,10 +70,9 @@ class Drive:
         self.free: list[int] = []
         self.damage: list[str] = []
         self._numbers = numbers
-        self._lock = threading.RLock()
-        """Held while places are given out and segments opened or sealed, not while writing."""
-        self._books = threading.Lock()
-        """Guards the counts of live records; held for an instant."""
+        self._syncing = threading.Lock()
+        self._turn = threading.RLock()
+        self._books = threading.RLock()
         self._active: Segment | None = None
         self._unsynced: set[int] = set()
         """Slots that were written to since they were last made durable."""
@@ -159,15 +161,20 @@ class Drive:
 
         Several threads may append: places are given out one after the other, writes overlap.
         """
-        with self._turn() as mine:
-            runs = self._reserve(images, purpose, keep_sequence) if mine else []
+        full: list[Segment] = []
+        with self._wait_turn() as mine:
+            runs = self._reserve(images, purpose, keep_sequence, full) if mine else []
         written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
         if self.settings.fsync == "always" and written and not self.sync():
             written = {}
         results: list[Appended | None] = [None] * len(images)
-        with self._lock:
+        with self._books:
             for run in runs:
                 self._settle(run, images, purpose, written, results)
+                if self._to_be_sealed(run.segment):
+                    full.append(run.segment)
+        for segment in full:
+            self._seal(segment)
         return results
 
     def _reserve(
@@ -175,37 +182,38 @@ class Drive:
         images: Sequence[memoryview],
         purpose: Purpose,
         keep_sequence: Sequence[bool] | None,
-    ) -> "list[Run]":
-        """Give images their places, as far as there is room."""
+        full: list[Segment],
+    ) -> list[SegmentWrites]:
+        """Give images their places, as far as there is room; `full` gets what is to be sealed."""
         closed = self.retired or (self.draining and not purpose.is_note)
         if self.lost or closed or not self.breaker.allows():
             return []
         if not self.medium.intact():
             self.lose()
             return []
-        runs: list[Run] = []
+        runs: list[SegmentWrites] = []
         for index, image in enumerate(images):
             if len(image) > self.record_bytes_max:
                 continue
-            segment = self._segment_for(len(image), purpose)
+            segment = self._segment_for(len(image), purpose, full)
             if segment is None:
                 break
-            if not runs or runs[-1].segment is not segment:
-                runs.append(Run(segment))
-                segment.runs += 1
             kept = keep_sequence is not None and keep_sequence[index]
             sequence = parse_own(image)[2] if kept else self._numbers.sequence()
             place(image, segment.segment_id, sequence)
-            runs[-1].places.append((index, segment.tail))
-            segment.tail += len(image)
-            segment.count += 1
             with self._books:
+                if not runs or runs[-1].segment is not segment:
+                    runs.append(SegmentWrites(segment))
+                    segment.runs += 1
+                runs[-1].places.append((index, segment.tail))
+                segment.tail += len(image)
+                segment.count += 1
                 segment.unentered += not purpose.is_note
         self.wear.spend(sum(len(images[index]) for run in runs for index, _ in run.places))
         return runs
 
     def _write(
-        self, runs: "list[Run]", images: Sequence[memoryview], *, wait: bool
+        self, runs: list[SegmentWrites], images: Sequence[memoryview], *, wait: bool
     ) -> dict[int, bool]:
         """Write what was given a place; for each image whether it is on disk. No lock held."""
         rows = []
@@ -227,41 +235,52 @@ class Drive:
                 self.breaker.failed("writes do not finish", at_once=True)
         codes: list[int] = ops["result"].tolist()
         self._judge(codes)
-        with self._lock:
+        with self._books:
             self._unsynced.update(run.segment.slot for run in runs)
         return {index: code == 0 for (index, *_), code in zip(rows, codes, strict=True)}
 
     def _settle(
         self,
-        run: "Run",
+        run: SegmentWrites,
         images: Sequence[memoryview],
         purpose: Purpose,
         written: dict[int, bool],
         results: list[Appended | None],
     ) -> None:
-        """Enter what was written into its segment; seal a full one with its last run."""
+        """Enter what was written into its segment, for the footer. Books held."""
         segment = run.segment
         for index, offset in run.places:
-            if written.get(index):
-                results[index] = self._note(segment, images[index], offset)
-            else:
+            if not written.get(index):
                 segment.count -= 1
-                with self._books:
-                    segment.unentered -= not purpose.is_note
+                segment.unentered -= not purpose.is_note
+                continue
+            kind, key, sequence, payload_bytes = parse_own(images[index])
+            segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
+            results[index] = Appended(segment.slot, offset // PAGE, segment.segment_id)
         segment.runs -= 1
-        if segment is not self._active and not segment.runs:
-            self._finish(segment, sealed=True)
+
+    def _to_be_sealed(self, segment: Segment) -> bool:
+        """Whether a segment is full and its last write has ended; it counts as busy then."""
+        if segment is self._active or segment.runs or segment.sealed:
+            return False
+        segment.runs += 1
+        return True
+
+    def _seal(self, segment: Segment) -> None:
+        """Write the footer of a segment from `_to_be_sealed`. No lock held."""
+        self._finish(segment, sealed=True)
+        with self._books:
+            segment.runs -= 1
 
     @contextlib.contextmanager
-    def _turn(self, timeout_s: float | None = None) -> Iterator[bool]:
-        """The right to append. False: somebody else has it and the medium does not answer."""
-        limit = self.settings.write_timeout_s
-        mine = self._lock.acquire(timeout=limit if timeout_s is None else min(timeout_s, limit))
+    def _wait_turn(self) -> Iterator[bool]:
+        """The right to append. False: another thread has it, and the medium does not answer."""
+        mine = self._turn.acquire(timeout=self.settings.write_timeout_s)
         try:
             yield mine
         finally:
             if mine:
-                self._lock.release()
+                self._turn.release()
 
     def _judge(self, codes: Sequence[int]) -> None:
         """Tell the breaker how a batch went."""
@@ -274,20 +293,14 @@ class Drive:
                 os.strerror(code), at_once=code in (errno.ETIMEDOUT, errno.ENOSPC, errno.EROFS)
             )
 
-    def _note(self, segment: Segment, image: memoryview, offset: int) -> Appended:
-        """A record is on disk: remember it for the footer."""
-        kind, key, sequence, payload_bytes = parse_own(image)
-        segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
-        return Appended(segment.slot, offset // PAGE, segment.segment_id)
-
     def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
         end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
         if segment.tail > PAGE:
             end -= kept_back(purpose, self.settings.segment_bytes, last=not self.spare_slots())
         return segment.tail + nbytes <= end
 
-    def _segment_for(self, nbytes: int, purpose: Purpose) -> Segment | None:
-        """A segment with room for `nbytes` more, or None."""
+    def _segment_for(self, nbytes: int, purpose: Purpose, full: list[Segment]) -> Segment | None:
+        """A segment with room for `nbytes` more, or None; `full` gets what is to be sealed."""
         kept_back = self._kept_back if purpose is Purpose.BLOCK else 0
         if self.spare_slots() < kept_back:
             return None
@@ -296,9 +309,10 @@ class Drive:
         slot = self._take_slot(kept_back)
         if slot is None:
             return None
-        full, self._active = self._active, None
-        if full is not None and not full.runs:
-            self._finish(full, sealed=True)
+        with self._books:
+            before, self._active = self._active, None
+            if before is not None and self._to_be_sealed(before):
+                full.append(before)
         segment = Segment(self._numbers.segment_id(), slot)
         header = SegmentHeader(
             segment.segment_id, slot, self.settings.segment_bytes, self.settings.store
@@ -308,19 +322,22 @@ class Drive:
             self.files.write(fd, base, header.pack())
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
-            self.free.append(slot)
+            with self._books:
+                self.free.append(slot)
             return None
-        self.segments[slot] = segment
-        self._active = segment
+        with self._books:
+            self.segments[slot] = segment
+            self._active = segment
         return segment
 
     def _take_slot(self, kept_back: int) -> int | None:
         """A free slot, or a new one. A disk that was full is asked again now and then."""
         slot = None
-        if not self._growth.health().ok or (not self.free and self.spare_slots() > kept_back):
+        if not self._growth.closed or (not self.free and self.spare_slots() > kept_back):
             slot = self._new_slot()
-        if slot is None and self.free and self.spare_slots() > kept_back:
-            return self.free.pop()
+        with self._books:
+            if slot is None and self.free and self.spare_slots() > kept_back:
+                return self.free.pop()
         return slot
 
     @property
@@ -383,7 +400,7 @@ class Drive:
             "errors": health.errors,
             "draining": self.draining,
             "drained": self.retired,
-            "used_bytes": sum(segment.live_bytes for segment in list(self.segments.values())),
+            "used_bytes": self.live_bytes(),
             "capacity_bytes": self.settings.slots_max * segment_bytes,
             "retry_in_s": round(health.retry_in_s, 3),
             "segments": len(self.segments),
@@ -400,49 +417,61 @@ class Drive:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a block would find room without reclaiming a segment."""
-        active, spare = self._active, self.spare_slots() - self._kept_back
-        fits = active is not None and self._room(active, nbytes, Purpose.BLOCK)
-        return spare > 0 or (spare == 0 and fits)
+        with self._books:
+            active, spare = self._active, self.spare_slots() - self._kept_back
+            fits = active is not None and self._room(active, nbytes, Purpose.BLOCK)
+            return spare > 0 or (spare == 0 and fits)
 
     def spare_slots(self) -> int:
         """Segments that can still be opened without reclaiming one.
 
         A full disk has only its free ones.
         """
-        creatable = self.settings.slots_max - len(self.segments) - len(self.free)
-        return len(self.free) + (max(0, creatable) if self._growth.health().ok else 0)
+        with self._books:
+            creatable = self.settings.slots_max - len(self.segments) - len(self.free)
+            return len(self.free) + (max(0, creatable) if self._growth.closed else 0)
 
     def sealed(self) -> list[Segment]:
         """Sealed segments whose blocks have all been counted, oldest first."""
-        found = [s for s in list(self.segments.values()) if s.sealed and not s.unentered]
+        with self._books:
+            found = [s for s in self.segments.values() if s.sealed and not s.unentered]
         return sorted(found, key=lambda segment: segment.segment_id)
 
+    def is_busy(self) -> bool:
+        """Whether blocks were given a place, and are not written or not counted yet."""
+        with self._books:
+            return any(segment.runs or segment.unentered for segment in self.segments.values())
+
     def release(self, slot: int) -> None:
-        """A segment's extent is free for reuse; whatever it held is gone, also after a restart."""
-        with self._lock:
-            segment = self.segments.pop(slot)
-            if segment is self._active:
-                self._active = None
+        """A segment's extent is free for reuse; what it held is gone, also after a restart."""
+        with self._turn:
+            with self._books:
+                segment = self.segments.pop(slot)
+                if segment is self._active:
+                    self._active = None
+                self._unsynced.discard(slot)
+                self._unproven.discard(slot)
             self._wipe(slot)
-            self._unsynced.discard(slot)
-            self._unproven.discard(slot)
-            self.free.append(slot)
+            with self._books:
+                self.free.append(slot)
 
     def lend(self) -> Segment | None:
         """A free segment that nothing is written to until it is given back (`take_back`).
 
         None: there is none to spare.
         """
-        with self._lock:
+        with self._turn:
             slot = None if self.lost or self.draining else self._take_slot(self._kept_back)
             if slot is None:
                 return None
-            self.segments[slot] = Segment(self._numbers.segment_id(), slot)
-            return self.segments[slot]
+            lent = Segment(self._numbers.segment_id(), slot)
+            with self._books:
+                self.segments[slot] = lent
+            return lent
 
     def take_back(self, lent: Segment, written_bytes: int = 0) -> None:
         """The segment is free again, after so much was written to it."""
-        with self._lock:
+        with self._turn:
             self.wear.spend(written_bytes)
             if self.segments.get(lent.slot) is lent:
                 self.release(lent.slot)
@@ -485,9 +514,9 @@ class Drive:
 
     def count(self, slot: int, nbytes: int, records: int = 1) -> None:
         """Records of a segment came into use, or with negative counts went out of it."""
-        segment = self.segments.get(slot)
-        if segment is not None:
-            with self._books:
+        with self._books:
+            segment = self.segments.get(slot)
+            if segment is not None:
                 segment.live_bytes += nbytes
                 segment.live_count += records
                 segment.unentered -= max(0, records)
@@ -501,88 +530,124 @@ class Drive:
             self.breaker.failed(str(error.strerror), at_once=True)
 
     def sync(self, timeout_s: float | None = None) -> bool:
-        """Make what was appended durable. False: it could not be."""
-        with self._turn(timeout_s) as mine:
-            if self.retired or not mine:
-                return self.retired
+        """Make what was appended durable. False: it could not be, or not in time."""
+        limit_s = self.settings.write_timeout_s
+        limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
+        if not self._syncing.acquire(timeout=limit_s):
+            return self.retired
+        try:
+            if self.retired:
+                return True
             if self.lost or not self.medium.intact():
                 self.lose()
                 return False
-            try:
-                for slot in list(self._unsynced):
-                    self._sync_slot(slot)
-            except OSError as error:
-                self.breaker.failed(str(error.strerror), at_once=True)
-                return False
+            with self._books:
+                slots = list(self._unsynced)
+            for slot in slots:
+                self._sync_slot(slot)
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
+            return False
+        else:
             return not self._unproven
+        finally:
+            self._syncing.release()
 
     def _sync_slot(self, slot: int) -> None:
-        """Make a slot durable. Behind a page cache a failure is final.
+        """Make a slot durable. `_syncing` held. Behind a page cache a failure is final.
 
         The kernel then forgets what it could not write, and a second sync would tell a lie.
         """
-        if slot in self._unsynced and self.settings.fsync != "never":
-            try:
-                self.files.sync(self.medium.extent(slot)[0])
-            except OSError:
-                if not self.medium.direct:
-                    self._unproven.add(slot)
-                    self._unsynced.discard(slot)
-                raise
-        self._unsynced.discard(slot)
+        with self._books:
+            if slot not in self._unsynced:
+                return
+            self._unsynced.discard(slot)  # what is written from now on may not be covered
+            fd, _ = self.medium.extent(slot)
+        if self.settings.fsync == "never":
+            return
+        try:
+            self.files.sync(fd)
+        except OSError:
+            with self._books:
+                if slot not in self.segments:
+                    return  # released meanwhile
+                (self._unsynced if self.medium.direct else self._unproven).add(slot)
+            raise
 
     def resize(self, slots_max: int) -> None:
         """Have room for so many segments; those that are too many go one by one (`trim`)."""
-        with self._lock:
+        with self._turn, self._books:
             slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
             self.settings = replace(self.settings, slots_max=slots_max)
 
     def trim(self) -> bool:
         """Give free segments that are too many back. False: there are still too many."""
-        with self._lock:
+        with self._turn:
             while len(self.segments) + len(self.free) > self.settings.slots_max:
                 if not self.free:
                     return False
-                self.medium.remove(self.free.pop())
+                with self._books:
+                    slot = self.free.pop()
+                self.medium.remove(slot)
             return True
 
+    def start_drain(self) -> None:
+        """Give blocks no more places. Those that have one are busy (`is_busy`)."""
+        with self._turn:
+            self.draining = True
+
     def retire(self) -> None:
-        """Give everything back: the drive is used no more."""
-        with self._lock:
+        """Give everything back and close the files: the drive can be unmounted."""
+        with self._turn:
             self.draining = self.retired = True
             for slot in list(self.segments):
                 self.release(slot)
-            self.settings = replace(self.settings, slots_max=0)
+            self.resize(0)
             self.trim()
-            self.medium.unlock()
+            self.medium.detach()
 
     def held_bytes(self) -> int:
-        return (len(self.segments) + len(self.free)) * self.settings.segment_bytes
+        with self._books:
+            return (len(self.segments) + len(self.free)) * self.settings.segment_bytes
+
+    def live_bytes(self) -> int:
+        with self._books:
+            return sum(segment.live_bytes for segment in self.segments.values())
 
     def close(self) -> None:
         """Write the open segment's footer, so that the next start need not scan it."""
-        with self._lock:
-            if self._active is not None and not self.lost and self.breaker.health().ok:
-                self._finish(self._active, sealed=False)
-            self._active = None
-            self.wear.keep()
+        with self._turn:
+            with self._books:
+                active, self._active = self._active, None
+            if active is not None and not self.lost and self.breaker.closed:
+                self._finish(active, sealed=False)
+            if not self.retired:
+                self.wear.keep()
             self.medium.close()
 
     def _finish(self, segment: Segment, *, sealed: bool) -> None:
         """Write a segment's footer. Without it the next start scans the segment, no more."""
         nbytes = self.settings.segment_bytes
-        offset, footer, trailer = closing_pages(segment, nbytes, self.settings.store, sealed=sealed)
-        self.wear.spend(PAGE + len(footer) + len(trailer))
-        fd, base = self.medium.extent(segment.slot)
+        with self._books:
+            if self.segments.get(segment.slot) is not segment:
+                return
+            fd, base = self.medium.extent(segment.slot)
+            offset, footer, trailer = closing_pages(
+                segment, nbytes, self.settings.store, sealed=sealed
+            )
+        with self._turn:
+            self.wear.spend(PAGE + len(footer) + len(trailer))
         try:
-            self._sync_slot(segment.slot)
+            with self._syncing:
+                self._sync_slot(segment.slot)
             if footer:
                 self.files.write(fd, base + offset, footer)
             self.files.write(fd, base + nbytes - PAGE, trailer)
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
-        segment.sealed = sealed
-        segment.entries = []
+        with self._books:
+            segment.sealed = sealed
+            segment.entries = []
 
     def lose(self) -> None:
         """Its directory was taken away: it is used no more before it is opened anew."""

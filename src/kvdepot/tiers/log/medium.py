@@ -55,11 +55,11 @@ class Medium(Protocol):
     def restorable(self) -> bool:
         """Whether a medium that was taken away can be opened anew now."""
 
-    def unlock(self) -> None:
-        """Give up the lock alone: reads that are under way still have their descriptors."""
+    def detach(self) -> None:
+        """Close all files and give up the lock. Reads that come too late fail."""
 
     def close(self) -> None:
-        """Close descriptors and give up the lock. May be called twice."""
+        """As `detach`; nothing may be under way. May be called twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,13 @@ def open_medium(path: Path, files: Files, access: Access) -> Medium:
     return DirectoryMedium(path, files, access)
 
 
+def _point_to_nothing(fd: int) -> None:
+    """Close a descriptor's file but not the descriptor: a read may be about to use its number."""
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(null, fd, inheritable=False)
+    os.close(null)
+
+
 def _lock(fd: int, label: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,7 +124,7 @@ class DirectoryMedium:
         self._writable = access.writable
         self._fds: dict[int, int] = {}
         self._parted: list[int] = []
-        """Of slots that are gone. A read may be about to use one: its number must not be reused."""
+        """Descriptors of slots that are gone: they point to nothing."""
         self._lock_fd = -1
         """Of the lock, or where nothing is locked of the directory: tells whether it is gone."""
         self._store = ""
@@ -192,7 +199,7 @@ class DirectoryMedium:
         self._parted.append(fd)
         self._register()
         self._name(slot).unlink(missing_ok=True)
-        os.ftruncate(fd, 0)
+        _point_to_nothing(fd)
 
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fds[slot], 0
@@ -238,9 +245,14 @@ class DirectoryMedium:
             os.close(fd)
         self._fds.clear()
         self._parted.clear()
-        self.unlock()
+        self._unlock()
 
-    def unlock(self) -> None:
+    def detach(self) -> None:
+        for fd in self._fds.values():
+            _point_to_nothing(fd)
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -359,8 +371,9 @@ class DeviceMedium:
     def restorable(self) -> bool:
         return False
 
-    def unlock(self) -> None:
-        """The lock is the device's own descriptor."""
+    def detach(self) -> None:
+        if self._fd >= 0:
+            _point_to_nothing(self._fd)
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -57,7 +57,7 @@ def closing_pages(
 
 
 @dataclass(slots=True)
-class Run:
+class SegmentWrites:
     """Records that go into one segment: the number of each image and its offset."""
 
     segment: Segment

@@ -115,7 +115,7 @@ class LogTier:
         self.writable = settings.writable
         self.drives: list[Drive] = []
         self._former: list[Drive] = []
-        """Drives that were mounted anew. Reads may still be about to use their descriptors."""
+        """Drives that were mounted anew."""
         self._paths = list(paths)
         self._files = files
         self._settings = settings
@@ -326,7 +326,7 @@ class LogTier:
         if not lost.medium.restorable() or not lost.breaker.allows():
             return None
         forget()
-        lost.medium.unlock()
+        lost.medium.detach()
         fresh = self._mount(drive)
         fresh.wear.take_over(lost.wear)
         self._former.append(lost)
@@ -412,8 +412,7 @@ class LogTier:
         ]
 
     def has_unentered(self, drive: int) -> bool:
-        segments = list(self.drives[drive].segments.values())
-        return any(segment.runs or segment.unentered for segment in segments)
+        return self.drives[drive].is_busy()
 
     def release(self, drive: int, slot: int) -> bool:
         segment = self.drives[drive].segments.get(slot)
@@ -442,7 +441,7 @@ class LogTier:
         return [drive.describe() for drive in self.drives]
 
     def start_drain(self, drive: int) -> None:
-        self.drives[drive].draining = True
+        self.drives[drive].start_drain()
 
     def all_segments(self, drive: int) -> list[int]:
         return list(self.drives[drive].segments)
@@ -502,7 +501,7 @@ class LogTier:
             capacity_bytes=sum(
                 d.settings.slots_max * d.settings.segment_bytes for d in self.drives
             ),
-            used_bytes=sum(s.live_bytes for d in self.drives for s in list(d.segments.values())),
+            used_bytes=sum(drive.live_bytes() for drive in self.drives),
             held_bytes=sum(drive.held_bytes() for drive in self.drives),
         )
 
