@@ -1,90 +1,188 @@
-"""What a drive keeps back, so that a full one can still be reclaimed and told of removals."""
+"""What a drive keeps back, which locks it holds, and what it leaves behind."""
 
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
-from kvdepot.store.open import assemble
-from kvdepot.store.store import Store
-from kvdepot.testing.images import make_image, make_key
-from kvdepot.tiers.log.drive import Drive
+from kvdepot.core.clock import SystemClock
+from kvdepot.core.tier import Outcome
+from kvdepot.testing.contract import load, store
+from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
+from kvdepot.testing.images import make_image, make_key, make_load
+from kvdepot.tiers.device.breaker import RetryPauses
+from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.tier import LogTier
 
 SEGMENT_BYTES = 128 << 10
 SEGMENTS = 4
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    ssd = {
-        "path": str(tmp_path / "drive"),
-        "capacity": SEGMENTS * SEGMENT_BYTES,
-        "segment": SEGMENT_BYTES,
-    }
-    dram = {"capacity": 1 << 20, "huge_pages": "never", "prefault": False}
-    return assemble(load(overrides={"dram": dram, "ssd": ssd}))
+def files() -> FaultyFiles:
+    return FaultyFiles()
+
+
+@pytest.fixture
+def tier(tmp_path: Path, files: FaultyFiles) -> Iterator[LogTier]:
+    opened = open_tier([tmp_path / "drive"], files)
+    yield opened
+    files.clear()
+    opened.close()
+
+
+def open_tier(paths: list[Path], files: FaultyFiles) -> LogTier:
+    settings = MountSettings(
+        SEGMENTS * SEGMENT_BYTES, SEGMENT_BYTES, pauses=RetryPauses(0.001, 0.01)
+    )
+    return LogTier(paths, files, settings, SystemClock())
 
 
 def block(number: int) -> memoryview:
     return make_image(make_key(number), bytes(12_000))
 
 
-def fill(drive: Drive) -> int:
+def fill(tier: LogTier) -> int:
     """Append blocks until one is refused; how many went in."""
     for number in range(1000):
-        if drive.append([block(number)]) == [None]:
+        (place,) = tier.append(0, [block(number)])
+        if place is None:
             return number
+        tier.count(place, 12_000)
     raise AssertionError("the drive never fills up")
 
 
-def test_blocks_leave_the_last_spare_segment(store: Store) -> None:
-    with store:
-        assert store._stock.levels
-        drive = store._stock.levels[0].tier.drives[0]
-        count = fill(drive)
-        assert drive.spare_slots() == 1
-        assert count >= (SEGMENTS - 1) * (SEGMENT_BYTES // record_bytes(12_000) - 2)
+def test_blocks_leave_the_last_spare_segment(tier: LogTier) -> None:
+    count = fill(tier)
+    assert tier.drive(0).spare_segments == 1
+    assert count >= (SEGMENTS - 1) * (SEGMENT_BYTES // record_bytes(12_000) - 2)
 
 
-def test_a_full_drive_still_takes_notes(store: Store) -> None:
-    with store:
-        ssd = store._stock.levels[0].tier
-        assert ssd is not None
-        fill(ssd.drives[0])
-        removal = ssd.removal(BlockKey(bytes(32)))
-        for _ in range(8):
-            assert ssd.notebooks[0].remove([removal])
+def test_a_full_drive_still_takes_notes(tier: LogTier) -> None:
+    fill(tier)
+    for _ in range(8):
+        assert tier.erase([tier.removal(BlockKey(bytes(32)))]) == []
 
 
-def test_blocks_wait_while_the_spare_segment_is_in_use(store: Store) -> None:
+def test_blocks_wait_while_the_spare_segment_is_in_use(tier: LogTier) -> None:
     """Notes or moves have taken it: until one is reclaimed, the rest of it is theirs."""
-    with store:
-        ssd = store._stock.levels[0].tier
-        assert ssd is not None
-        drive = ssd.drives[0]
-        fill(drive)
-        while drive.spare_slots():
-            assert ssd.notebooks[0].remove([ssd.removal(BlockKey(bytes(32)))])
-        assert drive.append([block(5000)]) == [None]
-        assert not drive.has_room(record_bytes(12_000))
-        slot = next(s.slot for s in drive.segments.values() if s.sealed)
-        assert ssd.carry(0, slot)
-        ssd.release(0, slot)
-        assert drive.append([block(5000)]) != [None]
+    fill(tier)
+    while tier.drive(0).spare_segments:
+        assert tier.erase([tier.removal(BlockKey(bytes(32)))]) == []
+    assert tier.append(0, [block(5000)]) == [None]
+    assert not tier.has_room(0, record_bytes(12_000))
+    assert tier.release(0, tier.segments(0)[0].slot)
+    assert tier.append(0, [block(5000)]) != [None]
 
 
-def test_a_segment_is_not_reclaimed_before_its_blocks_are_counted(store: Store) -> None:
-    with store:
-        ssd = store._stock.levels[0].tier
-        assert ssd is not None
-        drive = ssd.drives[0]
-        places: list[int | None] = []
-        while len(drive.segments) < 2:
-            places += ssd.append(0, [block(len(places))])
-        assert not drive.sealed()
-        for place in places:
-            assert place is not None
-            ssd.count(place, 12_000)
-        assert len(drive.sealed()) == 1
+def test_a_segment_is_not_reclaimed_before_its_blocks_are_counted(tier: LogTier) -> None:
+    places: list[int | None] = []
+    while len(tier.all_segments(0)) < 2:
+        places += tier.append(0, [block(len(places))])
+    assert not tier.segments(0)
+    for place in places:
+        assert place is not None
+        tier.count(place, 12_000)
+    assert len(tier.segments(0)) == 1
+
+
+def test_blocks_are_appended_while_others_are_made_durable(
+    tier: LogTier, files: FaultyFiles
+) -> None:
+    stall = Stall()
+    store(tier, [make_key(1)])
+    fault = files.add(Fault(Call.SYNC, stall))
+    flush = threading.Thread(target=tier.flush)
+    flush.start()
+    while not fault.hits:
+        flush.join(0.01)
+    (place,) = store(tier, [make_key(2)])
+    assert flush.is_alive()
+    stall.release()
+    flush.join()
+    assert load(tier, make_key(2), place)
+
+
+def open_files(path: Path) -> list[str]:
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_is(fd)]
+    return [name for name in names if name.startswith(str(path))]
+
+
+def fd_is(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def test_a_retired_drive_has_no_file_open(tmp_path: Path, files: FaultyFiles) -> None:
+    tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
+    (place,) = tier.append(1, [block(1)])
+    assert place is not None
+    tier.count(place, 12_000)
+    assert open_files(tmp_path / "second")
+    tier.start_drain(1)
+    assert tier.append(1, [block(2)]) == [None]
+    tier.retire(1)
+    assert not open_files(tmp_path / "second")
+    late = make_load(make_key(1), place, 12_000)
+    assert tier.load([late], 1.0)[0] == [Outcome.FAILED]
+    assert tier.flush()
+    assert (tier.drive(1).retired, tier.drive(1).spare_segments) == (True, 0)
+    tier.close()
+
+
+def test_a_read_that_comes_after_its_file_is_closed_fails(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
+    (place,) = tier.append(1, [block(1)])
+    assert place is not None
+    stall, outcomes = Stall(), []
+    fault = files.add(Fault(Call.RUN_READ, stall))
+    asked = [make_load(make_key(1), place, 12_000)]
+    reader = threading.Thread(target=lambda: outcomes.extend(tier.load(asked, 30.0)[0]))
+    reader.start()
+    while not fault.hits:
+        reader.join(0.01)
+    tier.retire(1)
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    stall.release()
+    reader.join()
+    os.close(other)
+    assert outcomes == [Outcome.FAILED]
+    tier.close()
+
+
+def test_a_drive_that_goes_down_and_comes_back_is_logged_once_each(
+    tier: LogTier, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvdepot.tiers")
+    files.add(Fault(Call.RUN_WRITE, Fail(errno.EROFS), times=2))
+    assert tier.append(0, [block(1), block(2)]) == [None, None]
+    while not tier.is_up(0):
+        tier.probe(0)
+    said = [record.getMessage() for record in caplog.records]
+    label = tier.drive(0).label
+    assert said == [
+        f"{label}: the drive is down: Read-only file system",
+        f"{label}: the drive works again",
+    ]
+
+
+def test_recovery_after_a_crash_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvdepot.tiers")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store(open_tier([tmp_path / "drive"], FaultyFiles()), [make_key(1)])
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    open_tier([tmp_path / "drive"], FaultyFiles()).close()
+    (said,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "ssd: 1 blocks in 1 segments" in said.getMessage()
+    assert said.getMessage().endswith("1 were scanned after a crash")

@@ -5,6 +5,7 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from kvdepot.native import READ
 from kvdepot.tiers.device.files import Files, Ops, io_ops
@@ -80,5 +81,33 @@ def test_who_gives_up_while_it_is_read_waits_for_its_memory() -> None:
     assert not slow.wait(0.0)
     files.go.set()
     assert slow.wait(60.0)
+    elevator.close()
+    files.close()
+
+
+class Broken(Recorder):
+    """Fails with something that no caller expects, the first time."""
+
+    def run(self, ops: Ops, timeout_s: float) -> None:
+        if not self.go.is_set():
+            self.go.set()
+            raise RuntimeError("a bug")
+        super().run(ops, timeout_s)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exception_fails_one_round_and_the_next_is_read() -> None:
+    files = Broken()
+    elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
+    ended = threading.Event()
+    first = request([1])
+    first.at_end = ended.set
+    elevator.submit(first)
+    assert ended.wait(10.0) and first.wait(10.0)
+    assert first.results.tolist() == [-errno.EIO]
+    second = request([2])
+    elevator.submit(second)
+    assert second.wait(10.0)
+    assert second.results.tolist() == [0]
     elevator.close()
     files.close()

@@ -4,6 +4,7 @@ Closed while it works, open after failures, tried again with growing pauses.
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdepot.core.clock import Clock
@@ -26,8 +27,16 @@ class Breaker:
     in a row.
     """
 
-    def __init__(self, clock: Clock, pauses: RetryPauses, tolerance: int = 3) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        pauses: RetryPauses,
+        tolerance: int = 3,
+        changed: Callable[[str], None] | None = None,
+    ) -> None:
+        """`changed` is called when it opens, with the reason, and with "" when it closes."""
         self._clock = clock
+        self._changed = changed
         self._pauses = pauses
         self._tolerance = tolerance
         self._lock = threading.Lock()
@@ -60,10 +69,13 @@ class Breaker:
         """An attempt went well. What was written does not tell how slow reads are."""
         if (self._in_a_row or self._pause_s) and not (by_writing and self._is_slow):
             with self._lock:
+                was_open = self._pause_s > 0
                 self._is_slow = False
                 self._in_a_row = 0
                 self._pause_s = 0.0
                 self._reason = ""
+            if was_open and self._changed is not None:
+                self._changed("")
 
     def failed(self, reason: str, *, at_once: bool = False, slow: bool = False) -> None:
         """An attempt failed. `at_once`: do not wait for more failures before opening. `slow`: it
@@ -81,9 +93,12 @@ class Breaker:
             self._trying = False
             self._is_slow = slow
             self._reason = reason
+            was_open = self._pause_s > 0
             doubled = self._pause_s * 2 or self._pauses.initial_s
             self._pause_s = min(doubled, self._pauses.max_s)
             self._retry_at = self._clock.now() + self._pause_s
+        if not was_open and self._changed is not None:
+            self._changed(reason)
 
     def health(self) -> Health:
         with self._lock:

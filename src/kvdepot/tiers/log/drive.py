@@ -10,8 +10,10 @@ Locks, in this order: `_turn` (places, new and released segments; held over writ
 
 import contextlib
 import errno
+import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -36,6 +38,10 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
 _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
+_LOGGED_MAX: Final = 6
+_LOGGED_S: Final = 60.0
+"""At most `_LOGGED_MAX` changes of a drive are logged in this time."""
+_log: Final = logging.getLogger("kvdepot.tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +68,13 @@ class Drive:
         self.medium = medium
         self.files = files
         self.settings = settings
-        self.breaker = Breaker(clock, settings.pauses)
+        self.breaker = Breaker(clock, settings.pauses, changed=self._log_change)
         self.gauge = Gauge(clock)
         self.wear = Wear(medium, self.breaker, settings.daily_bytes, settings.wall)
         self._growth = Breaker(clock, settings.pauses)
+        """Open while the disk has no room for one more segment."""
+        self._clock = clock
+        self._logged_at_s: deque[float] = deque(maxlen=_LOGGED_MAX)
         self.segments: dict[int, Segment] = {}
         self.free: list[int] = []
         self.damage: list[str] = []
@@ -353,6 +362,8 @@ class Drive:
         try:
             self.medium.create(slot, self.settings.segment_bytes)
         except OSError as error:
+            if self._growth.closed:
+                _log.warning("%s: no further segment: %s", self.medium.label, error.strerror)
             self._growth.failed(str(error.strerror), at_once=True)
             if error.errno not in _FULL or len(taken) < 2:
                 self.breaker.failed(str(error.strerror), at_once=True)
@@ -654,6 +665,17 @@ class Drive:
         if not self.lost:
             self.lost = True
             self.breaker.failed(_GONE, at_once=True)
+
+    def _log_change(self, reason: str) -> None:
+        """Log that the drive is down or works again; of a drive that flaps, not every time."""
+        now_s, logged = self._clock.now(), self._logged_at_s
+        if len(logged) == _LOGGED_MAX and now_s - logged[0] < _LOGGED_S:
+            return
+        logged.append(now_s)
+        if reason:
+            _log.warning("%s: the drive is down: %s", self.medium.label, reason)
+        else:
+            _log.info("%s: the drive works again", self.medium.label)
 
 
 assert HEAD_BYTES == PAGE and record_bytes(0) == PAGE

@@ -71,6 +71,8 @@ class Recovered:
     """False: it belongs elsewhere, or nothing in it can be told; its blocks do not count here."""
     origin: SegmentHeader | None = None
     """Where it belongs, if that is not here."""
+    scanned: bool = False
+    """There was no footer that could be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class SegmentReader:
         found = Recovered(segment_id, self.slot, PAGE, False, np.zeros(0, ENTRY), damage)
         footer = self._read_footer(trailer) if trailer is not None else b""
         if trailer is None:
+            found.scanned = True
             self._extend(found)
         elif checksum(footer) == trailer.footer_checksum:
             found.entries = np.frombuffer(footer, dtype=ENTRY)

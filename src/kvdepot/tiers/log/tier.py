@@ -5,6 +5,7 @@ A location is (drive, slot, page) in one integer. Which segment makes room is de
 """
 
 import errno
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ from kvdepot.tiers.log.notes import Notebook
 from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.memory.memory import Memory
 
+_log: Final = logging.getLogger("kvdepot.tiers")
+_DAMAGE_LOGGED_MAX: Final = 8
 _STANDS_OUT: Final = 4.0
 _REGISTERED_MAX: Final = 8 << 30
 _STALL_S: Final = 1.0
@@ -145,7 +148,24 @@ class LogTier:
             raise ConfigError(f"{self.name}.path", reason, hint=hint) from error
 
     def _recover(self) -> Contents:
+        started_s = self._clock.now()
         contents, found = read_contents(self.notebooks, mirrored=self._settings.mirrored)
+        segments = [segment for recovered in found for segment in recovered]
+        scanned = sum(segment.scanned for segment in segments)
+        _log.log(
+            logging.WARNING if scanned and self.writable else logging.INFO,
+            "%s: %d blocks in %d segments found in %.1f s; %d were scanned after a crash",
+            self.name,
+            len(contents.locations),
+            len(segments),
+            self._clock.now() - started_s,
+            scanned,
+        )
+        for drive in self.drives:
+            for text in drive.damage[:_DAMAGE_LOGGED_MAX]:
+                _log.warning("damage: %s", text)
+            if len(drive.damage) > _DAMAGE_LOGGED_MAX:
+                _log.warning("damage: %s: %d in all", drive.medium.label, len(drive.damage))
         if self.writable:
             for drive, recovered in zip(self.drives, found, strict=True):
                 drive.resume(recovered)
@@ -335,6 +355,7 @@ class LogTier:
         contents, (found,) = read_contents([notebook], first_drive=drive, others=others)
         fresh.resume(found)
         self.drives[drive], self.notebooks[drive] = fresh, notebook
+        _log.info("%s: mounted again, %d blocks", fresh.medium.label, len(contents.locations))
         return contents
 
     def add(self, path: Path) -> int:
