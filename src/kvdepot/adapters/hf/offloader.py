@@ -79,11 +79,7 @@ class Offloader:
     """Stores blocks of caches. Thread-safe; its thread lives as long as there is work."""
 
     def __init__(
-        self,
-        store: Depot,
-        groups: Sequence[LayerGroup],
-        mover: BlockMover,
-        counters: ModelCounters,
+        self, store: Depot, groups: Sequence[LayerGroup], mover: BlockMover, counters: ModelCounters
     ) -> None:
         self._store = store
         self._groups = groups
@@ -143,11 +139,7 @@ class Offloader:
                     self._store_blocks(group, tensors, row.batch, starts, offered)
 
     def _missing(
-        self,
-        group: LayerGroup,
-        snapshot: GroupSnapshot,
-        row: OffloadRow,
-        keys: Sequence[BlockKey],
+        self, group: LayerGroup, snapshot: GroupSnapshot, row: OffloadRow, keys: Sequence[BlockKey]
     ) -> range:
         """The blocks to offer: those behind what is there, or all that the snapshot has."""
         if not snapshot.parts[0]:

@@ -163,7 +163,7 @@ def _check_causal(model: PreTrainedModel, cache: DynamicCache) -> None:
     """K and V of a token must not depend on those after it."""
     other = DynamicCache(config=model.config)
     _step(model, other, 0, _FIRST, changed_from=_SAME)
-    for one, two in zip(_filled(cache), _filled(other), strict=True):
+    for one, two in zip(cache.layers, other.layers, strict=True):
         for plane in ("keys", "values"):
             expected, found = getattr(one, plane), getattr(two, plane)
             if expected.shape[-2] == _FIRST and not _close(
@@ -185,7 +185,8 @@ def _check_rebuilt(
     model: PreTrainedModel, cache: DynamicCache, shapes: tuple[LayerShape, ...]
 ) -> None:
     """Going on from K and V alone must be the same as going on with the cache itself."""
-    tensors = [(layer.keys.clone(), layer.values.clone()) for layer in _filled(cache)]
+    layers: list[Any] = list(cache.layers)
+    tensors = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
     rebuilt = DepotCache.of([shape.window for shape in shapes])
     rebuilt.fill(tensors, _FIRST)
     expected = _step(model, cache, _FIRST, _THEN)
@@ -194,10 +195,6 @@ def _check_rebuilt(
         raise ModelError(
             f"{_name(model)} depends on more than the K and V in its cache", hint=_HINT
         )
-
-
-def _filled(cache: Cache) -> list[Any]:
-    return list(cache.layers)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -30,14 +30,10 @@ START_S: Final = 120.0
 _SHOWN_BYTES: Final = 2000
 
 
-@dataclass(slots=True)
-class _Shared:
-    store: Depot
-    users: int = 0
-
-
 _lock = threading.Lock()
-_shared: dict[str, _Shared] = {}
+_open: dict[str, Depot] = {}
+_users: Counter[str] = Counter()
+"""How many hold each depot of `_open`; both guarded by `_lock`."""
 _daemons: "list[subprocess.Popen[bytes]]" = []
 """Started here; held so that Python does not warn that they outlive this process."""
 
@@ -56,12 +52,11 @@ class SharedDepot:
             if self._closed:
                 return
             self._closed = True
-            held = _shared[self._name]
-            held.users -= 1
-            if held.users:
+            _users[self._name] -= 1
+            if _users[self._name]:
                 return
-            del _shared[self._name]
-        held.store.close()
+            del _open[self._name]
+        self.store.close()
 
 
 def open_depot(config: ConnectorConfig, *, one_process: bool) -> SharedDepot:
@@ -94,10 +89,10 @@ def default_socket(config: ConnectorConfig) -> Path:
 def hold(name: str, opener: Callable[[], Depot]) -> SharedDepot:
     """The depot of that name in this process; opened if it is not open."""
     with _lock:
-        if name not in _shared:
-            _shared[name] = _Shared(opener())
-        _shared[name].users += 1
-        return SharedDepot(name, _shared[name].store)
+        if name not in _open:
+            _open[name] = opener()
+        _users[name] += 1
+        return SharedDepot(name, _open[name])
 
 
 def _attach(path: Path, config: ConnectorConfig) -> Depot:
