@@ -1,0 +1,70 @@
+"""docs/plugins.md, typed as printed, ends with blocks in somebody else's tier."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvdepot
+from kvdepot.store import open as store_open
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "plugins.md"
+SOURCES = Path(kvdepot.__file__).parents[1]
+WAIT_S = 300.0
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder on the path with the document's package, as pip would leave it."""
+    tier, contract, program = blocks("python")
+    (tmp_path / "kvdepot_folder.py").write_text(tier)
+    (tmp_path / "test_folder.py").write_text(contract)
+    (tmp_path / "program.py").write_text(program)
+    project = tomllib.loads(blocks("toml")[0])["project"]
+    info = tmp_path / "kvdepot_folder-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
+        for group, entries in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> str:
+    env = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{folder}"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert not done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_tier_passes_the_contract(package: Path) -> None:
+    assert " passed" in run(
+        package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_folder.py"
+    )
+
+
+@pytest.mark.skipif(not hasattr(store_open, "open_plugin"), reason="the store opens no plug-in yet")
+def test_the_program_ends_with_blocks_in_the_tier(package: Path) -> None:
+    (expected,) = blocks("text")
+    assert run(package, "program.py") == expected
+    assert len(list((package / "blocks").glob("*.block"))) == 3
