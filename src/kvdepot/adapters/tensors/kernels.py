@@ -6,7 +6,7 @@ widest words that all of them allow. Needs triton.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -27,44 +27,47 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Counts and positions differ from call to call: compiled once for all of them.
 @triton.jit(do_not_specialize=["first", "count"])  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _copy(  # type: ignore[no-untyped-def]
-    table,
-    staging,
-    first,
-    count,
-    words,
-    ALIGN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PACK: tl.constexpr,
+def _gather(  # type: ignore[no-untyped-def]
+    table, staging, first, count, words, ALIGN: tl.constexpr, COLUMNS: tl.constexpr
 ):
     ROWS: tl.constexpr = TILE_BITS // staging.dtype.element_ty.primitive_bitwidth // COLUMNS
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     kept = (rows < count)[:, None] & (cols < words)[None, :]
     address = tl.load(table + first + rows, mask=rows < count, other=0)
-    start = tl.multiple_of(address.to(staging.dtype), [ALIGN])
-    piece = start[:, None] + cols[None, :]
+    piece = tl.multiple_of(address.to(staging.dtype), [ALIGN])
     packed = staging + rows.to(tl.int64)[:, None] * words + cols[None, :]
-    if PACK:
-        tl.store(packed, tl.load(piece, mask=kept), mask=kept)
-    else:
-        tl.store(piece, tl.load(packed, mask=kept), mask=kept)
+    tl.store(packed, tl.load(piece[:, None] + cols[None, :], mask=kept), mask=kept)
+
+
+@triton.jit(do_not_specialize=["first", "count"])  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _scatter(  # type: ignore[no-untyped-def]
+    table, staging, first, count, words, ALIGN: tl.constexpr, COLUMNS: tl.constexpr
+):
+    ROWS: tl.constexpr = TILE_BITS // staging.dtype.element_ty.primitive_bitwidth // COLUMNS
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    kept = (rows < count)[:, None] & (cols < words)[None, :]
+    address = tl.load(table + first + rows, mask=rows < count, other=0)
+    piece = tl.multiple_of(address.to(staging.dtype), [ALIGN])
+    packed = staging + rows.to(tl.int64)[:, None] * words + cols[None, :]
+    tl.store(piece[:, None] + cols[None, :], tl.load(packed, mask=kept), mask=kept)
 
 
 def gather(table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice) -> None:
     """Pack the pieces of `part` of the address `table` into `staging`, on the current stream."""
-    _launch(table, staging, tile, part, pack=True)
+    _launch(_gather, table, staging, tile, part)
 
 
 def scatter(table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice) -> None:
     """The inverse of `gather`."""
-    _launch(table, staging, tile, part, pack=False)
+    _launch(_scatter, table, staging, tile, part)
 
 
 def _launch(
-    table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice, *, pack: bool
+    kernel: Any, table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice
 ) -> None:
-    _copy[tile.grid(part.count)](
+    kernel[tile.grid(part.count)](
         table,
         staging.view(_WORDS[tile.word_bytes]),
         part.first,
@@ -72,5 +75,4 @@ def _launch(
         tile.words,
         ALIGN=tile.align,
         COLUMNS=tile.columns,
-        PACK=pack,
     )
