@@ -10,7 +10,7 @@ import kvdepot
 from kvdepot.cli.doctor.drives import profile_text
 from kvdepot.cli.main import main
 from kvdepot.testing.store_contract import prompt, put, space_of
-from kvdepot.tiers.device.profile import Profile
+from kvdepot.tiers.device.speed import Profile
 
 Seen = pytest.CaptureFixture[str]
 EMULATED = """

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.profile import Profile
+from kvdepot.tiers.device.speed import Profile
 
 PROFILE = Profile(
     read_bytes_per_s=200_000_000,

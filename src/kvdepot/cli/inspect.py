@@ -18,7 +18,7 @@ from kvdepot.codec.segment import FORMAT
 from kvdepot.core.tier import Contents
 from kvdepot.core.units import format_bytes
 from kvdepot.store.check.offline import opened, read_drive
-from kvdepot.tiers.device.profile import PROFILE_TAG, Profile
+from kvdepot.tiers.device.speed import PROFILE_TAG, Profile
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.notes import Notebook
 

@@ -20,10 +20,9 @@ from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.tiers.device.emulation import Head
+from kvdepot.tiers.device.emulation import EmulatedHead
 from kvdepot.tiers.device.files import Files, Ops
-from kvdepot.tiers.device.profile import PROFILE_TAG, Profile
-from kvdepot.tiers.device.speed import Gauge
+from kvdepot.tiers.device.speed import PROFILE_TAG, Gauge, Profile
 from kvdepot.tiers.device.survey import FLASH, HEAD, Survey
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.measuring import Measuring
@@ -38,7 +37,7 @@ class Imagined(Files):
     def __init__(self, model: EmulateConfig) -> None:
         super().__init__("python")
         self.clock = ManualClock()
-        self.head = Head(model)
+        self.head = EmulatedHead(model)
         self.written: list[tuple[int, int]] = []
         self.code = 0
 

@@ -14,7 +14,7 @@ from kvdepot.errors import ConfigError, FormatError
 from kvdepot.store.check.offline import opened, read_drive
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.profile import Profile
+from kvdepot.tiers.device.speed import Profile
 
 Tier = TypeVar("Tier", bound=FileTierConfig)
 NOT_MEASURED: Final = "not measured"

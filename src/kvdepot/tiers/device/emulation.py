@@ -20,7 +20,7 @@ Position = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Head:
+class EmulatedHead:
     """Where an emulated drive is, and until when it is busy."""
 
     model: EmulateConfig
@@ -70,15 +70,15 @@ class EmulatedFiles(Files):
     ) -> None:
         super().__init__(kind, depth, timeout_s)
         self._model = model
-        self._heads: dict[str, Head] = {}
-        self._head_of: dict[int, Head] = {}
+        self._heads: dict[str, EmulatedHead] = {}
+        self._head_of: dict[int, EmulatedHead] = {}
 
     def attach(self, fd: int, drive: str) -> None:
-        self._head_of[fd] = self._heads.setdefault(drive, Head(self._model))
+        self._head_of[fd] = self._heads.setdefault(drive, EmulatedHead(self._model))
 
     def slow_down(self, drive: str, factor: float) -> None:
         """From now on a drive takes `factor` times as long; 1 is as new."""
-        self._heads.setdefault(drive, Head(self._model)).slowdown = factor
+        self._heads.setdefault(drive, EmulatedHead(self._model)).slowdown = factor
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         started_s = time.monotonic()

@@ -1,15 +1,21 @@
-"""How fast a drive reads, compared with how fast it did the same before."""
+"""How fast a drive is: as it was measured once, and as it reads compared with before.
 
+The measured profile is kept with the drive, as a note in its log.
+"""
+
+import json
 import threading
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from kvdepot.core.clock import Clock
-from kvdepot.tiers.device.profile import Profile
 
+PROFILE_TAG: Final = b"\0profile"
+"""In the place of a namespace's tag: the note describes the drive."""
 _WINDOW_S: Final = 0.2
 """A verdict is made of at least this much of a drive's time."""
 _TRIAL_S: Final = 0.02
-"""Or of this much, where the drive is on trial; less harms nobody."""
+"""Or of this much, where the drive is on trial; less does no harm."""
 _SLOW: Final = 8.0
 """So many times slower than it was, twice in a row, a drive is better left alone."""
 _FORGET: Final = 0.995
@@ -20,8 +26,56 @@ _LARGE_BYTES: Final = 1 << 20
 _KEEP: Final = 0.7
 """How much an earlier comparison with the profile counts beside the last one."""
 
-Kind = tuple[int, int, int]
-"""What is alike: the size of a read, of what is asked for at once, and how many ask."""
+LoadShape = tuple[int, int, int]
+"""Reads that can be compared: bytes of one, bytes asked for at once, calls at once (as powers
+of two)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Speeds of one drive with nothing else to do. 0: not known, it had no free segment."""
+
+    read_bytes_per_s: int
+    """Sequential."""
+    write_bytes_per_s: int
+    random_read_bytes_per_s: int
+    """Pieces of `random_bytes` all over one segment."""
+    random_write_bytes_per_s: int
+    random_bytes: int
+    read_latency_us: int
+    """Of one page, alone; the median."""
+    write_latency_us: int
+    direct_io: bool
+    emulated: bool
+    """The drive does not exist: these are the speeds it is made to have."""
+    measured_at_s: int
+    """Of the calendar, since 1970."""
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Profile | None":
+        """None: it is of another version, and the drive is measured anew."""
+        try:
+            found: dict[str, Any] = json.loads(text)
+            return cls(**found)
+        except (TypeError, ValueError):
+            return None
+
+    @classmethod
+    def unmeasured(cls, *, emulated: bool) -> "Profile":
+        """Says no more of a drive than whether it is emulated."""
+        return cls(
+            read_bytes_per_s=0, write_bytes_per_s=0,
+            random_read_bytes_per_s=0, random_write_bytes_per_s=0, random_bytes=0,
+            read_latency_us=0, write_latency_us=0,
+            direct_io=True, emulated=emulated, measured_at_s=0,
+        )  # fmt: skip
+
+    @property
+    def is_measured(self) -> bool:
+        return self.read_bytes_per_s > 0
 
 
 class Gauge:
@@ -38,7 +92,7 @@ class Gauge:
         self._reads = 0
         self._calls = 0
         self._slow_in_a_row = 0
-        self._best: dict[Kind, float] = {}
+        self._best: dict[LoadShape, float] = {}
         self.bytes_per_s = 0.0
         self.slowdown = 1.0
         """Of the last verdict: how many times slower than it was."""
@@ -47,15 +101,15 @@ class Gauge:
         self.of_profile: float | None = None
         """What it reads lately where much is asked for, by what it read when it was measured."""
         self.queued_bytes = 0
-        """What is asked for and has not come."""
+        """Reads that were asked for and have not ended."""
 
     @property
     def running(self) -> int:
-        """How many ask for something now."""
+        """Calls under way."""
         return self._running
 
     def begin(self, nbytes: int = 0, *, trial: bool = False) -> None:
-        """Somebody asks for something. `trial`: what was before does not count."""
+        """Reads begin. `trial`: what was before does not count."""
         with self._lock:
             if trial and not self._running:
                 self._begin_anew()
@@ -66,7 +120,7 @@ class Gauge:
             self._peak = max(self._peak, self._running)
 
     def end(self, work_bytes: int, reads: int, asked: int = 0, *, trial: bool = False) -> bool:
-        """So many reads have ended that somebody asked for. False: the drive has become slow.
+        """Reads have ended. False: the drive has become slow.
 
         `asked`: what `begin` was told. `trial`: it was slow before, and is judged by this alone.
         """

@@ -1,4 +1,4 @@
-"""Measuring a drive, a piece at a time: whoever needs the drive waits for one piece at most.
+"""Measuring a drive, a piece at a time: another user of the drive waits for one piece at most.
 
 Reads and writes go the way that blocks go (Files), into one extent that holds nothing: a segment
 that is free, or for reads alone one that is full. Nothing that is written here looks like a record.
@@ -14,7 +14,7 @@ from typing import Final
 from kvdepot.codec.record import PAGE
 from kvdepot.native import READ, WRITE, address_of
 from kvdepot.tiers.device.files import Files, aligned, io_ops
-from kvdepot.tiers.device.profile import Profile
+from kvdepot.tiers.device.speed import Profile
 
 _UNIT: Final = 256 << 10
 SURVEY_BYTES_MIN: Final = _UNIT
@@ -28,7 +28,7 @@ _LATENCIES: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SurveyLimits:
     """How long measuring may take: each of four speeds, and each piece."""
 
     speed_s: float = 0.2
@@ -36,13 +36,13 @@ class Terms:
     at_once_max: int = 64
 
 
-FLASH: Final = Terms()
-HEAD: Final = Terms(speed_s=0.6, piece_s=0.02, at_once_max=16)
+FLASH: Final = SurveyLimits()
+HEAD: Final = SurveyLimits(speed_s=0.6, piece_s=0.02, at_once_max=16)
 """A drive with a head needs longer, and gains nothing from a long queue."""
 
 
 @dataclass(slots=True)
-class Part:
+class SurveyPart:
     """One of the things that are measured."""
 
     opcode: int
@@ -85,7 +85,7 @@ class Survey:
     """Measures one extent: call `step` until `done`."""
 
     def __init__(
-        self, files: Files, place: tuple[int, int, int], terms: Terms, *, writes: bool
+        self, files: Files, place: tuple[int, int, int], limits: SurveyLimits, *, writes: bool
     ) -> None:
         """`place`: a descriptor, an offset and how many bytes from there on are ours to use.
 
@@ -94,15 +94,15 @@ class Survey:
         self._files = files
         self._fd, self._base, nbytes = place
         self._region_bytes = max(_UNIT, min(nbytes, _REGION_MAX) // _UNIT * _UNIT)
-        self._piece_s = terms.piece_s
+        self._piece_s = limits.piece_s
         self._memory = aligned(_MEMORY_BYTES)
         self._memory[:] = os.urandom(_MEMORY_BYTES)
         self._parts = {
-            (opcode, kind): _part(opcode, kind, terms)
+            (opcode, kind): _part(opcode, kind, limits)
             for opcode in ((WRITE, READ) if writes else (READ,))
             for kind in ("sequential", "random", "latency")
         }
-        self._last: Part | None = None
+        self._last: SurveyPart | None = None
         self.written_bytes = 0
 
     @property
@@ -134,7 +134,7 @@ class Survey:
         self._grow(part, seconds)
 
     def discard(self) -> None:
-        """Forget the last piece: somebody else used the drive meanwhile."""
+        """Forget the last piece: the drive was used meanwhile."""
         if self._last is not None and self._last.samples:
             self._last.samples.pop()
 
@@ -160,18 +160,18 @@ class Survey:
             measured_at_s=int(time.time()),
         )
 
-    def _next(self) -> Part | None:
+    def _next(self) -> SurveyPart | None:
         left = (part for part in self._parts.values() if not part.is_done(self._region_bytes))
         return next(left, None)
 
-    def _grow(self, part: Part, seconds: float) -> None:
+    def _grow(self, part: SurveyPart, seconds: float) -> None:
         """Ask for more at once as long as that is quickly done."""
         room = min(part.at_once_max, self._region_bytes // part.unit_bytes)
         if 2 * seconds <= self._piece_s and 2 * part.at_once <= room:
             part.at_once *= 2
 
 
-def _part(opcode: int, kind: str, terms: Terms) -> Part:
+def _part(opcode: int, kind: str, limits: SurveyLimits) -> SurveyPart:
     if kind == "latency":
-        return Part(opcode, PAGE, True, terms.speed_s, at_once_max=1)
-    return Part(opcode, _UNIT, kind == "random", terms.speed_s, terms.at_once_max)
+        return SurveyPart(opcode, PAGE, True, limits.speed_s, at_once_max=1)
+    return SurveyPart(opcode, _UNIT, kind == "random", limits.speed_s, limits.at_once_max)

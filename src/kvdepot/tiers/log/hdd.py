@@ -228,7 +228,7 @@ class QueuedPart:
 class HardDriveTier(LogTier):
     """The `hdd` tier. Implements core.tier.QueuesReads too."""
 
-    survey_terms = HEAD
+    survey_limits = HEAD
 
     def __init__(
         self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock

@@ -11,8 +11,8 @@ from typing import Final, Literal
 
 from kvdepot.codec.record import PAGE
 from kvdepot.core.clock import Clock
-from kvdepot.tiers.device.profile import Profile
-from kvdepot.tiers.device.survey import SURVEY_BYTES_MIN, Survey, Terms
+from kvdepot.tiers.device.speed import Profile
+from kvdepot.tiers.device.survey import SURVEY_BYTES_MIN, Survey, SurveyLimits
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.notes import Notebook
 from kvdepot.tiers.log.segments import Segment
@@ -47,14 +47,14 @@ class Measuring:
         self,
         drives: Callable[[], Iterable[tuple[Drive, Notebook]]],
         mode: ProfileMode,
-        terms: Terms,
+        limits: SurveyLimits,
         clock: Clock,
         *,
         writable: bool,
     ) -> None:
         self._drives = drives
         self._mode = mode
-        self._terms = terms
+        self._limits = limits
         self._clock = clock
         self._writable = writable
         self._opened_s = clock.now()
@@ -138,7 +138,7 @@ class Measuring:
             return None
         fd, base = drive.medium.extent(segment.slot)
         place = (fd, base + PAGE, end - PAGE)
-        survey = Survey(drive.files, place, self._terms, writes=lent is not None)
+        survey = Survey(drive.files, place, self._limits, writes=lent is not None)
         return MeasuredDrive(drive, notes, survey, lent)
 
     def _step(self, is_quiet: Callable[[], bool]) -> None:

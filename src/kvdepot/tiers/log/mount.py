@@ -194,6 +194,6 @@ def _first_pages(medium: Medium, files: Files) -> Iterator[bytes]:
 
 
 def _stands_at(page: bytes, offset: int) -> bool:
-    """Whether a header on a device is where it says it is: others are part of somebody's data."""
+    """Whether a header on a device is where it says it is: others are part of a block's data."""
     header = SegmentHeader.parse(page)
     return header is None or (header.slot + 1) * header.segment_bytes == offset

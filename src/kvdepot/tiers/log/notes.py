@@ -12,7 +12,7 @@ from kvdepot.codec.record import Kind, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import Purpose, Removal
 from kvdepot.tiers.device.files import aligned
-from kvdepot.tiers.device.profile import PROFILE_TAG, Profile
+from kvdepot.tiers.device.speed import PROFILE_TAG, Profile
 from kvdepot.tiers.log.drive import Drive
 
 _REMOVAL_KEY = space_key(b"")

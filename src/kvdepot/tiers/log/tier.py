@@ -52,7 +52,7 @@ from kvdepot.core.tier import (
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.native import READ, address_of
 from kvdepot.tiers.device.files import Files, Ops, io_ops
-from kvdepot.tiers.device.profile import PROFILE_TAG
+from kvdepot.tiers.device.speed import PROFILE_TAG
 from kvdepot.tiers.device.survey import FLASH
 from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive
@@ -108,7 +108,7 @@ class LogTier:
     Implements core.tier.Tier and core.tier.ChangesDrives.
     """
 
-    survey_terms = FLASH
+    survey_limits = FLASH
 
     def __init__(
         self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock
@@ -128,7 +128,7 @@ class LogTier:
         self._measuring = Measuring(
             lambda: zip(list(self.drives), list(self.notebooks), strict=False),
             settings.profile,
-            self.survey_terms,
+            self.survey_limits,
             clock,
             writable=settings.writable,
         )
