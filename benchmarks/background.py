@@ -68,10 +68,10 @@ class World:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.stock = store._stock
-        self.ssd, self.hdd = self.stock.levels
+        self.state = store.inspect().state
+        self.ssd, self.hdd = self.state.lower_tiers
         # A piece that happens to go on where another one ended should come from the drives too.
-        store._reader.follow = None
+        store.inspect().reader.follow = None
         layout = kvdepot.KVLayout.opaque(BLOCK_BYTES - 4096, 8, 1)
         self.space = store.namespace(model="background", layout=layout)
         payload = np.random.default_rng(1).bytes(self.space.block_bytes)
@@ -92,18 +92,18 @@ class World:
         return self.space.keys([number, *range(1, 8 * BLOCKS)])
 
     def rows(self, keys: Sequence[kvdepot.BlockKey]) -> list[int]:
-        return self.stock.catalog.rows(list(keys))
+        return self.state.catalog.rows(list(keys))
 
     def forget_memory(self, keys: Sequence[kvdepot.BlockKey]) -> None:
         """Drop the copies in memory that a read has made."""
-        with self.stock.changed:
+        with self.state.lock:
             for row in reversed(self.rows(keys)):
-                if self.stock.catalog.memory.ready(row) and not self.stock.catalog.leases(row):
-                    self.stock.pools[0].drop(row)
+                if self.state.catalog.memory.ready(row) and not self.state.catalog.leases(row):
+                    self.state.memory_tiers[0].drop(row)
 
     def forget(self, level: Level, keys: Sequence[kvdepot.BlockKey]) -> None:
         """Drop the copies in one tier, so that they can be made again."""
-        with self.stock.changed:
+        with self.state.lock:
             for row in self.rows(keys):
                 if level.copies.ready(row):
                     level.drop(row)
@@ -130,14 +130,14 @@ def read(
 
 
 def demote_for_ever(world: World, stop: threading.Event, done: Round) -> None:
-    demoter = world.store._fleet._demoters[world.ssd]
+    demoter = world.store.inspect().drives.demoters[world.ssd]
     while not stop.is_set():
         for keys in world.prompts["above"]:
             if stop.is_set():
                 return
-            before = world.stock.counters.demoted
+            before = world.state.counters.demoted
             demoter.demote(world.rows(keys), urgent=False)
-            done.demoted += world.stock.counters.demoted - before
+            done.demoted += world.state.counters.demoted - before
             world.forget(world.hdd, keys)
 
 

@@ -118,13 +118,13 @@ class World:
                 self.store.put_many(keys, [self.payloads[key] for key in keys], timeout_s=60)
             )
             assert self.store.flush(120)
-        stock = self.store._stock
-        with stock.changed:
+        state = self.store.inspect().state
+        with state.lock:
             keys = list(self.payloads)
-            for key, row in zip(keys, stock.catalog.rows(keys), strict=True):
-                if stock.catalog.memory.ready(row):
-                    stock.pools[0].drop(row)
-                drive = drive_of(stock.levels[0].copies.location[row])
+            for key, row in zip(keys, state.catalog.rows(keys), strict=True):
+                if state.catalog.memory.ready(row):
+                    state.memory_tiers[0].drop(row)
+                drive = drive_of(state.lower_tiers[0].copies.location[row])
                 self.by_drive.setdefault(drive, []).append(key)
 
     @contextmanager
@@ -187,7 +187,7 @@ class World:
         self.files.writes_fail = self.files.reads_fail = 0
 
     def is_up(self) -> bool:
-        drive = self.store._stock.levels[0].tier.drives[BAD]
+        drive = self.store.inspect().log_tier().drives[BAD]
         return drive.breaker.closed and not drive.lost
 
     def wait(self, up: bool, limit_s: float) -> float:

@@ -51,7 +51,7 @@ def opened(folder: Path, tier: str, profile: str) -> Store:
 
 def measure(folder: Path, tier: str, profile: str) -> dict[str, Any]:
     with opened(folder, tier, profile) as store:
-        drives = store._stock.levels[0].tier.drives
+        drives = store.inspect().log_tier().drives
         while profile == "always" and not all(drive.gauge.profile for drive in drives):
             time.sleep(0.05)
         found = [drive.gauge.profile for drive in drives]
@@ -83,12 +83,12 @@ def one_round(store: Store, keys: Any) -> dict[str, Any]:
             time.sleep(0.01)
     while store.stats()["dirty_bytes"]:
         time.sleep(0.01)
-    stock, blocks = store._stock, [0, 0]
-    with stock.changed:
-        for row in stock.catalog.rows(keys):
-            blocks[drive_of(stock.levels[0].copies.location[row])] += 1
-            if stock.catalog.memory.ready(row):
-                stock.pools[0].drop(row)
+    state, blocks = store.inspect().state, [0, 0]
+    with state.lock:
+        for row in state.catalog.rows(keys):
+            blocks[drive_of(state.lower_tiers[0].copies.location[row])] += 1
+            if state.catalog.memory.ready(row):
+                state.memory_tiers[0].drop(row)
     targets = [bytearray(nbytes) for _ in keys]
     started = time.monotonic()
     answers = store.get_many(keys, targets, timeout_s=60)

@@ -109,7 +109,7 @@ def alternate(
 
 def settle(store: kvdepot.Store) -> None:
     """Wait until the memory has been touched, which goes on behind an open store."""
-    store._stock.arena.memory.prefaulted()
+    store.inspect().wait_for_prefault()
 
 
 def layout() -> kvdepot.KVLayout:

@@ -169,7 +169,7 @@ def test_late_bytes_of_a_removed_block_are_not_kept(tmp_path: Path) -> None:
         blocks = store.stats()["tiers"]["dram"]["blocks"]
         store.remove(key)
         stall.release()
-        assert store._drainer.wait(60.0)
+        assert store.inspect().wait_for_late_reads(60.0)
         assert not store.match([key]).tiers
         assert store.stats()["tiers"]["dram"]["blocks"] == blocks
         put_all(store, [key])
@@ -188,7 +188,7 @@ def test_late_bytes_that_are_damaged_are_not_kept(
             "kvdepot.store.read.late_reads.payload_intact", lambda image, head: False
         )
         stall.release()
-        assert store._drainer.wait(60.0)
+        assert store.inspect().wait_for_late_reads(60.0)
         assert store.match([key]).tiers == ("ssd",)
         until(lambda: verified_hits(store, [key]) == 1)
         assert_quiet(store)

@@ -110,7 +110,7 @@ class Readers:
 
 
 def is_up(store: Store, drive: int) -> bool:
-    return store._stock.levels[0].tier.drives[drive].breaker.closed
+    return store.inspect().log_tier().drives[drive].breaker.closed
 
 
 def on_drive_1(operation: Any) -> bool:
@@ -119,8 +119,8 @@ def on_drive_1(operation: Any) -> bool:
 
 def flip_bits(path: Path, store: Store, keys: list[BlockKey], drive: int) -> None:
     """Damage the payload of each block's copy on one drive."""
-    level, segment_bytes = store._stock.levels[0], 1 << 20
-    for row in store._stock.catalog.rows(keys):
+    level, segment_bytes = store.inspect().lower(), 1 << 20
+    for row in store.inspect().catalog.rows(keys):
         (place,) = [place for place in level.places(row) if drive_of(place) == drive]
         slot, page = place >> 32 & 0xFFFFFF, place & 0xFFFFFFFF
         file = path / f"drive-{drive}" / f"segment-{slot:06}.kvs"
@@ -142,7 +142,7 @@ def test_bits_that_flip_on_one_drive_are_read_from_the_other(
         assert not store.check().ok, "a check reads both copies"
         for _ in range(4):  # whichever copy a read prefers
             assert tiers(store, keys) == [tier] * LONG
-            other = store._stock.levels[0].tier.drives[1 - drive].breaker
+            other = store.inspect().log_tier().drives[1 - drive].breaker
             other.failed("not now", at_once=True)
             tiers(store, keys)
             other.succeeded()
@@ -196,14 +196,14 @@ def test_a_drive_that_is_pulled_costs_no_miss_and_is_filled_again(
         with Readers(store, prompts) as readers:
             assert readers.go_on()
             pull(tmp_path / "drive-1")
-            space, level = space_of(store), store._stock.levels[0]
+            space, level = space_of(store), store.inspect().lower()
             for number in range(100, 104):
                 assert all(put(store, prompt(space, number, LONG)))
             store.flush()
             assert eventually(lambda: (tmp_path / "drive-1" / "superblock").exists())
             assert readers.go_on()
         expected = (PROMPTS + 4) * LONG
-        assert eventually(lambda: mirrored(store, tier) == expected), level.mirrors
+        assert eventually(lambda: mirrored(store, tier) == expected), level.second_copies
         assert store.check().ok
     pull(tmp_path / "drive-0")
     with opened(tmp_path, tier, FaultyFiles()) as store:

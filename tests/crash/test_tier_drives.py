@@ -163,7 +163,7 @@ class Traffic:
 def spread(store: Store) -> dict[int, list[BlockKey]]:
     """Blocks on every drive, nowhere else."""
     space = space_of(store)
-    level = store._stock.levels[0]
+    level = store.inspect().lower()
     keys: list[BlockKey] = []
     for number in range(60):
         some = prompt(space, number, 4)
@@ -171,17 +171,17 @@ def spread(store: Store) -> dict[int, list[BlockKey]]:
         keys += some
         assert store.flush()
     found: dict[int, list[BlockKey]] = {drive: [] for drive in range(DRIVES)}
-    with store._stock.changed:
-        for key, row in zip(keys, store._stock.catalog.rows(keys), strict=True):
-            if store._stock.catalog.memory.ready(row):
-                store._stock.pools[0].drop(row)
+    with store.inspect().state.lock:
+        for key, row in zip(keys, store.inspect().catalog.rows(keys), strict=True):
+            if store.inspect().catalog.memory.ready(row):
+                store.inspect().memory().drop(row)
             found[drive_of(level.copies.location[row])].append(key)
     assert all(len(some) >= 8 for some in found.values())
     return found
 
 
 def bad_drive(store: Store) -> Drive:
-    return store._stock.levels[0].tier.drives[BAD]
+    return store.inspect().log_tier().drives[BAD]
 
 
 def is_up(store: Store) -> bool:

@@ -160,7 +160,7 @@ class TestMemory:
             put(store, shared + tail)
         assert store.flush()
         store.session("one", shared + more[0], "closed")
-        catalog = store._stock.catalog
+        catalog = store.inspect().catalog
         closed = [row in catalog.closed for row in catalog.rows(shared + more[0] + more[1])]
         assert closed == [False] * 5 + [True] * 5 + [False] * 5
 
@@ -169,7 +169,7 @@ class TestMemory:
         put(store, keys)
         store.session("short", keys[:3])
         store.session("long", keys, "closed")
-        catalog = store._stock.catalog
+        catalog = store.inspect().catalog
         assert [row in catalog.closed for row in catalog.rows(keys)] == [False] * 3 + [True] * 3
         store.session("short", state="closed")
         assert [row in catalog.closed for row in catalog.rows(keys)] == [True] * 6
@@ -177,7 +177,7 @@ class TestMemory:
     def test_who_uses_it_again_opens_it(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 4)
         put(store, keys)
-        catalog = store._stock.catalog
+        catalog = store.inspect().catalog
         for again in (lambda: tiers(store, keys), lambda: store.session("chat", keys)):
             store.session("chat", keys, "closed")
             assert all(row in catalog.closed for row in catalog.rows(keys))

@@ -343,7 +343,7 @@ class TestIdle:
     def test_threads_are_named_and_gone_after_close(self, tmp_path: Path) -> None:
         store = kvdepot.open(**settings([tmp_path / "a", tmp_path / "b"]))
         names = {t.name for t in threading.enumerate() if t.name.startswith("kvdepot")}
-        assert {"kvdepot-ssd-0", "kvdepot-ssd-1"} <= names
+        assert {f"kvdepot-ssd-write-{number}" for number in range(4)} <= names
         store.close()
         assert not [t.name for t in threading.enumerate() if t.name.startswith("kvdepot")]
 

@@ -55,18 +55,18 @@ def mirrored(store: Store, tier: str) -> int:
 
 def places(store: Store, keys: list[BlockKey]) -> list[list[int]]:
     """The drives of each block."""
-    level = store._stock.levels[0]
-    with store._stock.changed:
-        rows = store._stock.catalog.rows(keys)
+    level = store.inspect().lower()
+    with store.inspect().state.lock:
+        rows = store.inspect().catalog.rows(keys)
         return [sorted(map(drive_of, level.places(row))) for row in rows]
 
 
 def forget_memory(store: Store, keys: list[BlockKey]) -> None:
-    stock = store._stock
-    with stock.changed:
-        for row in stock.catalog.rows(keys):
-            if stock.catalog.memory.ready(row):
-                stock.pools[0].drop(row)
+    state = store.inspect().state
+    with state.lock:
+        for row in state.catalog.rows(keys):
+            if state.catalog.memory.ready(row):
+                state.memory_tiers[0].drop(row)
 
 
 def stored(store: Store, tier: str, number: int = 1, blocks: int = LONG + 2) -> list[BlockKey]:
@@ -149,7 +149,7 @@ def test_a_store_that_is_opened_read_only_reads_both_copies(tmp_path: Path, tier
     with opened(tmp_path, tier, mode="r") as store:
         space_of(store)
         assert store.check().ok
-        for failing in store._stock.levels[0].tier.drives:
+        for failing in store.inspect().log_tier().drives:
             failing.breaker.failed("pulled", at_once=True)
             assert tiers(store, keys) == [tier] * len(keys)
             failing.breaker.succeeded()

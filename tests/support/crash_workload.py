@@ -272,13 +272,13 @@ class Workload:
 
     def await_mirrors(self, store: Store) -> None:
         """Give blocks of long prompts the time to get to a second drive."""
-        level, catalog = store._stock.levels[0], store._stock.catalog
-        assert level.mirrors is not None
+        level, catalog = store.inspect().lower(), store.inspect().catalog
+        assert level.second_copies is not None
         for _ in range(100):
             time.sleep(0.005)
-            if not level.mirrors.fresh and not level.mirrors.writing:
+            if not level.second_copies.candidates and not level.moving:
                 break
-        with store._stock.changed:
+        with store.inspect().state.lock:
             places = [level.places(row) for row in catalog.rows(self.living)]
         both = [key for key, place in zip(self.living, places, strict=True) if len(place) == 2]
         self.diary.write("mirrored", both)

@@ -27,11 +27,15 @@ def disk(path: Path) -> dict[str, Any]:
 
 def settle(store: Store, within_s: float = 20.0) -> None:
     """Wait until the porter has nothing to do."""
-    stock, deadline = store._stock, time.monotonic() + within_s
+    state, deadline = store.inspect().state, time.monotonic() + within_s
     while time.monotonic() < deadline:
-        with stock.changed:
-            upper = stock.pools[0]
-            if not upper.short and not upper.hits and stock.catalog.leased == store._leases:
+        with state.lock:
+            upper = state.memory_tiers[0]
+            if (
+                not upper.short
+                and not upper.hits
+                and state.catalog.leased == store.inspect().state.leased
+            ):
                 return
         time.sleep(0.001)
     raise AssertionError("the porter does not come to an end")
@@ -39,8 +43,8 @@ def settle(store: Store, within_s: float = 20.0) -> None:
 
 def places(store: Store, keys: Sequence[BlockKey]) -> list[list[str]]:
     """The tiers that have each block."""
-    catalog = store._stock.catalog
-    with store._stock.changed:
+    catalog = store.inspect().catalog
+    with store.inspect().state.lock:
         return [
             [copies.tier for copies in catalog.tiers if copies.ready(row)]
             for row in catalog.rows(list(keys))
@@ -49,9 +53,9 @@ def places(store: Store, keys: Sequence[BlockKey]) -> list[list[str]]:
 
 def damage(store: Store, key: BlockKey, *, at: int = 4096 + 100, tier: int = 1) -> None:
     """Flip a bit of a block's record in one memory."""
-    pool = store._stock.pools[tier]
-    with store._stock.changed:
-        image = pool.image(store._stock.catalog.row(key))
+    pool = store.inspect().memory(tier)
+    with store.inspect().state.lock:
+        image = pool.image(store.inspect().catalog.row(key))
         image[at] ^= 1
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
+from kvdepot.store.move.copy_run import BlockMover, CopyJob, Piece
 from kvdepot.store.move.demote import Demoter
-from kvdepot.store.move.drain import Evacuator
+from kvdepot.store.move.drain import MoveAway
 from kvdepot.store.move.reclaim import Reclaimer
-from kvdepot.store.state.state import Stock
-from kvdepot.store.write.write_back import Writer
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.write.write_back import WriteDown
 
 Phase = Literal["promotion", "demotion", "reclaim", "drain"]
 PHASES: Final[tuple[Phase, ...]] = ("promotion", "demotion", "reclaim", "drain")
@@ -33,26 +34,29 @@ class Phases:
 
     def install(self) -> None:
         """Wrap the methods. For a process that ends afterwards."""
-        self._wrap(Demoter, "_copy", "demotion")
-        self._wrap(Reclaimer, "_empty", "reclaim")
-        self._wrap(Evacuator, "_move", "drain")
-        promote, append = Stock.promote, Writer._append
+        self._wrap(Demoter, "_copy_run", "demotion")
+        self._wrap(Reclaimer, "reclaim", "reclaim")
+        promote, copy = StoreState.promote, BlockMover.copy
 
         @functools.wraps(promote)
-        def promoted(stock: Stock, row: int, *rest: Any) -> None:
+        def promoted(state: StoreState, row: int, *rest: Any) -> None:
             self._promoted.add(row)
-            promote(stock, row, *rest)
+            promote(state, row, *rest)
 
-        @functools.wraps(append)
-        def appended(writer: Writer, rows: list[int]) -> dict[int, int]:
-            if not self._promoted.intersection(rows) or writer._level.name != "ssd":
-                return append(writer, rows)
-            self._promoted.difference_update(rows)
-            with self._in("promotion"):
-                return append(writer, rows)
+        @functools.wraps(copy)
+        def copied(mover: BlockMover, job: CopyJob, piece: Piece, *rest: Any) -> bool:
+            phase: Phase | None = "drain" if isinstance(job, MoveAway) else None
+            rows = self._promoted.intersection(piece.rows)
+            if rows and isinstance(job, WriteDown) and job.target.name == "ssd":
+                self._promoted.difference_update(rows)
+                phase = "promotion"
+            if phase is None:
+                return copy(mover, job, piece, *rest)
+            with self._in(phase):
+                return copy(mover, job, piece, *rest)
 
-        setattr(Stock, "promote", promoted)  # noqa: B010
-        setattr(Writer, "_append", appended)  # noqa: B010
+        setattr(StoreState, "promote", promoted)  # noqa: B010
+        setattr(BlockMover, "copy", copied)  # noqa: B010
 
     def _wrap(self, owner: type, name: str, phase: Phase) -> None:
         inner: Callable[..., Any] = getattr(owner, name)

@@ -125,13 +125,13 @@ class Bench:
     def evict(self, ids: list[int], kept: int = 0) -> None:
         """Leave the blocks of a prompt, but for the first ones, on disk only."""
         assert self.store.flush(60.0)
-        stock = self.store._stock
+        state = self.store.inspect().state
         (space,) = self.connector.scheduler_side._spaces_of("")
-        with stock.changed:
-            rows = stock.catalog.rows(space.keys(ids)[kept:])
+        with state.lock:
+            rows = state.catalog.rows(space.keys(ids)[kept:])
             for row in reversed(rows):
-                if stock.catalog.memory.ready(row):
-                    stock.pools[0].drop(row)
+                if state.catalog.memory.ready(row):
+                    state.memory_tiers[0].drop(row)
 
     def figures(self) -> dict[str, float]:
         """What the connector has counted since the last call, and was not taken by vLLM."""

@@ -200,9 +200,9 @@ class Trial:
 
     def mixed(self) -> list[dict[str, Any]]:
         """The first two thirds in memory, the rest on the slow disk: a part of it pays."""
-        reader = self.bench.store._reader
+        reader = self.bench.store.inspect().reader
         never, self.files.speed = reader._may_promote, SPEEDS[0] * MB
-        reader._may_promote = self.bench.store._stock.catalog.memory.absent
+        reader._may_promote = self.bench.store.inspect().catalog.memory.absent
         with self.always(fetch=True):
             self.ask()
         reader._may_promote = never

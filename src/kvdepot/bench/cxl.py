@@ -25,8 +25,7 @@ def measure_cxl(block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
     memory = {"capacity": int(1.75 * set_bytes), "eviction": "lru"}
     with ExitStack() as scope:
         store = scope.enter_context(open_store(dram=memory, cxl=4 * set_bytes))
-        for arena in store._stock.arenas:
-            arena.memory.prefaulted()
+        store.inspect().wait_for_prefault()
         prompts = prompts_for(store, block_bytes, batch_bytes)
         made = _filled(store, prompts, set_bytes)
         for keys in made:

@@ -91,7 +91,7 @@ def both(directory: Path, settings: Mapping[str, Any], scope: ExitStack) -> tupl
         here["ssd.path"], there["ssd.path"] = directory / "here", directory / "there"
         scope.callback(shutil.rmtree, directory / "there", ignore_errors=True)
     embedded = scope.enter_context(open_store(**here))
-    embedded._stock.arena.memory.prefaulted()
+    embedded.inspect().wait_for_prefault()
     remote, _ = scope.enter_context(daemon_store(directory / "daemon", there))
     return embedded, remote
 

@@ -112,7 +112,7 @@ def disk_store(directory: Path, block_bytes: int, set_bytes: int) -> Iterator[Di
         # The least recently used leave first: a set that is read in turn is never in memory.
         dram = {"capacity": dram_bytes, "eviction": "lru"}
         with open_store(dram=dram, ssd=ssd) as store:
-            store._stock.arena.memory.prefaulted()
+            store.inspect().wait_for_prefault()
             prompts = prompts_for(store, block_bytes, batch_bytes)
             count = max(1, set_bytes // (prompts.blocks * block_bytes))
             targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)

@@ -108,7 +108,8 @@ def full_disk(directory: Path, blocks: int) -> Iterator[FullStore]:
     with open_store(dram=64 * MIB, ssd=ssd) as store:
         prompts = prompts_for(store, _PAYLOAD_BYTES, _PROMPT_BLOCKS * _PAYLOAD_BYTES)
         meter = Meter()
-        meter.install(store._fleet.writers[store._stock.levels[0]][0]._reclaimer, "reclaim")
+        inspector = store.inspect()
+        meter.install(inspector.drives.rooms[inspector.lower()].reclaimer, "reclaim")
         subject = FullStore(store, [prompts], meter, "evicted_ssd")
         subject.fill(blocks)
         yield subject
@@ -120,7 +121,7 @@ def full_memory(payloads: tuple[int, ...], blocks: int) -> Iterator[FullStore]:
     with open_store(dram=blocks * mean_bytes) as store:
         prompts = [prompts_for(store, size, _PROMPT_BLOCKS * size) for size in payloads]
         meter = Meter()
-        meter.install(store._room, "slot")
+        meter.install(store.inspect().slots, "allocate")
         subject = FullStore(store, prompts, meter, "evicted_dram")
         subject.fill(blocks)
         yield subject

@@ -81,7 +81,7 @@ def memory_store(block_bytes: int, set_bytes: int, index_blocks: int = 0) -> Ite
     batch_bytes = max(block_bytes, min(BATCH_BYTES, set_bytes // 4))
     count = max(1, set_bytes // batch_bytes)
     with open_store(dram=int(_SLACK * set_bytes) + 2 * batch_bytes) as store:
-        store._stock.arena.memory.prefaulted()
+        store.inspect().wait_for_prefault()
         prompts = prompts_for(store, block_bytes, batch_bytes)
         targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
         subject = MemoryStore(store, prompts, count, targets)

@@ -68,6 +68,6 @@ def fill_index(store: Store, space: NamespaceHandle, count: int, seed: int = 1) 
     words[1:, 1] = words[:-1, 2]
     words[::_CHAIN_BLOCKS, 1] = 0
     sizes = np.full(count, space.block_bytes, dtype=np.int64)
-    stock = store._stock
-    with stock.changed:
-        stock.catalog.recover(words, sizes, np.full(count, _NOWHERE, dtype=np.int64))
+    state = store.inspect().state
+    with state.lock:
+        state.catalog.recover(words, sizes, np.full(count, _NOWHERE, dtype=np.int64))

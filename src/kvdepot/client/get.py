@@ -11,7 +11,7 @@ from kvdepot.client.link import DaemonAwayError, Link, expect
 from kvdepot.codec.record import HEAD_BYTES, PAGE, TABLE_OFFSET, record_bytes
 from kvdepot.core.block import ANSWERS, MISS, BlockKey, Got
 from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
-from kvdepot.store.read.request import Want
+from kvdepot.store.read.request import BlockRead
 from kvdepot.tiers.memory.copy_ops import read_op, transfers
 from kvdepot.tiers.memory.memory import Memory
 from kvdepot.wire import messages
@@ -41,7 +41,7 @@ class Getter:
         self._timeout_s = timeout_s
         self._limit_s = timeout_s + call_s
 
-    def fetch(self, wants: Sequence[Want]) -> list[Got]:
+    def fetch(self, wants: Sequence[BlockRead]) -> list[Got]:
         """Fill each want's target or say why not. DaemonAwayError: nothing can be said of any."""
         answers = [AWAY] * len(wants)
         for span, indices in _by_span(wants).items():
@@ -52,7 +52,7 @@ class Getter:
                     answers[index] = answer
         return answers
 
-    def _fetch(self, span: tuple[int, int], wants: Sequence[Want]) -> list[Got]:
+    def _fetch(self, span: tuple[int, int], wants: Sequence[BlockRead]) -> list[Got]:
         answers, damaged = self._ask(span, wants, again=False)
         if not damaged:
             return answers
@@ -63,7 +63,7 @@ class Getter:
         return answers
 
     def _ask(
-        self, span: tuple[int, int], wants: Sequence[Want], *, again: bool
+        self, span: tuple[int, int], wants: Sequence[BlockRead], *, again: bool
     ) -> tuple[list[Got], list[int]]:
         """The answers, and which blocks were not what their checksums say.
 
@@ -92,7 +92,9 @@ class Getter:
             self._link.send(Kind.RELEASE, messages.Number(number).body())
         return answers, damaged
 
-    def _take_whole(self, arrivals: Array, wants: Sequence[Want], *, verify: bool) -> list[int]:
+    def _take_whole(
+        self, arrivals: Array, wants: Sequence[BlockRead], *, verify: bool
+    ) -> list[int]:
         """Copy blocks that have come. Returns which are damaged."""
         indices = arrivals["index"].tolist()
         chosen = [wants[index] for index in indices]
@@ -106,7 +108,9 @@ class Getter:
         transfer(ops)
         return [indices[at] for at in np.flatnonzero(ops["result"]).tolist()]
 
-    def _take_parts(self, arrivals: Array, wants: Sequence[Want], *, verify: bool) -> list[int]:
+    def _take_parts(
+        self, arrivals: Array, wants: Sequence[BlockRead], *, verify: bool
+    ) -> list[int]:
         """`_take_whole` for ranges of layers.
 
         Where a range shares a chunk with others, that is verified first.
@@ -188,7 +192,7 @@ def _only(arrivals: Array, count: int, welcome: messages.Welcome) -> list[Got]:
     return answers
 
 
-def _by_span(wants: Sequence[Want]) -> dict[tuple[int, int], list[int]]:
+def _by_span(wants: Sequence[BlockRead]) -> dict[tuple[int, int], list[int]]:
     spans: dict[tuple[int, int], list[int]] = {}
     for index, want in enumerate(wants):
         span = (0, 0) if want.is_whole else (want.start, want.stop)
@@ -196,6 +200,6 @@ def _by_span(wants: Sequence[Want]) -> dict[tuple[int, int], list[int]]:
     return spans
 
 
-def _copy_op(slot: int, want: Want) -> tuple[int, ...]:
+def _copy_op(slot: int, want: BlockRead) -> tuple[int, ...]:
     source = slot + HEAD_BYTES + want.start
     return (0, source, want.target, want.stop - want.start, 0, 0, COPY)

@@ -10,7 +10,7 @@ from kvdepot.client.link import DaemonAwayError, Link
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.core.depot import Arrival, Lease, Sink
 from kvdepot.errors import LeaseError
-from kvdepot.store.namespaces import Spaces
+from kvdepot.store.namespaces import Namespaces
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Flag, Frame, Kind
 
@@ -36,7 +36,7 @@ class Part:
 class Terms:
     """What a lease needs of the store that gave it."""
 
-    spaces: Spaces
+    spaces: Namespaces
     call_s: float
     read_timeout_s: float
     check_open: Callable[[], None]
@@ -86,7 +86,7 @@ class RemoteLease(Lease):
         """
         self._check()
         asked = range(len(self.keys))[start:stop]
-        self._terms.spaces.looks(self.keys[asked.start : asked.stop])
+        self._terms.spaces.whole_reads(self.keys[asked.start : asked.stop])
         answers = [AWAY] * len(asked)
         session = self._session
         if session is None:

@@ -12,7 +12,7 @@ from kvdepot.client.link import DaemonAwayError, Link, expect
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, record_bytes
 from kvdepot.core.block import Put
 from kvdepot.native import FILL
-from kvdepot.store.write.put import Offer
+from kvdepot.store.write.put import NewBlock
 from kvdepot.tiers.memory.copy_ops import transfers
 from kvdepot.wire import messages
 from kvdepot.wire.frames import KEYS_MAX, Frame, Kind
@@ -33,7 +33,7 @@ class Putter:
         self._limit_s = timeout_s + call_s
         self._sealing: int | None = None
 
-    def store(self, offers: Sequence[Offer], outcomes: list[Put]) -> None:
+    def store(self, offers: Sequence[NewBlock], outcomes: list[Put]) -> None:
         """Append an outcome for each offer.
 
         DaemonAwayError: those that are there hold, nothing can be said of the others.
@@ -47,7 +47,7 @@ class Putter:
             settled = self._fill(frame, wave)
         self._sealed(outcomes, settled)
 
-    def _reserve(self, wave: Sequence[Offer]) -> int:
+    def _reserve(self, wave: Sequence[NewBlock]) -> int:
         head = messages.Seconds(max(0.0, self._deadline - time.monotonic()))
         keys = b"".join([offer.key for offer in wave])
         return self._link.send(Kind.RESERVE, head.body() + keys)
@@ -60,7 +60,7 @@ class Putter:
         outcomes += settled
         settled.clear()
 
-    def _fill(self, frame: Frame, wave: Sequence[Offer]) -> list[Put]:
+    def _fill(self, frame: Frame, wave: Sequence[NewBlock]) -> list[Put]:
         """Fill the slots that a wave got. Returns the outcomes of those that were tried."""
         number, answers, slots = reserved_of(frame, len(wave))
         ops = []
@@ -94,7 +94,7 @@ def reserved_of(frame: Frame, count: int) -> tuple[int, list[Put], dict[int, int
     return number, answers, slots
 
 
-def _wave(offers: Sequence[Offer], start: int) -> Sequence[Offer]:
+def _wave(offers: Sequence[NewBlock], start: int) -> Sequence[NewBlock]:
     total, stop = 0, start
     while stop < len(offers) and stop - start < KEYS_MAX and total < _WAVE_BYTES:
         total += record_bytes(offers[stop].payload_bytes)

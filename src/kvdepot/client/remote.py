@@ -34,10 +34,10 @@ from kvdepot.core.namespace import Namespace
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
 from kvdepot.index.table import Keys
-from kvdepot.store.namespaces import Spaces, check_block_bytes, checked, make_namespace
+from kvdepot.store.namespaces import Namespaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.read.prefetch import checked_deadline
 from kvdepot.store.sessions import by_tag, checked_name, state_of
-from kvdepot.store.write.put import Offer
+from kvdepot.store.write.put import NewBlock
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Flag, Kind
 
@@ -55,7 +55,7 @@ class RemoteStore(Depot):
         self._attachment = attachment
         self._tenants = tenants
         self._welcome = attachment.begin()
-        self._spaces = Spaces()
+        self._spaces = Namespaces()
         self._closed = False
 
     def namespace(
@@ -94,7 +94,7 @@ class RemoteStore(Depot):
         """As Store.put_many; THROTTLED without a daemon."""
         self._check_open()
         keys, buffers = list(keys), list(buffers)
-        offers = self._spaces.offers(keys, buffers)
+        offers = self._spaces.new_blocks(keys, buffers)
         if timeout_s is None:
             timeout_s = self._welcome.put_timeout_s
         outcomes: list[Put] = []
@@ -112,7 +112,7 @@ class RemoteStore(Depot):
         self._check_open()
         if timeout_s is None:
             timeout_s = self._welcome.put_timeout_s
-        offers = self._spaces.blanks(keys)
+        offers = self._spaces.empty_blocks(keys)
         away = (self._call_s, self._attachment.count_away)
         try:
             with self._attachment.link() as (session, link):
@@ -158,7 +158,7 @@ class RemoteStore(Depot):
         """As Store.get_many; misses without a daemon."""
         self._check_open()
         keys, intos = list(keys), list(intos)
-        wants = self._spaces.wants(keys, intos, layers)
+        wants = self._spaces.reads(keys, intos, layers)
         if timeout_s is None:
             timeout_s = self._welcome.read_timeout_s
 
@@ -254,7 +254,7 @@ class RemoteStore(Depot):
         if isinstance(keys, str):
             name, tags = checked_name(keys), self._spaces.tags_of(tenant)
         elif keys:
-            self._spaces.looks(checked(keys))
+            self._spaces.whole_reads(checked(keys))
 
         def ask(session: Session, link: Link) -> RemoteHint:
             if isinstance(keys, str):
@@ -398,7 +398,7 @@ class RemoteStore(Depot):
         return self._ask(ask, FlushReport(False, 0, 0))
 
     def _reserve(
-        self, link: Link, offers: Sequence[Offer], timeout_s: float
+        self, link: Link, offers: Sequence[NewBlock], timeout_s: float
     ) -> tuple[list[Put], list[Batch]]:
         """Outcomes of all offers. Where one frame found no room the next is not asked for."""
         outcomes: list[Put] = []

@@ -13,7 +13,7 @@ from kvdepot.core.block import Put
 from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
 from kvdepot.native import chunk_checksums
-from kvdepot.store.write.put import Offer
+from kvdepot.store.write.put import NewBlock
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Kind
 
@@ -37,7 +37,7 @@ class RemoteReservation(Reservation):
     def __init__(
         self,
         session: Session | None,
-        offers: Sequence[Offer],
+        offers: Sequence[NewBlock],
         outcomes: list[Put],
         batches: list[Batch],
         away: tuple[float, Callable[[], None]],

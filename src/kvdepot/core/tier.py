@@ -262,8 +262,8 @@ class Tier(Protocol):
     def has_room(self, drive: int, nbytes: int) -> bool:
         """Whether a block of this record size finds room without reclaiming a segment."""
 
-    def segments(self, drive: int) -> list[SegmentInfo]:
-        """The segments that can be reclaimed, oldest first."""
+    def segments(self, drive: int, *, reclaimable: bool = True) -> list[SegmentInfo]:
+        """The segments that can be reclaimed, oldest first; or all, also those being written."""
 
     def has_unentered(self, drive: int) -> bool:
         """Whether blocks were appended, or are being, that `count` has not been told of."""
@@ -335,9 +335,6 @@ class ChangesDrives(Protocol):
 
     def start_drain(self, drive: int) -> None:
         """Write no more blocks to a drive."""
-
-    def all_segments(self, drive: int) -> list[int]:
-        """Every segment of a drive, also those that are being written."""
 
     def retire(self, drive: int) -> None:
         """Give everything of an empty drive back, and close it."""

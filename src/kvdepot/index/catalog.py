@@ -132,6 +132,10 @@ class Catalog:
         found: list[int] = self.table.find_many(as_words(keys)).tolist()
         return found
 
+    def is_absent(self, row: int) -> bool:
+        """Whether no tier has or awaits a copy."""
+        return all(copies.absent(row) for copies in self.tiers)
+
     def ensure(self, key: BlockKey, nbytes: int) -> int:
         """The key's row, made if there is none."""
         row = self.table.find(key)
@@ -242,11 +246,7 @@ class Catalog:
 
     def forget_if_gone(self, row: int) -> None:
         """Give the row back when no tier has or awaits a copy and nothing holds it."""
-        if (
-            not self._leases[row]
-            and not self.leaves.held(row)
-            and all(copies.absent(row) for copies in self.tiers)
-        ):
+        if not self._leases[row] and not self.leaves.held(row) and self.is_absent(row):
             if not self._doomed[row]:
                 self._unlink(row)
             self.table.free(row)

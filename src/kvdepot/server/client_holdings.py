@@ -14,9 +14,9 @@ from kvdepot.core.block import Put
 from kvdepot.errors import WireError
 from kvdepot.index.table import Keys
 from kvdepot.server.limits import Limits, Tally
-from kvdepot.store.mapped import Hold, Places
+from kvdepot.store.mapped import Hold, MappedStore
 from kvdepot.store.read.prefetch import Hint
-from kvdepot.store.write.put import Offer
+from kvdepot.store.write.put import NewBlock
 from kvdepot.wire.channel import Channel, Peer
 from kvdepot.wire.messages import TOKEN_BYTES
 
@@ -27,7 +27,7 @@ NO_LEASE = 0
 class Session:
     """One client. Thread-safe."""
 
-    def __init__(self, places: Places, limits: Limits, tally: Tally, peer: Peer) -> None:
+    def __init__(self, places: MappedStore, limits: Limits, tally: Tally, peer: Peer) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.peer = peer
         self._places = places
@@ -37,7 +37,7 @@ class Session:
         self._channels: set[Channel] = set()
         self._numbers = itertools.count(NO_LEASE + 1)
         self._holds: dict[int, Hold] = {}
-        self._slots: dict[int, dict[int, Offer]] = {}
+        self._slots: dict[int, dict[int, NewBlock]] = {}
         self._hints: dict[int, Hint] = {}
         self._over = False
 
@@ -125,7 +125,7 @@ class Session:
 
     def reserve(
         self, keys: Keys, timeout_s: float, *, pad: bool
-    ) -> tuple[int, list[Offer | None], list[Put]]:
+    ) -> tuple[int, list[NewBlock | None], list[Put]]:
         """Slots for new blocks: their number as a reservation, and the answers."""
         with self._lock:
             reserved = sum(len(part) for part in self._slots.values())

@@ -25,7 +25,6 @@ from kvdepot.server.connection import Connection
 from kvdepot.server.limits import Limits, Tally
 from kvdepot.server.listener import Listener
 from kvdepot.server.threads import Crew, Job
-from kvdepot.store.mapped import Places
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.wire.channel import Channel
@@ -50,7 +49,7 @@ class Daemon:
     def __init__(self, config: Config, listener: Listener, limits: Limits | None = None) -> None:
         self.config = shared(config)
         self.store: Store = assemble(self.config)
-        self.places = Places(self.store)
+        self.places = self.store.mapped()
         self.limits = limits or Limits()
         self.tally = Tally()
         self._listener = listener

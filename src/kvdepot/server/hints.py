@@ -8,7 +8,7 @@ import numpy as np
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, WireError
 from kvdepot.server.client_holdings import Session
-from kvdepot.store.mapped import Places
+from kvdepot.store.mapped import MappedStore
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions import checked_name
 from kvdepot.wire import messages
@@ -22,7 +22,7 @@ _WAIT_S_MAX: Final = 10.0
 class Foresight:
     """Serves the hints and sessions of one connection."""
 
-    def __init__(self, channel: Channel, session: Session, places: Places) -> None:
+    def __init__(self, channel: Channel, session: Session, places: MappedStore) -> None:
         self._channel = channel
         self._session = session
         self._places = places

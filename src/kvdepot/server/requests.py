@@ -12,7 +12,7 @@ from kvdepot.server.admin import Changes
 from kvdepot.server.client_holdings import Session
 from kvdepot.server.hints import Foresight
 from kvdepot.server.limits import TAKE_TIMEOUT_S
-from kvdepot.store.mapped import Arrivals, Hold, Places, Size
+from kvdepot.store.mapped import Arrivals, Hold, MappedStore, Size
 from kvdepot.wire import messages
 from kvdepot.wire.channel import Channel
 from kvdepot.wire.frames import Flag, Frame, Kind
@@ -33,7 +33,7 @@ class Desk:
         self,
         channel: Channel,
         session: Session,
-        places: Places,
+        places: MappedStore,
         config: Config,
         describe: Callable[[], Mapping[str, Any]],
     ) -> None:

@@ -20,10 +20,13 @@ from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys, Rows
 from kvdepot.native import address_of
-from kvdepot.store.read.prefetch import Hint
-from kvdepot.store.read.request import Want
+from kvdepot.store.read.prefetch import Hint, Prefetcher
+from kvdepot.store.read.reader import Reader
+from kvdepot.store.read.request import BlockRead
+from kvdepot.store.sessions import Sessions
+from kvdepot.store.state.state import StoreState
 from kvdepot.store.store import Store
-from kvdepot.store.write.put import Offer
+from kvdepot.store.write.put import NewBlock, Putter
 
 _READY: Final = int(CopyState.READY)
 _ALL: Final = (0, 0)
@@ -62,22 +65,34 @@ Arrive = Callable[[Arrivals, bool], None]
 
 @dataclass(slots=True)
 class Hold:
-    """Blocks that stay in the tiers where they are until `Places.release`."""
+    """Blocks that stay in the tiers where they are until `MappedStore.release`."""
 
     rows: list[int] = field(default_factory=list)
     words: Keys = field(default_factory=lambda: np.empty((0, 4), np.uint64))
     """Their keys, where they are asked for again."""
 
 
-class Places:
+class MappedStore:
     """The daemon's view of a store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(
+        self,
+        store: Store,
+        state: StoreState,
+        putter: Putter,
+        reader: Reader,
+        prefetcher: Prefetcher,
+        sessions: Sessions,
+    ) -> None:
         self.store = store
-        self._stock = store._stock
+        self._state = state
+        self._putter = putter
+        self._reader = reader
+        self._prefetcher = prefetcher
+        self._sessions = sessions
         self._sizes: dict[int, Size] = {}
-        self._arena_bytes = self._stock.arena.memory.nbytes
-        tiers = [TIER_NAMES.index(copies.tier) for copies in self._stock.catalog.tiers]
+        self._arena_bytes = self._state.arena.memory.nbytes
+        tiers = [TIER_NAMES.index(copies.tier) for copies in self._state.catalog.tiers]
         lowest = [(bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(tiers))]
         self._codes = np.array([0, *(tiers[bit] for bit in lowest)], np.uint8)
         """By residency, the fastest tier's place in TIER_NAMES."""
@@ -85,16 +100,16 @@ class Places:
     @property
     def descriptors(self) -> list[int]:
         """Of the arena, of the slower memory if there is one, and of staging, for others to map."""
-        return [arena.memory.fd for arena in self._stock.arenas]
+        return [arena.memory.fd for arena in self._state.all_arenas]
 
     @property
     def nbytes(self) -> list[int]:
         """Lengths of what the descriptors stand for."""
-        return [arena.memory.nbytes for arena in self._stock.arenas]
+        return [arena.memory.nbytes for arena in self._state.all_arenas]
 
     def is_prefaulted(self) -> bool:
         """Whether all memory has been touched, or will not be."""
-        return all(arena.memory.prefaulted(0.0) for arena in self._stock.arenas)
+        return all(arena.memory.prefaulted(0.0) for arena in self._state.all_arenas)
 
     def register(self, tag: bytes, size: Size, description: bytes) -> None:
         """Know a namespace. ConfigError if its blocks do not fit, or are not as they were."""
@@ -104,41 +119,39 @@ class Places:
         known = self._sizes.get(_word(tag), size)
         if known != size:
             raise ConfigError("layout", f"the namespace is known with {known.block_bytes} bytes")
-        self.store._admit(tag, size.block_bytes, description)
+        self.store.register_tag(tag, size.block_bytes, description)
         self._sizes.setdefault(_word(tag), size)
 
     def match(self, keys: Keys) -> bytes:
         """For each block of the longest resident prefix its fastest tier: a place in TIER_NAMES."""
-        recorder = self._stock.recorder
+        recorder = self._state.recorder
         if recorder is not None:
-            recorder.saw(keys)
-        with self._stock.changed:
-            residency = self._stock.catalog.residency.array[self._resident(keys)]
+            recorder.add(keys)
+        with self._state.lock:
+            residency = self._state.catalog.residency.array[self._resident(keys)]
         return bytes(self._codes[residency])
 
     def lease(self, keys: Keys) -> Hold:
         """Hold the longest resident prefix, and count it as used."""
-        catalog, recorder = self._stock.catalog, self._stock.recorder
+        catalog, recorder = self._state.catalog, self._state.recorder
         if recorder is not None:
-            recorder.saw(keys)
-        with self._stock.changed:
+            recorder.add(keys)
+        with self._state.lock:
             rows = self._resident(keys).tolist()
             catalog.use(rows)
-            self._take(rows)
+            self._state.lease(rows)
         return Hold(rows, keys[: len(rows)])
 
     def where(self, hold: Hold) -> tuple[Array, Array]:
         """Location of each held block, -1 if it is on disk only; and its payload's length."""
         rows = np.asarray(hold.rows, np.int64)
-        with self._stock.changed:
-            return self._locations(rows), self._stock.catalog.nbytes.array[rows]
+        with self._state.lock:
+            return self._locations(rows), self._state.catalog.nbytes.array[rows]
 
     def release(self, hold: Hold) -> None:
         """End a hold. A second time does nothing."""
-        with self._stock.changed:
-            rows, hold.rows = hold.rows, []
-            self.store._leases -= len(rows)
-            self._stock.unlease(rows)
+        rows, hold.rows = hold.rows, []
+        self._state.release(rows)
 
     def fetch(self, keys: Keys, span: Span, timeout_s: float, hold: Hold, arrive: Arrive) -> bytes:
         """Bring blocks, or `span` of their bytes, to memory, and keep them there with `hold`.
@@ -149,7 +162,7 @@ class Places:
         """
         hot, cold = self._sort(keys, span, hold)
         answers = bytearray([_ABSENT]) * len(keys)
-        if len(hot.indices) == len(keys) and len(self._stock.pools) == 1:
+        if len(hot.indices) == len(keys) and len(self._state.memory_tiers) == 1:
             answers = bytearray(len(keys))
         else:
             for index, place in zip(hot.indices.tolist(), hot.locations.tolist(), strict=True):
@@ -177,17 +190,17 @@ class Places:
 
     def reserve(
         self, keys: Keys, timeout_s: float, *, pad: bool
-    ) -> tuple[list[Offer | None], list[Put]]:
+    ) -> tuple[list[NewBlock | None], list[Put]]:
         """Slots for new blocks, and an answer for each key, as Store.reserve has them.
 
         Without `pad` there is no answer for keys that were not tried; see Putter.admit.
         """
         offers = [
-            Offer(key, 0, *size) if size is not None else None
+            NewBlock(key, 0, *size) if size is not None else None
             for key, size in zip(_listed(keys), self._sizes_of(keys), strict=True)
         ]
         asked = [offer for offer in offers if offer is not None]
-        putter = self.store._putter
+        putter = self._putter
         found = iter((putter.reserve if pad else putter.admit)(asked, timeout_s))
         answers: list[Put] = []
         for offer in offers:
@@ -201,27 +214,27 @@ class Places:
         ]
         return slots, answers
 
-    def seal(self, slots: list[Offer]) -> None:
+    def seal(self, slots: list[NewBlock]) -> None:
         """Make blocks of slots that were filled and checksummed."""
-        self.store._putter.finish(slots, summed=True)
+        self._putter.finish(slots, summed=True)
 
-    def abandon(self, slots: list[Offer]) -> None:
+    def abandon(self, slots: list[NewBlock]) -> None:
         """Give slots back."""
-        self.store._putter.abandon(slots)
+        self._putter.abandon(slots)
 
     def hint(self, keys: Keys, deadline_s: float) -> tuple[Hint, int]:
         """`Store.hint` for keys, and how many of them are in the store."""
         wants, resident = self._away(keys)
-        return self.store._hinter.take(wants, deadline_s), resident
+        return self._prefetcher.start(wants, deadline_s), resident
 
     def hint_session(self, tag: bytes, name: str, deadline_s: float) -> tuple[Hint, int]:
         """`Store.hint` for a session's prompt in one namespace."""
-        with self._stock.changed:
-            prompt = self.store._sessions.find(tag, name)
+        with self._state.lock:
+            prompt = self._sessions.find(tag, name)
         if prompt is None:
             return Hint([], 0.0), 0
         wants, resident = self._away(prompt.words(tag))
-        return self.store._hinter.take(wants, deadline_s, prompt.state), resident
+        return self._prefetcher.start(wants, deadline_s, prompt.state), resident
 
     def tell(
         self, tag: bytes, name: str, keys: Keys | None, state: SessionState, start: int
@@ -229,13 +242,13 @@ class Places:
         """`Store.session` for one namespace, whose prompt may come in parts."""
         if _word(tag) not in self._sizes:
             return 0
-        with self._stock.changed:
-            return self.store._sessions.tell(tag, name, keys, state, start)
+        with self._state.lock:
+            return self._sessions.tell(tag, name, keys, state, start)
 
-    def _away(self, keys: Keys) -> tuple[list[Want], int]:
+    def _away(self, keys: Keys) -> tuple[list[BlockRead], int]:
         """What of a prompt could come to memory, and how much of it is in the store."""
-        catalog, sizes = self._stock.catalog, self._sizes_of(keys)
-        with self._stock.changed:
+        catalog, sizes = self._state.catalog, self._sizes_of(keys)
+        with self._state.lock:
             rows = self._resident(keys)
             absent = (self._locations(rows) == NONE).tolist()
             nbytes = catalog.nbytes.array[rows].tolist()
@@ -246,81 +259,79 @@ class Places:
         ]
         return wants, len(rows)
 
-    def _take(self, rows: list[int]) -> None:
-        """Hold rows. Lock held."""
-        self._stock.catalog.lease(rows)
-        self.store._leases += len(rows)
-
     def _resident(self, keys: Keys) -> Rows:
-        """Rows of the longest resident prefix. Lock held."""
-        catalog = self._stock.catalog
+        """Rows of the longest resident prefix."""
+        assert self._state.held()
+        catalog = self._state.catalog
         rows = catalog.table.find_many(keys)
         there = (rows != NONE) & (catalog.residency.array[rows] != 0)
         count = len(rows) if there.all() else int(there.argmin())
-        if not all(level.tier.is_up() for level in self._stock.levels):
-            count = len(self.store._usable(rows[:count].tolist()))
+        if not all(lower.tier.is_up() for lower in self._state.lower_tiers):
+            count = len(self._state.usable_prefix(rows[:count].tolist()))
         return rows[:count]
 
     def _locations(self, rows: Rows) -> Array:
-        """Where blocks are in memory, -1 for those that are not. Lock held."""
-        first, *others = self._stock.pools
+        """Where blocks are in memory, -1 for those that are not."""
+        assert self._state.held()
+        first, *others = self._state.memory_tiers
         ready = first.copies.state.array[rows] == _READY
         found: Array = np.where(ready, first.copies.location.array[rows], NONE)
-        for pool in others:
-            here = (found == NONE) & (pool.copies.state.array[rows] == _READY)
-            found[here] = pool.copies.location.array[rows[here]] + self._arena_bytes
+        for memory in others:
+            here = (found == NONE) & (memory.copies.state.array[rows] == _READY)
+            found[here] = memory.copies.location.array[rows[here]] + self._arena_bytes
         return found
 
     def _note_slower(self, rows: list[int]) -> None:
-        """So many of the hits were in the slower memory. Lock held."""
-        counters = self._stock.counters
+        """So many of the hits were in the slower memory."""
+        assert self._state.held()
+        counters = self._state.counters
         counters.get_dram -= len(rows)
         counters.get_cxl += len(rows)
-        self._stock.pools[0].wish(rows)
+        self._state.memory_tiers[0].note_hits_below(rows)
 
     def _place(self, arrival: Arrival) -> int:
         """Where a slot is that the reader tells of."""
         at = address_of(arrival.view)[0] - HEAD_BYTES
         if not arrival.lasting:
-            return at - self._stock.staging.address
-        first, *others = self._stock.pools
+            return at - self._state.staging.address
+        first, *others = self._state.memory_tiers
         if 0 <= at - first.arena.address < self._arena_bytes:
             return at - first.arena.address
         return at - others[0].arena.address + self._arena_bytes
 
-    def _sort(self, keys: Keys, span: Span, hold: Hold) -> tuple[Arrivals, dict[int, Want]]:
+    def _sort(self, keys: Keys, span: Span, hold: Hold) -> tuple[Arrivals, dict[int, BlockRead]]:
         """Hold what is in memory; what is on disk becomes wants."""
-        stock, catalog = self._stock, self._stock.catalog
+        state, catalog = self._state, self._state.catalog
         sizes = self._sizes_of(keys, span)
         expected = np.array([size.block_bytes if size else 0 for size in sizes], np.int64)
-        with stock.changed:
+        with state.lock:
             rows = catalog.table.find_many(keys)
             known = (rows != NONE) & (catalog.nbytes.array[rows] == expected)
             locations = self._locations(rows)
             hot = known & (locations != NONE)
             cold = known & ~hot & (catalog.residency.array[rows] != 0)
             catalog.use(rows[hot | cold].tolist())
-            stock.write_touched(rows[hot].tolist())
+            state.write_used(rows[hot].tolist())
             held = rows[hot].tolist()
-            self._take(held)
+            self._state.lease(held)
             hold.rows += held
             locations = locations[hot]
             length = span[1] - span[0]
-            stock.counters.get_dram += len(held)
-            if len(stock.pools) > 1:
+            state.counters.get_dram += len(held)
+            if len(state.memory_tiers) > 1:
                 self._note_slower(rows[hot][locations >= self._arena_bytes].tolist())
-            stock.counters.get_bytes += length * len(held) if length else int(expected[hot].sum())
-            stock.counters.get_miss += len(rows) - int((hot | cold).sum())
+            state.counters.get_bytes += length * len(held) if length else int(expected[hot].sum())
+            state.counters.get_miss += len(rows) - int((hot | cold).sum())
         indices = np.flatnonzero(hot)
         arrivals = Arrivals(indices, locations, np.zeros(len(indices), bool), verified=False)
         wanted = np.flatnonzero(cold).tolist()
         return arrivals, {index: _want(keys[index], sizes[index], span) for index in wanted}
 
-    def _wants(self, keys: Keys, span: Span) -> dict[int, Want]:
+    def _wants(self, keys: Keys, span: Span) -> dict[int, BlockRead]:
         """Wants for all keys whose blocks have the size that was registered, or are unknown."""
-        catalog = self._stock.catalog
+        catalog = self._state.catalog
         sizes = self._sizes_of(keys, span)
-        with self._stock.changed:
+        with self._state.lock:
             rows = catalog.table.find_many(keys)
             nbytes = np.where(rows != NONE, catalog.nbytes.array[rows], 0).tolist()
         return {
@@ -331,15 +342,15 @@ class Places:
 
     def _read(self, errands: "Errands", arrive: Arrive, answers: bytearray) -> None:
         """Have the reader fetch; what stays in memory is added to the hold."""
-        stock, hold = self._stock, errands.hold
+        state, hold = self._state, errands.hold
         indices, asked = list(errands.wants), list(errands.wants.values())
 
         def sink(arrived: list[Arrival]) -> None:
             places = [self._place(arrival) for arrival in arrived]
             if hold is not None:
                 lasting = [asked[arrival.index].row for arrival in arrived if arrival.lasting]
-                with stock.changed:
-                    self._take(lasting)
+                with state.lock:
+                    self._state.lease(lasting)
                     hold.rows += lasting
             numbers = [indices[arrival.index] for arrival in arrived]
             staged = [not arrival.lasting for arrival in arrived]
@@ -349,7 +360,7 @@ class Places:
         if not asked:
             return
         timeout_s, verify = errands.timeout_s, errands.verify
-        found = self.store._reader.fetch(asked, timeout_s, verify=verify, sink=sink)
+        found = self._reader.fetch(asked, timeout_s, verify=verify, sink=sink)
         for index, answer in zip(indices, found, strict=True):
             answers[index] = _CODES[answer.tier, answer.reason]
 
@@ -367,17 +378,17 @@ class Places:
 class Errands:
     """What the reader is sent for, by index of the key."""
 
-    wants: dict[int, Want]
+    wants: dict[int, BlockRead]
     timeout_s: float
     verify: bool | None
     hold: Hold | None
 
 
-def _want(words: Array, size: Size | None, span: Span) -> Want:
+def _want(words: Array, size: Size | None, span: Span) -> BlockRead:
     assert size is not None
     start, stop = span if span != _ALL else (0, size.block_bytes)
     key = BlockKey(words.tobytes())
-    return Want(key, 0, size.block_bytes, size.chunk_bytes, start, stop)
+    return BlockRead(key, 0, size.block_bytes, size.chunk_bytes, start, stop)
 
 
 def _listed(keys: Keys) -> list[BlockKey]:

@@ -15,13 +15,13 @@ from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
 from kvdepot.native import address_of
-from kvdepot.store.read.request import Want
-from kvdepot.store.write.put import Offer
+from kvdepot.store.read.request import BlockRead
+from kvdepot.store.write.put import NewBlock
 
 BLOCK_BYTES_MAX = (1 << 32) - 1
 
 
-class Spaces:
+class Namespaces:
     """Namespaces by the tag of their keys."""
 
     def __init__(self) -> None:
@@ -51,42 +51,42 @@ class Spaces:
             hint="call store.namespace(…) first",
         )
 
-    def offers(self, keys: Sequence[BlockKey], buffers: Sequence[Any]) -> list[Offer]:
+    def new_blocks(self, keys: Sequence[BlockKey], buffers: Sequence[Any]) -> list[NewBlock]:
         """What `put_many` was asked. The caller keeps the buffers alive."""
         _check_lengths(keys, buffers)
-        return [self._offer(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+        return [self._new_block(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
-    def blanks(self, keys: Sequence[BlockKey]) -> list[Offer]:
+    def empty_blocks(self, keys: Sequence[BlockKey]) -> list[NewBlock]:
         """What `reserve` was asked: offers whose bytes come later."""
         spaces = [self.of(key) for key in keys]
         return [
-            Offer(key, 0, space.block_bytes, space.chunk_bytes)
+            NewBlock(key, 0, space.block_bytes, space.chunk_bytes)
             for key, space in zip(keys, spaces, strict=True)
         ]
 
-    def wants(self, keys: Sequence[BlockKey], intos: Sequence[Any], layers: Any) -> list[Want]:
+    def reads(self, keys: Sequence[BlockKey], intos: Sequence[Any], layers: Any) -> list[BlockRead]:
         """What `get_many` was asked. The caller keeps the buffers alive."""
         _check_lengths(keys, intos)
-        return [self._want(key, into, layers) for key, into in zip(keys, intos, strict=True)]
+        return [self._read(key, into, layers) for key, into in zip(keys, intos, strict=True)]
 
-    def looks(self, keys: Sequence[BlockKey]) -> list[Want]:
+    def whole_reads(self, keys: Sequence[BlockKey]) -> list[BlockRead]:
         """What `deliver` was asked: blocks to be looked at where they are."""
         spaces = [self.of(key) for key in keys]
         return [
-            Want(key, 0, space.block_bytes, space.chunk_bytes, 0, space.block_bytes)
+            BlockRead(key, 0, space.block_bytes, space.chunk_bytes, 0, space.block_bytes)
             for key, space in zip(keys, spaces, strict=True)
         ]
 
-    def _offer(self, key: BlockKey, buffer: Any) -> Offer:
+    def _new_block(self, key: BlockKey, buffer: Any) -> NewBlock:
         space = self.of(key)
         address, nbytes = _buffer(buffer, writable=False)
         if nbytes != space.block_bytes:
             raise BadBufferError(
                 f"a block here has {space.block_bytes} bytes, the buffer has {nbytes}"
             )
-        return Offer(key, address, nbytes, space.chunk_bytes)
+        return NewBlock(key, address, nbytes, space.chunk_bytes)
 
-    def _want(self, key: BlockKey, into: Any, layers: Any) -> Want:
+    def _read(self, key: BlockKey, into: Any, layers: Any) -> BlockRead:
         space = self.of(key)
         start, nbytes = 0, space.block_bytes
         if layers is not None:
@@ -96,7 +96,7 @@ class Spaces:
         address, length = _buffer(into, writable=True)
         if length != nbytes:
             raise BadBufferError(f"the target must have {nbytes} bytes, it has {length}")
-        return Want(key, address, space.block_bytes, space.chunk_bytes, start, start + nbytes)
+        return BlockRead(key, address, space.block_bytes, space.chunk_bytes, start, start + nbytes)
 
 
 def make_namespace(

@@ -15,16 +15,15 @@ from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.state import Stock
-from kvdepot.store.state.yielding import Pace
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
 from kvdepot.store.store import Store
 from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.hdd import HardDriveTier
 from kvdepot.tiers.log.mount import MountSettings
-from kvdepot.tiers.log.tier import SegmentTier
+from kvdepot.tiers.log.tier import LogTier
 from kvdepot.tiers.memory.arena import Arena
 from kvdepot.tiers.memory.dax import open_device
 from kvdepot.tiers.memory.memory import HUGE_BYTES, Memory, trim_heap
@@ -70,7 +69,7 @@ def assemble(
     _raise_open_files_limit()
     held: list[Closable] = []
     try:
-        tiers: list[SegmentTier] = []
+        tiers: list[LogTier] = []
         for settings in config.file_tiers:
             given = files.share() if files is not None and tiers else files
             tiers.append(_open_tier(settings, given, mode, wall or WallClock()))
@@ -97,28 +96,29 @@ def assemble(
         order=order_named(config.dram.eviction),
         below=return_times,
     )
-    levels = tuple(
-        Level(tier, settings, catalog, copies, Pace(clock))
+    lower_tiers = [
+        LowerTier(tier, settings, catalog, copies, clock)
         for tier, settings, copies in zip(tiers, config.file_tiers, catalog.files, strict=False)
-    )
-    _take_in(levels)
+    ]
+    _take_in(lower_tiers)
     if config.dram.prefault:
         for memory in (arena.memory, staging.memory):
             memory.prefault(partial(_register, tiers, memory))
     if cxl and config.cxl and config.cxl.prefault:
         cxl.memory.prefault(bool)
-    return Store(Stock(config, clock, catalog, arena, staging, levels, cxl, return_times))
+    arenas = [arena, cxl] if cxl else [arena]
+    return Store(StoreState(config, clock, catalog, arenas, staging, lower_tiers, return_times))
 
 
-def _take_in(levels: Sequence[Level]) -> None:
+def _take_in(lower_tiers: Sequence[LowerTier]) -> None:
     """Enter what was found, the fullest tier first: an empty index takes in millions at once."""
-    found = [(level, level.tier.take_contents()) for level in levels]
-    for level, contents in sorted(found, key=lambda one: -len(one[1].words)):
-        level.take_in(contents)
+    found = [(lower, lower.tier.take_contents()) for lower in lower_tiers]
+    for lower, contents in sorted(found, key=lambda one: -len(one[1].words)):
+        lower.take_in(contents)
         trim_heap()
 
 
-def _register(tiers: Sequence[SegmentTier], memory: Memory) -> None:
+def _register(tiers: Sequence[LogTier], memory: Memory) -> None:
     """Tell every tier's I/O engine of memory that is faulted in."""
     for tier in tiers:
         tier.register_memory(memory)
@@ -165,7 +165,7 @@ def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = Fals
         raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
 
 
-def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Clock) -> SegmentTier:
+def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Clock) -> LogTier:
     try:
         files = files or _open_files(config)
     except OSError as error:
@@ -188,7 +188,7 @@ def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Cl
         profile=config.profile,
         mirrored=config.mirror > 0,
     )
-    kind = HardDriveTier if config.TIER == "hdd" else SegmentTier
+    kind = HardDriveTier if config.TIER == "hdd" else LogTier
     return kind(config.path, files, settings, SystemClock())
 
 

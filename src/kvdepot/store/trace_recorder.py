@@ -1,4 +1,4 @@
-"""Writes down what a store is asked for, as a trace that `kvdepot sim` reads."""
+"""Writes the lookups of a store to a file, as a trace that `kvdepot sim` reads."""
 
 import threading
 from collections import OrderedDict, deque
@@ -18,7 +18,7 @@ _FILE_BYTES_MAX: Final = 1 << 30
 _PAUSE_S: Final = 0.2
 
 
-class Recorder:
+class TraceRecorder:
     """One recording. Lookups are queued at once and written by a thread; a full disk ends it."""
 
     def __init__(self, path: Path, block_tokens: int, clock: Clock) -> None:
@@ -44,7 +44,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="kvdepot-recorder", daemon=True)
         self._thread.start()
 
-    def saw(self, words: Keys) -> None:
+    def add(self, words: Keys) -> None:
         """A prompt was looked up, given as its keys. Does not block."""
         if not len(words) or self._stop.is_set():
             return

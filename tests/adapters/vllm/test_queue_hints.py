@@ -130,7 +130,7 @@ class TestSessions:
         ask(engine, "r", PROMPT, kv_transfer_params=params)
         engine.step()  # everything is saved by now, and it is told of once more
         assert isinstance(store, Store)
-        catalog = store._stock.catalog
+        catalog = store.inspect().catalog
         rows = catalog.rows(engine.side._spaces[""][0].keys(PROMPT))
         assert all(row in catalog.closed for row in rows)
         assert store.session("chat") == 0

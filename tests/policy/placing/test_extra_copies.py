@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from kvdepot.store.state.second_copies import Mirrors
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import load
@@ -10,7 +11,6 @@ from kvdepot.index.catalog import Catalog
 from kvdepot.index.paths import path_blocks
 from kvdepot.index.table import NONE
 from kvdepot.policy.placing.extra_copies import MirrorFacts, PlaceFacts, nearer, worth_mirroring
-from kvdepot.store.state.second_copies import Mirrors
 
 
 def key(parent: int, own: int) -> BlockKey:

@@ -23,9 +23,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def forget(store: Store) -> None:
     """Drop everything from memory."""
-    with store._stock.changed:
-        for row in np.flatnonzero(store._stock.catalog.memory.state.array).tolist():
-            store._stock.pools[0].drop(row)
+    with store.inspect().state.lock:
+        for row in np.flatnonzero(store.inspect().catalog.memory.state.array).tolist():
+            store.inspect().memory().drop(row)
 
 
 def read(store: Store, prompts: list[list[BlockKey]]) -> None:
@@ -99,7 +99,7 @@ class TestHits:
         self, store: Store
     ) -> None:
         (keys,) = stored(store, 1)
-        ssd, hdd = store._stock.levels
+        ssd, hdd = store.inspect().state.lower_tiers
         read(store, [keys])
         at = np.array(rows(store, keys))
         assert (ssd.copies.state.array[at] == CopyState.READY).all()
@@ -128,7 +128,7 @@ class TestSelective:
             last = prompt(space, 100, 2)
             assert all(put(store, last))
             assert store.flush()
-            assert all(store._stock.levels[0].copies.ready(row) for row in rows(store, last))
+            assert all(store.inspect().lower().copies.ready(row) for row in rows(store, last))
 
     def test_what_never_came_back_promises_nothing(self, tmp_path: Path) -> None:
         tree = settings(tmp_path, ssd={"write_mode": "write-through-selective"})
@@ -142,4 +142,4 @@ class TestSelective:
 
 
 def rows(store: Store, keys: list[BlockKey]) -> list[int]:
-    return store._stock.catalog.rows(keys)
+    return store.inspect().catalog.rows(keys)

@@ -166,12 +166,12 @@ def small(path: Path, **ssd: Any) -> dict[str, Any]:
 
 
 def drive_of(store: Store) -> Drive:
-    (drive,) = store._stock.levels[0].tier.drives
+    (drive,) = store.inspect().log_tier().drives
     return drive
 
 
 def measuring_of(store: Store) -> Measuring:
-    return store._stock.levels[0].tier._measuring
+    return store.inspect().log_tier()._measuring
 
 
 def profile_of(store: Store) -> Any:
@@ -223,7 +223,7 @@ class TestStore:
         first = measured(tmp_path)
         with kvdepot.open(**small(tmp_path)) as store:
             drive, space = drive_of(store), space_of(store)
-            holder = store._stock.levels[0].tier.notebooks[0].spaces[PROFILE_TAG][0]
+            holder = store.inspect().log_tier().notebooks[0].spaces[PROFILE_TAG][0]
 
             def is_reused() -> bool:
                 return all(one.segment_id > holder for one in list(drive.segments.values()))
@@ -264,7 +264,7 @@ class TestStore:
         with kvdepot.open(**small(tmp_path)) as store:
             space_of(store)
             store.add_drive("ssd", tmp_path / "more")
-            first, second = store._stock.levels[0].tier.notebooks
+            first, second = store.inspect().log_tier().notebooks
             assert first.profile is not None
             assert second.profile is None
             assert second.spaces.keys() == first.spaces.keys() - {PROFILE_TAG}

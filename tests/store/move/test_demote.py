@@ -43,8 +43,8 @@ def fill(store: Store, prompts: int, blocks: int = 10) -> list[list[BlockKey]]:
 
 def places(store: Store, keys: list[BlockKey]) -> list[int]:
     """Where blocks lie on the hard drives."""
-    catalog = store._stock.catalog
-    return [store._stock.levels[1].copies.location[row] for row in catalog.rows(keys)]
+    catalog = store.inspect().catalog
+    return [store.inspect().lower(1).copies.location[row] for row in catalog.rows(keys)]
 
 
 class TestDown:
@@ -134,9 +134,9 @@ class TestUp:
 
     def forget(self, store: Store) -> None:
         """Drop everything from memory."""
-        with store._stock.changed:
-            for row in np.flatnonzero(store._stock.catalog.memory.state.array).tolist():
-                store._stock.pools[0].drop(row)
+        with store.inspect().state.lock:
+            for row in np.flatnonzero(store.inspect().catalog.memory.state.array).tolist():
+                store.inspect().memory().drop(row)
 
 
 class TestWriteModes:

@@ -134,7 +134,7 @@ class TestDown:
 class TestUp:
     def test_a_hit_is_served_where_it_lies(self, store: Store) -> None:
         keys = fill(store, 12)[0]
-        cxl = store._stock.pools[1].arena
+        cxl = store.inspect().memory(1).arena
         with store.lease(keys) as lease:
             seen: list[Arrival] = []
             answers = lease.deliver(seen.extend)
@@ -243,7 +243,7 @@ class TestNeverAWrongByte:
 
     def test_check_compares_the_books(self, store: Store) -> None:
         fill(store, 12)
-        arena = store._stock.pools[1].arena
+        arena = store.inspect().memory(1).arena
         arena.used_bytes += 4096
         assert [finding.where for finding in store.check(deep=False).findings] == ["cxl"]
         arena.used_bytes -= 4096

@@ -14,7 +14,7 @@ from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError
 from kvdepot.store.read.prefetch import Hint
-from kvdepot.store.read.request import Want
+from kvdepot.store.read.request import BlockRead
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
@@ -106,9 +106,9 @@ def fill_memory(store: Store, keys: list[BlockKey]) -> list[BlockKey]:
 
 def test_rows_that_vanish_are_not_brought(store: Store, keys: list[BlockKey]) -> None:
     """Removed after they were looked up."""
-    wants = store._spaces.looks(keys)
+    wants = store._namespaces.whole_reads(keys)
     store.remove(keys[5:])
-    hint = store._hinter.take(wants, 20.0)
+    hint = store.inspect().prefetcher.start(wants, 20.0)
     assert hint.wait(60.0)
     assert (hint.wanted, hint.brought) == (10, 5)
 
@@ -149,8 +149,10 @@ def test_many_hints_from_many_threads(store: Store, keys: list[BlockKey]) -> Non
     assert None not in tiers(store, keys)
 
 
-def some_wants(count: int, nbytes: int = 4096) -> list[Want]:
-    return [Want(BlockKey(bytes([n]) * 32), 0, nbytes, nbytes, 0, nbytes) for n in range(count)]
+def some_wants(count: int, nbytes: int = 4096) -> list[BlockRead]:
+    return [
+        BlockRead(BlockKey(bytes([n]) * 32), 0, nbytes, nbytes, 0, nbytes) for n in range(count)
+    ]
 
 
 def test_a_step_takes_no_more_than_a_share_from_each_drive() -> None:

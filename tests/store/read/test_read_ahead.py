@@ -29,7 +29,7 @@ def store(tmp_path: Path, keys: list[BlockKey]) -> Iterator[Store]:
 
 def brought(store: Store) -> int:
     """Blocks that came without being asked for, once the thread is through."""
-    thread = store._hinter._thread
+    thread = store.inspect().prefetcher._thread
     if thread is not None:
         thread.join(10.0)
     return int(store.stats()["counters"]["hinted"])

@@ -43,16 +43,16 @@ def opened(path: Path, tier: str, files: Files | None = None, **more: Any) -> St
 
 def tell(store: Store, *speeds: float) -> None:
     """Let the store know how fast its drives are."""
-    for drive, speed in zip(store._stock.levels[0].tier.drives, speeds, strict=True):
+    for drive, speed in zip(store.inspect().log_tier().drives, speeds, strict=True):
         drive.gauge.profile = replace(PROFILE, read_bytes_per_s=int(speed))
 
 
 def blocks_on(store: Store, keys: list[BlockKey]) -> list[int]:
     """How many of the blocks lie on each drive."""
     found = [0, 0]
-    with store._stock.changed:
-        for row in store._stock.catalog.rows(keys):
-            found[drive_of(store._stock.levels[0].copies.location[row])] += 1
+    with store.inspect().state.lock:
+        for row in store.inspect().catalog.rows(keys):
+            found[drive_of(store.inspect().lower().copies.location[row])] += 1
     return found
 
 
@@ -115,17 +115,18 @@ def test_what_comes_down_from_ssds_is_spread_in_the_same_way(tmp_path: Path) -> 
     dram = {"capacity": "16MiB", "prefault": False, "huge_pages": "never"}
     tree = {"dram": dram, "ssd": ssd, "hdd": hdd, "writeback": {"staging": "8MiB"}}
     with assemble(load(overrides=tree)) as store:
-        upper, lower = store._stock.levels
-        for drive, speed in zip(lower.tier.drives, (1e8, FASTER * 1e8), strict=True):
+        upper, lower = store.inspect().state.lower_tiers
+        hard_drives = store.inspect().log_tier(1).drives
+        for drive, speed in zip(hard_drives, (1e8, FASTER * 1e8), strict=True):
             drive.gauge.profile = replace(PROFILE, read_bytes_per_s=int(speed))
         keys = prompt(space_of(store), 1, 160)
         assert all(put(store, keys))
         assert store.flush()
-        with store._stock.changed:
-            rows = store._stock.catalog.rows(keys)
+        with store.inspect().state.lock:
+            rows = store.inspect().catalog.rows(keys)
             assert all(upper.copies.ready(row) for row in rows)
-        store._fleet._demoters[upper].demote(rows, urgent=True)
-        with store._stock.changed:
+        store.inspect().drives.demoters[upper].demote(rows, urgent=True)
+        with store.inspect().state.lock:
             places = [drive_of(lower.copies.location[row]) for row in rows]
         assert 2.5 <= places.count(1) / places.count(0) <= 3.5
         assert store.check().ok
@@ -137,7 +138,7 @@ def test_measured_and_then_spread(tmp_path: Path) -> None:
     files = EmulatedFiles(MODEL)
     files.slow_down(str(tmp_path / "slow"), FASTER)
     with opened(tmp_path, "hdd", files, profile="always") as store:
-        drives = store._stock.levels[0].tier.drives
+        drives = store.inspect().log_tier().drives
         assert eventually(lambda: all(drive.gauge.profile for drive in drives))
         speeds = [drive.gauge.profile.read_bytes_per_s for drive in drives if drive.gauge.profile]
         assert 2.0 <= speeds[1] / speeds[0] <= 4.5

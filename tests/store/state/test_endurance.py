@@ -144,7 +144,7 @@ class TestBudget:
         changes = {"path": paths, "capacity": "8MiB", "writes_per_day": 8.0}
         with opened(tmp_path, clock, files, ssd=changes) as store:
             space_of(store)
-            first = store._stock.levels[0].tier.drives[0]
+            first = store.inspect().log_tier().drives[0]
             first.wear.spend(int(first.wear.level_bytes) + 1)
             before = files.written.copy()
             offer(store, 1, blocks=2)
@@ -177,8 +177,8 @@ class TestBypass:
                 store.flush()
                 clock.advance(120.0)
             assert counter(store, "bypassed") > 100
-            rows = store._stock.catalog.rows
-            ready = store._stock.levels[0].copies.ready
+            rows = store.inspect().catalog.rows
+            ready = store.inspect().lower().copies.ready
             kept_again = sum(ready(row) for row in rows(again)) / len(again)
             kept_once = sum(ready(row) for row in rows(once)) / len(once)
             assert kept_again > 0.2 > 2 * kept_once
@@ -202,11 +202,11 @@ class TestBypass:
             store.set_write_mode("hdd", "pass-through")
             keys = offer(store, 1, blocks=4)
             store.set_write_mode("hdd", "write-back")
-            drive = store._stock.levels[0].tier.drives[0]
+            drive = store.inspect().log_tier().drives[0]
             drive.wear.spend(int(drive.wear.level_bytes))
-            with store._stock.changed:
-                for row in store._stock.catalog.rows(keys):
-                    store._stock.pools[0].drop(row)
+            with store.inspect().state.lock:
+                for row in store.inspect().catalog.rows(keys):
+                    store.inspect().memory().drop(row)
             assert tiers(store, keys) == ["hdd"] * 4
             assert store.flush()
             assert (blocks_in(store, "ssd"), counter(store, "bypassed")) == (0, 4)

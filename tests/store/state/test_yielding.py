@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvdepot.store.state.yielding import FLASH_SHARE, REST_S_MAX, Stride, rest_s
+from kvdepot.store.state.yielding import FLASH_SHARE, REST_S_MAX, PieceSize, rest_s
 
 MIB = 1 << 20
 
@@ -17,16 +17,16 @@ def test_nobody_rests_for_ever() -> None:
     assert rest_s(3600.0, FLASH_SHARE) == REST_S_MAX
 
 
-def test_a_slow_drive_gets_short_strides_and_a_fast_one_whole_ones() -> None:
-    stride = Stride(4 * MIB)
-    assert stride.nbytes == 4 * MIB
-    stride.took(4 * MIB, 2.0)
-    assert stride.nbytes == pytest.approx(2 * MIB * 0.05, rel=0.01)
-    stride.took(stride.nbytes, 0.0001)
-    assert stride.nbytes == 4 * MIB
+def test_a_slow_drive_gets_short_sizes_and_a_fast_one_whole_ones() -> None:
+    size = PieceSize(4 * MIB)
+    assert size.nbytes == 4 * MIB
+    size.learn(4 * MIB, 2.0)
+    assert size.nbytes == pytest.approx(2 * MIB * 0.05, rel=0.01)
+    size.learn(size.nbytes, 0.0001)
+    assert size.nbytes == 4 * MIB
 
 
-def test_a_stride_is_never_nothing() -> None:
-    stride = Stride(MIB)
-    stride.took(1, 1e9)
-    assert stride.nbytes == 1
+def test_a_size_is_never_nothing() -> None:
+    size = PieceSize(MIB)
+    size.learn(1, 1e9)
+    assert size.nbytes == 1

@@ -83,7 +83,7 @@ def test_blocks_wait_while_the_spare_segment_is_in_use(tier: LogTier) -> None:
 
 def test_a_segment_is_not_reclaimed_before_its_blocks_are_counted(tier: LogTier) -> None:
     places: list[int | None] = []
-    while len(tier.all_segments(0)) < 2:
+    while len(tier.segments(0, reclaimable=False)) < 2:
         places += tier.append(0, [block(len(places))])
     assert not tier.segments(0)
     for place in places:

@@ -250,7 +250,7 @@ class StepCounter:
 
     def __init__(self, store: kvdepot.Store) -> None:
         self.count = 0
-        tree = store._stock.catalog.tree
+        tree = store.inspect().catalog.tree
         children = tree.children
 
         def counted(row: int) -> Iterator[int]:

@@ -73,7 +73,7 @@ class TestNode:
 
     def test_a_store_on_it(self) -> None:
         with kvdepot.open(**settings(node=0)) as store:
-            assert policy_at(store._stock.pools[1].arena.address) == "bind:0"
+            assert policy_at(store.inspect().memory(1).arena.address) == "bind:0"
             keys = prompt(space_of(store), 1, 10)
             assert all(put(store, keys))
             assert tiers(store, keys) == ["dram"] * 10

@@ -1,4 +1,4 @@
-"""The store checks itself: its books against each other, and every byte against its checksum."""
+"""A running store checks itself: index against tiers, and every byte against its checksum."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,10 +11,9 @@ from kvdepot.core.depot import CheckReport
 from kvdepot.core.tier import drive_of, segment_of
 from kvdepot.index.table import NONE, Rows
 from kvdepot.native import VERIFY, address_of
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.memory_tier import Pool
-from kvdepot.store.state.second_copies import Mirrors
-from kvdepot.store.state.state import TEMPORARY, Stock
+from kvdepot.store.state.lower_tier import LowerTier, SecondCopies
+from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.tiers.memory.arena import NOBODY
 from kvdepot.tiers.memory.copy_ops import transfers
 
@@ -25,94 +24,100 @@ _PAUSE_S_MAX = 1.0
 """A drive that is left alone for longer is not waited for: what it has cannot be read."""
 
 
-def check_stock(stock: Stock, *, deep: bool) -> CheckReport:
+def check_store(state: StoreState, *, deep: bool) -> CheckReport:
     """Check an open store. Changes nothing; may run beside other callers."""
     report = CheckReport()
-    with stock.changed:
-        report.blocks = stock.catalog.table.live
-        for pool in stock.pools:
-            _check_memory_books(pool, report)
-        for level in stock.levels:
-            _check_file_books(level, report)
-        _check_tree(stock, report)
+    with state.lock:
+        report.blocks = state.catalog.table.live
+        for memory in state.memory_tiers:
+            _check_memory(memory, report)
+        for lower in state.lower_tiers:
+            _check_lower(lower, report)
+        _check_tree(state, report)
     if deep:
-        for row in _leased_rows(stock):
-            _check_bytes(stock, row, report)
+        for row in _leased_rows(state):
+            _check_bytes(state, row, report)
     return report
 
 
-def _rows(stock: Stock) -> list[int]:
-    """All rows in use. Lock held."""
-    catalog = stock.catalog
+def _rows(state: StoreState) -> list[int]:
+    """All rows in use."""
+    assert state.held()
+    catalog = state.catalog
     return np.flatnonzero(catalog.nbytes.array > 0).tolist()
 
 
-def _check_memory_books(pool: Pool, report: CheckReport) -> None:
-    catalog, arena = pool.catalog, pool.arena
+def _check_memory(memory: MemoryTier, report: CheckReport) -> None:
+    catalog, arena = memory.catalog, memory.arena
     owned: Counter[int] = Counter()
     for slab in arena.slabs():
         for owner in slab.owners:
             if owner not in (NOBODY, TEMPORARY):
                 owned[owner] += 1
-    holders = np.flatnonzero(pool.copies.state.array != 0).tolist()
+    holders = np.flatnonzero(memory.copies.state.array != 0).tolist()
     for row in holders:
         if owned.pop(row, 0) != 1:
-            report.add(pool.name, f"block {catalog.table.key(row).hex()} does not own one slot")
+            report.add(memory.name, f"block {catalog.table.key(row).hex()} does not own one slot")
     for row in owned:
-        report.add(pool.name, f"a slot belongs to row {row}, which has no copy in memory")
+        report.add(memory.name, f"a slot belongs to row {row}, which has no copy in memory")
     used = sum(slab.slot_bytes * (len(slab.owners) - len(slab.free)) for slab in arena.slabs())
     if used != arena.used_bytes:
-        report.add(pool.name, f"slots take {used} bytes, the books say {arena.used_bytes}")
+        report.add(memory.name, f"slots take {used} bytes, the store counts {arena.used_bytes}")
 
 
-def _check_file_books(level: Level, report: CheckReport) -> None:
-    catalog = level.catalog
-    waiting = sum(record_bytes(catalog.nbytes[row]) for row in level.tickets)
-    if waiting != level.dirty_bytes:
+def _check_lower(lower: LowerTier, report: CheckReport) -> None:
+    catalog = lower.catalog
+    waiting = sum(record_bytes(catalog.nbytes[row]) for row in lower.tickets)
+    if waiting != lower.dirty_bytes:
         report.add(
-            level.name, f"{waiting} bytes wait to be written, the books say {level.dirty_bytes}"
+            lower.name, f"{waiting} bytes wait to be written, the store counts {lower.dirty_bytes}"
         )
-    rows = np.flatnonzero(level.copies.state.array == _READY)
-    if not (catalog.residency.array[rows] & level.copies.bit).all():
-        report.add(level.name, "a ready block is not counted as resident")
-    places = level.copies.location.array[rows]
-    if level.mirrors is not None:
-        places, rows = _with_mirrors(level, level.mirrors, report)
+    rows = np.flatnonzero(lower.copies.state.array == _READY)
+    if not (catalog.residency.array[rows] & lower.copies.bit).all():
+        report.add(lower.name, "a ready block is not counted as resident")
+    places = lower.copies.location.array[rows]
+    if lower.second_copies is not None:
+        places, rows = _with_second_copies(lower, lower.second_copies, report)
     sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // 4096) * 4096
-    for index, drive in enumerate(level.tier.drives):
-        mine = places >> 56 == index
-        for slot, segment in list(drive.segments.items()):
-            here = mine & (places >> 32 & 0xFFFFFF == slot)
+    used = set()
+    for drive in range(lower.tier.drive_count()):
+        label, mine = lower.tier.drive(drive).label, places >> 56 == drive
+        for segment in lower.tier.segments(drive, reclaimable=False):
+            used.add(drive << 24 | segment.slot)
+            here = mine & (places >> 32 & 0xFFFFFF == segment.slot)
             found = (int(here.sum()), int(sizes[here].sum()))
-            books = (segment.live_count, segment.live_bytes)
-            if found != books:
+            counted = (segment.live_count, segment.live_bytes)
+            if found != counted:
                 report.add(
-                    f"{drive.medium.label}: slot {slot}",
-                    f"{found[0]} blocks, {found[1]} bytes; the books say {books[0]}, {books[1]}",
+                    f"{label}: slot {segment.slot}",
+                    f"{found[0]} blocks, {found[1]} bytes; "
+                    f"the store counts {counted[0]}, {counted[1]}",
                 )
-    for location in places.tolist():
-        if segment_of(location) not in level.tier.drives[location >> 56].segments:
-            where = f"slot {segment_of(location)}"
-            report.add(level.name, f"a block is said to be in {where}, which is not in use")
+    for place in np.unique(places >> 32).tolist():
+        if place not in used:
+            where = f"slot {place & 0xFFFFFF}"
+            report.add(lower.name, f"a block is said to be in {where}, which is not in use")
 
 
-def _with_mirrors(level: Level, mirrors: Mirrors, report: CheckReport) -> tuple[Rows, Rows]:
+def _with_second_copies(
+    lower: LowerTier, copies: SecondCopies, report: CheckReport
+) -> tuple[Rows, Rows]:
     """Places and rows of all copies in a tier that mirrors."""
-    first, second = level.copies.location.array, mirrors.location.array
-    ready = level.copies.state.array == _READY
+    first, second = lower.copies.location.array, copies.location.array
+    ready = lower.copies.state.array == _READY
     twice = second != NONE
     if (twice & ~ready).any() or (twice & (first >> 56 == second >> 56)).any():
-        report.add(level.name, "a second copy is without a first one on another drive")
-    if int(twice.sum()) != mirrors.count:
-        where = f"{int(twice.sum())} blocks are mirrored, the books say {mirrors.count}"
-        report.add(level.name, where)
+        report.add(lower.name, "a second copy is without a first one on another drive")
+    if int(twice.sum()) != copies.count:
+        where = f"{int(twice.sum())} blocks are mirrored, the store counts {copies.count}"
+        report.add(lower.name, where)
     rows = np.concatenate([np.flatnonzero(ready), np.flatnonzero(twice)])
     return np.concatenate([first[ready], second[twice]]), rows
 
 
-def _check_tree(stock: Stock, report: CheckReport) -> None:
-    catalog = stock.catalog
-    for row in _rows(stock):
+def _check_tree(state: StoreState, report: CheckReport) -> None:
+    catalog = state.catalog
+    for row in _rows(state):
         parent = catalog.tree.parent[row]
         if parent == NONE:
             continue
@@ -120,77 +125,81 @@ def _check_tree(stock: Stock, report: CheckReport) -> None:
             report.add("index", f"row {row} hangs below a row that is not its parent")
 
 
-def _leased_rows(stock: Stock) -> Iterator[int]:
+def _leased_rows(state: StoreState) -> Iterator[int]:
     """Every row, each leased while it is looked at."""
-    with stock.changed:
-        everything = _rows(stock)
+    with state.lock:
+        everything = _rows(state)
     for start in range(0, len(everything), _BATCH):
-        with stock.changed:
+        with state.lock:
             batch = [
-                row for row in everything[start : start + _BATCH] if stock.catalog.is_live(row)
+                row for row in everything[start : start + _BATCH] if state.catalog.is_live(row)
             ]
-            stock.catalog.lease(batch)
+            state.catalog.lease(batch)
         try:
             yield from batch
         finally:
-            with stock.changed:
-                stock.unlease(batch)
+            with state.lock:
+                state.unlease(batch)
 
 
-def _check_bytes(stock: Stock, row: int, report: CheckReport) -> None:
-    catalog = stock.catalog
-    with stock.changed:
-        here = [pool for pool in stock.pools if pool.copies.ready(row)]
+def _check_bytes(state: StoreState, row: int, report: CheckReport) -> None:
+    catalog = state.catalog
+    with state.lock:
+        here = [memory for memory in state.memory_tiers if memory.copies.ready(row)]
     report.nbytes += catalog.nbytes[row]
-    for pool in here:
-        if not _memory_intact(pool, row):
+    for memory in here:
+        if not _memory_intact(memory, row):
             what = f"block {catalog.table.key(row).hex()} does not match its checksum"
-            report.add(pool.name, what)
-    for level in stock.levels:
-        with stock.changed:
-            places = level.places(row)
+            report.add(memory.name, what)
+    for lower in state.lower_tiers:
+        with state.lock:
+            places = lower.places(row)
         for location in places:
-            _check_copy(stock, level, row, location, report)
+            _check_copy(state, lower, row, location, report)
 
 
-def _check_copy(stock: Stock, level: Level, row: int, location: int, report: CheckReport) -> None:
-    """Read a block's copy at one place of a file tier."""
-    catalog = stock.catalog
+def _check_copy(
+    state: StoreState, lower: LowerTier, row: int, location: int, report: CheckReport
+) -> None:
+    """Read a block's copy at one place of a lower tier."""
+    catalog = state.catalog
     nbytes = record_bytes(catalog.nbytes[row])
-    with stock.changed:
-        slot = stock.staging.allocate(nbytes, TEMPORARY)
+    with state.lock:
+        slot = state.staging.allocate(nbytes, TEMPORARY)
     if slot is None:
         return
     key = catalog.table.key(row)
-    intact = _read(stock, level, key, location, stock.staging.image(slot, nbytes))
-    with stock.changed:
-        stock.staging.free(slot)
-        moved = location not in level.places(row)
+    intact = _read(state, lower, key, location, state.staging.image(slot, nbytes))
+    with state.lock:
+        state.staging.free(slot)
+        moved = location not in lower.places(row)
     if not intact and not moved:
-        drive = level.tier.drives[location >> 56]
+        label = lower.tier.drive(drive_of(location)).label
         report.add(
-            f"{drive.medium.label}: slot {segment_of(location)}, page {location & 0xFFFFFFFF}",
+            f"{label}: slot {segment_of(location)}, page {location & 0xFFFFFFFF}",
             f"block {key.hex()} cannot be read back",
         )
 
 
-def _read(stock: Stock, level: Level, key: BlockKey, location: int, image: memoryview) -> bool:
+def _read(
+    state: StoreState, lower: LowerTier, key: BlockKey, location: int, image: memoryview
+) -> bool:
     """Read and verify a record; a drive that is left alone for a moment is waited for."""
-    drive = level.tier.drives[drive_of(location)]
+    tier, drive = lower.tier, drive_of(location)
     for _ in range(_TRIES):
-        worked = drive.breaker.closed
-        if level.tier.read_image(key, location, image):
+        was_up = tier.is_up(drive)
+        if tier.read_records([key], [location], [image])[0]:
             return True
-        pause_s = drive.breaker.health().retry_in_s
-        if (worked and drive.breaker.closed) or drive.lost or pause_s > _PAUSE_S_MAX:
+        facts = tier.drive(drive)
+        if (was_up and facts.up) or facts.lost or facts.retry_in_s > _PAUSE_S_MAX:
             break
-        stock.ended.wait(pause_s)
+        state.closing.wait(facts.retry_in_s)
     return False
 
 
-def _memory_intact(pool: Pool, row: int) -> bool:
-    image, nbytes = pool.image(row), pool.catalog.nbytes[row]
-    chunk_bytes = own_chunk_bytes(image, pool.catalog.table.key(row), nbytes)
+def _memory_intact(memory: MemoryTier, row: int) -> bool:
+    image, nbytes = memory.image(row), memory.catalog.nbytes[row]
+    chunk_bytes = own_chunk_bytes(image, memory.catalog.table.key(row), nbytes)
     if not chunk_bytes:
         return False
     slot = address_of(image)[0]

@@ -1,75 +1,72 @@
-"""Looks after drives that nobody can use: one that was pulled, left alone, or is not measured yet.
+"""Looks after drives: tries those that failed, mounts those that came back, measures new ones.
 
-Without it a drive would come back only when somebody happens to write to it or to ask for what it
-has, and nobody asks for what `match` does not promise.
+Without it a drive would come back only when something is written to it: `match` does not promise
+blocks on a drive that is down, so that no call reads from it.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
-from kvdepot.store.drives.restore import Restorer
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.state import Stock
-from kvdepot.store.write.write_back import Writer
+from kvdepot.core.tier import ChangesDrives
+from kvdepot.store.move.reclaim import DriveRoom
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
 
 _LOOK_S: Final = 1.0
 _LOOK_S_MIN: Final = 0.02
 _QUIET_S: Final = 0.25
-"""Nobody has read for so long."""
+"""A tier that was not read from for so long can be measured."""
 
 
-class Prober:
+class DriveWatchdog:
     """The background thread of all drives of a store."""
 
-    def __init__(self, stock: Stock, writers: Mapping[Level, Sequence[Writer]]) -> None:
-        self._stock = stock
-        self._writers = writers
-        self._measure_in_s = 0.0
-        self.thread = threading.Thread(target=self._run, name="kvdepot-prober", daemon=True)
+    def __init__(self, state: StoreState, rooms: Mapping[LowerTier, DriveRoom]) -> None:
+        self._state = state
+        self._rooms = rooms
+        self.thread = threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True)
 
     def _run(self) -> None:
+        tiers = [
+            (lower, lower.tier)
+            for lower in self._state.lower_tiers
+            if isinstance(lower.tier, ChangesDrives)
+        ]
+        pause_s = _LOOK_S_MIN
         try:
-            while not self._stock.ended.wait(self._pause_s()):
-                for level in self._stock.levels:
-                    for index in range(len(level.tier.drives)):
-                        self.look(level, index)
-                pauses = [level.tier.measure(self._is_quiet) for level in self._stock.levels]
-                self._measure_in_s = min(pauses)
+            while not self._state.closing.wait(pause_s):
+                for lower, _ in tiers:
+                    for drive in range(lower.tier.drive_count()):
+                        self.look(lower, drive)
+                measure_s = [changes.measure(self._is_quiet) for _, changes in tiers]
+                pause_s = max(_LOOK_S_MIN, min([_LOOK_S, *measure_s, *self._retries_s()]))
         finally:
-            for level in self._stock.levels:
-                level.tier.stop_measuring()
+            for _, changes in tiers:
+                changes.stop_measuring()
+
+    def look(self, lower: LowerTier, drive: int) -> None:
+        """Bring one drive back if it is away and can be."""
+        if lower.tier.drive(drive).draining or self._state.closing.is_set():
+            return
+        if isinstance(lower.tier, ChangesDrives):
+            lower.tier.probe(drive)
+        if lower.tier.drive(drive).lost:
+            self._rooms[lower].restore(drive)
 
     def _is_quiet(self) -> bool:
-        """Whether nobody reads, and nothing waits to be written."""
-        since_s = self._stock.clock.now() - _QUIET_S
-        return not self._stock.closing and not any(
-            level.tickets or level.moving or level.pace.busy_since(since_s)
-            for level in self._stock.levels
+        """Whether no call reads, and nothing waits to be written."""
+        since_s = self._state.clock.now() - _QUIET_S
+        return not self._state.closing.is_set() and not any(
+            lower.tickets or lower.moving or lower.foreground.busy_since(since_s)
+            for lower in self._state.lower_tiers
         )
 
-    def look(self, level: Level, index: int) -> None:
-        """Bring one drive back if it is away and can be."""
-        drive = level.tier.drives[index]
-        if drive.draining or self._stock.closing:
-            return
-        level.tier.probe(index)
-        if drive.lost:
-            self._restore(level, index)
-
-    def _restore(self, level: Level, index: int) -> None:
-        writers = self._writers.get(level, ())
-        if index < len(writers):
-            writers[index].restore()
-        elif not level.tier.writable:
-            Restorer(self._stock, level, index).restore()
-
-    def _pause_s(self) -> float:
-        """Until the next drive may be tried again, or measured on."""
-        away = [
-            drive.breaker.health().retry_in_s
-            for level in self._stock.levels
-            for drive in level.tier.drives
-            if not drive.draining and not drive.breaker.closed
+    def _retries_s(self) -> list[float]:
+        """In how many seconds each drive that failed may be tried again."""
+        facts = [
+            lower.tier.drive(drive)
+            for lower in self._state.lower_tiers
+            for drive in range(lower.tier.drive_count())
         ]
-        return max(_LOOK_S_MIN, min([_LOOK_S, self._measure_in_s, *away]))
+        return [fact.retry_in_s for fact in facts if not fact.draining and not fact.up]

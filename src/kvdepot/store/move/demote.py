@@ -1,66 +1,97 @@
-"""Copies blocks from one file tier to the slower one below it, a prompt in one piece.
+"""Copies blocks from one lower tier to the slower one below it, a prompt in one piece.
 
 Blocks of a path are gathered from wherever they lie and appended one behind the other, up to
-`run_bytes` on one drive, then on the next. So a returning prompt is a few long reads.
+`run_bytes` on one drive, then on the next. So a returning prompt is a few long reads. What leaves a
+tier next is copied ahead: a reclaim then finds its blocks below already, and only drops them.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.core.tier import SegmentInfo
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.placing.extra_copies import DemotionFacts, worth_demoting
-from kvdepot.store.move.append import MakeRoom, append
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.state import TEMPORARY, Stock
-from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, Stride, rest_s
+from kvdepot.store.move.copy_run import PIECE_BYTES, BlockMover, CopyJob
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.yielding import PieceSize
 
-_PIECE_BYTES: Final = 4 << 20
-"""Copied in one go at most: a read which comes meanwhile should not notice."""
 _GATHER_MAX: Final = 4096
-"""Blocks looked at in one go, lock held."""
+"""Blocks looked at in one go, with the lock."""
+_LOOK_S: Final = 1.0
+_FULL_SHARE: Final = 0.5
+"""A drive that has used this much of its segments will need room."""
+_AHEAD_SHARE: Final = 0.25
+"""The oldest part of its segments, which is copied ahead."""
 
 
-@dataclass(slots=True)
-class Piece:
-    """Blocks on their way down: rows, their images, and the staging slots among these."""
+class Demote(CopyJob):
+    in_place = True
 
-    rows: list[int]
-    images: list[memoryview]
-    slots: list[int]
-    fetch: list[int]
-    """Which of them are not in memory, and must be read."""
+    def __init__(self, state: StoreState, upper: LowerTier, lower: LowerTier) -> None:
+        super().__init__(lower)
+        self._state = state
+        self._upper = upper
+
+    def is_wanted(self, row: int) -> bool:
+        return (
+            self._state.catalog.is_live(row)
+            and self._upper.usable(row)
+            and self.target.copies.absent(row)
+            and row not in self.target.tickets
+        )
+
+    def source(self, row: int) -> tuple[LowerTier, int] | None:
+        return self._upper, self._upper.best_place(row)
+
+    def claim(self, row: int) -> None:
+        super().claim(row)
+        self.target.copies.reserve(row, 0)
+
+    def enter(self, row: int, location: int) -> None:
+        self.target.copies.location[row] = location
+        self.target.copies.seal(row)
+        self.target.enter(row, location)
+        self._state.counters.demoted += 1
+
+    def give_up(self, row: int) -> None:
+        self.target.copies.drop(row)
 
 
 class Demoter:
     """Between two tiers. Threads may share it."""
 
-    def __init__(self, stock: Stock, upper: Level, lower: Level, make_room: MakeRoom) -> None:
-        self._stock = stock
+    def __init__(
+        self, state: StoreState, upper: LowerTier, lower: LowerTier, mover: BlockMover
+    ) -> None:
+        self._state = state
         self.upper = upper
         self.lower = lower
-        self._make_room = make_room
-        self._stride = Stride(_PIECE_BYTES)
+        self._mover = mover
+        self._job = Demote(state, upper, lower)
+        self._size = PieceSize(PIECE_BYTES)
 
     def demote(self, rows: Sequence[int], *, urgent: bool) -> None:
         """Copy down what is worth it of `rows` and of their paths. They stay where they are.
 
-        `urgent`: somebody waits for room; else it rests while others read.
+        `urgent`: a reclaim waits for it; else it rests while foreground reads go on.
         """
         for start in range(0, len(rows), _GATHER_MAX):
-            with self._stock.changed:
+            with self._state.lock:
                 gathered = self._gather(rows[start : start + _GATHER_MAX])
             for run in self._runs(gathered):
-                if self._stock.closing or not self._copy_run(run, urgent=urgent):
+                if not self._copy_run(run, urgent=urgent):
                     return
 
     def _gather(self, rows: Iterable[int]) -> list[int]:
         """The rows and what is above and below them in the upper tier, in path order."""
-        tree, copies = self._stock.catalog.tree, self.upper.copies
+        assert self._state.held()
+        tree, copies = self._state.catalog.tree, self.upper.copies
         seen: dict[int, None] = {}
         for row in rows:
             above: list[int] = []
@@ -80,18 +111,18 @@ class Demoter:
         return path_order(tree, found[worth_demoting(self._facts(found))].tolist())
 
     def _facts(self, rows: Rows) -> DemotionFacts:
-        tree = self._stock.catalog.tree
+        tree = self._state.catalog.tree
         return DemotionFacts(
             below=self.lower.copies.state.array[rows] != 0,
             hits=tree.hits.array[rows].astype(np.int64),
             continues=tree.parent.array[rows] != NONE,
             continued=tree.only_children(rows)[0] != NONE,
-            closed=self._stock.catalog.closed.mask(rows),
+            closed=self._state.catalog.closed.mask(rows),
         )
 
     def _runs(self, rows: list[int]) -> Iterator[list[int]]:
         """Rows that go to one drive."""
-        nbytes = self._stock.catalog.nbytes
+        nbytes = self._state.catalog.nbytes
         run: list[int] = []
         total = 0
         for row in rows:
@@ -104,126 +135,56 @@ class Demoter:
             yield run
 
     def _copy_run(self, rows: list[int], *, urgent: bool) -> bool:
-        """Copy rows to the next drive. False: no drive takes them."""
-        stock, turns = self._stock, self.lower.turns
-        with stock.changed:
-            nbytes = sum(record_bytes(stock.catalog.nbytes[row]) for row in rows)
-            drive = turns.next()
+        """Copy rows to the next drive. False: no drive takes them, or the store closes."""
+        state, shares = self._state, self.lower.shares
+        with state.lock:
+            nbytes = sum(record_bytes(state.catalog.nbytes[row]) for row in rows)
+            drive = shares.next()
             if drive is None:
                 return False
-            turns.take(drive, nbytes, stock.clock.now())
+            shares.take(drive, nbytes, state.clock.now())
+        rests = () if urgent else (self.upper, self.lower)
         try:
-            return self._copy_to(drive, rows, urgent=urgent)
-        finally:
-            with stock.changed:
-                turns.done(drive, nbytes)
-
-    def _copy_to(self, drive: int, rows: list[int], *, urgent: bool) -> bool:
-        left = rows
-        while left and not self._stock.closing:
-            started_s = self._stock.clock.now()
-            with self._stock.changed:
-                piece, left = self._claim(left)
-                if not piece.rows and left:
-                    return False
-            if piece.rows:
-                if not self._copy(piece, drive):
-                    return False
-                self._stride.took(sum(map(len, piece.images)), self._stock.clock.now() - started_s)
-            if not urgent:
-                rest(self._stock, [self.upper, self.lower], started_s)
-        return True
-
-    def _claim(self, rows: list[int]) -> tuple[Piece, list[int]]:
-        """Take as many rows as there is memory for. Lock held."""
-        stock, catalog = self._stock, self._stock.catalog
-        budget = min(self._stride.nbytes, max(1, stock.staging.capacity_bytes // 4))
-        piece = Piece([], [], [], [])
-        for index, row in enumerate(rows):
-            nbytes = record_bytes(catalog.nbytes[row])
-            if piece.rows and nbytes > budget:
-                return self._claimed(piece), rows[index:]
-            if not self._wanted(row):
-                continue
-            if catalog.memory.ready(row):
-                image = stock.arena.image(catalog.memory.location[row], nbytes)
-            else:
-                slot = stock.staging.allocate(nbytes, TEMPORARY)
-                if slot is None:
-                    return self._claimed(piece), rows[index:]
-                image = stock.staging.image(slot, nbytes)
-                piece.slots.append(slot)
-                piece.fetch.append(len(piece.rows))
-            piece.rows.append(row)
-            piece.images.append(image)
-            budget -= nbytes
-        return self._claimed(piece), []
-
-    def _wanted(self, row: int) -> bool:
-        catalog, lower = self._stock.catalog, self.lower
-        return (
-            catalog.is_live(row)
-            and self.upper.usable(row)
-            and lower.copies.absent(row)
-            and row not in lower.tickets
-        )
-
-    def _claimed(self, piece: Piece) -> Piece:
-        for row in piece.rows:
-            self.lower.copies.reserve(row, 0)
-        self.lower.moving.update(piece.rows)
-        self._stock.catalog.lease(piece.rows)
-        return piece
-
-    def _copy(self, piece: Piece, drive: int) -> bool:
-        """Read and append. False: the drive took nothing."""
-        upper, table = self.upper, self._stock.catalog.table
-        intact = [True] * len(piece.rows)
-        if piece.fetch:
-            rows = [piece.rows[index] for index in piece.fetch]
-            found = upper.tier.read_images(
-                [table.key(row) for row in rows],
-                [upper.readable(row) for row in rows],
-                [piece.images[index] for index in piece.fetch],
+            return not self._mover.copy_all(
+                self._job, rows, lambda: [drive], size=self._size, rests=rests
             )
-            for index, good in zip(piece.fetch, found, strict=True):
-                intact[index] = good
-        images = [image for image, good in zip(piece.images, intact, strict=True) if good]
-        places = iter(append(self.lower.tier, drive, images, self._make_room))
-        locations = [next(places) if good else None for good in intact]
-        self._commit(piece, locations)
-        return not images or any(location is not None for location in locations)
-
-    def _commit(self, piece: Piece, locations: list[int | None]) -> None:
-        """Enter what was written; removals that came meanwhile are written down too."""
-        stock, lower, catalog = self._stock, self.lower, self._stock.catalog
-        removed = []
-        with stock.changed:
-            for row, location in zip(piece.rows, locations, strict=True):
-                if location is None:
-                    lower.copies.drop(row)
-                    continue
-                lower.copies.location[row] = location
-                lower.copies.seal(row)
-                lower.enter(row, location)
-                stock.counters.demoted += 1
-                if catalog.is_doomed(row):
-                    removed.append(lower.tier.removal(catalog.table.key(row)))
-        unrecorded = bool(removed) and bool(lower.tier.erase(removed))
-        with stock.changed:
-            stock.counters.removal_unrecorded += unrecorded
-            for slot in piece.slots:
-                stock.staging.free(slot)
-            lower.moving.difference_update(piece.rows)
-            stock.unlease(piece.rows)
+        finally:
+            with state.lock:
+                shares.done(drive, nbytes)
 
 
-def rest(stock: Stock, levels: Sequence[Level], since_s: float) -> None:
-    """Leave drives that were worked on `since_s` to those who read, if there are any."""
-    busy = [level for level in levels if level.pace.busy_since(since_s)]
-    if not busy:
-        return
-    share = HEAD_SHARE if any(level.run_bytes for level in busy) else FLASH_SHARE
-    pause_s = rest_s(stock.clock.now() - since_s, share)
-    with stock.changed:
-        stock.changed.wait_for(lambda: stock.closing, pause_s)
+class DemoteAhead:
+    """The background thread of one pair of tiers."""
+
+    def __init__(self, state: StoreState, demoter: Demoter) -> None:
+        self._state = state
+        self._demoter = demoter
+        self._done: set[int] = set()
+        """Segments, by id, that were looked at."""
+        name = f"kvdepot-{demoter.upper.name}-demote-ahead"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        while not self._state.closing.wait(_LOOK_S):
+            if self._demoter.lower.tier.is_up():
+                self.look()
+
+    def look(self) -> None:
+        """Copy down what the drives will drop next."""
+        upper = self._demoter.upper
+        for drive in range(upper.tier.drive_count()):
+            for segment in self._next_to_go(drive):
+                self._done.add(segment.segment_id)
+                with self._state.lock:
+                    rows = upper.live(drive, segment.slot).tolist()
+                self._demoter.demote(rows, urgent=False)
+                if self._state.closing.is_set():
+                    return
+
+    def _next_to_go(self, drive: int) -> list[SegmentInfo]:
+        tier = self._demoter.upper.tier
+        facts = tier.drive(drive)
+        if facts.spare_segments > facts.segments_max * (1 - _FULL_SHARE) or not facts.up:
+            return []
+        oldest = tier.segments(drive)[: max(1, int(facts.segments_max * _AHEAD_SHARE))]
+        return [segment for segment in oldest if segment.segment_id not in self._done]

@@ -1,4 +1,4 @@
-"""Carries blocks between two memories: down before room is needed, up when they belong there.
+"""Moves blocks between two memory tiers: down before room is needed, up when they belong there.
 
 It keeps some of the faster memory free. What leaves is what its order says, tails before heads;
 whether it is worth a place below, and what of the slower memory is worth one above, is asked of
@@ -13,16 +13,16 @@ from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, reco
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, VERIFY, address_of
 from kvdepot.policy.placing.memory_levels import ExpectedReuse, is_kept, is_promoted
-from kvdepot.store.state.memory_tier import Pool
-from kvdepot.store.state.state import Stock
-from kvdepot.store.write.memory_eviction import Room
+from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.write.memory_eviction import SlotAllocator
 from kvdepot.tiers.memory.copy_ops import transfers
 
 _PIECE_BYTES: Final = 8 << 20
 _BLOCKS_MAX: Final = 32
 """Copied in one go; and looked at in one go, lock held."""
 _PAUSE_S: Final = 0.05
-"""Between two looks at what was read in the slower memory: whoever reads should not notice."""
+"""Between two looks at what was read in the slower memory: reads should not notice."""
 _SPARE_SHARE: Final = 64
 """One part in as many of the faster memory is kept free, and twice that when there is time."""
 _SPARE_SHARE_MAX: Final = 8
@@ -30,77 +30,78 @@ _SPARE_SHARE_MAX: Final = 8
 
 
 @dataclass(slots=True)
-class Load:
+class MemoryMove:
     """Blocks on their way from one memory to the other, all of them leased."""
 
     rows: list[int] = field(default_factory=list)
     stamps: list[int] = field(default_factory=list)
     """When each was used last."""
-    carried: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
     """Those of the rows that are copied."""
 
 
-class Porter:
+class MemoryLevels:
     """The background thread of a store with two memories."""
 
-    def __init__(self, stock: Stock) -> None:
-        self._stock = stock
-        self._upper, self._lower = stock.pools
-        self._return_times = stock.return_times
-        self._room = Room(stock, self._lower)
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._upper, self._lower = state.memory_tiers
+        self._return_times = state.return_times
+        self._slots = SlotAllocator(state, self._lower)
         self._upper.spare_bytes = max(1, self._upper.arena.capacity_bytes // _SPARE_SHARE)
         self._full = 0
         self._since_s = 0.0
-        self.thread = threading.Thread(target=self._run, name="kvdepot-cxl-porter", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvdepot-memory-levels", daemon=True)
 
-    def call(self) -> None:
-        """Wake the thread."""
-        self._upper.call.set()
+    def wake(self) -> None:
+        self._upper.wake.set()
 
     def _run(self) -> None:
         try:
-            while not self._stock.closing:
+            while not self._state.closing.is_set():
                 if not self._bring_down() and not (self._is_time() and self._bring_up()):
-                    self._upper.call.wait(_PAUSE_S if self._upper.hits else None)
-                    self._upper.call.clear()
+                    self._upper.wake.wait(_PAUSE_S if self._upper.hits else None)
+                    self._upper.wake.clear()
         finally:
-            self._upper.spare_bytes = 0  # nobody waits for it any longer
+            self._upper.spare_bytes = 0  # nothing is moved ahead of need any longer
 
     def _is_time(self) -> bool:
         """Whether readers have been left alone for a while: what they read can wait to come up."""
-        now_s = self._stock.clock.now()
+        now_s = self._state.clock.now()
         if not self._upper.hits:
             self._since_s = now_s
         return now_s - self._since_s >= _PAUSE_S
 
     def _bring_down(self) -> bool:
         """Free some of the faster memory. False: there was nothing to do."""
-        with self._stock.changed:
+        with self._state.lock:
             self._adjust_spare()
-            load = self._choose_leaving()
-        if load.rows:
-            self._carry(load, self._upper, self._lower)
-        return bool(load.rows)
+            move = self._choose_leaving()
+        if move.rows:
+            self._move(move, self._upper, self._lower)
+        return bool(move.rows)
 
     def _bring_up(self) -> bool:
         """Promote what was read in the slower memory. False: there was nothing to do."""
-        with self._stock.changed:
+        with self._state.lock:
             tried = bool(self._upper.hits)
-            load = self._choose_returning()
-        if load.rows:
-            self._carry(load, self._lower, self._upper)
+            move = self._choose_returning()
+        if move.rows:
+            self._move(move, self._lower, self._upper)
         return tried
 
     def _adjust_spare(self) -> None:
-        """Keep more free after blocks left that had not been copied. Lock held."""
+        """Keep more free after blocks left that had not been copied."""
+        assert self._state.held()
         upper = self._upper
         if upper.overruns != self._full:
             self._full = upper.overruns
             most = upper.arena.capacity_bytes // _SPARE_SHARE_MAX
             upper.spare_bytes = max(1, min(most, 2 * upper.spare_bytes))
 
-    def _choose_leaving(self) -> Load:
-        """The next blocks to leave the faster memory, tail first. Lock held."""
+    def _choose_leaving(self) -> MemoryMove:
+        """The next blocks to leave the faster memory, tail first."""
+        assert self._state.held()
         upper = self._upper
         for group in list(upper.short):
             row = upper.leaves.coldest(group)
@@ -108,16 +109,17 @@ class Porter:
                 del upper.short[group]
                 continue
             rows = upper.leaves.chain(row, min(_BLOCKS_MAX, max(1, _PIECE_BYTES // group)))
-            load = self._leased(rows)
+            move = self._leased(rows)
             for row in rows:
                 if self._lower.copies.absent(row) and self._reserve_below(row, group):
-                    load.carried.append(row)
-            return load
-        return Load()
+                    move.copied.append(row)
+            return move
+        return MemoryMove()
 
-    def _choose_returning(self) -> Load:
-        """Blocks that were read in the slower memory and belong in the faster. Lock held."""
-        upper, lower, catalog = self._upper, self._lower, self._stock.catalog
+    def _choose_returning(self) -> MemoryMove:
+        """Blocks that were read in the slower memory and belong in the faster."""
+        assert self._state.held()
+        upper, lower, catalog = self._upper, self._lower, self._state.catalog
         rows: list[int] = []
         total = 0
         for _ in range(min(len(upper.hits), _BLOCKS_MAX)):
@@ -127,7 +129,7 @@ class Porter:
                 continue
             nbytes = record_bytes(catalog.nbytes[row])
             slot = upper.arena.allocate(nbytes, row)
-            upper.watch(nbytes, full=False)
+            upper.note_allocation(nbytes, full=False)
             if slot is None:
                 continue
             upper.copies.reserve(row, slot)
@@ -135,25 +137,26 @@ class Porter:
             total += nbytes
             if total >= _PIECE_BYTES:
                 break
-        load = self._leased(rows)
-        load.carried = list(rows)
-        return load
+        move = self._leased(rows)
+        move.copied = list(rows)
+        return move
 
-    def _leased(self, rows: list[int]) -> Load:
-        catalog = self._stock.catalog
+    def _leased(self, rows: list[int]) -> MemoryMove:
+        catalog = self._state.catalog
         catalog.lease(rows)
-        return Load(rows, [catalog.tree.stamp[row] for row in rows])
+        return MemoryMove(rows, [catalog.tree.stamp[row] for row in rows])
 
     def _reserve_below(self, row: int, group: int) -> bool:
-        """A slot in the slower memory for a block that is worth it. Lock held."""
+        """A slot in the slower memory for a block that is worth it."""
+        assert self._state.held()
         lower = self._lower
-        if row in self._stock.catalog.closed:
-            return False  # nobody will come back for it
+        if row in self._state.catalog.closed:
+            return False  # its session will not come back
         if lower.arena.room(group) < group:
             incumbent = lower.leaves.coldest(group)
             if incumbent != NONE and not is_kept(self._outlook(row), self._outlook(incumbent)):
                 return False
-        slot = self._room.slot(group, row)
+        slot = self._slots.allocate(group, row)
         if slot is None:
             return False
         lower.copies.reserve(row, slot)
@@ -161,26 +164,26 @@ class Porter:
 
     def _belongs_above(self, row: int) -> bool:
         upper = self._upper
-        if row in self._stock.catalog.closed:
+        if row in self._state.catalog.closed:
             return False
-        group = upper.arena.slot_bytes(record_bytes(self._stock.catalog.nbytes[row]))
+        group = upper.arena.slot_bytes(record_bytes(self._state.catalog.nbytes[row]))
         if upper.arena.room(group) > 2 * upper.spare(group) + _PIECE_BYTES:
             return True  # more than is kept free
         incumbent = upper.leaves.coldest(group)
         return incumbent != NONE and is_promoted(self._outlook(row), self._outlook(incumbent))
 
-    def _carry(self, load: Load, source: Pool, target: Pool) -> None:
+    def _move(self, move: MemoryMove, source: MemoryTier, target: MemoryTier) -> None:
         """Copy, make blocks of the copies, and let the originals go."""
         intact: dict[int, bool] = {}
         try:
-            intact = {row: self._copy(row, source, target) for row in load.carried}
+            intact = {row: self._copy(row, source, target) for row in move.copied}
         finally:
-            with self._stock.changed:
-                self._settle(load, source, target, intact)
+            with self._state.lock:
+                self._settle(move, source, target, intact)
 
-    def _copy(self, row: int, source: Pool, target: Pool) -> bool:
+    def _copy(self, row: int, source: MemoryTier, target: MemoryTier) -> bool:
         """Copy a record. False: it is not what its checksums say."""
-        catalog = self._stock.catalog
+        catalog = self._state.catalog
         image, copy = source.image(row), target.image(row)
         key, nbytes = catalog.table.key(row), catalog.nbytes[row]
         chunk_bytes = own_chunk_bytes(image, key, nbytes)
@@ -196,30 +199,34 @@ class Porter:
             ops.append((0, at + end, to + end, len(image) - end, 0, 0, COPY))
         return not transfers(ops).any()
 
-    def _settle(self, load: Load, source: Pool, target: Pool, intact: dict[int, bool]) -> None:
-        """Make what was copied blocks of the target, drop what left the source. Lock held."""
-        stock, counters = self._stock, self._stock.counters
-        for row in load.carried:
-            if intact.get(row) and stock.catalog.is_live(row):
+    def _settle(
+        self, move: MemoryMove, source: MemoryTier, target: MemoryTier, intact: dict[int, bool]
+    ) -> None:
+        """Make what was copied blocks of the target, drop what left the source."""
+        assert self._state.held()
+        state, counters = self._state, self._state.counters
+        for row in move.copied:
+            if intact.get(row) and state.catalog.is_live(row):
                 target.seal(row)
                 counters.promoted += target is self._upper
                 counters.demoted += target is self._lower
             else:
                 target.drop(row)
                 counters.quarantined += intact.get(row) is False
-        stamps = stock.catalog.tree.stamp
-        used = [stamps[row] != stamp for row, stamp in zip(load.rows, load.stamps, strict=True)]
-        for row, again in zip(load.rows, used, strict=True):
+        stamps = state.catalog.tree.stamp
+        used = [stamps[row] != stamp for row, stamp in zip(move.rows, move.stamps, strict=True)]
+        for row, again in zip(move.rows, used, strict=True):
             damaged = intact.get(row) is False
             if self._may_go(row, source, damaged=damaged, used=again):
                 source.drop(row)
                 counters.evicted_dram += source is self._upper and not damaged
-        stock.unlease(load.rows)
+        state.unlease(move.rows)
 
-    def _may_go(self, row: int, source: Pool, *, damaged: bool, used: bool) -> bool:
-        """Whether nobody needs the original any more. Lock held."""
-        stock = self._stock
-        if stock.catalog.leases(row) != 1 or not source.copies.ready(row):
+    def _may_go(self, row: int, source: MemoryTier, *, damaged: bool, used: bool) -> bool:
+        """Whether the original is no longer needed."""
+        assert self._state.held()
+        state = self._state
+        if state.catalog.leases(row) != 1 or not source.copies.ready(row):
             return False
         if source is self._lower:
             return damaged or self._upper.copies.ready(row)

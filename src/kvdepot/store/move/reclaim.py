@@ -1,83 +1,227 @@
-"""Making room on a drive: pick a segment, move on what earned it, drop the rest, reuse it.
+"""Making room on a drive: pick a segment, move on what earned it, drop the rest, free it.
 
 The lock is taken for a few hundred blocks at a time, so that callers are not held up by a segment
 of many small ones; each step looks again at what may have changed meanwhile.
 """
 
+import contextlib
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
-from kvdepot.core.tier import Purpose
+from kvdepot.core.tier import ChangesDrives, Purpose, SegmentInfo
+from kvdepot.errors import KVDepotError
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, rule_named
+from kvdepot.store.move.copy_run import PIECE_BYTES, BlockMover, CopyJob
 from kvdepot.store.move.demote import Demoter
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.state import TEMPORARY, Stock
-from kvdepot.tiers.log.segments import Segment
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.yielding import PieceSize
 
 _OLDEST: Final = 8
 _NEWEST: Final = 4
 """Segments looked at for each reclaim; the newest, in case one prompt outgrows the drive."""
-_ORPHANS_MAX: Final = 4096
+_DESCENDANTS_MAX: Final = 4096
 """Blocks counted below a segment's own; more make no difference to the choice."""
 _STEP: Final = 256
-"""Blocks dealt with before others get the lock."""
+"""Blocks dealt with before other threads get the lock."""
+_PATIENCE_S: Final = 2.0
+"""How long write-back waits for room that leases hold, before blocks are given up."""
+_LOOK_AGAIN_S: Final = 0.05
+_log = logging.getLogger("kvdepot.store")
+
+
+class DriveRoom:
+    """Keeps room on the drives of one tier. One thread at a time works on a drive."""
+
+    def __init__(
+        self, state: StoreState, lower: LowerTier, mover: BlockMover, demoter: Demoter | None
+    ) -> None:
+        self._state = state
+        self._lower = lower
+        self.reclaimer = Reclaimer(state, lower, mover, demoter)
+        self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        """Held by the thread that reclaims or mounts a drive."""
+
+    def make(self, drive: int, nbytes: int) -> bool:
+        """Do what lets a refused append succeed. False: nothing helps."""
+        with self._upkeep(drive, self._lower.config.write_timeout) as mine:
+            if not mine:
+                return False
+            facts = self._lower.tier.drive(drive)
+            if facts.lost:
+                return self._mount_again(drive)
+            if not facts.up:
+                return False
+            return self._lower.tier.has_room(drive, nbytes) or self.reclaimer.reclaim(drive)
+
+    def wait_for(self, drive: int, nbytes: int) -> bool:
+        """`make`, once leases and writes let go of room that they hold. False: nothing helps."""
+        state = self._state
+        deadline_s = state.clock.now() + _PATIENCE_S
+        while not self.make(drive, nbytes):
+            with state.lock:
+                held_up = state.clock.now() < deadline_s and self.reclaimer.is_held_up(drive)
+                if held_up:
+                    state.room.wait(_LOOK_AGAIN_S)
+            if not held_up:
+                return self.make(drive, nbytes)  # it may have become free just now
+        return True
+
+    def keep_spare(self, drive: int) -> None:
+        """Reclaim ahead of need, while the new segment still has room for what is kept."""
+        with self._upkeep(drive, 0.0) as mine:
+            while mine:
+                facts = self._lower.tier.drive(drive)
+                if not facts.up or facts.lost or facts.spare_segments >= 1:
+                    return
+                if not self.reclaimer.reclaim(drive):
+                    return
+
+    def shrink(self, drive: int) -> None:
+        """Reclaim until the drive has no more segments than it may."""
+        tier = self._lower.tier
+        assert isinstance(tier, ChangesDrives)
+        with self._upkeep(drive, None) as mine:
+            while mine and not tier.trim(drive) and self.reclaimer.reclaim(drive):
+                pass
+
+    def restore(self, drive: int, timeout_s: float = 1.0) -> bool:
+        """Mount a drive that was lost anew, unless another thread does. True: it can be used."""
+        with self._upkeep(drive, timeout_s) as mine:
+            return mine and self._lower.tier.drive(drive).lost and self._mount_again(drive)
+
+    def _mount_again(self, drive: int) -> bool:
+        tier, state = self._lower.tier, self._state
+        if not isinstance(tier, ChangesDrives):
+            return False
+
+        def forget() -> None:
+            with state.lock:
+                self._lower.forget_drive(drive)
+
+        try:
+            contents = tier.remount(drive, forget)
+        except (OSError, KVDepotError) as error:
+            _log.debug("%s: drive %d cannot be mounted: %s", self._lower.name, drive, error)
+            return False
+        if contents is not None:
+            with state.lock:
+                self._lower.take_in(contents)
+        return contents is not None
+
+    @contextlib.contextmanager
+    def _upkeep(self, drive: int, timeout_s: float | None) -> Iterator[bool]:
+        lock = self._locks[drive]
+        mine = lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        try:
+            yield mine
+        finally:
+            if mine:
+                lock.release()
+
+
+class MoveOut(CopyJob):
+    """Writes blocks of a segment again at the end of the same drive's log."""
+
+    purpose = Purpose.MOVE
+    from_memory = False
+
+    def __init__(self, state: StoreState, lower: LowerTier, drive: int, slot: int) -> None:
+        super().__init__(lower)
+        self._state = state
+        self._drive = drive
+        self._slot = slot
+
+    def is_wanted(self, row: int) -> bool:
+        return self._place(row) != NONE
+
+    def source(self, row: int) -> tuple[LowerTier, int] | None:
+        return self.target, self._place(row)
+
+    def enter(self, row: int, location: int) -> None:
+        self.target.relocate(row, self._place(row), location)
+        self.target.reset_hits(row)
+        self._state.counters.add("moved", self.target.name)
+
+    def _place(self, row: int) -> int:
+        return self.target.place_in(row, self._drive, self._slot)
 
 
 class Reclaimer:
-    """Frees segments of one drive. Called from that drive's writer thread only."""
+    """Frees segments. For one thread a drive at a time (DriveRoom)."""
 
     def __init__(
-        self, stock: Stock, level: Level, index: int, demoter: Demoter | None = None
+        self, state: StoreState, lower: LowerTier, mover: BlockMover, demoter: Demoter | None
     ) -> None:
-        self._stock = stock
+        self._state = state
+        self._lower = lower
+        self._tier = lower.tier
+        self._mover = mover
         self._demoter = demoter
-        self._level = level
-        self._tier = level.tier
-        self._rule = rule_named(level.config.eviction)
-        self._index = index
+        self._rule = rule_named(lower.config.eviction)
 
-    def reclaim(self) -> bool:
+    def reclaim(self, drive: int) -> bool:
         """Free one segment. False: there is none that could be."""
         tried: set[int] = set()
         while True:
-            with self._stock.changed:
-                choice = self._choose(tried)
-                if choice is None:
-                    return False
-                segment, rows, stays = choice
-            if self._empty(segment, rows, stays):
+            with self._state.lock:
+                choice = self._choose(drive, tried)
+            if choice is None or self._state.closing.is_set():
+                return False
+            segment, rows, stays = choice
+            if self._empty(drive, segment, rows, stays) and self._tier.release(drive, segment.slot):
                 break
             tried.add(segment.slot)
-        self._tier.release(self._index, segment.slot)
-        with self._stock.changed:
-            self._stock.counters.reclaimed_segments += 1
+        with self._state.lock:
+            self._state.counters.reclaimed_segments += 1
         return True
 
-    def _empty(self, segment: Segment, rows: Rows, stays: Bools) -> bool:
-        """Take everything out of a segment. False: some of it is needed and found no room."""
-        if not self._tier.carry(self._index, segment.slot):
+    def is_held_up(self, drive: int) -> bool:
+        """Whether a segment could go once its blocks are no longer leased or being written."""
+        assert self._state.held()
+        facts = self._tier.drive(drive)
+        if not facts.up or facts.lost:
             return False
+        if self._tier.has_unentered(drive):
+            return True
+        live = self._lower.live
+        return any(
+            self._in_use(drive, live(drive, segment.slot))
+            for segment in self._candidates(drive, set())
+        )
+
+    def _empty(self, drive: int, segment: SegmentInfo, rows: Rows, stays: Bools) -> bool:
+        """Take every block out of a segment. False: some are in use and found no room, or the
+        store closes before all that should be demoted is.
+        """
         if self._demoter is not None:
             self._demoter.demote(rows[~stays].tolist(), urgent=True)
+            if self._state.closing.is_set():
+                return False
         for start in range(0, len(rows), _STEP):
             part = slice(start, start + _STEP)
-            self._clear(segment, rows[part].tolist(), stays[part].tolist())
-        with self._stock.changed:
-            if len(self._live(segment)):
+            self._clear(drive, segment.slot, rows[part].tolist(), stays[part].tolist())
+        with self._state.lock:
+            if len(self._lower.live(drive, segment.slot)):
                 return False
-            self._level.segment_rows.pop((self._index, segment.slot), None)
+            self._lower.segment_rows.pop((drive, segment.slot), None)
         return True
 
-    def _choose(self, tried: set[int]) -> tuple[Segment, Rows, Bools] | None:
+    def _choose(self, drive: int, tried: set[int]) -> tuple[SegmentInfo, Rows, Bools] | None:
         """The segment to go, its live rows and which of them are written again."""
+        assert self._state.held()
         candidates = []
-        for segment in self._looked_at(tried):
-            rows = self._live(segment)
-            if not self._in_use(rows):
-                candidates.append((segment, rows, self._facts(segment, rows)))
+        for segment in self._candidates(drive, tried):
+            rows = self._lower.live(drive, segment.slot)
+            if not self._in_use(drive, rows):
+                candidates.append((segment, rows, self._facts(drive, segment.slot, rows)))
         if not candidates:
             return None
         looked_at = [facts for *_, facts in candidates]
@@ -88,56 +232,30 @@ class Reclaimer:
         others = looked_at[:at] + looked_at[at + 1 :]
         return segment, rows, self._rule.keep(facts, self._needed(rows), others)
 
-    def is_held_up(self) -> bool:
-        """Whether a segment could go once others have done with its blocks. Lock held."""
-        drive = self._tier.drives[self._index]
-        if not drive.breaker.closed or drive.lost:
-            return False
-        if any(segment.sealed and segment.unentered for segment in list(drive.segments.values())):
-            return True
-        return any(self._in_use(self._live(segment)) for segment in self._looked_at(set()))
-
-    def _looked_at(self, tried: set[int]) -> list[Segment]:
+    def _candidates(self, drive: int, tried: set[int]) -> list[SegmentInfo]:
         """The segments that may be chosen from, oldest first."""
-        sealed = [s for s in self._tier.drives[self._index].sealed() if s.slot not in tried]
+        sealed = [one for one in self._tier.segments(drive) if one.slot not in tried]
         return sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]
 
-    def _in_use(self, rows: Rows) -> bool:
+    def _in_use(self, drive: int, rows: Rows) -> bool:
         """Whether so much of a segment is leased that emptying it would gain nothing."""
-        leased = rows[self._stock.catalog.leased_rows(rows)]
-        half = self._tier.drives[self._index].settings.segment_bytes // 2
-        return bool(self._sizes(leased).sum() > half)
+        leased = rows[self._state.catalog.leased_rows(rows)]
+        return bool(self._sizes(leased).sum() > self._tier.drive(drive).segment_bytes // 2)
 
     def _sizes(self, rows: Rows) -> Rows:
         """Of the blocks' records."""
-        payload_bytes = self._stock.catalog.nbytes.array[rows].astype(np.int64)
+        payload_bytes = self._state.catalog.nbytes.array[rows].astype(np.int64)
         sizes: Rows = HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
         return sizes
 
-    def _live(self, segment: Segment) -> Rows:
-        return self._level.live(self._index, segment.slot)
-
-    def _place(self, segment: Segment) -> int:
-        return self._index << 24 | segment.slot
-
-    def _in(self, segment: Segment, row: int) -> bool:
-        return self._level.place_in(row, self._index, segment.slot) != NONE
-
-    def _spared(self, segment: Segment, row: int) -> bool:
-        """Whether another drive that works has a block of the segment too."""
-        level = self._level
-        place = level.place_in(row, self._index, segment.slot) if level.mirrors else NONE
-        return place != NONE and level.spared(row, place)
-
-    def _facts(self, segment: Segment, rows: Rows) -> SegmentFacts:
-        catalog = self._stock.catalog
-        stamps, below = self._look_below(segment, rows)
-        hits = self._hits(rows)
-        closed = catalog.closed.mask(rows)
+    def _facts(self, drive: int, slot: int, rows: Rows) -> SegmentFacts:
+        stamps, below = self._look_below(drive, slot, rows)
+        hits = self._lower.hits(rows)
+        closed = self._state.catalog.closed.mask(rows)
         stamps[closed] = hits[closed] = 0
         sizes = self._sizes(rows)
         return SegmentFacts(
-            capacity_bytes=self._tier.drives[self._index].settings.segment_bytes,
+            capacity_bytes=self._tier.drive(drive).segment_bytes,
             sizes=sizes,
             stamps=stamps,
             hits=hits,
@@ -145,28 +263,22 @@ class Reclaimer:
             closed_bytes=int(sizes[closed].sum()),
         )
 
-    def _hits(self, rows: Rows) -> Rows:
-        """How often blocks were asked for; what one copy has earned counts for the other too."""
-        hits = self._level.hits(rows)
-        if self._level.mirrors is not None:
-            hits = np.maximum(hits, [row in self._level.mirrors.owed for row in rows.tolist()])
-        return hits
-
-    def _look_below(self, segment: Segment, rows: Rows) -> tuple[Rows, Rows]:
+    def _look_below(self, drive: int, slot: int, rows: Rows) -> tuple[Rows, Rows]:
         """When each block or what continues it was last used, and how many bytes continue it.
 
-        Follows prefixes out of the segment, _ORPHANS_MAX blocks at most.
+        Follows prefixes out of the segment, _DESCENDANTS_MAX blocks at most.
         """
-        catalog = self._stock.catalog
+        catalog, lower = self._state.catalog, self._lower
         stamps = catalog.tree.stamp.array[rows]
         below, steps = np.zeros(len(rows), dtype=np.int64), 0
-        for index in np.flatnonzero(self._leads_out(segment, rows)).tolist():
-            if self._spared(segment, int(rows[index])):
+        for index in np.flatnonzero(self._leads_out(drive, slot, rows)).tolist():
+            if self._is_on_another(drive, slot, int(rows[index])):
                 continue
             waiting = list(catalog.tree.children(int(rows[index])))
-            while waiting and steps < _ORPHANS_MAX:
+            while waiting and steps < _DESCENDANTS_MAX:
                 child = waiting.pop()
-                if self._in(segment, child) or not self._level.copies.ready(child):
+                inside = lower.place_in(child, drive, slot) != NONE
+                if inside or not lower.copies.ready(child):
                     continue
                 steps += 1
                 below[index] += record_bytes(catalog.nbytes[child])
@@ -174,17 +286,16 @@ class Reclaimer:
                 waiting.extend(catalog.tree.children(child))
         return stamps, below
 
-    def _leads_out(self, segment: Segment, rows: Rows) -> Bools:
+    def _leads_out(self, drive: int, slot: int, rows: Rows) -> Bools:
         """Which rows may have a child outside: not those whose only child is in the segment."""
-        catalog = self._stock.catalog
-        first, siblings = catalog.tree.only_children(rows)
-        places = self._level.copies.location.array[first] >> 32
-        leads_out: Bools = (first != NONE) & (siblings | (places != self._place(segment)))
+        first, siblings = self._state.catalog.tree.only_children(rows)
+        places = self._lower.copies.location.array[first] >> 32
+        leads_out: Bools = (first != NONE) & (siblings | (places != (drive << 24 | slot)))
         return leads_out
 
     def _needed(self, rows: Rows) -> Bools:
         """Which rows are leased, or above a leased one."""
-        catalog = self._stock.catalog
+        catalog = self._state.catalog
         if not catalog.leased:
             return np.zeros(len(rows), dtype=bool)
         above: set[int] = set()
@@ -194,86 +305,67 @@ class Reclaimer:
                 row = catalog.tree.parent[row]
         return np.array([row in above for row in rows.tolist()], dtype=bool)
 
-    def _clear(self, segment: Segment, rows: list[int], stays: list[bool]) -> None:
+    def _clear(self, drive: int, slot: int, rows: list[int], stays: list[bool]) -> None:
         """Move or drop some of a segment's blocks.
 
-        Those that cannot be moved are dropped too, unless somebody else uses them.
+        Those that cannot be moved are dropped too, unless they are in use.
         """
-        stock, catalog = self._stock, self._stock.catalog
-        with stock.changed:
+        state, catalog, lower = self._state, self._state.catalog, self._lower
+        with state.lock:
             kept = [
                 row
                 for row, stay in zip(rows, stays, strict=True)
-                if self._in(segment, row)
-                and (stay or (catalog.leases(row) and not self._spared(segment, row)))
+                if lower.place_in(row, drive, slot) != NONE
+                and (stay or (catalog.leases(row) and not self._is_on_another(drive, slot, row)))
             ]
             catalog.lease(kept)
-            self._level.moving.update(kept)
-            self._drop(segment, rows)
-        for row in kept:
-            self._move(segment, row)
-        with stock.changed:
+            self._drop(drive, slot, rows, set(kept))
+        job = MoveOut(state, lower, drive, slot)
+        left, size = kept, PieceSize(PIECE_BYTES)
+        while left:
+            with state.lock:
+                piece, left = self._mover.claim(job, left, size.nbytes)
+            if not piece.rows or not self._mover.copy(job, piece, [drive], None):
+                break
+        with state.lock:
             for row in kept:
-                if self._spared(segment, row):
-                    self._thin_out(segment, row)
-                elif self._in(segment, row) and catalog.leases(row) == 1:
+                place = lower.place_in(row, drive, slot)
+                if place == NONE:
+                    continue
+                if lower.is_on_another(row, place):
+                    lower.drop_copy(row, place)
+                elif catalog.leases(row) == 1:
                     self._evict(row)
-            self._level.moving.difference_update(kept)
-            stock.unlease(kept)
+            state.unlease(kept)
 
-    def _drop(self, segment: Segment, rows: list[int]) -> None:
+    def _drop(self, drive: int, slot: int, rows: list[int], kept: set[int]) -> None:
         """Evict blocks, and before each what continues it: a tail without its head is no use.
 
         What a slower tier has too leaves alone.
         """
-        catalog = self._stock.catalog
+        catalog, lower = self._state.catalog, self._lower
         for row in rows:
-            if not self._in(segment, row) or row in self._level.moving:
+            place = lower.place_in(row, drive, slot)
+            if place == NONE or row in kept or row in lower.moving:
                 continue
-            if len(self._level.places(row)) > 1:
-                self._thin_out(segment, row)
+            if len(lower.places(row)) > 1:
+                lower.drop_copy(row, place)
                 continue
             if catalog.leases(row):
                 continue
-            below = [] if self._is_below(row) else catalog.tree.descendants(row)
+            demoted = self._demoter is not None and self._demoter.lower.copies.ready(row)
+            below = [] if demoted else catalog.tree.descendants(row)
             for victim in [row, *below][::-1]:
-                if self._level.copies.ready(victim) and not catalog.leases(victim):
+                if lower.copies.ready(victim) and not catalog.leases(victim):
                     self._evict(victim)
 
-    def _is_below(self, row: int) -> bool:
-        return self._demoter is not None and self._demoter.lower.copies.ready(row)
-
     def _evict(self, row: int) -> None:
-        self._stock.admission.left(row, self._level)
-        self._level.drop(row)
-        self._stock.counters.add("evicted", self._level.name)
-        self._stock.catalog.forget_if_gone(row)
+        self._state.admission.left(row, self._lower)
+        self._lower.drop(row)
+        self._state.counters.add("evicted", self._lower.name)
+        self._state.catalog.forget_if_gone(row)
 
-    def _thin_out(self, segment: Segment, row: int) -> None:
-        """Drop one of two copies: the block stays."""
-        self._level.lose(row, self._level.place_in(row, self._index, segment.slot))
-
-    def _move(self, segment: Segment, row: int) -> None:
-        """Write a leased block again at the log's end."""
-        stock, catalog = self._stock, self._stock.catalog
-        nbytes = record_bytes(catalog.nbytes[row])
-        with stock.changed:
-            slot = stock.staging.allocate(nbytes, TEMPORARY)
-            source = self._level.place_in(row, self._index, segment.slot)
-        if slot is None:
-            return
-        image = stock.staging.image(slot, nbytes)
-        if self._tier.read_image(catalog.table.key(row), source, image):
-            self._rewrite(segment, row, image)
-        with stock.changed:
-            stock.staging.free(slot)
-
-    def _rewrite(self, segment: Segment, row: int, image: memoryview) -> None:
-        stock, level = self._stock, self._level
-        (location,) = self._tier.append(self._index, [image], Purpose.MOVE)
-        if location is None:
-            return
-        with stock.changed:
-            level.relocate(row, level.place_in(row, self._index, segment.slot), location)
-            stock.counters.add("moved", level.name)
-            level.count_anew(row)
+    def _is_on_another(self, drive: int, slot: int, row: int) -> bool:
+        """Whether another drive that is up has a block of the segment too."""
+        place = self._lower.place_in(row, drive, slot) if self._lower.second_copies else NONE
+        return place != NONE and self._lower.is_on_another(row, place)

@@ -1,47 +1,421 @@
-"""What one call reads from one drive, in waves."""
+"""Reading from the drives of lower tiers, in waves, planned while others are under way.
 
-import threading
-from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass
+A wave lands in slots of memory (promotion) or, where memory is in use, in staging. The tier
+verifies each block and copies it to its target while the next ones are in flight. A block that is
+corrupt, failed or late is a miss; the others are delivered.
+"""
+
+import logging
+import queue
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Final
 
-from kvdepot.core.tier import Load, Outcome, Pending
-from kvdepot.store.state.lower_tier import Level
+from kvdepot.codec.record import HEAD_BYTES, record_bytes
+from kvdepot.core.block import CopyState, Got
+from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive_of
+from kvdepot.index.table import NONE
+from kvdepot.native import COPY, address_of
+from kvdepot.policy.placing.extra_copies import PlaceFacts, nearer
+from kvdepot.store.read.late_reads import LateRead, LateReads
+from kvdepot.store.read.request import BlockRead, ReadCall
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import TEMPORARY, StoreState
+from kvdepot.store.write.memory_eviction import SlotAllocator
+from kvdepot.tiers.memory.copy_ops import transfers
 
-_WAVES_A_DRIVE: Final = 4
-_WAVES_AHEAD: Final = 2
-"""Have their memory already, and start at once when one that is being read is through."""
-
-Loaded = tuple[list[Outcome], Pending | None]
+CORRUPT: Final = Got(None, "corrupt")
+BUSY: Final = Got(None, "busy")
+_REASONS: Final = {
+    Outcome.CORRUPT: CORRUPT,
+    Outcome.FAILED: Got(None, "failed"),
+    Outcome.LATE: Got(None, "late"),
+}
+_FILLING: Final = int(CopyState.FILLING)
+_THREADS_A_DRIVE: Final = 2
+_WAVES_A_DRIVE: Final = 6
+"""Under way or queued, with their memory, so that the drive always has work."""
+_MOVES_MAX: Final = 16
+"""How often a block that a reclaim has moved meanwhile is looked for at its new place."""
+_LOOK_AGAIN_S: Final = 0.5
+_WAIT_MAX_S: Final = 60.0
+_log = logging.getLogger("kvdepot.store")
 
 
 @dataclass(slots=True)
-class Step:
+class WaveBlock:
     """One block of a wave: its load and the slot it is read into."""
 
     index: int
     load: Load
     slot: int
     promote: bool
+
+
+@dataclass(slots=True, eq=False)
+class Wave:
+    """Blocks that are read from one drive in one go."""
+
+    blocks: list[WaveBlock]
     hedged: bool = False
-    """Another drive has it too: this one is given half the time there is."""
+    """Another drive has these blocks too: this one is given half the time there is."""
+    reading: Reading | None = None
 
 
-class Flight:
-    """What one errand reads from one drive: waves that are planned, and those under way."""
+@dataclass(slots=True, eq=False)
+class DriveReads:
+    """What one call reads from one drive."""
 
-    def __init__(self, level: Level, drive: int) -> None:
-        self.level = level
-        self.drive = drive
-        self.waiting: deque[int] = deque()
-        self.flying: deque[tuple[list[Step], Future[Loaded]]] = deque()
-        self.queued_bytes = 0
-        self.turns = threading.Semaphore(_WAVES_A_DRIVE)
-        """Waves that are read at the same time."""
-
-    def has_room(self) -> bool:
-        return bool(self.waiting) and len(self.flying) < _WAVES_A_DRIVE + _WAVES_AHEAD
+    lower: LowerTier
+    drive: int
+    waiting: deque[int] = field(default_factory=deque)
+    flying: list[Wave] = field(default_factory=list)
+    queued_bytes: int = 0
 
 
-Flights = dict[tuple[Level, int], Flight]
+Drives = dict[tuple[LowerTier, int], DriveReads]
+Done = queue.SimpleQueue[tuple[DriveReads, Wave]]
+
+
+class DiskReads:
+    """Reads blocks for calls that do not find them in memory."""
+
+    def __init__(self, state: StoreState, slots: SlotAllocator, late: LateReads) -> None:
+        self._state = state
+        self._slots = slots
+        self._late = late
+        self._threads: dict[tuple[LowerTier, int], ThreadPoolExecutor] = {}
+        """Of drives whose tier has no queue of reads; a slow one does not hold up the others."""
+
+    def close(self) -> None:
+        """Stop the threads; nothing may be under way."""
+        for threads in self._threads.values():
+            threads.shutdown()
+
+    def read(self, call: ReadCall, indices: list[int]) -> None:
+        """Read blocks of a call; sets their results."""
+        drives: Drives = {}
+        done: Done = queue.SimpleQueue()
+        with self._state.lock:
+            if call.waits_for_others and not call.is_prefetch:
+                self._state.admission.read([call.reads[index].row for index in indices])
+            self._assign(call, drives, indices)
+        try:
+            self._read_waves(call, drives, done)
+        finally:  # a sink has raised: what is in flight still has to land
+            lost = ReadCall(call.reads, [BUSY] * len(call.reads), call.deadline, call.verify)
+            for reads in drives.values():
+                while reads.flying:
+                    self._finish(lost, reads, reads.flying[0])
+
+    def _assign(self, call: ReadCall, drives: Drives, indices: list[int]) -> None:
+        """Choose the drive that each block is read from."""
+        assert self._state.held()
+        drive = NONE
+        for index in indices:
+            read = call.reads[index]
+            lower = self._state.source(read.row)
+            if lower is None:
+                continue
+            if lower.second_copies is None:
+                drive = drive_of(lower.copies.location.view[read.row])
+            else:
+                drive = _choose_drive(call, index, lower, drives, drive)
+            reads = drives.get((lower, drive))
+            if reads is None:
+                reads = drives[lower, drive] = DriveReads(lower, drive)
+            reads.waiting.append(index)
+            reads.queued_bytes += read.payload_bytes
+
+    def _read_waves(self, call: ReadCall, drives: Drives, done: Done) -> None:
+        moves: Counter[int] = Counter()
+        while busy := [reads for reads in drives.values() if reads.waiting or reads.flying]:
+            if self._start_waves(call, busy, done):
+                continue
+            if not any(reads.flying for reads in busy):
+                if self._await_room(call, busy, done):
+                    continue
+                for reads in busy:
+                    for index in reads.waiting:
+                        call.results[index] = BUSY
+                return
+            for reads, wave in self._landed(call, busy, done):
+                again = self._finish(call, reads, wave)
+                if not again:
+                    continue
+                moves.update(again)
+                for index in again:
+                    call.results[index] = BUSY
+                with self._state.lock:
+                    left = [index for index in again if moves[index] < _MOVES_MAX]
+                    self._assign(call, drives, left)
+
+    def _start_waves(self, call: ReadCall, busy: list[DriveReads], done: Done) -> bool:
+        """Start a wave on every drive that has room for one. False: nothing was planned."""
+        progress = False
+        for reads in busy:
+            if not reads.waiting or len(reads.flying) >= _WAVES_A_DRIVE:
+                continue
+            left = len(reads.waiting)
+            with self._state.lock:
+                wave = self._plan(call, reads)
+            progress = progress or len(reads.waiting) < left
+            if wave.blocks:
+                alone = len(busy) == 1 and not reads.waiting and not reads.flying
+                reads.flying.append(wave)
+                wave.reading = self._start(call, reads, wave, done, inline=alone)
+        return progress
+
+    def _await_room(self, call: ReadCall, busy: list[DriveReads], done: Done) -> bool:
+        """Wait for memory to read into and start. False: time is up."""
+        state = self._state
+        while not self._start_waves(call, busy, done):
+            with state.lock:
+                wait_s = call.deadline - state.clock.now()
+                if wait_s <= 0:
+                    return False
+                state.room.wait(min(wait_s, _LOOK_AGAIN_S))
+        return True
+
+    def _start(
+        self, call: ReadCall, reads: DriveReads, wave: Wave, done: Done, *, inline: bool
+    ) -> Reading:
+        """Begin to read a wave: in this thread if there is nothing to do meanwhile."""
+        lower, clock = reads.lower, self._state.clock
+        loads = [block.load for block in wave.blocks]
+        left_s = max(0.0, call.deadline - clock.now()) * (0.5 if wave.hedged else 1.0)
+        if not call.is_prefetch:
+            lower.foreground.begin()
+
+        def tell() -> None:
+            if not call.is_prefetch:
+                lower.foreground.end()
+            done.put((reads, wave))
+
+        if isinstance(lower.tier, QueuesReads) and not inline:
+            return lower.tier.submit(loads, left_s, tell)
+        future: Future[Loaded]
+        if inline:
+            future = Future()
+            future.set_result(lower.tier.load(loads, left_s))
+            tell()
+        else:
+            deadline = clock.now() + left_s
+            future = self._pool(reads).submit(
+                lambda: lower.tier.load(loads, max(0.0, deadline - clock.now()))
+            )
+            future.add_done_callback(lambda _: tell())
+        return future
+
+    def _pool(self, reads: DriveReads) -> ThreadPoolExecutor:
+        name = (reads.lower, reads.drive)
+        with self._state.lock:
+            if name not in self._threads:
+                prefix = f"kvdepot-{reads.lower.name}-read-{reads.drive}"
+                self._threads[name] = ThreadPoolExecutor(
+                    _THREADS_A_DRIVE, thread_name_prefix=prefix
+                )
+            return self._threads[name]
+
+    def _landed(
+        self, call: ReadCall, busy: list[DriveReads], done: Done
+    ) -> list[tuple[DriveReads, Wave]]:
+        """Waves that were read; waits for the first. After the deadline, all that are in flight."""
+        found: list[tuple[DriveReads, Wave]] = []
+        try:
+            wait_s = max(0.0, call.deadline - self._state.clock.now())
+            found.append(done.get(timeout=min(wait_s, _WAIT_MAX_S)))
+            while True:
+                found.append(done.get_nowait())
+        except queue.Empty:
+            if found or self._state.clock.now() < call.deadline:
+                return found
+        return [(reads, wave) for reads in busy for wave in reads.flying]
+
+    def _plan(self, call: ReadCall, reads: DriveReads) -> Wave:
+        """The next wave: blocks for which there is memory to read into.
+
+        A prefetch reads only what can stay in memory.
+        """
+        state, lower, waiting = self._state, reads.lower, reads.waiting
+        assert state.held()
+        memory, locations = state.catalog.memory, lower.copies.location.view
+        limit = min(lower.wave_bytes, max(1, state.arena.capacity_bytes // 4))
+        promotes = lower.config.promote or call.is_prefetch
+        leaves = call.waits_for_others and not call.is_prefetch
+        wave = Wave([])
+        total = 0
+        while waiting:
+            index = waiting[0]
+            read = call.reads[index]
+            nbytes = record_bytes(read.payload_bytes)
+            location, hedged = locations[read.row], False
+            if lower.second_copies is not None:
+                location, hedged = _place_for(call, index, lower, reads.drive)
+            if wave.blocks and (total + nbytes > limit or hedged != wave.hedged):
+                break
+            filled = memory.state.view[read.row]
+            if leaves and filled == _FILLING:
+                call.left_to_others.add(waiting.popleft())
+                continue
+            promote, slot = bool(promotes and not filled and read.is_whole), None
+            if promote:
+                slot = self._slots.allocate(nbytes, read.row)
+            if slot is None and call.is_prefetch:
+                call.results[waiting.popleft()] = BUSY
+                continue
+            arena = state.arena
+            if slot is None:
+                promote, arena = False, state.staging
+                slot = arena.allocate(nbytes, TEMPORARY)
+            if slot is None:
+                break
+            if promote:
+                memory.reserve(read.row, slot)
+            wave.hedged = hedged
+            load = read.load(arena.image(slot, nbytes), location)
+            wave.blocks.append(WaveBlock(index, load, slot, promote))
+            waiting.popleft()
+            total += nbytes
+        return wave
+
+    def _finish(self, call: ReadCall, reads: DriveReads, wave: Wave) -> list[int]:
+        """Take in a wave that was read.
+
+        Returns the blocks to read again: they moved meanwhile, or another tier has them.
+        """
+        assert wave.reading is not None
+        if wave not in reads.flying:
+            return []
+        outcomes, pending = wave.reading.result()
+        reads.flying.remove(wave)
+        arrivals = []
+        for block, outcome in zip(wave.blocks, outcomes, strict=True):
+            read = call.reads[block.index]
+            if outcome is not Outcome.OK:
+                continue
+            if not read.target:
+                arrivals.append((block.index, block.load.image, block.promote))
+            elif not block.load.copy_to:
+                transfers([_copy_range(block.load.image, read)])
+        again: list[int] = []
+        late: list[LateRead] = []
+        state = self._state
+        try:
+            call.hand_over(arrivals)
+        finally:
+            with state.lock:
+                got = Got(reads.lower.name)
+                promotes = state.promotes_from(reads.lower)
+                for block, outcome in zip(wave.blocks, outcomes, strict=True):
+                    read = call.reads[block.index]
+                    reads.queued_bytes -= read.payload_bytes
+                    if outcome is Outcome.OK:
+                        self._keep(block, read.row)
+                        if promotes and block.promote:
+                            state.promote(read.row, reads.lower, call.reads[-1].key[-1])
+                        call.results[block.index] = got
+                        continue
+                    if outcome is Outcome.LATE:
+                        late.append(self._set_aside(block, read))
+                    if self._failed(call, reads.lower, block, outcome, hedged=wave.hedged):
+                        again.append(block.index)
+                    call.results[block.index] = _REASONS[outcome]
+                state.arrived.notify_all()
+                state.room.notify_all()
+            if pending is not None:
+                self._late.add(pending, late)
+        return again
+
+    def _keep(self, block: WaveBlock, row: int) -> None:
+        """Make the slot a block of the memory tier, or give it back."""
+        state = self._state
+        if block.promote:
+            state.memory_tiers[0].seal(row)
+            state.counters.promoted += 1
+        else:
+            state.staging.free(block.slot)
+
+    def _failed(
+        self, call: ReadCall, lower: LowerTier, block: WaveBlock, outcome: Outcome, *, hedged: bool
+    ) -> bool:
+        """Settle a block that could not be read. True: read it again, from elsewhere."""
+        call.tried.setdefault(block.index, set()).add(block.load.location)
+        if outcome is Outcome.LATE:
+            return hedged
+        state, row = self._state, call.reads[block.index].row
+        if block.promote:
+            state.arena.free(state.catalog.memory.drop(row))
+        else:
+            state.staging.free(block.slot)
+        location, places = block.load.location, lower.places(row)
+        if location in places:
+            corrupt = outcome is Outcome.CORRUPT
+            state.counters.quarantined += corrupt
+            state.counters.read_failed += not corrupt
+            if corrupt:
+                _log.warning(
+                    "%s: drive %d: a corrupt block is dropped", lower.name, drive_of(location)
+                )
+            if corrupt or lower.is_up(location):
+                lower.drop_copy(row, location, again=True)
+            if len(places) > 1:
+                call.rescued.add(block.index)
+        other = state.source(row)
+        if other is lower:
+            return not call.tried[block.index].issuperset(lower.places(row))
+        return other is not None
+
+    def _set_aside(self, block: WaveBlock, read: BlockRead) -> LateRead:
+        """The slot is busy until the kernel lets go of it; the block is not in memory meanwhile."""
+        state = self._state
+        if block.promote:
+            state.catalog.memory.drop(read.row)
+            state.arena.set_owner(block.slot, TEMPORARY)
+        state.counters.read_late += 1
+        return LateRead(block.slot, read.key, len(block.load.image), block.promote)
+
+
+def _choose_drive(call: ReadCall, index: int, lower: LowerTier, drives: Drives, last: int) -> int:
+    """The drive to read a block from that may lie on two.
+
+    `drives`: what the call reads already; `last`: the drive of the block before. Drives where it
+    could not be read are left out.
+    """
+    places = lower.places(call.reads[index].row)
+    if len(places) == 1:
+        return drive_of(places[0])
+    tried = call.tried.get(index, ())
+    left = [place for place in places if place not in tried] or places
+    if len(left) < len(places) or not all(map(lower.is_up, places)):
+        call.rescued.add(index)
+    nbytes = call.reads[index].payload_bytes
+    facts = []
+    for place in left:
+        drive = drive_of(place)
+        fact = lower.tier.drive(drive)
+        mine = drives.get((lower, drive))
+        queued = (mine.queued_bytes if mine else 0) + fact.reads_running * lower.wave_bytes
+        facts.append(
+            PlaceFacts(
+                works=fact.up,
+                queued_bytes=nbytes + queued,
+                slowdown=fact.slowdown,
+                running_on=drive == last,
+            )
+        )
+    return drive_of(left[nearer(facts, lower.run_bytes)])
+
+
+def _place_for(call: ReadCall, index: int, lower: LowerTier, drive: int) -> tuple[int, bool]:
+    """Where a block is read from a drive, or else; and whether another place is left for it."""
+    places = lower.places(call.reads[index].row)
+    tried = call.tried.get(index, ())
+    chosen = next((place for place in places if drive_of(place) == drive), [*places, NONE][0])
+    return chosen, any(place != chosen and place not in tried for place in places)
+
+
+def _copy_range(image: memoryview, read: BlockRead) -> tuple[int, ...]:
+    source = address_of(image)[0] + HEAD_BYTES + read.start
+    return (0, source, read.target, read.stop - read.start, 0, 0, COPY)

@@ -1,7 +1,7 @@
-"""Takes care of I/O that outlived its deadline.
+"""Reads that outlived their deadline.
 
-When the kernel has let go of the slots, what was read into the arena and is as it should be becomes
-a block of the memory tier: late for who asked, there for who asks next. The other slots are freed.
+When the kernel has let go of the slots, what was read into memory and is intact becomes a block of
+the memory tier: too late for the call that asked, there for the next one. Other slots are freed.
 """
 
 import queue
@@ -14,7 +14,7 @@ from kvdepot.codec.record import parse_head, payload_intact
 from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import Pending
 from kvdepot.index.table import NONE
-from kvdepot.store.state.state import Stock
+from kvdepot.store.state.state import StoreState
 
 _SLICE_S: Final = 3600.0
 
@@ -30,40 +30,41 @@ class LateRead:
     """Else in staging, where nothing is kept."""
 
 
-class Drainer:
+class LateReads:
     """A thread that exists only while something is late."""
 
-    def __init__(self, stock: Stock) -> None:
-        self._stock = stock
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
         self._work: queue.SimpleQueue[tuple[Pending, Sequence[LateRead]]] = queue.SimpleQueue()
         self._busy = 0
 
-    def take(self, pending: Pending, reads: Sequence[LateRead]) -> None:
+    def add(self, pending: Pending, reads: Sequence[LateRead]) -> None:
         """Keep or free what was read when `pending` has ended. Does not block."""
-        with self._stock.changed:
+        with self._state.lock:
             self._work.put((pending, reads))
             self._busy += 1
             if self._busy == 1:
-                threading.Thread(target=self._run, name="kvdepot-drainer", daemon=True).start()
+                threading.Thread(target=self._run, name="kvdepot-late-reads", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
         """True once nothing is late any more."""
-        with self._stock.changed:
-            return self._stock.changed.wait_for(lambda: not self._busy, timeout_s)
+        with self._state.lock:
+            return self._state.idle.wait_for(lambda: not self._busy, timeout_s)
 
     def _run(self) -> None:
-        stock = self._stock
+        state = self._state
         while True:
             pending, reads = self._work.get()
             while not pending.wait(_SLICE_S):
                 pass
             good = [self._is_good(read) for read in reads]
-            with stock.changed:
+            with state.lock:
                 for read, intact in zip(reads, good, strict=True):
                     if not (intact and self._keep(read)):
-                        (stock.arena if read.in_arena else stock.staging).free(read.slot)
+                        (state.arena if read.in_arena else state.staging).free(read.slot)
                 self._busy -= 1
-                stock.changed.notify_all()
+                state.room.notify_all()
+                state.idle.notify_all()
                 if not self._busy:
                     return
 
@@ -71,19 +72,19 @@ class Drainer:
         """Whether the slot holds the whole block."""
         if not read.in_arena:
             return False
-        image = self._stock.arena.image(read.slot, read.nbytes)
+        image = self._state.arena.image(read.slot, read.nbytes)
         head = parse_head(image)
         return head is not None and head.key == read.key and payload_intact(image, head)
 
     def _keep(self, read: LateRead) -> bool:
-        """Make it a block of the memory tier, unless it is one, or is gone. Lock held."""
-        stock, catalog = self._stock, self._stock.catalog
+        """Make it a block of the memory tier, unless it is one, or is gone."""
+        assert self._state.held()
+        state, catalog = self._state, self._state.catalog
         row = catalog.row(read.key)
         if row == NONE or not catalog.is_live(row) or not catalog.memory.absent(row):
             return False
-        stock.arena.set_owner(read.slot, row)
+        state.arena.set_owner(read.slot, row)
         catalog.memory.reserve(row, read.slot)
-        catalog.memory.seal(row)
-        catalog.leaves.enter(row, stock.arena.slot_bytes(read.nbytes))
-        stock.counters.promoted += 1
+        state.memory_tiers[0].seal(row)
+        state.counters.promoted += 1
         return True

@@ -1,13 +1,14 @@
 """Protection of blocks while they are in use, as a scope."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
+from kvdepot.codec.record import HEAD_BYTES
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.core.depot import Arrival, Lease, Sink
 from kvdepot.errors import LeaseError
-
-Deliver = Callable[[list[BlockKey], Sink, bool | None, float | None], list[Got]]
+from kvdepot.store.namespaces import Namespaces
+from kvdepot.store.read.reader import Reader
+from kvdepot.store.state.state import StoreState
 
 
 class StoreLease(Lease):
@@ -15,22 +16,29 @@ class StoreLease(Lease):
 
     def __init__(
         self,
+        state: StoreState,
+        reader: Reader,
+        namespaces: Namespaces,
         keys: list[BlockKey],
         rows: list[int],
-        release: Callable[[list[int]], None],
-        view: Callable[[int], memoryview | None],
-        deliver: Deliver,
     ) -> None:
+        """`rows` are leased already."""
         self.keys = keys
+        self._state = state
+        self._reader = reader
+        self._namespaces = namespaces
         self._rows = rows
-        self._end = release
-        self._view = view
-        self._deliver = deliver
 
     def view(self, index: int) -> memoryview | None:
-        if self._released:
-            raise LeaseError("the lease was released")
-        return self._view(self._rows[index])
+        self._check()
+        state, row = self._state, self._rows[index]
+        with state.lock:
+            state.check_open()
+            memory = state.memory_of(row)
+            if memory is None:
+                return None
+            end = HEAD_BYTES + state.catalog.nbytes[row]
+            return memory.image(row)[HEAD_BYTES:end].toreadonly()
 
     def deliver(
         self,
@@ -41,15 +49,26 @@ class StoreLease(Lease):
         verify: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Got]:
-        if self._released:
-            raise LeaseError("the lease was released")
+        self._check()
         part = range(len(self.keys))[start:stop]
 
         def shifted(arrivals: list[Arrival]) -> None:
             sink([replace(arrival, index=part[arrival.index]) for arrival in arrivals])
 
-        keys = self.keys[part.start : part.stop]
-        return self._deliver(keys, shifted if part.start else sink, verify, timeout_s)
+        reads = self._namespaces.whole_reads(self.keys[part.start : part.stop])
+        if timeout_s is None:
+            timeout_s = self._state.config.read_timeout
+        with self._state.using():
+            if not reads:
+                return []
+            target = shifted if part.start else sink
+            return self._reader.fetch(
+                reads, timeout_s, verify=verify, sink=target, counts_as_use=False
+            )
 
     def _release(self) -> None:
-        self._end(self._rows)
+        self._state.release(self._rows)
+
+    def _check(self) -> None:
+        if self._released:
+            raise LeaseError("the lease was released")

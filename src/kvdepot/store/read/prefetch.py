@@ -1,39 +1,49 @@
 """Prefetch: blocks that will be wanted soon come to memory in the background.
 
-One thread, the most urgent hint first, a few blocks at a time with a rest while others read. What
-may wait is bounded; a hint that does not fit is not taken, and nobody is the worse for it. What
-comes from a hard drive goes to the SSDs as well, as after any other read. A block for which there
-is no room in memory is not read.
+One thread, the most urgent hint first, a few blocks at a time with a rest while callers read. What
+may wait is bounded; what does not fit is not taken. What comes from a hard drive goes to the SSDs
+as well, as after any other read. A block for which there is no room in memory is not read.
+
+Read-ahead hints at the next piece of a prompt that is read piece by piece from a hard drive.
 """
 
 import math
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
+from kvdepot.core.block import BlockKey
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import drive_of
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.read.request import Want
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.state import Stock
-from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, Stride, rest_s
+from kvdepot.store.read.request import BlockRead
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, PieceSize, rest_s
 
 _STEP_BYTES: Final = 32 << 20
 _LOOK_MAX: Final = 512
 _FIRST_BYTES: Final = 1 << 20
 _ALONE_S: Final = 0.15
-"""How long somebody who comes to read may have to wait for a step that began before."""
+"""How long a call may have to wait for a step that began before it."""
 _MEMORY_SHARE: Final = 0.25
 """Of the memory that hints may fill before they are used."""
 _HINTS_MAX: Final = 4096
 _STEP_S_MAX: Final = 60.0
 """A drive that takes longer for one step is too late for any deadline."""
+_ENDS_MAX: Final = 1024
+_AHEAD_DEADLINE_S: Final = 10.0
+
+Place = tuple[LowerTier, int] | None
+"""A drive of a tier; None: memory, or nowhere."""
+Step = dict[Place, list[BlockRead]]
+"""Blocks to be read in one go."""
 
 
 def checked_deadline(deadline_s: float) -> float:
@@ -43,31 +53,28 @@ def checked_deadline(deadline_s: float) -> float:
     return float(deadline_s)
 
 
-Place = tuple[Level, int] | None
-"""A drive of a tier; None: memory, or nowhere."""
-Step = dict[Place, list[Want]]
-"""Blocks to be read in one go."""
-
-
 class Hint:
     """Answer to `Store.hint`: what it is about to bring, to be awaited or called off."""
 
     def __init__(
-        self, wants: list[Want], deadline_s: float, state: SessionState = SessionState.NONE
+        self,
+        reads: list[BlockRead],
+        deadline_s: float,
+        session_state: SessionState = SessionState.NONE,
     ) -> None:
         self.deadline_s = deadline_s
         """By the store's clock."""
-        self.wanted = len(wants)
+        self.wanted = len(reads)
         """Blocks that it is to bring; others are in memory, unknown, or too many."""
         self.brought = 0
         """Blocks that are in memory because of it."""
-        self.state = state
+        self.session_state = session_state
         self._lock = threading.Lock()
-        self._left = deque(wants)
+        self._left = deque(reads)
         self._ended = threading.Event()
-        self.nbytes = sum(record_bytes(want.payload_bytes) for want in wants)
+        self.nbytes = sum(record_bytes(read.payload_bytes) for read in reads)
         """What is still to come."""
-        if not wants:
+        if not reads:
             self._ended.set()
 
     def cancel(self) -> None:
@@ -88,22 +95,22 @@ class Hint:
         but one block always.
         """
         step: Step = {}
-        later: list[Want] = []
+        later: list[BlockRead] = []
         with self._lock:
             for place in places[: len(self._left)]:
-                want = self._left.popleft()
-                nbytes = record_bytes(want.payload_bytes)
+                read = self._left.popleft()
+                nbytes = record_bytes(read.payload_bytes)
                 mine = len(step.get(place, ()))
                 if limit_bytes <= 0 or (mine and (mine + 1) * nbytes > each_bytes):
-                    later.append(want)
+                    later.append(read)
                     continue
-                step.setdefault(place, []).append(want)
+                step.setdefault(place, []).append(read)
                 limit_bytes -= nbytes
                 self.nbytes -= nbytes
             self._left.extendleft(reversed(later))
         return step
 
-    def first(self, count: int) -> list[Want]:
+    def first(self, count: int) -> list[BlockRead]:
         """The first that are left."""
         with self._lock:
             return list(islice(self._left, count))
@@ -113,51 +120,57 @@ class Hint:
             self._ended.set()
 
 
-class Hinter:
+class Prefetcher:
     """Serves `hint`."""
 
-    def __init__(self, stock: Stock, reader: Reader) -> None:
-        self._stock = stock
+    def __init__(self, state: StoreState, reader: Reader) -> None:
+        self._state = state
         self._reader = reader
         self._hints: list[Hint] = []
-        self._stride = Stride(_STEP_BYTES, _ALONE_S)
-        """What is read in one go while nobody else reads."""
-        self._stride.nbytes = _FIRST_BYTES
-        self._short_stride = Stride(_STEP_BYTES)
-        """What one drive reads in one go while others read too."""
+        self._size = PieceSize(_STEP_BYTES, _ALONE_S)
+        """What is read in one go while no call reads."""
+        self._size.nbytes = _FIRST_BYTES
+        self._small_size = PieceSize(_STEP_BYTES)
+        """What one drive reads in one go while calls read too."""
         self._thread: threading.Thread | None = None
+        run_bytes = max((lower.run_bytes for lower in state.lower_tiers), default=0)
+        if run_bytes:
+            reader.after_read = ReadAhead(state, self, run_bytes).after_read
 
-    def take(
-        self, wants: list[Want], deadline_s: float, state: SessionState = SessionState.NONE
+    def start(
+        self,
+        reads: list[BlockRead],
+        deadline_s: float,
+        session_state: SessionState = SessionState.NONE,
     ) -> Hint:
         """Begin to bring blocks within so many seconds, as far as there is room for them.
 
-        `state` is what the session is in that they belong to.
+        `session_state` is that of the session that they belong to.
         """
-        stock = self._stock
-        due_s = stock.clock.now() + deadline_s
-        with stock.changed:
+        state = self._state
+        due_s = state.clock.now() + deadline_s
+        with state.lock:
             waiting = sum(hint.nbytes for hint in self._hints)
-            room = int(stock.arena.capacity_bytes * _MEMORY_SHARE) - waiting
-            fitting: list[Want] = []
-            for want in wants:
-                room -= record_bytes(want.payload_bytes)
-                if room < 0 or len(self._hints) >= _HINTS_MAX or stock.closing:
+            room = int(state.arena.capacity_bytes * _MEMORY_SHARE) - waiting
+            fitting: list[BlockRead] = []
+            for read in reads:
+                room -= record_bytes(read.payload_bytes)
+                if room < 0 or len(self._hints) >= _HINTS_MAX or state.closing.is_set():
                     break
-                fitting.append(want)
-            hint = Hint(fitting, due_s, state)
+                fitting.append(read)
+            hint = Hint(fitting, due_s, session_state)
             if fitting:
                 self._hints.append(hint)
                 if self._thread is None:
                     self._thread = threading.Thread(
-                        target=self._run, name="kvdepot-hinter", daemon=True
+                        target=self._run, name="kvdepot-prefetch", daemon=True
                     )
                     self._thread.start()
         return hint
 
     def close(self, timeout_s: float) -> bool:
         """Call everything off and wait for the thread. False: it still reads."""
-        with self._stock.changed:
+        with self._state.lock:
             for hint in self._hints:
                 hint.cancel()
             thread = self._thread
@@ -166,67 +179,68 @@ class Hinter:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        stock = self._stock
-        last_s = stock.clock.now()
+        state = self._state
+        last_s = state.clock.now()
         while hint := self._most_urgent():
             step = self._next_step(hint, last_s)
-            wants = [want for part in step.values() for want in part]
-            last_s = started_s = stock.clock.now()
+            reads = [read for part in step.values() for read in part]
+            last_s = started_s = state.clock.now()
             timeout_s = min(_STEP_S_MAX, max(0.0, hint.deadline_s - started_s))
-            answers = self._reader.fetch(wants, timeout_s, ahead=True)
-            with stock.changed:
+            answers = self._reader.fetch(reads, timeout_s, is_prefetch=True)
+            memories = [memory.name for memory in state.memory_tiers]
+            with state.lock:
                 brought = [
-                    want
-                    for want, answer in zip(wants, answers, strict=True)
-                    if answer and answer.tier not in ("dram", "cxl")
+                    read
+                    for read, answer in zip(reads, answers, strict=True)
+                    if answer and answer.tier not in memories
                 ]
                 hint.brought += len(brought)
-                stock.counters.hinted += len(brought)
-                self._pass_on(brought, hint.state)
+                state.counters.hinted += len(brought)
+                self._mark(brought, hint.session_state)
             hint.end_if_done()
-            self._learn(step, stock.clock.now() - started_s)
+            self._learn(step, state.clock.now() - started_s)
             self._rest(hint, step, started_s)
 
     def _next_step(self, hint: Hint, since_s: float) -> Step:
-        """What to read next: much while nobody else reads there, else a little from each drive."""
-        stock = self._stock
+        """What to read next: much while no call reads there, else a little from each drive."""
+        state = self._state
         some = hint.first(_LOOK_MAX)
-        with stock.changed:
-            places = [self._place(row) for row in stock.catalog.rows([want.key for want in some])]
+        with state.lock:
+            places = [self._place(row) for row in state.catalog.rows([read.key for read in some])]
         if self._busy(places, since_s):
-            return hint.take(places, _STEP_BYTES, self._short_stride.nbytes)
-        return hint.take(places, self._stride.nbytes, _STEP_BYTES)
+            return hint.take(places, _STEP_BYTES, self._small_size.nbytes)
+        return hint.take(places, self._size.nbytes, _STEP_BYTES)
 
     def _place(self, row: int) -> Place:
-        """The drive a block is read from. Lock held."""
-        level = self._stock.source(row) if row != NONE else None
-        return (level, drive_of(level.copies.location[row])) if level is not None else None
+        """The drive that a block is read from."""
+        lower = self._state.source(row) if row != NONE else None
+        return (lower, drive_of(lower.copies.location[row])) if lower is not None else None
 
-    def _busy(self, places: Iterable[Place], since_s: float) -> list[Level]:
-        """The tiers among those where somebody else has read since."""
-        levels = {place[0] for place in places if place is not None}
-        return [level for level in levels if level.pace.busy_since(since_s)]
+    def _busy(self, places: Iterable[Place], since_s: float) -> list[LowerTier]:
+        """The tiers among those from which calls have read since."""
+        tiers = {place[0] for place in places if place is not None}
+        return [lower for lower in tiers if lower.foreground.busy_since(since_s)]
 
     def _learn(self, step: Step, spent_s: float) -> None:
-        """A step took so long."""
-        sizes = [sum(record_bytes(want.payload_bytes) for want in part) for part in step.values()]
+        sizes = [sum(record_bytes(read.payload_bytes) for read in part) for part in step.values()]
         if sizes:
-            self._stride.took(sum(sizes), spent_s)
-            self._short_stride.took(max(sizes), spent_s)
+            self._size.learn(sum(sizes), spent_s)
+            self._small_size.learn(max(sizes), spent_s)
 
-    def _pass_on(self, wants: list[Want], state: SessionState) -> None:
-        """Blocks that have just come to memory are in the state of their session. Lock held."""
-        if state is SessionState.NONE:
+    def _mark(self, reads: list[BlockRead], session_state: SessionState) -> None:
+        """Blocks that have just come to memory are in the state of their session."""
+        assert self._state.held()
+        if session_state is SessionState.NONE:
             return
-        catalog = self._stock.catalog
-        rows = catalog.rows([want.key for want in wants])
+        catalog = self._state.catalog
+        rows = catalog.rows([read.key for read in reads])
         here = [row for row in rows if row >= 0 and catalog.memory.ready(row)]
-        catalog.leaves.session_changed(here, state)
+        catalog.leaves.session_changed(here, session_state)
 
     def _most_urgent(self) -> Hint | None:
-        """The hint to go on with; those that are too late, or through, are forgotten."""
-        with self._stock.changed:
-            now_s = self._stock.clock.now()
+        """The hint to go on with; those that are too late, or done, are forgotten."""
+        with self._state.lock:
+            now_s = self._state.clock.now()
             for hint in self._hints:
                 if hint.deadline_s <= now_s:
                     hint.cancel()
@@ -237,11 +251,77 @@ class Hinter:
             return min(self._hints, key=lambda hint: hint.deadline_s)
 
     def _rest(self, hint: Hint, step: Step, since_s: float) -> None:
-        """Leave the drives to those who wait for them, as far as the deadline allows."""
+        """Leave the drives to calls that wait for them, as far as the deadline allows."""
         busy = self._busy(step, since_s)
         if hint.wait(0.0) or not busy:
             return
-        share = HEAD_SHARE if any(level.run_bytes for level in busy) else FLASH_SHARE
-        now_s = self._stock.clock.now()
+        share = HEAD_SHARE if any(lower.run_bytes for lower in busy) else FLASH_SHARE
+        now_s = self._state.clock.now()
         pause_s = min(rest_s(now_s - since_s, share), max(0.0, hint.deadline_s - now_s) / 2)
         hint.wait(pause_s)
+
+
+class ReadAhead:
+    """Watches reads, and hints at what continues them.
+
+    Only after a read that goes on where one ended before: an engine asks for a whole prompt at
+    once, and what continues that is another turn of the conversation.
+    """
+
+    def __init__(self, state: StoreState, prefetcher: Prefetcher, run_bytes: int) -> None:
+        self._state = state
+        self._prefetcher = prefetcher
+        self._run_bytes = run_bytes
+        self._ends: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()
+        """The last blocks of the latest reads; with each the block whose read calls for more."""
+
+    def after_read(self, reads: Sequence[BlockRead]) -> None:
+        """Blocks were read, those of one prompt head first."""
+        with self._state.lock:
+            wanted = self._next_reads(reads)
+        if wanted:
+            self._prefetcher.start(wanted, _AHEAD_DEADLINE_S)
+
+    def _next_reads(self, reads: Sequence[BlockRead]) -> list[BlockRead]:
+        """What to read ahead after these."""
+        assert self._state.held()
+        catalog = self._state.catalog
+        first = next(filter(self._is_known, reads), None)
+        last = next(filter(self._is_known, reversed(reads)), None)
+        if first is None or last is None:
+            return []
+        parent = catalog.tree.parent[first.row]
+        end = catalog.table.key(parent) if parent != NONE else None
+        goes_on = end in self._ends
+        marker = self._ends.pop(end) if goes_on and end is not None else None
+        rows: list[int] = []
+        if goes_on and (marker is None or any(read.key == marker for read in reads)):
+            rows = self._following(last.row)
+            marker = catalog.table.key(rows[len(rows) // 2]) if rows else None
+        self._ends[last.key] = marker
+        if len(self._ends) > _ENDS_MAX:
+            self._ends.popitem(last=False)
+        whole = replace(last, target=0, start=0, stop=last.payload_bytes, row=NONE)
+        return [replace(whole, key=catalog.table.key(row)) for row in rows]
+
+    def _is_known(self, read: BlockRead) -> bool:
+        """Whether a block is still what it was when it was read."""
+        return read.row != NONE and self._state.catalog.row(read.key) == read.row
+
+    def _following(self, row: int) -> list[int]:
+        """What continues a block on a tier of runs and is not in memory, where there is one way.
+
+        Not further than a run from here.
+        """
+        catalog = self._state.catalog
+        nbytes = catalog.nbytes[row]
+        found: list[int] = []
+        for _ in range(max(1, self._run_bytes // record_bytes(nbytes))):
+            children = list(catalog.tree.children(row))
+            if len(children) != 1 or catalog.nbytes[children[0]] != nbytes:
+                break
+            row = children[0]
+            lower = self._state.source(row)
+            if lower is not None and lower.run_bytes and not catalog.in_memory(row):
+                found.append(row)
+        return found

@@ -1,16 +1,17 @@
-"""What a caller wants of the tiers."""
+"""One call that reads blocks: what it wants, until when, and what came of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvdepot.codec.record import HEAD_BYTES
 from kvdepot.core.block import BlockKey, Got
-from kvdepot.core.depot import Sink
+from kvdepot.core.depot import Arrival, Sink
 from kvdepot.core.tier import Load
 from kvdepot.index.table import NONE
 
 
 @dataclass(slots=True)
-class Want:
+class BlockRead:
     """One block wanted by a caller: where to put it and which part of it."""
 
     key: BlockKey
@@ -25,42 +26,46 @@ class Want:
 
     def load(self, image: memoryview, location: int) -> Load:
         """The load that covers the wanted range with whole chunks."""
-        chunk = self.chunk_bytes
-        start = self.start // chunk * chunk
-        stop = min(-(-self.stop // chunk) * chunk, self.payload_bytes)
-        whole = start == self.start and stop == self.stop
-        return Load(
-            self.key,
-            location,
-            self.payload_bytes,
-            chunk,
-            image,
-            self.target if whole else 0,
-            start,
-            stop,
-        )
+        size, chunk, start, stop = self.payload_bytes, self.chunk_bytes, self.start, self.stop
+        if not start and stop == size:
+            return Load(self.key, location, size, chunk, image, self.target, 0, size)
+        first = start // chunk * chunk
+        last = min(-(-stop // chunk) * chunk, size)
+        target = self.target if first == start and last == stop else 0
+        return Load(self.key, location, size, chunk, image, target, first, last)
 
     @property
     def is_whole(self) -> bool:
         return self.start == 0 and self.stop == self.payload_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Errand:
-    """One call: what is wanted, and who gets what has no target of its own."""
+@dataclass(slots=True)
+class ReadCall:
+    """One call: what is wanted, and the sink for blocks that have no target of their own."""
 
-    wants: Sequence[Want]
+    reads: Sequence[BlockRead]
     results: list[Got]
     deadline: float
     verify: bool
     sink: Sink | None = None
-    ahead: bool = False
-    """Nobody waits for it."""
+    is_prefetch: bool = False
+    """No caller waits for it."""
     tried: dict[int, set[int]] = field(default_factory=dict)
-    """Places where a want was not to be had."""
+    """Locations where a block could not be read, by index."""
     rescued: set[int] = field(default_factory=set)
-    """Wants that are read from one of two places since the other drive fails."""
-    patient: bool = True
-    """What somebody else is reading is left to them, for a while."""
-    later: set[int] = field(default_factory=set)
-    """Wants that were left to somebody else."""
+    """Blocks read from one of two drives since the other one fails."""
+    waits_for_others: bool = True
+    """What another call is reading into memory is left to it, for a while."""
+    left_to_others: set[int] = field(default_factory=set)
+
+    def hand_over(self, images: list[tuple[int, memoryview, bool]]) -> None:
+        """Give the sink records that can be read in place: index, image, and whether the image is
+        good until the lease ends.
+        """
+        if self.sink is None or not images:
+            return
+        arrivals = []
+        for index, image, lasting in images:
+            end = HEAD_BYTES + self.reads[index].payload_bytes
+            arrivals.append(Arrival(index, image[HEAD_BYTES:end].toreadonly(), lasting))
+        self.sink(arrivals)

@@ -1,34 +1,47 @@
-"""Which blocks enter the fastest file tier: as its drives' wear and its thrashing allow.
+"""Which blocks enter the fastest lower tier: as its drives' wear and its thrashing allow.
 
-Does next to nothing where drives have no budget, no tier is written selectively and there is one
-tier of files only. Guarded by the stock's lock.
+Does next to nothing where drives have no budget of writes, no tier is written selectively and there
+is one lower tier only. Guarded by the store's lock.
 """
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.index.catalog import Catalog
-from kvdepot.policy.placing.admission import PROMISING, ThrashDetector, worth_wear
+from kvdepot.index.table import NONE
+from kvdepot.policy.placing.admission import (
+    PROMISING,
+    ReuseChance,
+    ThrashDetector,
+    kind_of,
+    worth_wear,
+)
 from kvdepot.policy.placing.write_mode import WriteMode
-from kvdepot.store.counters import Counters
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.reuse_history import History
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.stats import Counters
+
+_COUNT_MAX: Final = 255
 
 
 class Admission:
-    """Asked before a block is queued for the fastest file tier; told of what is read and leaves."""
+    """Asked before a block is queued for the fastest lower tier; told what is read and leaves."""
 
-    def __init__(self, catalog: Catalog, levels: tuple[Level, ...], counters: Counters) -> None:
+    def __init__(
+        self, catalog: Catalog, lower_tiers: Sequence[LowerTier], counters: Counters
+    ) -> None:
         self._catalog = catalog
-        self._levels = levels
+        self._lower_tiers = lower_tiers
         self._counters = counters
-        self._budgeted = any(
-            drive.wear.has_budget for level in levels[:1] for drive in level.tier.drives
-        )
-        self._thrash = ThrashDetector() if len(levels) > 1 else None
-        self._history: History | None = None
+        self._budgeted = any(lower.tier.write_budget() is not None for lower in lower_tiers[:1])
+        self._thrash = ThrashDetector() if len(lower_tiers) > 1 else None
+        self._history: ReuseHistory | None = None
 
     @property
     def thrashing(self) -> bool:
-        """Whether what is promoted to the fastest file tier only pushes out what would be hit."""
+        """Whether what is promoted to the fastest lower tier only pushes out what would be hit."""
         return self._thrash is not None and self._thrash.thrashing
 
     def made(self, row: int) -> bool:
@@ -51,58 +64,96 @@ class Admission:
         """Blocks are read from drives, since memory does not have them."""
         if self._thrash is None:
             return
-        ready, digest = self._levels[0].copies.ready, self._catalog.table.digest
+        ready, digest = self._lower_tiers[0].copies.ready, self._catalog.table.digest
         for row in rows:
             if ready(row):
                 self._thrash.hit()
             else:
                 self._thrash.missed(digest(row))
 
-    def left(self, row: int, level: Level) -> None:
-        """A block made room on a tier."""
-        if self._thrash is not None and level is self._levels[0]:
-            self._thrash.left(self._catalog.table.digest(row), level.copies.count)
+    def left(self, row: int, lower: LowerTier) -> None:
+        """A block was evicted from a tier."""
+        if self._thrash is not None and lower is self._lower_tiers[0]:
+            self._thrash.left(self._catalog.table.digest(row), lower.copies.count)
 
     def promotes(self, row: int, sample: int) -> bool:
         """Whether a block that was read may be promoted. `sample`: a byte of its prompt's own."""
         if self._thrash is None or self._thrash.promotes(sample):
             return True
-        self._counters.held_below += self._levels[0].copies.absent(row)
+        self._counters.held_below += self._lower_tiers[0].copies.absent(row)
         return False
 
     def sift(self, row: int, numbers: list[int]) -> list[int]:
-        """Of the file tiers that a block should be written to, those that it may be.
+        """Of the lower tiers that a block should be written to, those that it may be.
 
         Where it is not worth the wear of the fastest, it goes to the next one, if there is one.
         """
         history = self._history if self._budgeted else None
         if history is None or 0 not in numbers or not self._is_new(row):
             return numbers
-        if worth_wear(history.chance(row), self._level_after(row)):
+        if worth_wear(history.chance(row), self._fill_after(row)):
             return numbers
         self._counters.bypassed += 1
-        below = range(1, len(self._levels))
+        below = range(1, len(self._lower_tiers))
         return [number for number in below if number == 1 or number in numbers]
 
     def _is_new(self, row: int) -> bool:
-        first = self._levels[0]
+        first = self._lower_tiers[0]
         return first.copies.absent(row) and row not in first.tickets
 
-    def _learned(self) -> History | None:
-        """What is known of blocks, where anybody wants to know."""
-        levels = self._levels
-        if not self._budgeted and all(level.mode is not WriteMode.SELECTIVE for level in levels):
+    def _learned(self) -> "ReuseHistory | None":
+        """What is known of blocks, where it is used."""
+        tiers = self._lower_tiers
+        if not self._budgeted and all(lower.mode is not WriteMode.SELECTIVE for lower in tiers):
             return None
         if self._history is None:
-            self._history = History(self._catalog, levels[0].tier.usage().capacity_bytes)
+            self._history = ReuseHistory(self._catalog, tiers[0].tier.usage().capacity_bytes)
         return self._history
 
-    def _level_after(self, row: int) -> float:
-        """How full the buckets of the drives that work are, when what waits has been written."""
-        first = self._levels[0]
-        drives = [drive for drive in first.tier.drives if drive.breaker.closed]
-        wears = [drive.wear for drive in drives if not drive.draining]
-        bucket_bytes = sum(wear.bucket_bytes for wear in wears)
-        level_bytes = sum(wear.level_bytes for wear in wears) - first.dirty_bytes
-        left_bytes = level_bytes - record_bytes(self._catalog.nbytes[row])
-        return left_bytes / bucket_bytes if bucket_bytes else 0.0
+    def _fill_after(self, row: int) -> float:
+        """How full the buckets of writes are, when what waits and this block have been written."""
+        first = self._lower_tiers[0]
+        budget = first.tier.write_budget()
+        if budget is None or not budget.bucket_bytes:
+            return 0.0
+        record = record_bytes(self._catalog.nbytes[row])
+        return (budget.left_bytes - first.dirty_bytes - record) / budget.bucket_bytes
+
+
+class ReuseHistory:
+    """Turns and uses of every block since this was made, and what blocks like it came to."""
+
+    def __init__(self, catalog: Catalog, capacity_bytes: int) -> None:
+        self._catalog = catalog
+        self._chance = ReuseChance(capacity_bytes)
+        self._turns = catalog.table.column(np.uint8, 0)
+        """How many times the session of a block had come back when the block was made."""
+        self._uses = catalog.table.column(np.uint8, 0)
+        self._kind = catalog.table.column(np.uint8, 0)
+
+    def chance(self, row: int) -> float:
+        """How likely the block is asked for again while the tier would keep it."""
+        return self._chance.chance(self._kind.view[row])
+
+    def made(self, row: int) -> None:
+        """A block was put."""
+        parent = self._catalog.tree.parent.view[row]
+        turns = 0
+        if parent != NONE:
+            turns = self._turns.view[parent] + (self._uses.view[parent] > 0)
+        self._turns.view[row], self._uses.view[row] = min(turns, _COUNT_MAX), 0
+        self._classify(row, turns, 0)
+
+    def asked(self, rows: Sequence[int]) -> None:
+        """Blocks of one prompt were asked for, head first: its session has come back."""
+        if not rows:
+            return
+        turns, uses = self._turns.view[rows[-1]] + 1, self._uses.view
+        for row in rows:
+            uses[row] = min(uses[row] + 1, _COUNT_MAX)
+            self._classify(row, turns, uses[row])
+
+    def _classify(self, row: int, turns: int, uses: int) -> None:
+        kind = self._kind.view[row] = kind_of(turns, uses)
+        nbytes = record_bytes(self._catalog.nbytes.view[row])
+        self._chance.seen(self._catalog.table.digest(row), kind, nbytes)

@@ -1,139 +1,125 @@
-"""One file tier as the store sees it: its drives, its books, and what waits to be written to it."""
+"""One tier below memory as the store sees it: where its blocks lie, and what waits to be written.
+
+Guarded by the store's lock, but for `tier` itself.
+"""
 
 from array import array
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import CopyState
-from kvdepot.core.config import FileTierConfig, HddConfig
-from kvdepot.core.tier import Contents, drive_of, segment_of
+from kvdepot.core.clock import Clock
+from kvdepot.core.config import HddConfig, LowerTierConfig
+from kvdepot.core.tier import Contents, Tier, drive_of, segment_of
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
-from kvdepot.index.table import NONE, Column, Rows
+from kvdepot.index.table import NONE, Rows
 from kvdepot.index.tree import HITS_MAX
+from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
 from kvdepot.policy.placing.write_mode import WriteMode
-from kvdepot.store.state.drive_shares import Turns
-from kvdepot.store.state.second_copies import Mirrors
-from kvdepot.store.state.yielding import Pace
-from kvdepot.tiers.log.tier import SegmentTier
+from kvdepot.store.state.yielding import ForegroundReads
 
 _WAVE_BYTES: Final = 8 << 20
+_UNEVEN: Final = 1.25
+"""Drives whose speeds differ by less count as alike."""
 
 
-@dataclass(slots=True, eq=False)
-class Level:
-    """Guarded by the stock's lock, but for `tier` itself."""
+class LowerTier:
+    """The store's side of one tier."""
 
-    tier: SegmentTier
-    config: FileTierConfig
-    catalog: Catalog
-    copies: Copies
-    pace: Pace
-    segment_rows: "dict[tuple[int, int], array[int]]" = field(default_factory=dict)
-    """(drive, slot) to the rows once written there; some have left since."""
-    dirty: deque[int] = field(default_factory=deque)
-    """Rows in memory that wait to be written to this tier, oldest first."""
-    tickets: dict[int, int] = field(default_factory=dict)
-    """Rows waiting or being written, oldest first, with the number of their arrival."""
-    dirty_bytes: int = 0
-    moving: set[int] = field(default_factory=set)
-    """Rows whose record is being written again by a reclaim."""
-    writers: int = 0
-    """Threads that write dirty blocks down; without any, blocks stay where they are."""
-    mode: WriteMode = field(init=False)
-    hurry: int = 0
-    """The last ticket that somebody waits for."""
-    dirty_since_s: float = 0.0
-    """When something began to wait."""
-    turns: Turns = field(init=False)
-    """Which drive gets the next run, so that a prompt spreads as the drives are fast."""
-
-    hits_before: Column = field(init=False)
-    """How often each block had been asked for when its hits were last counted anew."""
-    mirrors: Mirrors | None = field(init=False)
-    """Second copies, where this tier keeps some."""
-
-    def __post_init__(self) -> None:
-        self.turns = Turns(self.tier)
-        self.mode = WriteMode(self.config.write_mode)
-        self.hits_before = self.catalog.table.column(np.uint16, 0)
-        self.mirrors = Mirrors(self.catalog, self.copies) if self.config.mirror else None
-
-    @property
-    def name(self) -> str:
-        return self.tier.name
-
-    @property
-    def run_bytes(self) -> int:
+    def __init__(
+        self, tier: Tier, config: LowerTierConfig, catalog: Catalog, copies: Copies, clock: Clock
+    ) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.config = config
+        self.catalog = catalog
+        self.copies = copies
+        self.foreground = ForegroundReads(clock)
+        self.mode = WriteMode(config.write_mode)
+        self.run_bytes = config.run if isinstance(config, HddConfig) else 0
         """How much of one prompt should lie in one piece; 0 where that does not matter."""
-        return self.config.run if isinstance(self.config, HddConfig) else 0
-
-    @property
-    def wave_bytes(self) -> int:
+        self.wave_bytes = 4 * self.run_bytes or _WAVE_BYTES
         """How much is read from a drive in one go."""
-        return 4 * self.run_bytes or _WAVE_BYTES
+        self.shares = DriveShares(tier)
+        self.second_copies = SecondCopies(catalog, copies) if config.mirror else None
+        """Where this tier keeps some blocks on two drives."""
+        self.segment_rows: dict[tuple[int, int], array[int]] = {}
+        """(drive, segment) to the rows once written there; some have left since."""
+        self.mounts: Counter[int] = Counter()
+        """How often each drive was mounted anew: what was appended before is gone."""
+        self.moving: Counter[int] = Counter()
+        """Rows whose record is being copied to this tier or within it."""
+        self.dirty: deque[int] = deque()
+        """Rows in memory that wait to be written, oldest first."""
+        self.tickets: dict[int, int] = {}
+        """Rows waiting or being written, oldest first, with the number of their arrival."""
+        self.dirty_bytes = 0
+        self.dirty_since_s = 0.0
+        self.flush_ticket = 0
+        """Blocks up to this number do not wait for others of their prompt."""
+        self.writers = 0
+        """Threads that write dirty blocks; without any, blocks stay where they are."""
+        self._hits_before = catalog.table.column(np.uint16, 0)
+        """How often each block had been asked for when it was written here."""
 
     def usable(self, row: int) -> bool:
-        """Whether there is a copy here on a drive that works, as far as is known."""
-        if self.mirrors is None:
-            return self.copies.ready(row) and self.works(self.copies.location[row])
-        return any(self.works(place) for place in self.places(row))
+        """Whether there is a copy here on a drive that is up."""
+        if self.second_copies is None:
+            return self.copies.ready(row) and self.is_up(self.copies.location[row])
+        return any(self.is_up(place) for place in self.places(row))
 
-    def works(self, location: int) -> bool:
-        """Whether the drive of this place works, as far as is known."""
-        return self.tier.drives[drive_of(location)].breaker.closed
+    def is_up(self, location: int) -> bool:
+        """Whether the drive of this location works, as far as is known."""
+        return self.tier.is_up(drive_of(location))
 
     def places(self, row: int) -> list[int]:
         """Where copies of a block are ready in this tier."""
         if not self.copies.ready(row):
             return []
         first = self.copies.location[row]
-        second = self.mirrors.location[row] if self.mirrors is not None else NONE
+        second = self.second_copies.location[row] if self.second_copies is not None else NONE
         return [first] if second == NONE else [first, second]
+
+    def place_on(self, row: int, drive: int) -> int:
+        """Where on this drive a copy of the block is, or NONE."""
+        return next((place for place in self.places(row) if drive_of(place) == drive), NONE)
 
     def place_in(self, row: int, drive: int, slot: int) -> int:
         """Where in this segment a copy of the block is, or NONE."""
         segment = drive << 24 | slot
         return next((place for place in self.places(row) if place >> 32 == segment), NONE)
 
-    def readable(self, row: int) -> int:
-        """A place of the block on a drive that works, else any, else NONE."""
+    def best_place(self, row: int) -> int:
+        """A place of the block on a drive that is up, else any, else NONE."""
         places = self.places(row)
-        return next((place for place in places if self.works(place)), [*places, NONE][0])
+        return next((place for place in places if self.is_up(place)), [*places, NONE][0])
 
-    def spared(self, row: int, location: int) -> bool:
-        """Whether a drive that works has the block too, besides this place."""
-        return any(self.works(place) for place in self.places(row) if place != location)
+    def is_on_another(self, row: int, location: int) -> bool:
+        """Whether a drive that is up has the block too, besides this place."""
+        return any(self.is_up(place) for place in self.places(row) if place != location)
 
-    def drop(self, row: int) -> None:
-        """Drop a block's copies from the books; their bytes die with their segments."""
-        locations = self.places(row)
-        self.copies.drop(row)
-        if self.mirrors is not None:
-            self.mirrors.leave(row)
-        self.tier.discard(locations, [self.catalog.nbytes[row]] * len(locations))
+    def enter(self, row: int, location: int) -> None:
+        """A block's record is at `location` now: count it, and let reclaim find it."""
+        self.tier.count(location, self.catalog.nbytes[row])
+        place = (drive_of(location), segment_of(location))
+        self.segment_rows.setdefault(place, array("i")).append(row)
+        if self.second_copies is not None and self.second_copies.location[row] == NONE:
+            self.second_copies.candidates[row] = None
 
-    def lose(self, row: int, location: int, *, again: bool = False) -> None:
-        """Drop the copy at `location`, if there is one; by another the block stays in the tier.
-
-        `again`: it shall have two again.
-        """
-        left = self.places(row)
-        if location not in left:
-            return
-        left.remove(location)
-        if not left or self.mirrors is None:
-            self.drop(row)
-            return
-        self.mirrors.leave(row)
-        if again:
-            self.mirrors.fresh[row] = None
-        self.copies.move(row, left[0])
-        self.tier.discard([location], [self.catalog.nbytes[row]])
+    def enter_second(self, row: int, location: int) -> bool:
+        """A second copy was written. False: the block has no use for it any more."""
+        second, places = self.second_copies, self.places(row)
+        if second is None or len(places) != 1 or drive_of(places[0]) == drive_of(location):
+            self._discard_unused(row, location)
+            return False
+        second.enter(row, location)
+        self.enter(row, location)
+        return True
 
     def relocate(self, row: int, source: int, target: int) -> None:
         """The copy at `source`, if it is there still, was written again at `target`."""
@@ -143,21 +129,56 @@ class Level:
             return
         places.remove(source)
         self.copies.move(row, target)
-        if self.mirrors is not None and places:
-            owed = row not in self.mirrors.owed
-            self.mirrors.leave(row)
+        second = self.second_copies
+        if second is not None and places:
+            moved_once = row not in second.moved_once
+            second.leave(row)
             if drive_of(places[0]) != drive_of(target):
-                self.mirrors.enter(row, places.pop())
-                if owed:
-                    self.mirrors.owed.add(row)
+                second.enter(row, places.pop())
+                if moved_once:
+                    second.moved_once.add(row)
         surplus = [source, *places]
         self.tier.discard(surplus, [self.catalog.nbytes[row]] * len(surplus))
         self.enter(row, target)
 
-    def _discard_unused(self, row: int, location: int) -> None:
-        """A record was written for nothing."""
-        self.tier.count(location, self.catalog.nbytes[row])
+    def drop(self, row: int) -> None:
+        """Drop all copies of a block in this tier; their bytes die with their segments."""
+        locations = self.places(row)
+        self.copies.drop(row)
+        if self.second_copies is not None:
+            self.second_copies.leave(row)
+        self.tier.discard(locations, [self.catalog.nbytes[row]] * len(locations))
+
+    def drop_copy(self, row: int, location: int, *, again: bool = False) -> None:
+        """Drop the copy at `location`, if there is one; with another one the block stays.
+
+        `again`: it shall have two again.
+        """
+        left = self.places(row)
+        if location not in left:
+            return
+        left.remove(location)
+        if not left or self.second_copies is None:
+            self.drop(row)
+            return
+        self.second_copies.leave(row)
+        if again:
+            self.second_copies.candidates[row] = None
+        self.copies.move(row, left[0])
         self.tier.discard([location], [self.catalog.nbytes[row]])
+
+    def forget_drive(self, drive: int) -> None:
+        """A drive's blocks are gone: forget where they were."""
+        self.mounts[drive] += 1
+        if self.second_copies is not None:
+            self.second_copies.forget_drive(drive)
+        places = self.copies.location.array
+        for row in np.flatnonzero((places != NONE) & (places >> 56 == drive)).tolist():
+            if self.copies.ready(row):
+                self.copies.drop(row)
+                self.catalog.forget_if_gone(row)
+        for place in [place for place in self.segment_rows if place[0] == drive]:
+            del self.segment_rows[place]
 
     def live(self, drive: int, slot: int) -> Rows:
         """The rows whose copy is in this segment, in the order they lie in."""
@@ -165,47 +186,38 @@ class Level:
         if not listed:
             return np.zeros(0, dtype=np.int64)
         rows = np.unique(np.array(listed, dtype=np.int64))
+        segment = drive << 24 | slot
         places = self.copies.location.array[rows]
-        if self.mirrors is not None:
-            second = self.mirrors.location.array[rows]
-            places = np.where(second >> 32 == drive << 24 | slot, second, places)
-        here = (self.copies.state.array[rows] == CopyState.READY) & (
-            places >> 32 == drive << 24 | slot
-        )
+        if self.second_copies is not None:
+            second = self.second_copies.location.array[rows]
+            places = np.where(second >> 32 == segment, second, places)
+        here = (self.copies.state.array[rows] == CopyState.READY) & (places >> 32 == segment)
         found: Rows = rows[here][np.argsort(places[here])]
         return found
 
     def hits(self, rows: Rows) -> Rows:
-        """How often each block was asked for, since `count_anew` where that was called."""
+        """How often each block was asked for since it was written here; what one of two copies
+        has earned counts for the other too.
+        """
         total = self.catalog.tree.hits.array[rows].astype(np.int64)
-        since: Rows = np.where(total == HITS_MAX, 1, total - self.hits_before.array[rows])
-        return since
+        hits: Rows = np.where(total == HITS_MAX, 1, total - self._hits_before.array[rows])
+        if self.second_copies is not None:
+            moved_once = self.second_copies.moved_once
+            hits = np.maximum(hits, [row in moved_once for row in rows.tolist()])
+        return hits
 
-    def count_anew(self, row: int) -> None:
+    def reset_hits(self, row: int) -> None:
         """What brought the block here says nothing of how often it will be read from here."""
-        self.hits_before.view[row] = self.catalog.tree.hits.view[row]
+        self._hits_before.view[row] = self.catalog.tree.hits.view[row]
 
-    def enter(self, row: int, location: int) -> None:
-        """A block's record is at `location` now: count it, and let reclaim find it."""
-        self.tier.count(location, self.catalog.nbytes[row])
-        self._list(row, location)
-        if self.mirrors is not None and self.mirrors.location[row] == NONE:
-            self.mirrors.fresh[row] = None
+    def begin_moving(self, rows: Iterable[int]) -> None:
+        self.moving.update(rows)
 
-    def enter_mirror(self, row: int, location: int) -> bool:
-        """A second copy was written. False: the block has no use for it any more."""
-        mirrors, places = self.mirrors, self.places(row)
-        if mirrors is None or len(places) != 1 or drive_of(places[0]) == drive_of(location):
-            self._discard_unused(row, location)
-            return False
-        mirrors.enter(row, location)
-        self.enter(row, location)
-        return True
-
-    def look_again(self) -> None:
-        """There may be room for second copies that there was none for."""
-        if self.mirrors is not None:
-            self.mirrors.look_at_all = True
+    def end_moving(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self.moving[row] -= 1
+            if not self.moving[row]:
+                del self.moving[row]
 
     def mark_dirty(self, row: int, ticket: int, now_s: float) -> None:
         """A block in memory waits to be written; it cannot leave memory before."""
@@ -217,10 +229,13 @@ class Level:
         self.dirty_bytes += record_bytes(self.catalog.nbytes[row])
 
     def mark_clean(self, row: int) -> None:
-        """The block no longer waits."""
+        """A block no longer waits."""
         self.dirty_bytes -= record_bytes(self.catalog.nbytes[row])
         self.tickets.pop(row, None)
         self.catalog.leaves.release(row)
+
+    def oldest_ticket(self) -> int | None:
+        return next(iter(self.tickets.values()), None)
 
     def sort_dirty(self) -> None:
         """Bring what waits into the order of prompts, where that matters."""
@@ -234,7 +249,7 @@ class Level:
         known = np.flatnonzero(rows != NONE)
         twice = self.copies.state.array[rows[known]] != CopyState.ABSENT
         surplus = known[twice]
-        self._take_in_again(rows[surplus], locations[surplus], contents.payload_bytes[surplus])
+        self._take_in_second(rows[surplus], locations[surplus], contents.payload_bytes[surplus])
         known = known[~twice]
         self.copies.seal_many(rows[known], locations[known])
         new = np.flatnonzero(rows == NONE)
@@ -243,26 +258,124 @@ class Level:
         )
         entered = np.concatenate([known, new])
         if len(entered):
-            self._list_many(rows[entered], locations[entered])
-        twins = contents.second_of
-        self._take_in_again(rows[twins], contents.second_locations, contents.payload_bytes[twins])
+            self._list_rows(rows[entered], locations[entered])
+        second = contents.second_of
+        self._take_in_second(
+            rows[second], contents.second_locations, contents.payload_bytes[second]
+        )
 
-    def _take_in_again(self, rows: Rows, locations: Rows, payload_bytes: Rows) -> None:
+    def _take_in_second(self, rows: Rows, locations: Rows, payload_bytes: Rows) -> None:
         """Blocks that have a place already were found at another: second copies, or surplus."""
         surplus = np.ones(len(rows), dtype=bool)
-        if self.mirrors is not None and len(rows):
-            taken = self.mirrors.take_in(rows, locations)
+        if self.second_copies is not None and len(rows):
+            taken = self.second_copies.take_in(rows, locations)
             surplus[taken] = False
-            self._list_many(rows[taken], locations[taken])
+            self._list_rows(rows[taken], locations[taken])
         self.tier.discard(locations[surplus].tolist(), payload_bytes[surplus].tolist())
 
-    def _list_many(self, rows: Rows, locations: Rows) -> None:
+    def _list_rows(self, rows: Rows, locations: Rows) -> None:
         order = np.argsort(locations >> 32, kind="stable")
         places, starts = np.unique(locations[order] >> 32, return_index=True)
         for place, part in zip(places.tolist(), np.split(rows[order], starts[1:]), strict=True):
             listed = self.segment_rows.setdefault((place >> 24, place & 0xFFFFFF), array("i"))
             listed.frombytes(part.astype(np.int32).tobytes())
 
-    def _list(self, row: int, location: int) -> None:
-        place = (drive_of(location), segment_of(location))
-        self.segment_rows.setdefault(place, array("i")).append(row)
+    def _discard_unused(self, row: int, location: int) -> None:
+        """A record was written for nothing."""
+        self.tier.count(location, self.catalog.nbytes[row])
+        self.tier.discard([location], [self.catalog.nbytes[row]])
+
+
+class SecondCopies:
+    """Where the blocks of one tier lie besides their first place, on another drive."""
+
+    def __init__(self, catalog: Catalog, copies: Copies) -> None:
+        self.location = catalog.table.column(np.int64, NONE)
+        """The second place of each row, or NONE."""
+        self.count = 0
+        self.candidates: dict[int, None] = {}
+        """Rows that came to a new place, and may be worth a second one."""
+        self.check_all = True
+        """Blocks may have lost a copy: every one is looked at again when all drives are up."""
+        self.moved_once: set[int] = set()
+        """Rows of which one copy was moved because it was asked for: the other is moved too."""
+        self._copies = copies
+
+    def enter(self, row: int, location: int) -> None:
+        """A block has a second copy now."""
+        assert self.location[row] == NONE
+        self.location[row] = location
+        self.count += 1
+
+    def leave(self, row: int) -> None:
+        """A block has one place again, if it had two."""
+        if self.location[row] != NONE:
+            self.location[row] = NONE
+            self.count -= 1
+            self.moved_once.discard(row)
+
+    def take_in(self, rows: Rows, locations: Rows) -> Rows:
+        """Enter copies found on drives, of known rows. Returns which were taken, as indices."""
+        first = self._copies.location.array[rows]
+        fits = (
+            (self._copies.bit & self._copies.residency.array[rows] != 0)
+            & (self.location.array[rows] == NONE)
+            & (first >> 56 != locations >> 56)
+        )
+        taken = np.flatnonzero(fits)
+        self.location.array[rows[taken]] = locations[taken]
+        self.count += len(taken)
+        return taken
+
+    def forget_drive(self, drive: int) -> None:
+        """A drive's copies are gone: what has another place lies only there now."""
+        first, second = self._copies.location.array, self.location.array
+        rows = np.flatnonzero((second != NONE) & ((first >> 56 == drive) | (second >> 56 == drive)))
+        places = np.where(first[rows] >> 56 == drive, second[rows], first[rows])
+        first[rows] = places
+        second[rows] = NONE
+        self.count -= len(rows)
+        self.moved_once.difference_update(rows.tolist())
+        self.check_all = True
+
+
+class DriveShares:
+    """Which drive of a tier gets the next run, by measured speed and by what waits for each."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._shares = Shares()
+        self._writing: Counter[int] = Counter()
+        """Bytes under way to each drive."""
+        self.taken_s = 0.0
+        """When a drive last took a run."""
+
+    def next(self) -> int | None:
+        """The drive that gets the next run; None where no drive takes blocks."""
+        return self._shares.next(self._loads())
+
+    def take(self, drive: int, nbytes: int, now_s: float) -> None:
+        """A drive takes a run; `done` says when it has it."""
+        self._shares.take(drive, nbytes, self._loads())
+        self._writing[drive] += nbytes
+        self.taken_s = now_s
+
+    def done(self, drive: int, nbytes: int) -> None:
+        """A run that a drive has taken is written, or given up."""
+        self._writing[drive] -= nbytes
+
+    def part(self, drive: int) -> float:
+        """Of what waits for the tier, how much falls to this drive."""
+        return self._shares.part(drive, self._loads())
+
+    def are_uneven(self) -> bool:
+        """Whether some drives are known to be faster than others."""
+        return are_uneven(self._loads(), _UNEVEN)
+
+    def _loads(self) -> list[DriveLoad]:
+        facts = ((drive, self._tier.drive(drive)) for drive in range(self._tier.drive_count()))
+        return [
+            DriveLoad(drive, fact.read_bytes_per_s, self._writing[drive] + fact.queued_bytes)
+            for drive, fact in facts
+            if fact.takes_blocks
+        ]

@@ -1,4 +1,4 @@
-"""One memory tier as the store sees it: its arena, its books, and who leaves it first."""
+"""One memory tier as the store sees it: its arena, its copies, and what leaves it first."""
 
 import threading
 from collections import deque
@@ -15,23 +15,23 @@ _HITS_MAX: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Pool:
-    """Guarded by the stock's lock."""
+class MemoryTier:
+    """Guarded by the store's lock."""
 
     arena: Arena
     catalog: Catalog
     copies: Copies
     leaves: LeafOrder
     spare_bytes: int = 0
-    """How much is kept free by a porter, where there is a slower memory below; else 0."""
+    """How much move/memory_levels.py keeps free, where there is a slower memory tier; else 0."""
     overruns: int = 0
     """How often nothing was free, and a block had to leave at once."""
     short: dict[int, None] = field(default_factory=dict)
     """Slot sizes of which little is left."""
     hits: deque[int] = field(default_factory=lambda: deque(maxlen=_HITS_MAX))
-    """Rows that were read in the memory below, and may belong here."""
-    call: threading.Event = field(default_factory=threading.Event)
-    """Set when there is something for the porter to do."""
+    """Rows that were read in the memory tier below, and may belong here."""
+    wake: threading.Event = field(default_factory=threading.Event)
+    """Set when there is something to move between the memory tiers."""
     name: str = field(init=False)
     served: Got = field(init=False)
     """The answer for a block that is here."""
@@ -59,20 +59,20 @@ class Pool:
             self.arena.free(location)
         return location
 
-    def wish(self, rows: list[int]) -> None:
-        """Blocks were read in the memory below."""
+    def note_hits_below(self, rows: list[int]) -> None:
+        """Blocks were read in the memory tier below."""
         if not self.hits:
-            self.call.set()
+            self.wake.set()
         self.hits.extend(rows)
 
     def spare(self, nbytes: int) -> int:
         """How much is to be free for blocks of this size: two of them, at the least."""
         return max(self.spare_bytes, 2 * nbytes)
 
-    def watch(self, nbytes: int, *, full: bool) -> None:
-        """A slot was asked for: call the porter where few are left."""
+    def note_allocation(self, nbytes: int, *, full: bool) -> None:
+        """A slot was asked for: wake move/memory_levels.py where few are left."""
         self.overruns += full
         group = self.arena.slot_bytes(nbytes)
         if full or self.arena.room(group) < self.spare(group):
             self.short[group] = None
-            self.call.set()
+            self.wake.set()

@@ -1,145 +1,208 @@
-"""What the parts of a store share: the catalog, the memories, the file tiers, one lock.
+"""What the parts of a store share, guarded by one lock.
 
-`changed` is that lock; it is notified whenever room, work or an outcome appears that somebody may
-wait for. It is held for bookkeeping only, never across I/O or copies.
+The lock is held for bookkeeping only, never over I/O or copies of blocks. Functions that need it
+begin with `assert state.held()`. Each condition below is for one kind of waiter; all use the lock.
 """
 
+import contextlib
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
-from kvdepot.errors import ConfigError
+from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
-from kvdepot.store.counters import Counters
 from kvdepot.store.state.admission import Admission
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.memory_tier import Pool
-from kvdepot.store.trace_recorder import Recorder
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.stats import Counters
+from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.tiers.memory.arena import Arena
 
 TEMPORARY: Final = -2
 """Owner of a slot that belongs to a transfer, not to a block."""
 
 
-@dataclass(slots=True)
-class Stock:
+class StoreState:
     """Shared state of one store."""
 
-    config: Config
-    clock: Clock
-    catalog: Catalog
-    arena: Arena
-    staging: Arena
-    levels: tuple[Level, ...]
-    """The file tiers, fastest first."""
-    cxl_arena: Arena | None = None
-    """Of the slower memory, if there is one."""
-    return_times: ReturnTimes = field(default_factory=ReturnTimes)
-    """What tells when blocks are expected; it learns where there is such a memory."""
-    pools: tuple[Pool, ...] = field(init=False)
-    """The memory tiers, fastest first; `arena` is that of the first."""
-    counters: Counters = field(default_factory=Counters)
-    admission: Admission = field(init=False)
-    changed: threading.Condition = field(init=False)
-    work: threading.Condition = field(init=False)
-    """The same lock; notified when there is something to write, or the store closes."""
-    tickets: int = 0
-    closing: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
-    """Set with `closing`, for threads that nobody else wakes."""
-    recorder: Recorder | None = None
-    """Told of every lookup while somebody wants to know."""
-
-    def __post_init__(self) -> None:
-        lock = threading.Lock()
-        self.changed, self.work = threading.Condition(lock), threading.Condition(lock)
-        arenas = (self.arena, self.cxl_arena)
-        books = zip(self.catalog.memories, self.catalog.orders, strict=True)
-        self.pools = tuple(
-            Pool(arena, self.catalog, copies, leaves)
-            for arena, (copies, leaves) in zip(arenas, books, strict=False)
-            if arena is not None
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        catalog: Catalog,
+        arenas: Sequence[Arena],
+        staging: Arena,
+        lower_tiers: Sequence[LowerTier],
+        return_times: ReturnTimes,
+    ) -> None:
+        """`arenas` are those of the memory tiers, fastest first."""
+        self.config = config
+        self.clock = clock
+        self.catalog = catalog
+        self.staging = staging
+        """Memory for transfers that have no slot in a memory tier."""
+        self.lower_tiers = tuple(lower_tiers)
+        """Fastest first."""
+        self.return_times = return_times
+        self.memory_tiers = tuple(
+            MemoryTier(arena, catalog, copies, leaves)
+            for arena, copies, leaves in zip(arenas, catalog.memories, catalog.orders, strict=True)
         )
-        self.admission = Admission(self.catalog, self.levels, self.counters)
+        self.arena = arenas[0]
+        """Of the fastest memory tier."""
+        self.counters = Counters()
+        self.admission = Admission(catalog, self.lower_tiers, self.counters)
+        self.recorder: TraceRecorder | None = None
+        self.last_ticket = 0
+        """Blocks that wait to be written are numbered in the order in which they came."""
+        self.lock = threading.RLock()
+        self.held: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        """Whether this thread has the lock."""
+        self.work = threading.Condition(self.lock)
+        """There is something to write, or the store closes."""
+        self.room = threading.Condition(self.lock)
+        """Memory or a lease became free: puts, reads and reclaims that wait for room look again."""
+        self.written = threading.Condition(self.lock)
+        """Blocks were written or given up: flush, removals and drains look again."""
+        self.arrived = threading.Condition(self.lock)
+        """Blocks came to memory: reads that wait for the same blocks look again."""
+        self.idle = threading.Condition(self.lock)
+        """A call or a late read ended: close looks again."""
+        self.closing = threading.Event()
+        """Set once, with the lock held, when the store closes."""
+        self.calls = 0
+        """Calls that use the store's memory now: close waits for them."""
+        self.leased = 0
+        """Blocks that callers hold a lease on."""
+
+    def check_open(self) -> None:
+        if self.closing.is_set():
+            raise StoreClosedError("the store is closed")
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """A call that works on the store's memory: close waits for it."""
+        with self.lock:
+            self.check_open()
+            self.calls += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.calls -= 1
+                if self.closing.is_set():
+                    self.idle.notify_all()
+
+    def lease(self, rows: list[int]) -> None:
+        """Protect rows for a caller, until `release`."""
+        assert self.held()
+        self.catalog.lease(rows)
+        self.leased += len(rows)
+
+    def release(self, rows: list[int]) -> None:
+        """End a caller's lease."""
+        with self.lock:
+            self.leased -= len(rows)
+            if not self.closing.is_set():
+                self.unlease(rows)
 
     @property
-    def arenas(self) -> list[Arena]:
+    def all_arenas(self) -> list[Arena]:
         """All memory that views of blocks lie in."""
-        return [*(pool.arena for pool in self.pools), self.staging]
+        return [*(memory.arena for memory in self.memory_tiers), self.staging]
 
     @property
     def dirty_bytes(self) -> int:
-        """What waits to be written down."""
-        return sum(level.dirty_bytes for level in self.levels)
+        """What waits to be written."""
+        return sum(lower.dirty_bytes for lower in self.lower_tiers)
 
     @property
-    def writers(self) -> int:
-        """Threads that write blocks down; without any, blocks stay in memory."""
-        return sum(level.writers for level in self.levels)
+    def dirty_limit_bytes(self) -> int:
+        """How much of memory may wait to be written."""
+        return max(1, int(self.config.dram.capacity * self.config.writeback.dirty_limit))
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether blocks are written to a lower tier; else they stay in memory."""
+        return any(lower.writers for lower in self.lower_tiers)
+
+    def record_lookup(self, keys: Sequence[BlockKey]) -> None:
+        """A prompt was looked up."""
+        if self.recorder is not None:
+            self.recorder.add(as_words(keys))
+
+    def usable_prefix(self, rows: list[int]) -> list[int]:
+        """Cut a run of resident rows where it needs a drive that is known to be down."""
+        assert self.held()
+        if all(lower.tier.is_up() for lower in self.lower_tiers):
+            return rows
+        for index, row in enumerate(rows):
+            if not self.catalog.in_memory(row) and not any(
+                lower.usable(row) for lower in self.lower_tiers
+            ):
+                return rows[:index]
+        return rows
+
+    def memory_of(self, row: int) -> MemoryTier | None:
+        """The fastest memory tier that has a block."""
+        return next((memory for memory in self.memory_tiers if memory.copies.ready(row)), None)
+
+    def source(self, row: int) -> LowerTier | None:
+        """The lower tier to read a block from: the fastest whose drive is up, else the fastest."""
+        found = [lower for lower in self.lower_tiers if lower.copies.ready(row)]
+        return next((lower for lower in found if lower.usable(row)), found[0] if found else None)
 
     def drop_unreadable(self, row: int) -> None:
         """Drop copies on drives that are down, so that the block can be kept in memory anew."""
-        for level in self.levels:
-            if level.copies.ready(row) and not level.usable(row):
-                level.drop(row)
+        for lower in self.lower_tiers:
+            if lower.copies.ready(row) and not lower.usable(row):
+                lower.drop(row)
 
-    def record(self, path: Path) -> None:
-        """Write lookups down from now on, or ConfigError."""
-        if self.recorder is not None:
-            raise ConfigError("record", f"{self.recorder.path} is being written already")
-        self.recorder = Recorder(path, self.config.block_tokens, self.clock)
-
-    def stop_recording(self) -> int:
-        """Write no more. Returns how many lookups were."""
-        recorder, self.recorder = self.recorder, None
-        return recorder.close() if recorder is not None else 0
-
-    def looked_up(self, keys: Sequence[BlockKey]) -> None:
-        """A prompt was looked up."""
-        if self.recorder is not None:
-            self.recorder.saw(as_words(keys))
-
-    def drop_all(self, row: int) -> None:
-        """Drop a block nobody uses from every tier."""
-        for pool in self.pools:
-            if pool.copies.ready(row):
-                pool.drop(row)
-        for level in self.levels:
-            if level.copies.ready(row):
-                level.drop(row)
+    def drop_everywhere(self, row: int) -> None:
+        """Drop a block that is not in use from every tier."""
+        assert self.held()
+        for memory in self.memory_tiers:
+            if memory.copies.ready(row):
+                memory.drop(row)
+        for lower in self.lower_tiers:
+            if lower.copies.ready(row):
+                lower.drop(row)
         self.catalog.forget_if_gone(row)
 
     def unlease(self, rows: list[int]) -> None:
-        """End the use of rows, and let go of those that were removed meanwhile."""
+        """End the use of rows. Those that were removed meanwhile are dropped."""
+        assert self.held()
         for row in self.catalog.unlease(rows):
             if self.catalog.nbytes.view[row]:
-                self.drop_all(row)
-        self.changed.notify_all()
+                self.drop_everywhere(row)
+        self.room.notify_all()
 
-    def pool_of(self, row: int) -> Pool | None:
-        """The fastest memory that has a block."""
-        return next((pool for pool in self.pools if pool.copies.ready(row)), None)
+    def doom(self, rows: list[int]) -> None:
+        """Make blocks unfindable for good; drop those that are not in use."""
+        assert self.held()
+        for row in rows:
+            if self.catalog.doom(row) and not self.is_dirty(row):
+                self.drop_everywhere(row)
 
-    def source(self, row: int) -> Level | None:
-        """The file tier to read a block from: the fastest whose drive works, else the fastest."""
-        found = [level for level in self.levels if level.copies.ready(row)]
-        return next((level for level in found if level.usable(row)), found[0] if found else None)
+    def is_being_written(self, rows: Iterable[int]) -> bool:
+        """Whether one of the rows waits to be written, or is being copied, to any lower tier."""
+        tiers = self.lower_tiers
+        return any(row in lower.tickets or row in lower.moving for row in rows for lower in tiers)
 
-    def write_down(self, row: int) -> None:
-        """A new block in memory waits to be written to the file tiers that want it."""
+    def write_new(self, row: int) -> None:
+        """A new block in memory waits to be written to the lower tiers that want it."""
         promising = self.admission.made(row)
         self._write_to(row, targets(self._modes(), touched=promising))
 
-    def write_touched(self, rows: list[int]) -> None:
+    def write_used(self, rows: list[int]) -> None:
         """Blocks were asked for again: those in memory may be worth writing now."""
+        assert self.held()
         modes = self._modes()
         self.admission.asked(rows)
         if WriteMode.SELECTIVE not in modes:
@@ -149,45 +212,45 @@ class Stock:
                 self._write_to(row, targets(modes, touched=True))
         self.work.notify_all()
 
-    def promote(self, row: int, source: Level, sample: int) -> None:
-        """A block read from `source` is in memory now: it goes to the file tiers above it too.
+    def promotes_from(self, source: LowerTier) -> bool:
+        """Whether blocks read from `source` may go to a lower tier above it, as things are."""
+        return source is not self.lower_tiers[0] and bool(
+            promotes(self._modes(), self.lower_tiers.index(source))
+        )
+
+    def promote(self, row: int, source: LowerTier, sample: int) -> None:
+        """A block read from `source` is in memory now: it goes to the lower tiers above it too.
 
         Not while much waits to be written: a put must not wait for it. `sample` is a byte of the
         prompt's own: while a tier thrashes, only some prompts enter it.
         """
+        assert self.held()
         if 2 * self.dirty_bytes > self.dirty_limit_bytes or not self.catalog.is_live(row):
             return
-        above = promotes(self._modes(), self.levels.index(source))
+        above = promotes(self._modes(), self.lower_tiers.index(source))
         if above and self.admission.promotes(row, sample):
             self._write_to(row, above)
             self.work.notify_all()
 
-    def _write_to(self, row: int, numbers: list[int]) -> None:
-        """A block in memory waits to be written to those of the file tiers that it may enter."""
-        for number in self.admission.sift(row, numbers):
-            self.mark_dirty(row, self.levels[number])
+    def is_dirty(self, row: int) -> bool:
+        """Whether a block waits to be written to any lower tier."""
+        return any(row in lower.tickets for lower in self.lower_tiers)
 
-    @property
-    def dirty_limit_bytes(self) -> int:
-        """How much of memory may wait to be written."""
-        return max(1, int(self.config.dram.capacity * self.config.writeback.dirty_limit))
+    def mark_clean(self, row: int, lower: LowerTier) -> None:
+        """A block no longer waits to be written to this tier."""
+        assert self.held()
+        lower.mark_clean(row)
+        catalog = self.catalog
+        if catalog.is_doomed(row) and not catalog.leases(row) and not self.is_dirty(row):
+            self.drop_everywhere(row)
+
+    def _write_to(self, row: int, numbers: list[int]) -> None:
+        """A block in memory waits to be written to those of these tiers that it may enter."""
+        for number in self.admission.sift(row, numbers):
+            lower = self.lower_tiers[number]
+            if lower.writers and lower.copies.absent(row) and row not in lower.tickets:
+                self.last_ticket += 1
+                lower.mark_dirty(row, self.last_ticket, self.clock.now())
 
     def _modes(self) -> list[WriteMode]:
-        return [level.mode for level in self.levels]
-
-    def mark_dirty(self, row: int, level: Level) -> None:
-        """A block in memory waits to be written to one file tier."""
-        if level.writers and level.copies.absent(row) and row not in level.tickets:
-            self.tickets += 1
-            level.mark_dirty(row, self.tickets, self.clock.now())
-
-    def is_waiting(self, row: int) -> bool:
-        """Whether a block waits to be written anywhere."""
-        return any(row in level.tickets for level in self.levels)
-
-    def mark_clean(self, row: int, level: Level) -> None:
-        """The block no longer waits for this tier."""
-        level.mark_clean(row)
-        catalog = self.catalog
-        if catalog.is_doomed(row) and not catalog.leases(row) and not self.is_waiting(row):
-            self.drop_all(row)
+        return [lower.mode for lower in self.lower_tiers]

@@ -1,4 +1,4 @@
-"""Making room in a memory tier.
+"""Slots in a memory tier: free ones, else those of evicted blocks.
 
 The coldest tail of the same size first, else the coldest stretch of the arena.
 """
@@ -10,36 +10,36 @@ import numpy as np
 from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
-from kvdepot.store.state.memory_tier import Pool
-from kvdepot.store.state.state import Stock
+from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.state import StoreState
 from kvdepot.tiers.memory.arena import NOBODY, Slab
 
-_PATIENCE_MIN: Final = 64
+_EVICTIONS_BETWEEN_LOOKS: Final = 64
 """Evictions within a size class between two looks at whether another class is colder. A look costs
 as much as there are blocks in memory, so there are more between two when there are many."""
 _STRETCHES: Final = 64
 """At least this part of the memory changes its class at a time, for the same reason."""
 
 
-class Room:
-    """Finds slots in one memory tier. Call with the stock's lock held."""
+class SlotAllocator:
+    """Finds slots in one memory tier. Call with the store's lock held."""
 
-    def __init__(self, stock: Stock, pool: Pool) -> None:
-        self._stock = stock
-        self._pool = pool
-        self._evicted = f"evicted_{pool.name}"
+    def __init__(self, state: StoreState, memory: MemoryTier) -> None:
+        self._state = state
+        self._memory = memory
         self._since_look = 0
 
-    def slot(self, nbytes: int, owner: int, *, patient: bool = False) -> int | None:
+    def allocate(self, nbytes: int, owner: int, *, may_wait: bool = False) -> int | None:
         """A slot of memory for `owner`, evicting if need be. None: everything is in use.
 
-        `patient`: None also where a porter is about to free some without a loss.
+        `may_wait`: None also where move/memory_levels.py is about to free some without a loss.
         """
-        arena = self._pool.arena
+        assert self._state.held()
+        arena = self._memory.arena
         location = arena.allocate(nbytes, owner)
-        if self._pool.spare_bytes:
-            self._pool.watch(nbytes, full=location is None)
-            if location is None and patient and self._pool.leaves.coldest(nbytes) != NONE:
+        if self._memory.spare_bytes:
+            self._memory.note_allocation(nbytes, full=location is None)
+            if location is None and may_wait and self._memory.leaves.coldest(nbytes) != NONE:
                 return None
         if location is None:
             location = self._reuse(arena.slot_bytes(nbytes), owner)
@@ -49,31 +49,30 @@ class Room:
 
     def _reuse(self, group: int, owner: int) -> int | None:
         """Take over the slot of the coldest block of this size."""
-        pool = self._pool
-        row = pool.leaves.coldest(group)
+        memory = self._memory
+        row = memory.leaves.coldest(group)
         if row == NONE:
             return None
         self._since_look += 1
-        if self._since_look >= max(_PATIENCE_MIN, pool.copies.count // 4):
+        if self._since_look >= max(_EVICTIONS_BETWEEN_LOOKS, memory.copies.count // 4):
             self._since_look = 0
-            stamp = pool.catalog.tree.stamp[row]
-            if pool.arena.has_others(group) and self._empty_stretch(group, colder_than=stamp):
-                return pool.arena.allocate(group, owner)
+            stamp = memory.catalog.tree.stamp[row]
+            if memory.arena.has_others(group) and self._empty_stretch(group, colder_than=stamp):
+                return memory.arena.allocate(group, owner)
         location = self._evict(row, keep_slot=True)
-        pool.arena.set_owner(location, owner)
+        memory.arena.set_owner(location, owner)
         return location
 
     def _evict(self, row: int, *, keep_slot: bool = False) -> int:
-        pool = self._pool
-        location = pool.drop(row, keep_slot=keep_slot)
-        counters, name = self._stock.counters, self._evicted
-        setattr(counters, name, getattr(counters, name) + 1)
-        pool.catalog.forget_if_gone(row)
+        memory = self._memory
+        location = memory.drop(row, keep_slot=keep_slot)
+        self._state.counters.add("evicted", memory.name)
+        memory.catalog.forget_if_gone(row)
         return location
 
     def _empty_stretch(self, nbytes: int, colder_than: int = HELD) -> bool:
         """Evict everything in the coldest run of chunks that can take a slab for `nbytes`."""
-        arena = self._pool.arena
+        arena = self._memory.arena
         chunks = arena.chunks_for(nbytes)
         if not chunks:
             return False
@@ -89,7 +88,7 @@ class Room:
 
     def _chunk_stamps(self, group: int) -> Rows:
         """For each chunk how recently its slab was used; slabs of `group` itself do not help."""
-        arena = self._pool.arena
+        arena = self._memory.arena
         stamps = np.full(arena.chunk_count, FREE, dtype=np.int64)
         newest = self._newest_below()
         for slab in arena.slabs():
@@ -101,11 +100,11 @@ class Room:
     def _newest_below(self) -> dict[int, int]:
         """For each block in memory the newest stamp of it and all below it; HELD if one is held.
 
-        Hottest first, each block tells its ancestors until it meets one that has been told.
+        Hottest first; each block marks its ancestors up to the first that is marked already.
         """
-        pool, tree = self._pool, self._pool.catalog.tree
-        rows = np.flatnonzero(pool.copies.state.array == CopyState.READY).tolist()
-        heat = {row: HELD if pool.leaves.held(row) else tree.stamp[row] for row in rows}
+        memory, tree = self._memory, self._memory.catalog.tree
+        rows = np.flatnonzero(memory.copies.state.array == CopyState.READY).tolist()
+        heat = {row: HELD if memory.leaves.held(row) else tree.stamp[row] for row in rows}
         newest: dict[int, int] = {}
         parents = tree.parent.view
         for row in sorted(rows, key=heat.__getitem__, reverse=True):
@@ -122,7 +121,7 @@ class Room:
 
     def _evict_subtree(self, row: int) -> None:
         """Tails before heads."""
-        pool = self._pool
-        for other in [row, *pool.catalog.tree.descendants(row)][::-1]:
-            if pool.copies.ready(other):
+        memory = self._memory
+        for other in [row, *memory.catalog.tree.descendants(row)][::-1]:
+            if memory.copies.ready(other):
                 self._evict(other)

@@ -1,10 +1,9 @@
-"""Offloading.
-
-Copy a block into a memory slot, checksummed in the same pass, and queue it for the disk.
+"""Offloading: a block is copied into a memory slot, checksummed in the same pass, and queued for
+write-back. Or the caller fills the slot itself (`Reservation`).
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,10 +16,12 @@ from kvdepot.codec.record import (
     write_head,
 )
 from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.depot import Reservation
+from kvdepot.errors import LeaseError
 from kvdepot.index.table import NONE
 from kvdepot.native import FILL, chunk_checksums
-from kvdepot.store.state.state import Stock
-from kvdepot.store.write.memory_eviction import Room
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.write.memory_eviction import SlotAllocator
 from kvdepot.tiers.memory.copy_ops import transfers
 
 _WAVE_BYTES: Final = 64 << 20
@@ -31,7 +32,7 @@ _ZEROS: Final = bytes(4096)
 
 
 @dataclass(slots=True)
-class Offer:
+class NewBlock:
     """One block offered by a caller."""
 
     key: BlockKey
@@ -42,8 +43,8 @@ class Offer:
     slot: int = NONE
 
 
-def _parts(offers: Sequence[Offer]) -> Iterator[range]:
-    """Indices of offers, some at a time; between them others get their turn."""
+def _parts(offers: Sequence[NewBlock]) -> Iterator[range]:
+    """Indices of offers, some at a time; between them other threads run."""
     for start in range(0, len(offers), _PART):
         if start:
             time.sleep(0)
@@ -53,22 +54,22 @@ def _parts(offers: Sequence[Offer]) -> Iterator[range]:
 class Putter:
     """Serves `put`."""
 
-    def __init__(self, stock: Stock, room: Room) -> None:
-        self._stock = stock
-        self._room = room
+    def __init__(self, state: StoreState, slots: SlotAllocator) -> None:
+        self._state = state
+        self._slots = slots
 
-    def store(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
+    def store(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
         """Take in each offer or say why not.
 
         Waits for room until `timeout_s` has passed, no longer.
         """
-        stock = self._stock
-        deadline = stock.clock.now() + timeout_s
+        state = self._state
+        deadline = state.clock.now() + timeout_s
         results: list[Put] = []
         while len(results) < len(offers):
-            wave: list[Offer] = []
-            with stock.changed:
-                self._admit(offers, results, wave, deadline, _WAVE_BYTES, patient=True)
+            wave: list[NewBlock] = []
+            with state.lock:
+                self._admit(offers, results, wave, deadline, _WAVE_BYTES, may_wait=True)
             if wave:
                 filled = False
                 try:
@@ -76,47 +77,47 @@ class Putter:
                     self._head(wave)
                     filled = True
                 finally:
-                    with stock.changed:
+                    with state.lock:
                         self._seal(wave) if filled else self._abandon(wave)
-        with stock.changed:
+        with state.lock:
             self._count(zip(offers, results, strict=True))
         return results
 
-    def reserve(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
+    def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
         """Find slots for offers, to be filled by the caller, then `finish`ed or `abandon`ed.
 
         Takes what fits at once and waits for the first one only: what waits may need these slots.
         """
         results = self.admit(offers, timeout_s)
         left = [(offer, Put.THROTTLED) for offer in offers[len(results) :]]
-        with self._stock.changed:
+        with self._state.lock:
             self._count(left)
         return results + [put for _, put in left]
 
-    def admit(self, offers: Sequence[Offer], timeout_s: float) -> list[Put]:
+    def admit(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
         """`reserve` without an answer for offers after the first that does not fit beside those
         before it: these were not tried.
         """
-        stock = self._stock
-        deadline = stock.clock.now() + timeout_s
+        state = self._state
+        deadline = state.clock.now() + timeout_s
         results: list[Put] = []
-        wave: list[Offer] = []
+        wave: list[NewBlock] = []
         for part in _parts(offers):
-            with stock.changed:
+            with state.lock:
                 self._admit(offers[: part.stop], results, wave, deadline, _NO_LIMIT)
             if len(results) < part.stop:
                 break
-        with stock.changed:
+        with state.lock:
             answers = zip(offers, results, strict=False)
             self._count((offer, put) for offer, put in answers if put is not Put.STORED)
         return results
 
-    def payload(self, offer: Offer) -> memoryview:
+    def payload(self, offer: NewBlock) -> memoryview:
         """A reserved slot, to be filled."""
         end = HEAD_BYTES + offer.payload_bytes
-        return self._stock.arena.image(offer.slot, end)[HEAD_BYTES:]
+        return self._state.arena.image(offer.slot, end)[HEAD_BYTES:]
 
-    def finish(self, wave: list[Offer], *, summed: bool = False) -> None:
+    def finish(self, wave: list[NewBlock], *, summed: bool = False) -> None:
         """Make blocks of slots that were filled. `summed`: their checksums are in place too."""
         sealed = False
         try:
@@ -127,88 +128,96 @@ class Putter:
         finally:
             for part in _parts(wave):
                 some = wave[part.start : part.stop]
-                with self._stock.changed:
+                with self._state.lock:
                     self._seal(some) if sealed else self._abandon(some)
                     self._count((offer, Put.STORED) for offer in some if sealed)
 
-    def abandon(self, wave: list[Offer]) -> None:
+    def abandon(self, wave: list[NewBlock]) -> None:
         """Give slots back that were reserved."""
-        with self._stock.changed:
+        with self._state.lock:
             self._abandon(wave)
-            self._stock.changed.notify_all()
+            self._state.room.notify_all()
 
     def _admit(
         self,
-        offers: Sequence[Offer],
+        offers: Sequence[NewBlock],
         results: list[Put],
-        wave: list[Offer],
+        wave: list[NewBlock],
         deadline: float,
         limit_bytes: int,
         *,
-        patient: bool = False,
+        may_wait: bool = False,
     ) -> None:
-        """Find slots for the next offers.
+        """Find slots for the next offers; wait for room only while the wave is empty.
 
-        Lock held; waits for room only while the wave is empty. `patient`: rather than let a block
-        go that could be kept in a slower memory.
+        `may_wait`: rather than evict a block that could move to a slower memory.
         """
-        stock = self._stock
+        state = self._state
+        assert state.held()
         total = sum(record_bytes(offer.payload_bytes) for offer in wave)
+        dirty_room = self._dirty_room()
         while len(results) < len(offers) and total < limit_bytes:
             offer = offers[len(results)]
-            outcome = self._try(offer, pending_bytes=total, patient=patient)
+            room = dirty_room - total if wave or state.dirty_bytes else _NO_LIMIT
+            outcome = self._try(offer, room, may_wait=may_wait)
             if outcome is Put.THROTTLED:
                 if wave:
                     return
-                wait_s = deadline - stock.clock.now()
+                wait_s = deadline - state.clock.now()
                 if wait_s > 0:
-                    stock.changed.wait(wait_s)
+                    state.room.wait(wait_s)
+                    dirty_room = self._dirty_room()
                     continue
-                if patient:
-                    patient = False
+                if may_wait:
+                    may_wait = False
                     continue
             results.append(outcome)
             if outcome is Put.STORED:
                 wave.append(offer)
                 total += record_bytes(offer.payload_bytes)
 
-    def _try(self, offer: Offer, pending_bytes: int, *, patient: bool) -> Put:
+    def _dirty_room(self) -> int:
+        """How much more may wait to be written."""
+        state = self._state
+        return state.dirty_limit_bytes - state.dirty_bytes if state.writes_back else _NO_LIMIT
+
+    def _try(self, offer: NewBlock, dirty_room: int, *, may_wait: bool) -> Put:
         """Reserve a slot. THROTTLED may change with time, REFUSED will not."""
-        stock, catalog = self._stock, self._stock.catalog
+        state, catalog = self._state, self._state.catalog
         row = catalog.row(offer.key)
-        if row != NONE and catalog.memory.absent(row):
-            stock.drop_unreadable(row)
-        if row != NONE and not all(copies.absent(row) for copies in catalog.tiers):
-            catalog.use([row])
-            return Put.PRESENT
+        if row != NONE:
+            if catalog.memory.absent(row):
+                state.drop_unreadable(row)
+            if not catalog.is_absent(row):
+                catalog.use([row])
+                return Put.PRESENT
         nbytes = record_bytes(offer.payload_bytes)
-        if not stock.arena.chunks_for(nbytes):
+        if not state.arena.chunks_for(nbytes):
             return Put.REFUSED
-        waiting = stock.dirty_bytes + pending_bytes
-        if stock.writers and waiting and waiting + nbytes > stock.dirty_limit_bytes:
-            return Put.THROTTLED
-        slot = self._room.slot(nbytes, NONE, patient=patient)
+        slot = None
+        if nbytes <= dirty_room:
+            slot = self._slots.allocate(nbytes, NONE, may_wait=may_wait)
         if slot is None:
             return Put.THROTTLED
         row = catalog.ensure(offer.key, offer.payload_bytes)
-        stock.arena.set_owner(slot, row)
+        state.arena.set_owner(slot, row)
         catalog.memory.reserve(row, slot)
         catalog.lease([row])
         offer.row, offer.slot = row, slot
         return Put.STORED
 
-    def _checksum(self, wave: list[Offer]) -> None:
+    def _checksum(self, wave: list[NewBlock]) -> None:
         """Checksum what the caller has put into slots."""
         for offer in wave:
             payload = self.payload(offer)
             chunks = chunk_count(offer.payload_bytes, offer.chunk_bytes)
-            head = self._stock.arena.image(offer.slot, HEAD_BYTES)
+            head = self._state.arena.image(offer.slot, HEAD_BYTES)
             table = head[TABLE_OFFSET : TABLE_OFFSET + 8 * chunks]
             chunk_checksums(payload, offer.chunk_bytes, table)
 
-    def _copy(self, wave: list[Offer]) -> None:
-        """Copy and checksum, without the lock: nobody else sees a slot that is being filled."""
-        base = self._stock.arena.address
+    def _copy(self, wave: list[NewBlock]) -> None:
+        """Copy and checksum, without the lock: a slot that is being filled is invisible."""
+        base = self._state.arena.address
         rows: list[tuple[Any, ...]] = []
         for offer in wave:
             slot = base + offer.slot
@@ -225,38 +234,40 @@ class Putter:
             )
         transfers(rows)
 
-    def _head(self, wave: list[Offer]) -> None:
+    def _head(self, wave: list[NewBlock]) -> None:
         """Write the head of each record, and zeros after its payload."""
         for offer in wave:
             nbytes = record_bytes(offer.payload_bytes)
-            image = self._stock.arena.image(offer.slot, nbytes)
+            image = self._state.arena.image(offer.slot, nbytes)
             write_head(image, Kind.BLOCK, offer.key, offer.payload_bytes, offer.chunk_bytes)
             end = HEAD_BYTES + offer.payload_bytes
             if end != nbytes:
                 image[end:] = _ZEROS[: nbytes - end]
 
-    def _seal(self, wave: list[Offer]) -> None:
-        """Make the blocks visible and queue them for the disk. Lock held."""
-        stock, catalog = self._stock, self._stock.catalog
+    def _seal(self, wave: list[NewBlock]) -> None:
+        """Make the blocks visible and queue them for write-back."""
+        assert self._state.held()
+        state, catalog = self._state, self._state.catalog
         rows = [offer.row for offer in wave]
         for offer in wave:
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
-            stock.write_down(offer.row)
+            state.write_new(offer.row)
         catalog.use(rows, hit=False)
-        stock.unlease(rows)
-        if stock.dirty_bytes:
-            stock.work.notify_all()
+        state.unlease(rows)
+        if state.dirty_bytes:
+            state.work.notify_all()
 
-    def _abandon(self, wave: list[Offer]) -> None:
-        """Give the slots back. Lock held."""
-        stock = self._stock
+    def _abandon(self, wave: list[NewBlock]) -> None:
+        """Give the slots back."""
+        assert self._state.held()
+        state = self._state
         for offer in wave:
-            stock.arena.free(stock.catalog.memory.drop(offer.row))
-        stock.unlease([offer.row for offer in wave])
+            state.arena.free(state.catalog.memory.drop(offer.row))
+        state.unlease([offer.row for offer in wave])
 
-    def _count(self, answers: Iterable[tuple[Offer, Put]]) -> None:
-        counters = self._stock.counters
+    def _count(self, answers: Iterable[tuple[NewBlock, Put]]) -> None:
+        counters = self._state.counters
         for offer, outcome in answers:
             if outcome is Put.STORED:
                 counters.put_stored += 1
@@ -267,3 +278,42 @@ class Putter:
                 counters.put_throttled += 1
             else:
                 counters.put_refused += 1
+
+
+class StoreReservation(Reservation):
+    """Slots of a store in this process."""
+
+    def __init__(
+        self,
+        putter: Putter,
+        offers: Sequence[NewBlock],
+        outcomes: list[Put],
+        done: Callable[[], None],
+    ) -> None:
+        self.outcomes = outcomes
+        self._putter = putter
+        self._open = {
+            index: offer
+            for index, (offer, outcome) in enumerate(zip(offers, outcomes, strict=True))
+            if outcome is Put.STORED
+        }
+        self._done = done
+        self._over = False
+
+    def view(self, index: int) -> memoryview | None:
+        offer = self._open.get(index)
+        return None if offer is None else self._putter.payload(offer)
+
+    def seal(self, indices: Iterable[int] | None = None) -> None:
+        chosen = sorted(self._open if indices is None else indices)
+        if any(index not in self._open for index in chosen):
+            raise LeaseError("a slot was sealed that is not reserved")
+        self._putter.finish([self._open.pop(index) for index in chosen])
+
+    def close(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._putter.abandon(list(self._open.values()))
+        self._open.clear()
+        self._done()

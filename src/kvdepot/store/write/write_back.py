@@ -1,301 +1,303 @@
-"""Write-back: one thread a drive takes dirty blocks from memory and appends them to its log.
+"""Write-back: threads take dirty blocks from memory and append them to the drives of a tier.
 
 A block that cannot be written is given up: it stays in memory as long as there is room, is counted,
 and `flush` tells. So a failed disk makes the store smaller, never slower or stuck.
 """
 
+import logging
 import threading
+from collections import Counter
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
-from kvdepot.store.drives.restore import Restorer
-from kvdepot.store.move.demote import Demoter
-from kvdepot.store.move.reclaim import Reclaimer
-from kvdepot.store.state.lower_tier import Level
-from kvdepot.store.state.state import Stock
-from kvdepot.tiers.log.drive import Drive
+from kvdepot.core.depot import FlushReport
+from kvdepot.core.tier import pack_location
+from kvdepot.policy.placing.write_mode import WriteMode
+from kvdepot.store.move.copy_run import BlockMover, CopyJob, Piece
+from kvdepot.store.move.reclaim import DriveRoom
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
 
 _BLOCKS_MAX: Final = 512
-_THREADS: Final = 2
+_THREADS_MAX: Final = 8
+_THREADS_A_DRIVE: Final = 2
+"""While one waits for the disk, the other keeps the index."""
 _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
-_PAUSE_S_MIN: Final = 0.001
-_UPKEEP_S: Final = 1.0
 _YIELD_S: Final = 0.1
+"""How long a slower drive leaves blocks to a faster one."""
+_PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
 """Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
-_TRIES_MAX: Final = 8
-"""The other thread may take the room that one has made."""
-_PATIENCE_S: Final = 2.0
-"""How long blocks wait for room that others have in use, before they are given up."""
-_LOOK_AGAIN_S: Final = 0.05
+_log = logging.getLogger("kvdepot.store")
 
 
-class Writer:
-    """The background threads of one drive: while one waits for the disk, the other keeps books."""
+class WriteDown(CopyJob):
+    in_place = True
+
+    def __init__(self, state: StoreState, lower: LowerTier, drive: int) -> None:
+        super().__init__(lower)
+        self._state = state
+        self._drive = drive
+        self.given_up = 0
+        self._returned: list[int] = []
+
+    def claim(self, row: int) -> None:
+        self.target.copies.reserve(row, pack_location(self._drive, 0, 0))
+
+    def enter(self, row: int, location: int) -> None:
+        state, lower = self._state, self.target
+        lower.copies.location[row] = location
+        lower.copies.seal(row)
+        lower.enter(row, location)
+        if lower is state.lower_tiers[0]:
+            lower.reset_hits(row)
+        state.counters.written += 1
+        state.counters.written_bytes += record_bytes(state.catalog.nbytes[row])
+
+    def give_up(self, row: int) -> None:
+        """What could not be written goes to another drive, or is given up."""
+        self.target.copies.drop(row)
+        if _is_down_alone(self.target, self._drive):
+            self._returned.append(row)
+        else:
+            self.given_up += 1
+            self._state.counters.write_failed += 1
+            self._state.mark_clean(row, self.target)
+
+    def release(self, rows: list[int]) -> None:
+        for row in rows:
+            if self.target.copies.ready(row):
+                self._state.mark_clean(row, self.target)
+        self.target.dirty.extendleft(reversed(self._returned))
+        self._returned.clear()
+
+
+class WriteBack:
+    """The background threads of one tier."""
 
     def __init__(
-        self, stock: Stock, level: Level, index: int, demoter: Demoter | None = None
+        self, state: StoreState, lower: LowerTier, mover: BlockMover, room: DriveRoom
     ) -> None:
-        self._stock = stock
-        self._level = level
-        self._tier = level.tier
-        self._index = index
-        self._reclaimer = Reclaimer(stock, level, index, demoter)
-        self._restorer = Restorer(stock, level, index)
-        self._upkeep = threading.Lock()
-        """Held by the thread that reclaims or restores."""
-        self.threads = [
-            threading.Thread(target=self._run, name=f"kvdepot-{level.name}-{index}", daemon=True)
-            for _ in range(1 if level.run_bytes else _THREADS)
+        self._state = state
+        self._lower = lower
+        self._mover = mover
+        self._room = room
+        self._a_drive = 1 if lower.run_bytes else _THREADS_A_DRIVE
+        self._busy: Counter[int] = Counter()
+        """Threads at work on each drive."""
+        self.threads: list[threading.Thread] = []
+        self.add_threads()
+
+    def add_threads(self) -> list[threading.Thread]:
+        """As many threads as the drives can use; returns the new ones, which are not started."""
+        wanted = min(_THREADS_MAX, self._a_drive * self._lower.tier.drive_count())
+        new = [
+            threading.Thread(
+                target=self._run, name=f"kvdepot-{self._lower.name}-write-{number}", daemon=True
+            )
+            for number in range(len(self.threads), wanted)
         ]
+        self.threads += new
+        self._lower.writers += len(new)
+        return new
 
     def _run(self) -> None:
         try:
-            while batch := self._next():
-                self._write(batch)
+            while (taken := self._next()) is not None:
+                self._write(*taken)
         finally:
-            self._give_up()
+            self._end_thread()
 
-    def _next(self) -> list[int]:
-        """Wait for dirty blocks and take some. Empty: the store closes."""
-        stock = self._stock
-        batch: list[int] = []
-        with stock.work:
-            while not batch:
-                while not self._ends() and (pause_s := self._pause_s()) != 0.0:
-                    stock.work.wait(pause_s)
-                if not self._level.dirty or self._drive.draining:
-                    break
-                batch = self._take()
-                stock.changed.notify_all()
-                if not batch and self._level.dirty:
-                    stock.work.wait(_LINGER_S)
-        return batch
+    def _next(self) -> tuple[int, Piece, WriteDown] | None:
+        """Wait for dirty blocks and claim some for a drive. None: the store closes."""
+        state, lower = self._state, self._lower
+        with state.lock:
+            while not state.closing.is_set():
+                drive, pause_s = self._choose_drive()
+                if drive is not None:
+                    job = WriteDown(state, lower, drive)
+                    rows = self._take(drive)
+                    state.room.notify_all()
+                    piece, _ = self._mover.claim(job, rows, 1 << 62)
+                    if piece.rows:
+                        lower.shares.take(drive, piece.nbytes, state.clock.now())
+                        self._busy[drive] += 1
+                        if lower.run_bytes:
+                            state.work.notify_all()
+                        return drive, piece, job
+                    pause_s = _LINGER_S if lower.dirty else None
+                state.work.wait(pause_s)
+        return None
 
-    @property
-    def _drive(self) -> Drive:
-        return self._tier.drives[self._index]
+    def _write(self, drive: int, piece: Piece, job: WriteDown) -> None:
+        state, nbytes = self._state, piece.nbytes
+        self._mover.copy(
+            job, piece, [drive], lambda _, number, least: self._room.wait_for(number, least)
+        )
+        if job.given_up:
+            _log.warning("%s: %d blocks were not written", self._lower.name, job.given_up)
+        with state.lock:
+            self._lower.shares.done(drive, nbytes)
+        self._room.keep_spare(drive)
+        with state.lock:
+            self._busy[drive] -= 1
+            state.work.notify_all()
 
-    def _ends(self) -> bool:
-        return self._stock.closing or self._drive.draining
+    def _choose_drive(self) -> tuple[int | None, float | None]:
+        """The drive to write to now; else how long to wait, None until there is work."""
+        state, lower = self._state, self._lower
+        assert state.held()
+        if not lower.dirty:
+            return None, None
+        pressed = 2 * state.dirty_bytes >= state.dirty_limit_bytes
+        wait_s = 0.0 if pressed else self._linger_s()
+        if wait_s:
+            return None, wait_s
+        able, retry_s = self._able_drives()
+        if not able:
+            self._give_up_all()
+            return None, None
+        free = [drive for drive in able if self._busy[drive] < self._a_drive]
+        if not free:
+            return None, retry_s
+        first = lower.shares.next()
+        if first in free:
+            return first, None
+        if first is not None and not pressed:
+            # The drive that should take the next run is busy: wait for it a little.
+            if lower.run_bytes:
+                wait_s = self._left_s(lower.shares.taken_s, _LINGER_S)
+            elif lower.shares.are_uneven():
+                wait_s = self._left_s(max(lower.shares.taken_s, lower.dirty_since_s), _YIELD_S)
+            if wait_s:
+                return None, wait_s
+        return min(free, key=self._busy.__getitem__), None
 
-    def _pause_s(self) -> float | None:
-        """How long to wait before work is taken: 0 not at all, None until it comes. Lock held."""
-        level = self._level
-        if not level.dirty:
-            return None
-        if self._sits_out():
-            retry_s = self._tier.drives[self._index].breaker.health().retry_in_s
-            return max(_PAUSE_S_MIN, retry_s or _LINGER_S)
-        if not level.run_bytes:
-            return self._yield_s()
-        enough = level.dirty_bytes >= level.run_bytes * (1 + len(self._tier.drives))
-        pressed = 2 * self._stock.dirty_bytes >= self._stock.dirty_limit_bytes
-        hurried = next(iter(level.tickets.values())) <= level.hurry
-        since_s = 0.0 if enough or pressed or hurried else level.dirty_since_s
-        if level.turns.next() != self._index:
-            since_s = max(since_s, level.turns.passed_s)
-        left_s = since_s + _LINGER_S - self._stock.clock.now()
+    def _linger_s(self) -> float:
+        """How long blocks should still wait for others of their prompt."""
+        lower = self._lower
+        if not lower.run_bytes:
+            return 0.0
+        enough = lower.dirty_bytes >= lower.run_bytes * (1 + lower.tier.drive_count())
+        flushed = (lower.oldest_ticket() or 0) <= lower.flush_ticket
+        return 0.0 if enough or flushed else self._left_s(lower.dirty_since_s, _LINGER_S)
+
+    def _left_s(self, since_s: float, span_s: float) -> float:
+        left_s = since_s + span_s - self._state.clock.now()
         return left_s if left_s > _PAUSE_S_MIN else 0.0
 
-    def _yield_s(self) -> float:
-        """How long to let a drive go first that is faster than this one. Lock held.
+    def _able_drives(self) -> tuple[list[int], float | None]:
+        """Drives that take blocks or are due for a try; and when to look again at the others.
 
-        Where much waits everybody takes of it, and who is faster comes more often.
+        Where none is up, all that are not draining: writes to them fail, and blocks are given up.
         """
-        level, stock = self._level, self._stock
-        if 2 * stock.dirty_bytes >= stock.dirty_limit_bytes or not level.turns.are_uneven():
-            return 0.0
-        if level.turns.next() == self._index:
-            return 0.0
-        since_s = max(level.turns.passed_s, level.dirty_since_s)
-        left_s = since_s + _YIELD_S - stock.clock.now()
-        return left_s if left_s > _PAUSE_S_MIN else 0.0
+        tier = self._lower.tier
+        facts = [(drive, tier.drive(drive)) for drive in range(tier.drive_count())]
+        facts = [(drive, fact) for drive, fact in facts if not fact.draining]
+        able = [drive for drive, fact in facts if fact.takes_blocks]
+        due = [drive for drive, fact in facts if not fact.up and not fact.retry_in_s]
+        retries = [fact.retry_in_s for _, fact in facts if not fact.up and fact.retry_in_s]
+        retry_s = max(_PAUSE_S_MIN, min(retries)) if retries else None
+        return [*able, *due] or [drive for drive, _ in facts], retry_s
 
-    def _sits_out(self) -> bool:
-        """Whether this drive is down or worn for now while another one can do the work."""
-        return not self._is_up(self._index) and self._another_is_up()
-
-    def _another_is_up(self) -> bool:
-        others = range(len(self._tier.drives))
-        return any(self._is_up(index) for index in others if index != self._index)
-
-    def _is_up(self, index: int) -> bool:
-        if self._tier.drives[index].draining or self._tier.drives[index].wear.spent:
-            return False
-        health = self._tier.drives[index].breaker.health()
-        return health.ok or (index == self._index and not health.retry_in_s)
-
-    def _give_up(self) -> None:
-        """The thread ends. If that is not by plan, nothing may wait for it any longer."""
-        stock = self._stock
-        with stock.changed:
-            self._level.writers -= 1
-            if not self._level.writers:
-                for row in list(self._level.tickets):
-                    stock.counters.write_failed += 1
-                    stock.mark_clean(row, self._level)
-                self._level.dirty.clear()
-            stock.changed.notify_all()
-
-    def _take(self) -> list[int]:
-        """The next dirty blocks, now in flight. Lock held."""
-        stock, catalog = self._stock, self._stock.catalog
-        segment_bytes = self._tier.drives[self._index].settings.segment_bytes
-        self._level.sort_dirty()
-        budget = min(self._level.run_bytes or self._part_bytes(), segment_bytes // 4)
-        batch: list[int] = []
-        for _ in range(min(len(self._level.dirty), _BLOCKS_MAX)):
-            row = self._level.dirty[0]
+    def _take(self, drive: int) -> list[int]:
+        """The next dirty rows for a drive."""
+        state, lower, catalog = self._state, self._lower, self._state.catalog
+        lower.sort_dirty()
+        segment_bytes = lower.tier.drive(drive).segment_bytes
+        budget = min(lower.run_bytes or self._part_bytes(drive), segment_bytes // 4)
+        rows: list[int] = []
+        for _ in range(min(len(lower.dirty), _BLOCKS_MAX)):
+            row = lower.dirty[0]
             nbytes = record_bytes(catalog.nbytes[row])
-            if batch and nbytes > budget:
+            if rows and nbytes > budget:
                 break
-            self._level.dirty.popleft()
-            if catalog.is_doomed(row) or not self._level.copies.absent(row):
-                stock.mark_clean(row, self._level)
-                continue
-            if self._written_elsewhere(row):
-                self._level.dirty.append(row)
-                continue
-            budget -= nbytes
-            self._level.copies.reserve(row, self._index << 56)
-            batch.append(row)
-        catalog.lease(batch)
-        if batch:
-            self._level.turns.take(self._index, self._bytes_of(batch), stock.clock.now())
-        if batch and self._level.run_bytes:
-            stock.work.notify_all()
-        return batch
+            lower.dirty.popleft()
+            if catalog.is_doomed(row) or not lower.copies.absent(row):
+                state.mark_clean(row, lower)
+                state.written.notify_all()
+            elif self._mover.is_appended_elsewhere(row, lower):
+                lower.dirty.append(row)  # its head is written to now
+            else:
+                budget -= nbytes
+                rows.append(row)
+        return rows
 
-    def _part_bytes(self) -> int:
-        level, most = self._level, self._stock.config.writeback.batch
-        if len(self._tier.drives) == 1:
+    def _part_bytes(self, drive: int) -> int:
+        lower, most = self._lower, self._state.config.writeback.batch
+        if lower.tier.drive_count() == 1:
             return most
-        part = int(level.dirty_bytes * level.turns.part(self._index) / len(self.threads))
+        part = int(lower.dirty_bytes * lower.shares.part(drive) / self._a_drive)
         return min(most, max(_PART_BYTES_MIN, part))
 
-    def _bytes_of(self, rows: list[int]) -> int:
-        return sum(record_bytes(self._stock.catalog.nbytes[row]) for row in rows)
+    def _end_thread(self) -> None:
+        """If all threads have ended, nothing may wait for them."""
+        with self._state.lock:
+            self._lower.writers -= 1
+            if not self._lower.writers:
+                self._give_up_all()
 
-    def _written_elsewhere(self, row: int) -> bool:
-        """Whether another tier's thread has the record in hand: its head is that one's now."""
-        others = [level for level in self._stock.levels if level is not self._level]
-        return any(not other.copies.absent(row) and not other.copies.ready(row) for other in others)
+    def _give_up_all(self) -> None:
+        state, lower = self._state, self._lower
+        lower.dirty.clear()
+        for row in [row for row in lower.tickets if lower.copies.absent(row)]:
+            state.counters.write_failed += 1
+            state.mark_clean(row, lower)
+        state.written.notify_all()
+        state.room.notify_all()
 
-    def _write(self, batch: list[int]) -> None:
-        """Append blocks, making room as long as that helps.
 
-        What has been written is entered before room is looked for: a segment with a block that is
-        in no books cannot be reclaimed, and the other thread may be looking too.
-        """
-        nbytes, total = self._stock.catalog.nbytes, self._bytes_of(batch)
-        left = self._enter(batch, self._append(batch))
-        for _ in range(_TRIES_MAX):
-            if not left or not self._find_room(max(record_bytes(nbytes[row]) for row in left)):
-                break
-            left = self._enter(left, self._append(left))
-        self._pass_on(left)
-        with self._stock.changed:
-            self._level.turns.done(self._index, total)
-        self._keep_spare()
+def _is_down_alone(lower: LowerTier, drive: int) -> bool:
+    """Whether this drive takes no blocks, and another one does."""
+    tier = lower.tier
+    if tier.drive(drive).takes_blocks:
+        return False
+    others = (one for one in range(tier.drive_count()) if one != drive)
+    return any(tier.drive(one).takes_blocks for one in others)
 
-    def _append(self, rows: list[int]) -> dict[int, int]:
-        stock = self._stock
-        images = [
-            stock.arena.image(
-                stock.catalog.memory.location[row], record_bytes(stock.catalog.nbytes[row])
-            )
-            for row in rows
-        ]
-        locations = self._tier.append(self._index, images)
-        return {row: at for row, at in zip(rows, locations, strict=True) if at is not None}
 
-    def _find_room(self, nbytes: int) -> bool:
-        """Make room, once others have let go of it. False: nothing helps."""
-        stock = self._stock
-        deadline_s = stock.clock.now() + _PATIENCE_S
-        while not self.make_room(nbytes):
-            with stock.changed:
-                held_up = self._reclaimer.is_held_up() and stock.clock.now() < deadline_s
-                if held_up:
-                    stock.changed.wait(_LOOK_AGAIN_S)
-            if not held_up:
-                return self.make_room(nbytes)  # they may have let go just now
-        return True
+class Flusher:
+    """Serves `flush`, and puts where the first lower tier is written through."""
 
-    def make_room(self, nbytes: int) -> bool:
-        """Do what lets a refused write succeed. False: nothing helps."""
-        with self._upkeep:
-            drive = self._tier.drives[self._index]
-            if drive.lost:
-                return self._restorer.restore()
-            if not drive.breaker.health().ok:
-                return False
-            return drive.has_room(nbytes) or self._reclaimer.reclaim()
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._given_up_before = 0
 
-    def restore(self) -> bool:
-        """Start a drive that was lost anew, unless somebody does. True: it can be used."""
-        if not self._upkeep.acquire(timeout=_UPKEEP_S):
-            return False
-        try:
-            return self._drive.lost and self._restorer.restore()
-        finally:
-            self._upkeep.release()
-
-    def shrink(self) -> None:
-        """Reclaim until the drive has no more segments than it may."""
-        with self._upkeep:
-            while not self._drive.trim() and self._reclaimer.reclaim():
-                pass
-
-    def _keep_spare(self) -> None:
-        """Reclaim ahead of need, while the new segment still has room for what is kept."""
-        if not self._upkeep.acquire(blocking=False):
+    def write_through(self, timeout_s: float) -> None:
+        """Where the first lower tier is written through, wait until it has what was put."""
+        state = self._state
+        first = state.lower_tiers[0] if state.lower_tiers else None
+        if first is None or first.mode is not WriteMode.THROUGH:
             return
-        try:
-            drive = self._tier.drives[self._index]
-            while drive.breaker.health().ok and not drive.lost and drive.spare_slots() < 1:
-                if not self._reclaimer.reclaim():
-                    return
-        finally:
-            self._upkeep.release()
+        with state.lock:
+            last = state.last_ticket
+            self._do_not_linger(last)
+            state.written.wait_for(lambda: (first.oldest_ticket() or last + 1) > last, timeout_s)
 
-    def _enter(self, rows: list[int], places: dict[int, int]) -> list[int]:
-        """Put what was written into the books. Returns what was not."""
-        stock, catalog = self._stock, self._stock.catalog
-        removed = []
-        with stock.changed:
-            for row, location in places.items():
-                self._level.copies.location[row] = location
-                self._level.copies.seal(row)
-                self._level.enter(row, location)
-                if self._level is stock.levels[0]:
-                    self._level.count_anew(row)
-                stock.counters.written += 1
-                stock.counters.written_bytes += record_bytes(catalog.nbytes[row])
-                if catalog.is_doomed(row):
-                    removed.append(self._tier.removal(catalog.table.key(row)))
-        unrecorded = bool(removed) and bool(self._tier.erase(removed))
-        with stock.changed:
-            stock.counters.removal_unrecorded += unrecorded
-            for row in places:
-                stock.mark_clean(row, self._level)
-            stock.unlease(list(places))
-        return [row for row in rows if row not in places]
+    def flush(self, timeout_s: float) -> FlushReport:
+        """Wait until everything put before is written, then until it is durable."""
+        state = self._state
+        deadline = state.clock.now() + timeout_s
+        with state.lock:
+            last = state.last_ticket
+            self._do_not_linger(last)
+            tiers = state.lower_tiers
+            done = state.written.wait_for(
+                lambda: all((lower.oldest_ticket() or last + 1) > last for lower in tiers),
+                timeout_s,
+            )
+            waiting = sum(ticket <= last for lower in tiers for ticket in lower.tickets.values())
+            given_up = state.counters.write_failed - self._given_up_before
+            self._given_up_before = state.counters.write_failed
+        if done:
+            writable = [lower.tier for lower in tiers if lower.tier.writable]
+            synced = [tier.flush(max(0.0, deadline - state.clock.now())) for tier in writable]
+            done = all(synced)
+        return FlushReport(done and not given_up, waiting, given_up)
 
-    def _pass_on(self, rows: list[int]) -> None:
-        """What could not be written goes to another drive, or is given up."""
-        stock = self._stock
-        another = not self._is_up(self._index) and self._another_is_up()
-        with stock.changed:
-            for row in rows:
-                self._level.copies.drop(row)
-                if not another:
-                    stock.counters.write_failed += 1
-                    stock.mark_clean(row, self._level)
-            if another:
-                self._level.dirty.extendleft(reversed(rows))
-            stock.unlease(rows)
-            if rows or len(stock.levels) > 1:
-                stock.work.notify_all()
+    def _do_not_linger(self, ticket: int) -> None:
+        """Blocks up to this ticket wait no longer for others of their prompt."""
+        for lower in self._state.lower_tiers:
+            lower.flush_ticket = max(lower.flush_ticket, ticket)
+        self._state.work.notify_all()

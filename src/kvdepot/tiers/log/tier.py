@@ -426,10 +426,12 @@ class LogTier:
     def has_room(self, drive: int, nbytes: int) -> bool:
         return self.drives[drive].has_room(nbytes)
 
-    def segments(self, drive: int) -> list[SegmentInfo]:
+    def segments(self, drive: int, *, reclaimable: bool = True) -> list[SegmentInfo]:
+        one = self.drives[drive]
+        found = one.sealed() if reclaimable else list(one.segments.values())
         return [
-            SegmentInfo(one.slot, one.segment_id, one.live_bytes, one.live_count)
-            for one in self.drives[drive].sealed()
+            SegmentInfo(each.slot, each.segment_id, each.live_bytes, each.live_count)
+            for each in found
         ]
 
     def has_unentered(self, drive: int) -> bool:
@@ -463,9 +465,6 @@ class LogTier:
 
     def start_drain(self, drive: int) -> None:
         self.drives[drive].start_drain()
-
-    def all_segments(self, drive: int) -> list[int]:
-        return list(self.drives[drive].segments)
 
     def retire(self, drive: int) -> None:
         self.drives[drive].retire()

@@ -1,0 +1,113 @@
+"""What tests and benchmarks see of a store, and do to it, beyond its public calls."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvdepot.core.block import BlockKey
+from kvdepot.core.tier import drive_of
+from kvdepot.index.catalog import Catalog
+from kvdepot.index.table import NONE
+from kvdepot.store.drives.maintenance import DriveMaintenance
+from kvdepot.store.read.late_reads import LateReads
+from kvdepot.store.read.prefetch import Prefetcher
+from kvdepot.store.read.reader import Reader
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.write.memory_eviction import SlotAllocator
+from kvdepot.tiers.log.tier import LogTier
+
+
+class StoreInspector:
+    """Made by `Store.inspect`. Its calls take the store's lock themselves."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        slots: SlotAllocator,
+        reader: Reader,
+        prefetcher: Prefetcher,
+        late: LateReads,
+        drives: DriveMaintenance,
+    ) -> None:
+        self.state = state
+        self.slots = slots
+        self.reader = reader
+        self.prefetcher = prefetcher
+        self.drives = drives
+        self._late = late
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.state.catalog
+
+    def lower(self, number: int = 0) -> LowerTier:
+        """One of the tiers below memory, fastest first."""
+        return self.state.lower_tiers[number]
+
+    def log_tier(self, number: int = 0) -> LogTier:
+        """A lower tier of drives with segments, with all of its parts."""
+        tier = self.lower(number).tier
+        assert isinstance(tier, LogTier)
+        return tier
+
+    def memory(self, number: int = 0) -> MemoryTier:
+        """One of the memory tiers, fastest first."""
+        return self.state.memory_tiers[number]
+
+    def rows(self, keys: Sequence[BlockKey]) -> list[int]:
+        with self.state.lock:
+            return self.state.catalog.rows(keys)
+
+    def locations(self, keys: Sequence[BlockKey], number: int = 0) -> list[int]:
+        """Where blocks lie in a lower tier; NONE where they do not."""
+        copies = self.lower(number).copies
+        with self.state.lock:
+            rows = self.state.catalog.rows(keys)
+            return [
+                copies.location[row] if row != NONE and copies.ready(row) else NONE for row in rows
+            ]
+
+    def drives_of(self, keys: Sequence[BlockKey], number: int = 0) -> list[int]:
+        """The drive of each block in a lower tier; -1 where it is not there."""
+        return [drive_of(location) for location in self.locations(keys, number)]
+
+    def are_in(self, keys: Sequence[BlockKey], number: int = 0) -> list[bool]:
+        """Whether each block is in a lower tier."""
+        return [location != NONE for location in self.locations(keys, number)]
+
+    def drop_from_memory(self, keys: Sequence[BlockKey] | None = None) -> None:
+        """Evict blocks, or all, from the fastest memory tier. They must be written."""
+        memory = self.memory()
+        with self.state.lock:
+            if keys is None:
+                rows = np.flatnonzero(memory.copies.state.array).tolist()
+            else:
+                rows = self.state.catalog.rows(keys)
+            for row in rows:
+                if row != NONE and memory.copies.ready(row):
+                    memory.drop(row)
+
+    def damage_memory(self, key: BlockKey, offset: int, number: int = 0) -> None:
+        """Flip a bit in the record of a block in a memory tier."""
+        memory = self.memory(number)
+        with self.state.lock:
+            memory.image(self.state.catalog.row(key))[offset] ^= 1
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+        """Wait until something is true of the store."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def wait_for_late_reads(self, timeout_s: float = 10.0) -> bool:
+        return self._late.wait(timeout_s)
+
+    def wait_for_prefault(self, timeout_s: float = 60.0) -> bool:
+        """Wait until all memory is faulted in, where it is to be."""
+        return all(arena.memory.prefaulted(timeout_s) for arena in self.state.all_arenas)
