@@ -66,7 +66,9 @@ def fill(store: Depot) -> dict[str, list[Any]]:
         assert all(put(store, keys))
         assert store.flush()
     before: Any = None
-    while before != (before := store.stats()["tiers"]):
+    while before != (
+        before := {name: one["blocks"] for name, one in store.stats()["tiers"].items()}
+    ):
         time.sleep(0.05)
     there: dict[str, list[Any]] = {"dram": [], "cxl": [], "ssd": []}
     for keys in everything:

@@ -14,7 +14,7 @@ from kvdepot.store.read.late_reads import LateReads
 from kvdepot.store.read.prefetch import Prefetcher
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.state.lower_tier import LowerTier
-from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
 from kvdepot.tiers.log.tier import LogTier
@@ -53,7 +53,7 @@ class StoreInspector:
         assert isinstance(tier, LogTier)
         return tier
 
-    def memory(self, number: int = 0) -> MemoryTier:
+    def memory(self, number: int = 0) -> ArenaTier:
         """One of the memory tiers, fastest first."""
         return self.state.memory_tiers[number]
 

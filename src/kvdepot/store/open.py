@@ -10,7 +10,15 @@ from typing import Any, Literal, Protocol
 
 from kvdepot.codec.record import round_up
 from kvdepot.core.clock import Clock, SystemClock, WallClock
-from kvdepot.core.config import Config, CxlConfig, FileTierConfig, SsdConfig, load
+from kvdepot.core.config import (
+    Config,
+    CxlConfig,
+    FileTierConfig,
+    PluginConfig,
+    SsdConfig,
+    load,
+)
+from kvdepot.core.tier import Tier
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
@@ -28,6 +36,7 @@ from kvdepot.tiers.memory.arena import Arena
 from kvdepot.tiers.memory.dax import open_device
 from kvdepot.tiers.memory.memory import HUGE_BYTES, Memory, trim_heap
 from kvdepot.tiers.memory.numa import check_node
+from kvdepot.tiers.registry import open_plugin
 
 Mode = Literal["rw", "r"]
 HugePages = Literal["auto", "always", "never"]
@@ -69,10 +78,13 @@ def assemble(
     _raise_open_files_limit()
     held: list[Closable] = []
     try:
-        tiers: list[LogTier] = []
-        for settings in config.file_tiers:
-            given = files.share() if files is not None and tiers else files
-            tiers.append(_open_tier(settings, given, mode, wall or WallClock()))
+        tiers: list[Tier] = []
+        for settings in config.lower_tiers:
+            if isinstance(settings, PluginConfig):
+                tiers.append(open_plugin(settings, mode == "rw"))
+            else:
+                given = files.share() if files is not None and tiers else files
+                tiers.append(_open_tier(settings, given, mode, wall or WallClock()))
             held.append(tiers[-1])
         dram = config.dram
         arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
@@ -98,7 +110,7 @@ def assemble(
     )
     lower_tiers = [
         LowerTier(tier, settings, catalog, copies, clock)
-        for tier, settings, copies in zip(tiers, config.file_tiers, catalog.files, strict=False)
+        for tier, settings, copies in zip(tiers, config.lower_tiers, catalog.files, strict=False)
     ]
     _take_in(lower_tiers)
     if config.dram.prefault:
@@ -118,10 +130,11 @@ def _take_in(lower_tiers: Sequence[LowerTier]) -> None:
         trim_heap()
 
 
-def _register(tiers: Sequence[LogTier], memory: Memory) -> None:
+def _register(tiers: Sequence[Tier], memory: Memory) -> None:
     """Tell every tier's I/O engine of memory that is faulted in."""
     for tier in tiers:
-        tier.register_memory(memory)
+        if isinstance(tier, LogTier):
+            tier.register_memory(memory)
 
 
 class Closable(Protocol):

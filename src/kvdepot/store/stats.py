@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvdepot.store.state.lower_tier import LowerTier
-    from kvdepot.store.state.memory_tier import MemoryTier
+    from kvdepot.store.state.memory_tier import ArenaTier
     from kvdepot.store.state.state import StoreState
 
 
@@ -93,7 +93,7 @@ def describe(state: "StoreState") -> dict[str, Any]:
     }
 
 
-def _memory(memory: "MemoryTier") -> dict[str, Any]:
+def _memory(memory: "ArenaTier") -> dict[str, Any]:
     return {
         "blocks": memory.copies.count,
         "capacity_bytes": memory.arena.capacity_bytes,

@@ -146,10 +146,11 @@ class MemoryTier:
         with self._lock:
             return self._held_bytes() + nbytes <= self._capacity_bytes
 
-    def segments(self, drive: int) -> list[SegmentInfo]:
+    def segments(self, drive: int, *, reclaimable: bool = True) -> list[SegmentInfo]:
         del drive
         with self._lock:
-            entered = sorted(self.medium.records.keys() - self._unentered)
+            hidden = self._unentered if reclaimable else set()
+            entered = sorted(self.medium.records.keys() - hidden)
             sizes = [(segment, self._live.get(segment, 0)) for segment in entered]
             return [SegmentInfo(segment, segment, size, int(size > 0)) for segment, size in sizes]
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from kvdepot.store.state.second_copies import Mirrors
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import load
@@ -11,6 +10,7 @@ from kvdepot.index.catalog import Catalog
 from kvdepot.index.paths import path_blocks
 from kvdepot.index.table import NONE
 from kvdepot.policy.placing.extra_copies import MirrorFacts, PlaceFacts, nearer, worth_mirroring
+from kvdepot.store.state.lower_tier import SecondCopies
 
 
 def key(parent: int, own: int) -> BlockKey:
@@ -71,32 +71,34 @@ def test_a_path_is_counted_no_farther_than_asked_and_brings_its_heads() -> None:
     assert path_blocks(catalog.tree, [], 5) == {}
 
 
-def placed(places: dict[int, int]) -> tuple[Catalog, Mirrors, dict[int, int]]:
+def placed(places: dict[int, int]) -> tuple[Catalog, SecondCopies, dict[int, int]]:
     """Blocks with a first copy on a drive each."""
     catalog, rows = catalog_of(*((0, own) for own in places))
     for own, drive in places.items():
         catalog.disk.reserve(rows[own], drive << 56)
         catalog.disk.seal(rows[own])
-    return catalog, Mirrors(catalog, catalog.disk), rows
+    return catalog, SecondCopies(catalog, catalog.disk), rows
 
 
 def test_a_second_place_is_given_up_once() -> None:
     _, mirrors, rows = placed({1: 0})
     mirrors.enter(rows[1], 1 << 56)
-    assert (mirrors.count, mirrors.leave(rows[1])) == (1, 1 << 56)
-    assert (mirrors.count, mirrors.leave(rows[1])) == (0, NONE)
+    assert (mirrors.count, mirrors.location[rows[1]]) == (1, 1 << 56)
+    for _ in range(2):
+        mirrors.leave(rows[1])
+        assert (mirrors.count, mirrors.location[rows[1]]) == (0, NONE)
 
 
 def test_a_lost_drive_takes_one_of_two_copies() -> None:
     catalog, mirrors, rows = placed({1: 0, 2: 1, 3: 2, 4: 0})
-    mirrors.look_at_all = False
+    mirrors.check_all = False
     for own, drive in ((1, 1), (2, 0), (3, 1)):
         mirrors.enter(rows[own], drive << 56)
     mirrors.forget_drive(0)
     first = [catalog.disk.location[rows[own]] >> 56 for own in (1, 2, 3, 4)]
     assert first == [1, 1, 2, 0], "who has no second place is left to the caller"
     assert [mirrors.location[rows[own]] for own in (1, 2, 3)] == [NONE, NONE, 1 << 56]
-    assert (mirrors.count, mirrors.look_at_all) == (1, True)
+    assert (mirrors.count, mirrors.check_all) == (1, True)
 
 
 def test_copies_that_are_found_again_are_second_ones_on_other_drives_only() -> None:

@@ -12,7 +12,7 @@ from kvdepot.core.tier import drive_of, segment_of
 from kvdepot.index.table import NONE, Rows
 from kvdepot.native import VERIFY, address_of
 from kvdepot.store.state.lower_tier import LowerTier, SecondCopies
-from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.tiers.memory.arena import NOBODY
 from kvdepot.tiers.memory.copy_ops import transfers
@@ -47,7 +47,7 @@ def _rows(state: StoreState) -> list[int]:
     return np.flatnonzero(catalog.nbytes.array > 0).tolist()
 
 
-def _check_memory(memory: MemoryTier, report: CheckReport) -> None:
+def _check_memory(memory: ArenaTier, report: CheckReport) -> None:
     catalog, arena = memory.catalog, memory.arena
     owned: Counter[int] = Counter()
     for slab in arena.slabs():
@@ -197,7 +197,7 @@ def _read(
     return False
 
 
-def _memory_intact(memory: MemoryTier, row: int) -> bool:
+def _memory_intact(memory: ArenaTier, row: int) -> bool:
     image, nbytes = memory.image(row), memory.catalog.nbytes[row]
     chunk_bytes = own_chunk_bytes(image, memory.catalog.table.key(row), nbytes)
     if not chunk_bytes:

@@ -13,7 +13,7 @@ from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, reco
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, VERIFY, address_of
 from kvdepot.policy.placing.memory_levels import ExpectedReuse, is_kept, is_promoted
-from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
 from kvdepot.tiers.memory.copy_ops import transfers
@@ -172,7 +172,7 @@ class MemoryLevels:
         incumbent = upper.leaves.coldest(group)
         return incumbent != NONE and is_promoted(self._outlook(row), self._outlook(incumbent))
 
-    def _move(self, move: MemoryMove, source: MemoryTier, target: MemoryTier) -> None:
+    def _move(self, move: MemoryMove, source: ArenaTier, target: ArenaTier) -> None:
         """Copy, make blocks of the copies, and let the originals go."""
         intact: dict[int, bool] = {}
         try:
@@ -181,7 +181,7 @@ class MemoryLevels:
             with self._state.lock:
                 self._settle(move, source, target, intact)
 
-    def _copy(self, row: int, source: MemoryTier, target: MemoryTier) -> bool:
+    def _copy(self, row: int, source: ArenaTier, target: ArenaTier) -> bool:
         """Copy a record. False: it is not what its checksums say."""
         catalog = self._state.catalog
         image, copy = source.image(row), target.image(row)
@@ -200,7 +200,7 @@ class MemoryLevels:
         return not transfers(ops).any()
 
     def _settle(
-        self, move: MemoryMove, source: MemoryTier, target: MemoryTier, intact: dict[int, bool]
+        self, move: MemoryMove, source: ArenaTier, target: ArenaTier, intact: dict[int, bool]
     ) -> None:
         """Make what was copied blocks of the target, drop what left the source."""
         assert self._state.held()
@@ -222,7 +222,7 @@ class MemoryLevels:
                 counters.evicted_dram += source is self._upper and not damaged
         state.unlease(move.rows)
 
-    def _may_go(self, row: int, source: MemoryTier, *, damaged: bool, used: bool) -> bool:
+    def _may_go(self, row: int, source: ArenaTier, *, damaged: bool, used: bool) -> bool:
         """Whether the original is no longer needed."""
         assert self._state.held()
         state = self._state

@@ -11,7 +11,7 @@ from kvdepot.native import COPY
 from kvdepot.store.read.disk_reads import CORRUPT, DiskReads
 from kvdepot.store.read.late_reads import LateReads
 from kvdepot.store.read.request import BlockRead, ReadCall
-from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
 from kvdepot.tiers.memory.copy_ops import read_op, transfers
@@ -122,7 +122,7 @@ class Reader:
         return [index for index in left if index not in found] + bad
 
     def _from_memory(
-        self, call: ReadCall, memory: MemoryTier, hits: list[int], places: list[int]
+        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
     ) -> list[int]:
         """Serve hits in leased slots. Returns those that failed verification and are elsewhere too.
 
@@ -137,7 +137,7 @@ class Reader:
         return [index for part in parts for index in self._copy_out(call, memory, *part)]
 
     def _copy_out(
-        self, call: ReadCall, memory: MemoryTier, hits: list[int], places: list[int]
+        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
     ) -> list[int]:
         """Verify and copy as asked. Returns the hits that failed verification."""
         base, served, reads, results = memory.arena.address, memory.served, call.reads, call.results
@@ -177,7 +177,7 @@ class Reader:
             results[index] = CORRUPT
         return [index for index in bad if self._quarantine(memory, reads[index].row)]
 
-    def _quarantine(self, memory: MemoryTier, row: int) -> bool:
+    def _quarantine(self, memory: ArenaTier, row: int) -> bool:
         """Drop a damaged copy in memory. True: a slower tier has another one."""
         state, catalog = self._state, self._state.catalog
         with state.lock:

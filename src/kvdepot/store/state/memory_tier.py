@@ -15,7 +15,7 @@ _HITS_MAX: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
-class MemoryTier:
+class ArenaTier:
     """Guarded by the store's lock."""
 
     arena: Arena

@@ -19,7 +19,7 @@ from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
 from kvdepot.store.state.admission import Admission
 from kvdepot.store.state.lower_tier import LowerTier
-from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.stats import Counters
 from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.tiers.memory.arena import Arena
@@ -51,7 +51,7 @@ class StoreState:
         """Fastest first."""
         self.return_times = return_times
         self.memory_tiers = tuple(
-            MemoryTier(arena, catalog, copies, leaves)
+            ArenaTier(arena, catalog, copies, leaves)
             for arena, copies, leaves in zip(arenas, catalog.memories, catalog.orders, strict=True)
         )
         self.arena = arenas[0]
@@ -149,7 +149,7 @@ class StoreState:
                 return rows[:index]
         return rows
 
-    def memory_of(self, row: int) -> MemoryTier | None:
+    def memory_of(self, row: int) -> ArenaTier | None:
         """The fastest memory tier that has a block."""
         return next((memory for memory in self.memory_tiers if memory.copies.ready(row)), None)
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvdepot.core.block import CopyState
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
-from kvdepot.store.state.memory_tier import MemoryTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.tiers.memory.arena import NOBODY, Slab
 
@@ -24,7 +24,7 @@ _STRETCHES: Final = 64
 class SlotAllocator:
     """Finds slots in one memory tier. Call with the store's lock held."""
 
-    def __init__(self, state: StoreState, memory: MemoryTier) -> None:
+    def __init__(self, state: StoreState, memory: ArenaTier) -> None:
         self._state = state
         self._memory = memory
         self._since_look = 0
