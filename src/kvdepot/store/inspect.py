@@ -10,7 +10,7 @@ from kvdepot.core.tier import drive_of
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.store.drives.maintenance import DriveMaintenance
-from kvdepot.store.read.late_reads import LateReads
+from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.prefetch import Prefetcher
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.state.lower_tier import LowerTier
@@ -29,7 +29,7 @@ class StoreInspector:
         slots: SlotAllocator,
         reader: Reader,
         prefetcher: Prefetcher,
-        late: LateReads,
+        late: OverdueReads,
         drives: DriveMaintenance,
     ) -> None:
         self.state = state

@@ -29,7 +29,7 @@ from kvdepot.index.table import NONE, Keys
 from kvdepot.store.check.online import check_store
 from kvdepot.store.drives.maintenance import DriveMaintenance
 from kvdepot.store.namespaces import Namespaces, check_block_bytes, checked, make_namespace
-from kvdepot.store.read.late_reads import LateReads
+from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
 from kvdepot.store.read.reader import Reader
@@ -53,7 +53,7 @@ class Store(Depot):
         self._state = state
         self._slots = SlotAllocator(state, state.memory_tiers[0])
         self._namespaces = Namespaces()
-        self._late = LateReads(state)
+        self._late = OverdueReads(state)
         self._putter = Putter(state, self._slots)
         self._reader = Reader(state, self._slots, self._late)
         self._prefetcher = Prefetcher(state, self._reader)

@@ -89,7 +89,7 @@ class Piece:
         return sum(map(len, self.images))
 
 
-class BlockMover:
+class RecordMover:
     """Copies blocks to drives. Threads may share it."""
 
     def __init__(self, state: StoreState, make_room: MakeRoom) -> None:

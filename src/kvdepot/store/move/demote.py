@@ -16,7 +16,7 @@ from kvdepot.core.tier import SegmentInfo
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.placing.extra_copies import DemotionFacts, worth_demoting
-from kvdepot.store.move.copy_run import PIECE_BYTES, BlockMover, CopyJob
+from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.state.yielding import PieceSize
@@ -67,7 +67,7 @@ class Demoter:
     """Between two tiers. Threads may share it."""
 
     def __init__(
-        self, state: StoreState, upper: LowerTier, lower: LowerTier, mover: BlockMover
+        self, state: StoreState, upper: LowerTier, lower: LowerTier, mover: RecordMover
     ) -> None:
         self._state = state
         self.upper = upper

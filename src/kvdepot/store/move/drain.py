@@ -4,7 +4,7 @@ import itertools
 
 from kvdepot.core.tier import ChangesDrives
 from kvdepot.index.table import NONE
-from kvdepot.store.move.copy_run import PIECE_BYTES, BlockMover, CopyJob
+from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.state.yielding import PieceSize
@@ -43,7 +43,7 @@ class MoveAway(CopyJob):
         self._state.counters.add("evicted", self.target.name)
 
 
-def drain(state: StoreState, lower: LowerTier, drive: int, mover: BlockMover) -> int:
+def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -> int:
     """Move every block of a drive to the others of its tier, and drop those that cannot be.
 
     Returns how many were moved. Afterwards the drive holds nothing and takes nothing new, unless

@@ -19,7 +19,7 @@ from kvdepot.core.tier import drive_of
 from kvdepot.index.paths import path_blocks, path_order
 from kvdepot.index.table import NONE
 from kvdepot.policy.placing.extra_copies import MirrorFacts, worth_mirroring
-from kvdepot.store.move.copy_run import PIECE_BYTES, BlockMover, CopyJob
+from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
 from kvdepot.store.state.lower_tier import LowerTier, SecondCopies
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.state.yielding import PieceSize
@@ -58,7 +58,7 @@ class Mirror(CopyJob):
 class Mirrorer:
     """The background thread of one tier that mirrors."""
 
-    def __init__(self, state: StoreState, lower: LowerTier, mover: BlockMover) -> None:
+    def __init__(self, state: StoreState, lower: LowerTier, mover: RecordMover) -> None:
         assert lower.second_copies is not None
         self._state = state
         self._lower = lower

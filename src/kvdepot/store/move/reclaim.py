@@ -18,7 +18,7 @@ from kvdepot.core.tier import ChangesDrives, Purpose, SegmentInfo
 from kvdepot.errors import KVDepotError
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, rule_named
-from kvdepot.store.move.copy_run import PIECE_BYTES, BlockMover, CopyJob
+from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
 from kvdepot.store.move.demote import Demoter
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
@@ -41,7 +41,7 @@ class DriveRoom:
     """Keeps room on the drives of one tier. One thread at a time works on a drive."""
 
     def __init__(
-        self, state: StoreState, lower: LowerTier, mover: BlockMover, demoter: Demoter | None
+        self, state: StoreState, lower: LowerTier, mover: RecordMover, demoter: Demoter | None
     ) -> None:
         self._state = state
         self._lower = lower
@@ -158,7 +158,7 @@ class Reclaimer:
     """Frees segments. For one thread a drive at a time (DriveRoom)."""
 
     def __init__(
-        self, state: StoreState, lower: LowerTier, mover: BlockMover, demoter: Demoter | None
+        self, state: StoreState, lower: LowerTier, mover: RecordMover, demoter: Demoter | None
     ) -> None:
         self._state = state
         self._lower = lower

@@ -18,7 +18,7 @@ from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, address_of
 from kvdepot.policy.placing.extra_copies import PlaceFacts, nearer
-from kvdepot.store.read.late_reads import LateRead, LateReads
+from kvdepot.store.read.late_reads import LateRead, OverdueReads
 from kvdepot.store.read.request import BlockRead, ReadCall
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
@@ -64,7 +64,7 @@ class Wave:
 
 
 @dataclass(slots=True, eq=False)
-class DriveReads:
+class DriveQueue:
     """What one call reads from one drive."""
 
     lower: LowerTier
@@ -74,14 +74,14 @@ class DriveReads:
     queued_bytes: int = 0
 
 
-Drives = dict[tuple[LowerTier, int], DriveReads]
-Done = queue.SimpleQueue[tuple[DriveReads, Wave]]
+Drives = dict[tuple[LowerTier, int], DriveQueue]
+Done = queue.SimpleQueue[tuple[DriveQueue, Wave]]
 
 
 class DiskReads:
     """Reads blocks for calls that do not find them in memory."""
 
-    def __init__(self, state: StoreState, slots: SlotAllocator, late: LateReads) -> None:
+    def __init__(self, state: StoreState, slots: SlotAllocator, late: OverdueReads) -> None:
         self._state = state
         self._slots = slots
         self._late = late
@@ -124,7 +124,7 @@ class DiskReads:
                 drive = _choose_drive(call, index, lower, drives, drive)
             reads = drives.get((lower, drive))
             if reads is None:
-                reads = drives[lower, drive] = DriveReads(lower, drive)
+                reads = drives[lower, drive] = DriveQueue(lower, drive)
             reads.waiting.append(index)
             reads.queued_bytes += read.payload_bytes
 
@@ -151,7 +151,7 @@ class DiskReads:
                     left = [index for index in again if moves[index] < _MOVES_MAX]
                     self._assign(call, drives, left)
 
-    def _start_waves(self, call: ReadCall, busy: list[DriveReads], done: Done) -> bool:
+    def _start_waves(self, call: ReadCall, busy: list[DriveQueue], done: Done) -> bool:
         """Start a wave on every drive that has room for one. False: nothing was planned."""
         progress = False
         for reads in busy:
@@ -167,7 +167,7 @@ class DiskReads:
                 wave.reading = self._start(call, reads, wave, done, inline=alone)
         return progress
 
-    def _await_room(self, call: ReadCall, busy: list[DriveReads], done: Done) -> bool:
+    def _await_room(self, call: ReadCall, busy: list[DriveQueue], done: Done) -> bool:
         """Wait for memory to read into and start. False: time is up."""
         state = self._state
         while not self._start_waves(call, busy, done):
@@ -179,7 +179,7 @@ class DiskReads:
         return True
 
     def _start(
-        self, call: ReadCall, reads: DriveReads, wave: Wave, done: Done, *, inline: bool
+        self, call: ReadCall, reads: DriveQueue, wave: Wave, done: Done, *, inline: bool
     ) -> Reading:
         """Begin to read a wave: in this thread if there is nothing to do meanwhile."""
         lower, clock = reads.lower, self._state.clock
@@ -208,7 +208,7 @@ class DiskReads:
             future.add_done_callback(lambda _: tell())
         return future
 
-    def _pool(self, reads: DriveReads) -> ThreadPoolExecutor:
+    def _pool(self, reads: DriveQueue) -> ThreadPoolExecutor:
         name = (reads.lower, reads.drive)
         with self._state.lock:
             if name not in self._threads:
@@ -219,10 +219,10 @@ class DiskReads:
             return self._threads[name]
 
     def _landed(
-        self, call: ReadCall, busy: list[DriveReads], done: Done
-    ) -> list[tuple[DriveReads, Wave]]:
+        self, call: ReadCall, busy: list[DriveQueue], done: Done
+    ) -> list[tuple[DriveQueue, Wave]]:
         """Waves that were read; waits for the first. After the deadline, all that are in flight."""
-        found: list[tuple[DriveReads, Wave]] = []
+        found: list[tuple[DriveQueue, Wave]] = []
         try:
             wait_s = max(0.0, call.deadline - self._state.clock.now())
             found.append(done.get(timeout=min(wait_s, _WAIT_MAX_S)))
@@ -233,7 +233,7 @@ class DiskReads:
                 return found
         return [(reads, wave) for reads in busy for wave in reads.flying]
 
-    def _plan(self, call: ReadCall, reads: DriveReads) -> Wave:
+    def _plan(self, call: ReadCall, reads: DriveQueue) -> Wave:
         """The next wave: blocks for which there is memory to read into.
 
         A prefetch reads only what can stay in memory.
@@ -280,7 +280,7 @@ class DiskReads:
             total += nbytes
         return wave
 
-    def _finish(self, call: ReadCall, reads: DriveReads, wave: Wave) -> list[int]:
+    def _finish(self, call: ReadCall, reads: DriveQueue, wave: Wave) -> list[int]:
         """Take in a wave that was read.
 
         Returns the blocks to read again: they moved meanwhile, or another tier has them.

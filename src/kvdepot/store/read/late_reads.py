@@ -30,7 +30,7 @@ class LateRead:
     """Else in staging, where nothing is kept."""
 
 
-class LateReads:
+class OverdueReads:
     """A thread that exists only while something is late."""
 
     def __init__(self, state: StoreState) -> None:

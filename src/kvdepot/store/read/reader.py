@@ -9,7 +9,7 @@ from kvdepot.core.depot import Sink
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY
 from kvdepot.store.read.disk_reads import CORRUPT, DiskReads
-from kvdepot.store.read.late_reads import LateReads
+from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.request import BlockRead, ReadCall
 from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
@@ -27,7 +27,7 @@ _NO_IMAGE: Final = memoryview(b"")
 class Reader:
     """Serves `get`, `deliver` and prefetches."""
 
-    def __init__(self, state: StoreState, slots: SlotAllocator, late: LateReads) -> None:
+    def __init__(self, state: StoreState, slots: SlotAllocator, late: OverdueReads) -> None:
         self._state = state
         self._disks = DiskReads(state, slots, late)
         self.after_read: Callable[[Sequence[BlockRead]], None] | None = None

@@ -13,7 +13,7 @@ from kvdepot.codec.record import record_bytes
 from kvdepot.core.depot import FlushReport
 from kvdepot.core.tier import pack_location
 from kvdepot.policy.placing.write_mode import WriteMode
-from kvdepot.store.move.copy_run import BlockMover, CopyJob, Piece
+from kvdepot.store.move.copy_run import CopyJob, Piece, RecordMover
 from kvdepot.store.move.reclaim import DriveRoom
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
@@ -77,7 +77,7 @@ class WriteBack:
     """The background threads of one tier."""
 
     def __init__(
-        self, state: StoreState, lower: LowerTier, mover: BlockMover, room: DriveRoom
+        self, state: StoreState, lower: LowerTier, mover: RecordMover, room: DriveRoom
     ) -> None:
         self._state = state
         self._lower = lower
