@@ -64,7 +64,7 @@ class Wave:
 
 
 @dataclass(slots=True, eq=False)
-class DriveQueue:
+class DriveWaves:
     """What one call reads from one drive."""
 
     lower: LowerTier
@@ -74,8 +74,8 @@ class DriveQueue:
     queued_bytes: int = 0
 
 
-Drives = dict[tuple[LowerTier, int], DriveQueue]
-Done = queue.SimpleQueue[tuple[DriveQueue, Wave]]
+Drives = dict[tuple[LowerTier, int], DriveWaves]
+Done = queue.SimpleQueue[tuple[DriveWaves, Wave]]
 
 
 class DiskReads:
@@ -124,7 +124,7 @@ class DiskReads:
                 drive = _choose_drive(call, index, lower, drives, drive)
             reads = drives.get((lower, drive))
             if reads is None:
-                reads = drives[lower, drive] = DriveQueue(lower, drive)
+                reads = drives[lower, drive] = DriveWaves(lower, drive)
             reads.waiting.append(index)
             reads.queued_bytes += read.payload_bytes
 
@@ -151,7 +151,7 @@ class DiskReads:
                     left = [index for index in again if moves[index] < _MOVES_MAX]
                     self._assign(call, drives, left)
 
-    def _start_waves(self, call: ReadCall, busy: list[DriveQueue], done: Done) -> bool:
+    def _start_waves(self, call: ReadCall, busy: list[DriveWaves], done: Done) -> bool:
         """Start a wave on every drive that has room for one. False: nothing was planned."""
         progress = False
         for reads in busy:
@@ -167,7 +167,7 @@ class DiskReads:
                 wave.reading = self._start(call, reads, wave, done, inline=alone)
         return progress
 
-    def _await_room(self, call: ReadCall, busy: list[DriveQueue], done: Done) -> bool:
+    def _await_room(self, call: ReadCall, busy: list[DriveWaves], done: Done) -> bool:
         """Wait for memory to read into and start. False: time is up."""
         state = self._state
         while not self._start_waves(call, busy, done):
@@ -179,7 +179,7 @@ class DiskReads:
         return True
 
     def _start(
-        self, call: ReadCall, reads: DriveQueue, wave: Wave, done: Done, *, inline: bool
+        self, call: ReadCall, reads: DriveWaves, wave: Wave, done: Done, *, inline: bool
     ) -> Reading:
         """Begin to read a wave: in this thread if there is nothing to do meanwhile."""
         lower, clock = reads.lower, self._state.clock
@@ -208,7 +208,7 @@ class DiskReads:
             future.add_done_callback(lambda _: tell())
         return future
 
-    def _pool(self, reads: DriveQueue) -> ThreadPoolExecutor:
+    def _pool(self, reads: DriveWaves) -> ThreadPoolExecutor:
         name = (reads.lower, reads.drive)
         with self._state.lock:
             if name not in self._threads:
@@ -219,10 +219,10 @@ class DiskReads:
             return self._threads[name]
 
     def _landed(
-        self, call: ReadCall, busy: list[DriveQueue], done: Done
-    ) -> list[tuple[DriveQueue, Wave]]:
+        self, call: ReadCall, busy: list[DriveWaves], done: Done
+    ) -> list[tuple[DriveWaves, Wave]]:
         """Waves that were read; waits for the first. After the deadline, all that are in flight."""
-        found: list[tuple[DriveQueue, Wave]] = []
+        found: list[tuple[DriveWaves, Wave]] = []
         try:
             wait_s = max(0.0, call.deadline - self._state.clock.now())
             found.append(done.get(timeout=min(wait_s, _WAIT_MAX_S)))
@@ -233,7 +233,7 @@ class DiskReads:
                 return found
         return [(reads, wave) for reads in busy for wave in reads.flying]
 
-    def _plan(self, call: ReadCall, reads: DriveQueue) -> Wave:
+    def _plan(self, call: ReadCall, reads: DriveWaves) -> Wave:
         """The next wave: blocks for which there is memory to read into.
 
         A prefetch reads only what can stay in memory.
@@ -280,7 +280,7 @@ class DiskReads:
             total += nbytes
         return wave
 
-    def _finish(self, call: ReadCall, reads: DriveQueue, wave: Wave) -> list[int]:
+    def _finish(self, call: ReadCall, reads: DriveWaves, wave: Wave) -> list[int]:
         """Take in a wave that was read.
 
         Returns the blocks to read again: they moved meanwhile, or another tier has them.
