@@ -4,13 +4,13 @@ import pytest
 
 from kvdepot.errors import StateError
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.sim.drives import DriveQueue, DriveSpeed, Pipe
+from kvdepot.sim.drives import DriveSpeed, Pipe, SimulatedDrives
 from kvdepot.sim.event_queue import EventQueue
 from kvdepot.sim.gpu import GpuPace, PrefillJob, SimulatedGpu
 
 
 def test_one_drive_serves_in_order() -> None:
-    drives = DriveQueue(DriveSpeed(1, 100.0, 100.0, latency_s=0.5, seek_s=1.0))
+    drives = SimulatedDrives(DriveSpeed(1, 100.0, 100.0, latency_s=0.5, seek_s=1.0))
     # Two blocks of 100 bytes: each 1 s of seek and 1 s of reading; then half a second on the way.
     assert drives.read(0.0, 2, 100.0) == pytest.approx(4.5)
     # One more at 1 s waits until 4 s; at 10 s the drive is idle.
@@ -20,7 +20,7 @@ def test_one_drive_serves_in_order() -> None:
 
 
 def test_blocks_are_spread_over_drives_in_turn() -> None:
-    drives = DriveQueue(DriveSpeed(4, 100.0, 100.0))
+    drives = SimulatedDrives(DriveSpeed(4, 100.0, 100.0))
     # Six blocks on four drives: two of them have two.
     assert drives.read(0.0, 6, 100.0) == pytest.approx(2.0)
     # The next two go to the drives that have one only.
@@ -30,7 +30,7 @@ def test_blocks_are_spread_over_drives_in_turn() -> None:
 
 def test_the_network_caps_many_drives() -> None:
     network = Pipe(150.0)
-    drives = DriveQueue(DriveSpeed(4, 100.0, 100.0), (network,))
+    drives = SimulatedDrives(DriveSpeed(4, 100.0, 100.0), (network,))
     assert drives.read(0.0, 4, 100.0) == pytest.approx(400 / 150)
     assert drives.rate_bytes_per_s(100.0) == pytest.approx(150.0)
     assert drives.wait_s(1.0) == pytest.approx(400 / 150 - 1.0)
@@ -38,13 +38,13 @@ def test_the_network_caps_many_drives() -> None:
 
 def test_two_tiers_share_one_network() -> None:
     network = Pipe(100.0)
-    first, second = (DriveQueue(DriveSpeed(10, 100.0, 100.0), (network,)) for _ in range(2))
+    first, second = (SimulatedDrives(DriveSpeed(10, 100.0, 100.0), (network,)) for _ in range(2))
     first.read(0.0, 2, 100.0)
     assert second.read(0.0, 1, 100.0) == pytest.approx(3.0)
 
 
 def test_writes_use_the_time_that_reads_leave() -> None:
-    drives = DriveQueue(DriveSpeed(2, 100.0, 50.0))
+    drives = SimulatedDrives(DriveSpeed(2, 100.0, 50.0))
     # Four blocks of 100 bytes, 2 s each, on two drives: 4 s.
     assert drives.write(0.0, 4, 100.0) == 4
     assert drives.read(1.0, 2, 100.0) == pytest.approx(2.0), "a read does not wait for writes"
@@ -54,14 +54,14 @@ def test_writes_use_the_time_that_reads_leave() -> None:
 
 
 def test_too_many_writes_are_dropped() -> None:
-    drives = DriveQueue(DriveSpeed(1, 100.0, 100.0, backlog_s=3.0))
+    drives = SimulatedDrives(DriveSpeed(1, 100.0, 100.0, backlog_s=3.0))
     assert drives.write(0.0, 5, 100.0) == 3
     assert drives.write(1.0, 5, 100.0) == 1
 
 
 def test_waiting_is_that_of_a_queue_with_constant_service() -> None:
     """D/D/1 with a burst: customer n of a burst waits for n services."""
-    drives = DriveQueue(DriveSpeed(1, 100.0, 100.0))
+    drives = SimulatedDrives(DriveSpeed(1, 100.0, 100.0))
     ends = [drives.read(0.0, 1, 100.0) for _ in range(5)]
     assert ends == pytest.approx([1, 2, 3, 4, 5])
 

@@ -43,7 +43,7 @@ class Pipe:
 
 
 @dataclass(slots=True)
-class DriveQueue:
+class SimulatedDrives:
     """The units of a tier with blocks spread over them in turn, behind pipes."""
 
     medium: DriveSpeed

@@ -12,7 +12,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.table import Rows
 from kvdepot.policy.eviction import order_named
 from kvdepot.sim.arrivals import ArrivalTimes, MultiTurn
-from kvdepot.sim.drives import DriveQueue, DriveSpeed, Pipe
+from kvdepot.sim.drives import DriveSpeed, Pipe, SimulatedDrives
 from kvdepot.sim.event_queue import EventQueue
 from kvdepot.sim.gpu import SimulatedGpu
 from kvdepot.sim.results import Findings, ServedRequest, TierFlow, over_time
@@ -160,7 +160,7 @@ class SimulatedFleet:
     def _tier(self, tier: TierSetup, index: BlockIndex, pipes: tuple[Pipe, ...]) -> TimedTier:
         setup = self._setup
         blocks = min(int(tier.capacity_bytes // setup.block_bytes), self._workload.block_count)
-        order, drives = order_named(setup.policy), DriveQueue(tier.medium, pipes)
+        order, drives = order_named(setup.policy), SimulatedDrives(tier.medium, pipes)
         return TimedTier(
             tier.name, blocks, index, order, drives, setup.block_bytes, memory=tier.memory
         )

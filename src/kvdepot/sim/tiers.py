@@ -16,7 +16,7 @@ from kvdepot.errors import StateError
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Bools, Keys, KeyTable, Rows
 from kvdepot.index.tree import PrefixTree
-from kvdepot.sim.drives import DriveQueue
+from kvdepot.sim.drives import SimulatedDrives
 from kvdepot.sim.workload import Workload
 
 WriteMode = Literal["through", "back"]
@@ -99,7 +99,7 @@ class TimedTier(SimulatedTier):
         capacity_blocks: int,
         index: BlockIndex,
         order: Order,
-        drives: DriveQueue,
+        drives: SimulatedDrives,
         block_bytes: float,
         *,
         memory: bool = False,
