@@ -65,8 +65,8 @@ def test_a_small_store_on_emulated_drives_is_known_as_such(
 ) -> None:
     with kvdepot.open(emulated) as store:
         assert all(put(store, prompt(space_of(store), 1, 2)))
-        (notebook,) = store.inspect().log_tier().notebooks
-        assert eventually(lambda: notebook.profile is not None)
+        (drive,) = store.inspect().log_tier().drives
+        assert eventually(lambda: drive.notes.profile is not None)
     assert main(["inspect", str(tmp_path / "hdd")]) == 0
     assert "speed     emulated, not measured" in capsys.readouterr().out
 

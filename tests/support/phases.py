@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
-from kvdepot.store.move.copy_run import RecordMover, CopyJob, Piece
+from kvdepot.store.move.copy_run import CopyJob, Piece, RecordMover
 from kvdepot.store.move.demote import Demoter
 from kvdepot.store.move.drain import MoveAway
 from kvdepot.store.move.reclaim import Reclaimer

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import kvdepot
-from kvdepot.store import open as store_open
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plugins.md"
 SOURCES = Path(kvdepot.__file__).parents[1]
@@ -63,7 +62,6 @@ def test_the_tier_passes_the_contract(package: Path) -> None:
     )
 
 
-@pytest.mark.skipif(not hasattr(store_open, "open_plugin"), reason="the store opens no plug-in yet")
 def test_the_program_ends_with_blocks_in_the_tier(package: Path) -> None:
     (expected,) = blocks("text")
     assert run(package, "program.py") == expected

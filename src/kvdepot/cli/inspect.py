@@ -20,7 +20,7 @@ from kvdepot.core.units import format_bytes
 from kvdepot.store.check.offline import opened, read_drive
 from kvdepot.tiers.device.speed import PROFILE_TAG, Profile
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.notes import Notebook
+from kvdepot.tiers.log.notes import Notes
 
 HIDDEN = ("secret",)
 """Never printed, wherever it may come from; descriptions on disk do not have it."""
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspect(path: Path, drive: Drive) -> Inspection:
-    notebook, contents, recovered = read_drive(drive)
+    contents, recovered = read_drive(drive)
     entries = [segment.entries["sequence"] for segment in recovered if len(segment.entries)]
     sequences = np.concatenate(entries) if entries else np.zeros(1, np.uint64)
     in_use = drive.segments
@@ -108,8 +108,8 @@ def inspect(path: Path, drive: Drive) -> Inspection:
         free_slots=len(drive.free),
         blocks=len(contents.locations),
         live_bytes=sum(segment.live_bytes for segment in in_use.values()),
-        removals=sum(map(len, notebook.removals.values())),
-        profile=notebook.profile,
+        removals=sum(map(len, drive.notes.removals.values())),
+        profile=drive.notes.profile,
         oldest_sequence=int(sequences.min()),
         newest_sequence=int(sequences.max()),
         segments=[
@@ -123,12 +123,12 @@ def inspect(path: Path, drive: Drive) -> Inspection:
             )
             for found in sorted(recovered, key=lambda segment: segment.segment_id)
         ],
-        namespaces=list(spaces(notebook, contents)),
+        namespaces=list(spaces(drive.notes, contents)),
         damage=list(drive.damage),
     )
 
 
-def spaces(notebook: Notebook, contents: Contents) -> Iterator[SpaceRow]:
+def spaces(found: Notes, contents: Contents) -> Iterator[SpaceRow]:
     """Namespaces with a description or with blocks, the largest first."""
     tags = np.ascontiguousarray(contents.words[:, 0]).astype("<u8").tobytes()
     blocks: Counter[bytes] = Counter()
@@ -137,7 +137,7 @@ def spaces(notebook: Notebook, contents: Contents) -> Iterator[SpaceRow]:
         tag = tags[8 * index : 8 * index + 8]
         blocks[tag] += 1
         nbytes[tag] += size
-    notes = {tag: text for tag, (_, text) in notebook.spaces.items() if tag != PROFILE_TAG}
+    notes = {tag: text for tag, (_, text) in found.spaces.items() if tag != PROFILE_TAG}
     known = {tag: described(text) for tag, text in notes.items()}
     for tag in sorted({*known, *blocks}, key=lambda tag: (-nbytes[tag], tag)):
         facts = known.get(tag, {})

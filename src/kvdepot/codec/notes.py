@@ -6,6 +6,7 @@ has it, and carries it along while a segment up to `until_segment`, the newest o
 """
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, write_head
@@ -22,7 +23,7 @@ def space_key(tag: bytes) -> BlockKey:
     return BlockKey(tag.ljust(KEY_BYTES, b"\0"))
 
 
-def pack_removals(removals: list[Removal]) -> bytes:
+def pack_removals(removals: Sequence[Removal]) -> bytes:
     return b"".join(
         _REMOVAL.pack(r.key, int(r.whole_namespace), r.below_sequence, r.until_segment)
         for r in removals

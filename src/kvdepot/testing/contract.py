@@ -187,6 +187,8 @@ class TierContract:
         assert len(places) == 3
         assert tier.has_unentered(0)
         assert not tier.segments(0)
+        used = {segment_of(place) for place in places}
+        assert used <= {one.slot for one in tier.segments(0, reclaimable=False)}
         for place in places:
             tier.count(place, PAYLOAD_BYTES)
         assert not tier.has_unentered(0)

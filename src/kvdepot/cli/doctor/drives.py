@@ -47,7 +47,8 @@ def kept_profile(path: Path) -> Profile | None:
     """What the drive at `path` has kept of its speed; None where there is no store, or nothing."""
     try:
         with opened(path) as drive:
-            return read_drive(drive)[0].profile
+            read_drive(drive)
+            return drive.notes.profile
     except FormatError:
         return None
 

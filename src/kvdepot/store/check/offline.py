@@ -25,9 +25,8 @@ from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.mount import MountSettings, mount
-from kvdepot.tiers.log.notes import Notebook
-from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
+from kvdepot.tiers.log.segments import Numbers
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes there are."""
@@ -103,11 +102,10 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
         files.close()
 
 
-def read_drive(drive: Drive) -> tuple[Notebook, Contents, list[Recovered]]:
+def read_drive(drive: Drive) -> tuple[Contents, list[Recovered]]:
     """What a drive holds. Raises FileNotFoundError where a writer takes files away meanwhile."""
-    notebook = Notebook(drive)
-    contents, (recovered,) = read_contents([notebook])
-    return notebook, contents, recovered
+    contents, (recovered,) = read_contents([drive])
+    return contents, recovered
 
 
 def reader_of(drive: Drive, slot: int) -> SegmentReader:
@@ -148,7 +146,7 @@ def _look_again(path: Path, progress: Progress | None) -> AuditReport:
 def _look(path: Path, progress: Progress | None) -> AuditReport:
     with opened(path) as drive:
         listed = _listed(drive)
-        _, contents, segments = read_drive(drive)
+        contents, segments = read_drive(drive)
         report = AuditReport(path=str(path), segments=len(segments))
         report.held_bytes = drive.held_bytes()
         report.findings = [_finding(drive, text) for text in drive.damage]

@@ -13,7 +13,6 @@ from kvdepot.codec.segment import ENTRY
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.tier import NO_CONTENTS, Contents
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.notes import Notebook
 from kvdepot.tiers.log.recovery import Recovered
 
 Array = npt.NDArray[Any]
@@ -24,19 +23,19 @@ Recoveries = list[list[Recovered]]
 
 
 def read_contents(
-    notebooks: Sequence[Notebook],
+    drives: Sequence[Drive],
     first_drive: int = 0,
     *,
-    others: Sequence[Notebook] = (),
+    others: Sequence[Drive] = (),
     mirrored: bool = False,
 ) -> tuple[Contents, Recoveries]:
-    """Recover drives, numbered from `first_drive`, fill their notebooks, count what is alive.
+    """Recover drives, numbered from `first_drive`, fill their notes, count what is alive.
 
     The drives are read at the same time. What `others` say of removals counts too. `mirrored`: of
     several records of a block the newest on a second drive is alive as well.
     """
-    with ThreadPoolExecutor(max(1, len(notebooks)), "kvdepot-recovery") as threads:
-        recovered = list(threads.map(lambda notebook: notebook.drive.recover(), notebooks))
+    with ThreadPoolExecutor(max(1, len(drives)), "kvdepot-recovery") as threads:
+        recovered = list(threads.map(Drive.recover, drives))
     parts = [np.zeros(0, ENTRY)]
     places = [np.zeros(0, np.int64)]
     for index, segments in enumerate(recovered):
@@ -46,11 +45,11 @@ def read_contents(
             places.append(
                 (first_drive + index << 56 | segment.slot << 32) + blocks["page"].astype(np.int64)
             )
-            _read_notes(notebooks[index], segment)
+            _read_notes(drives[index], segment)
     entries, locations = np.concatenate(parts), np.concatenate(places)
     words = np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
     sequences = entries["sequence"].astype(np.int64)
-    alive = _not_removed(words, sequences, [*notebooks, *others])
+    alive = _not_removed(words, sequences, [*drives, *others])
     alive = alive[np.argsort(sequences[alive], kind="stable")]
     # Of several records with one key the newest counts: the last one in order of sequence.
     _, last = np.unique(words[alive, 2][::-1], return_index=True)
@@ -62,7 +61,7 @@ def read_contents(
         same = entries["payload_bytes"][seconds] == sizes[second_of]
         second_of, seconds = second_of[same], seconds[same]
     counted = np.concatenate([locations[newest], locations[seconds]])
-    _count(notebooks, counted, np.concatenate([sizes, sizes[second_of]]), first_drive)
+    _count(drives, counted, np.concatenate([sizes, sizes[second_of]]), first_drive)
     found = Contents(words[newest], locations[newest], sizes, second_of, locations[seconds])
     return found, recovered
 
@@ -80,12 +79,12 @@ def _seconds(words: Array, locations: Array, alive: Array, newest: Array) -> tup
     return found, alive[second[found]]
 
 
-def _not_removed(words: Array, sequences: Array, notebooks: Sequence[Notebook]) -> Array:
+def _not_removed(words: Array, sequences: Array, drives: Sequence[Drive]) -> Array:
     """Indexes of the records that no removal speaks of."""
     dead = np.zeros(len(words), dtype=bool)
     keyed: dict[BlockKey, int] = {}
-    for notebook in notebooks:
-        for removals in notebook.removals.values():
+    for drive in drives:
+        for removals in drive.notes.removals.values():
             for removal in removals:
                 if removal.whole_namespace:
                     tag = np.frombuffer(removal.key[:TAG_BYTES], np.uint64)[0]
@@ -100,7 +99,7 @@ def _not_removed(words: Array, sequences: Array, notebooks: Sequence[Notebook]) 
     return np.flatnonzero(~dead)
 
 
-def _count(notebooks: Sequence[Notebook], locations: Array, sizes: Array, first_drive: int) -> None:
+def _count(drives: Sequence[Drive], locations: Array, sizes: Array, first_drive: int) -> None:
     segments, where = np.unique(locations >> 32, return_inverse=True)
     counts = np.bincount(where, minlength=len(segments))
     records = HEAD_BYTES + -(-sizes // PAGE) * PAGE
@@ -108,25 +107,23 @@ def _count(notebooks: Sequence[Notebook], locations: Array, sizes: Array, first_
     for place, count, total in zip(
         segments.tolist(), counts.tolist(), totals.tolist(), strict=True
     ):
-        segment = notebooks[(place >> 24) - first_drive].drive.segments[place & 0xFFFFFF]
+        segment = drives[(place >> 24) - first_drive].segments[place & 0xFFFFFF]
         segment.live_count, segment.live_bytes = count, int(total)
 
 
-def _read_notes(notebook: Notebook, segment: Recovered) -> None:
-    """Take the notes of one segment into the notebook; a damaged one is reported and skipped."""
+def _read_notes(drive: Drive, segment: Recovered) -> None:
+    """Take in the notes of one segment; a damaged one is reported and skipped."""
     for entry in segment.entries[segment.entries["kind"] != Kind.BLOCK]:
-        payload = _read_payload(
-            notebook.drive, segment, int(entry["page"]), int(entry["payload_bytes"])
-        )
+        payload = _read_payload(drive, segment, int(entry["page"]), int(entry["payload_bytes"]))
         if payload is None:
-            where = f"{notebook.drive.medium.label}: slot {segment.slot}, page {entry['page']}"
-            notebook.drive.damage.append(f"{where}: note is damaged")
+            where = f"{drive.medium.label}: slot {segment.slot}, page {entry['page']}"
+            drive.damage.append(f"{where}: note is damaged")
         elif entry["kind"] == Kind.REMOVAL:
-            notebook.removals.setdefault(segment.segment_id, []).extend(parse_removals(payload))
+            drive.notes.removals.setdefault(segment.segment_id, []).extend(parse_removals(payload))
         elif entry["kind"] == Kind.SPACE:
             tag = bytes(entry["key"])[:TAG_BYTES]
-            if notebook.spaces.get(tag, (0, b""))[0] <= segment.segment_id:
-                notebook.spaces[tag] = (segment.segment_id, payload)
+            if drive.notes.spaces.get(tag, (0, b""))[0] <= segment.segment_id:
+                drive.notes.spaces[tag] = (segment.segment_id, payload)
 
 
 def _read_payload(drive: Drive, segment: Recovered, page: int, nbytes: int) -> bytes | None:

@@ -30,9 +30,16 @@ from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops
 from kvdepot.tiers.device.speed import Gauge
 from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium
-from kvdepot.tiers.log.numbers import Numbers
+from kvdepot.tiers.log.notes import Notes
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
-from kvdepot.tiers.log.segments import Appended, Segment, SegmentWrites, closing_pages, kept_back
+from kvdepot.tiers.log.segments import (
+    Appended,
+    Numbers,
+    Segment,
+    SegmentWrites,
+    closing_pages,
+    kept_back,
+)
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
@@ -70,6 +77,7 @@ class Drive:
         self.settings = settings
         self.breaker = Breaker(clock, settings.pauses, changed=self._log_change)
         self.gauge = Gauge(clock)
+        self.notes = Notes(self)
         self.wear = Wear(medium, self.breaker, settings.daily_bytes, settings.wall)
         self._growth = Breaker(clock, settings.pauses)
         """Open while the disk has no room for one more segment."""

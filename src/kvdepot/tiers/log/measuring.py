@@ -5,7 +5,7 @@ and the piece does not count.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -14,7 +14,6 @@ from kvdepot.core.clock import Clock
 from kvdepot.tiers.device.speed import Profile
 from kvdepot.tiers.device.survey import SURVEY_BYTES_MIN, Survey, SurveyLimits
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.notes import Notebook
 from kvdepot.tiers.log.segments import Segment
 
 ProfileMode = Literal["auto", "always", "never"]
@@ -35,7 +34,6 @@ class MeasuredDrive:
     """The drive that is being measured, and the segment it has lent for that, if it could."""
 
     drive: Drive
-    notes: Notebook
     survey: Survey
     lent: Segment | None
 
@@ -45,7 +43,7 @@ class Measuring:
 
     def __init__(
         self,
-        drives: Callable[[], Iterable[tuple[Drive, Notebook]]],
+        drives: Callable[[], Sequence[Drive]],
         mode: ProfileMode,
         limits: SurveyLimits,
         clock: Clock,
@@ -59,7 +57,7 @@ class Measuring:
         self._writable = writable
         self._opened_s = clock.now()
         self._known: set[Drive] = set()
-        self._waiting: deque[tuple[Drive, Notebook]] = deque()
+        self._waiting: deque[Drive] = deque()
         self._current: MeasuredDrive | None = None
 
     @property
@@ -89,19 +87,19 @@ class Measuring:
 
     def _find_new(self) -> None:
         """Give drives the profile that their log has; queue those that are to be measured."""
-        for drive, notes in self._drives():
+        for drive in self._drives():
             if drive in self._known or drive.lost:
                 continue
             self._known.add(drive)
-            profile = notes.profile
+            profile = drive.notes.profile
             if profile is not None and profile.emulated != drive.files.emulated:
                 profile = None
             if profile is not None and profile.is_measured:
                 drive.gauge.profile = profile
             if self._is_worth(drive):
-                self._waiting.append((drive, notes))
+                self._waiting.append(drive)
             elif drive.files.emulated and profile is None and self._writable:
-                notes.keep_profile(Profile.unmeasured(emulated=True))
+                drive.notes.keep_profile(Profile.unmeasured(emulated=True))
 
     def _is_worth(self, drive: Drive) -> bool:
         settings = drive.settings
@@ -116,19 +114,19 @@ class Measuring:
 
     def _begin(self) -> bool:
         """Go to the next drive. False: there is none that can be measured now."""
-        there = {drive for drive, _ in self._drives()}
+        there = self._drives()
         for _ in range(len(self._waiting)):
-            drive, notes = self._waiting.popleft()
+            drive = self._waiting.popleft()
             if drive.lost or drive.draining or drive not in there:
                 continue
             if drive.breaker.closed and not drive.wear.spent:
-                self._current = self._open(drive, notes)
+                self._current = self._open(drive)
             if self._current is not None:
                 return True
-            self._waiting.append((drive, notes))
+            self._waiting.append(drive)
         return False
 
-    def _open(self, drive: Drive, notes: Notebook) -> MeasuredDrive | None:
+    def _open(self, drive: Drive) -> MeasuredDrive | None:
         lent = drive.lend()
         segment = lent or max(drive.sealed(), key=lambda one: one.tail, default=None)
         if segment is None:
@@ -139,7 +137,7 @@ class Measuring:
         fd, base = drive.medium.extent(segment.slot)
         place = (fd, base + PAGE, end - PAGE)
         survey = Survey(drive.files, place, self._limits, writes=lent is not None)
-        return MeasuredDrive(drive, notes, survey, lent)
+        return MeasuredDrive(drive, survey, lent)
 
     def _step(self, is_quiet: Callable[[], bool]) -> None:
         current = self._current
@@ -161,4 +159,4 @@ class Measuring:
             files = drive.files
             profile = survey.profile(direct_io=drive.medium.direct, emulated=files.emulated)
             drive.gauge.profile = profile
-            current.notes.keep_profile(profile)
+            drive.notes.keep_profile(profile)

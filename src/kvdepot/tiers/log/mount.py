@@ -25,7 +25,7 @@ from kvdepot.tiers.log.medium import (
     Medium,
     open_medium,
 )
-from kvdepot.tiers.log.numbers import Numbers
+from kvdepot.tiers.log.segments import Numbers
 
 _BLANK_BYTES: Final = 128 << 10
 _SLOTS_MIN: Final = 3

@@ -5,7 +5,8 @@ written again, as long as it is needed.
 """
 
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from kvdepot.codec.notes import pack_removals, space_key, write_note
 from kvdepot.codec.record import Kind, record_bytes
@@ -13,29 +14,31 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import Purpose, Removal
 from kvdepot.tiers.device.files import aligned
 from kvdepot.tiers.device.speed import PROFILE_TAG, Profile
-from kvdepot.tiers.log.drive import Drive
 
-_REMOVAL_KEY = space_key(b"")
-_REMOVALS_PER_NOTE = 256
+if TYPE_CHECKING:
+    from kvdepot.tiers.log.drive import Drive
+
+_REMOVAL_KEY: Final = space_key(b"")
+_REMOVALS_PER_NOTE: Final = 256
 NOTE_BYTES_MAX = record_bytes(_REMOVALS_PER_NOTE * 64)
 """Room that a note of removals can take."""
 
 
-@dataclass(slots=True)
-class Notebook:
+class Notes:
     """Notes of one drive, by the segment that holds them."""
 
-    drive: Drive
-    spaces: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
-    """Tag to (segment id, description as JSON)."""
-    removals: dict[int, list[Removal]] = field(default_factory=dict)
-    """Segment id to the removals recorded in it."""
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held from writing a note until it is entered here: `carry` must not miss one."""
+    def __init__(self, drive: "Drive") -> None:
+        self._drive = drive
+        self.spaces: dict[bytes, tuple[int, bytes]] = {}
+        """Tag to (segment id, description as JSON)."""
+        self.removals: dict[int, list[Removal]] = {}
+        """Segment id to the removals recorded in it."""
+        self._lock = threading.RLock()
+        """Held from writing a note until it is entered here: `carry` must not miss one."""
 
     def remember(self, tag: bytes, description: bytes, purpose: Purpose = Purpose.NOTE) -> bool:
         """Record what a namespace tag stands for. False: it could not be written."""
-        with self.lock:
+        with self._lock:
             segment_id = self._append(Kind.SPACE, space_key(tag), description, purpose)
             if segment_id is not None:
                 self.spaces[tag] = (segment_id, description)
@@ -51,12 +54,12 @@ class Notebook:
         """Record how fast the drive is. False: it could not be written."""
         return self.remember(PROFILE_TAG, profile.pack())
 
-    def remove(self, removals: list[Removal], purpose: Purpose = Purpose.NOTE) -> bool:
+    def remove(self, removals: Sequence[Removal], purpose: Purpose = Purpose.NOTE) -> bool:
         """Record that blocks are gone for good. False: it could not be written."""
         done = True
         for start in range(0, len(removals), _REMOVALS_PER_NOTE):
             part = removals[start : start + _REMOVALS_PER_NOTE]
-            with self.lock:
+            with self._lock:
                 note = pack_removals(part)
                 segment_id = self._append(Kind.REMOVAL, _REMOVAL_KEY, note, purpose)
                 if segment_id is None:
@@ -67,8 +70,8 @@ class Notebook:
 
     def carry(self, segment_id: int) -> bool:
         """Write again what only this segment remembers. False: not all of it could be."""
-        with self.lock:
-            ids = [segment.segment_id for segment in list(self.drive.segments.values())]
+        with self._lock:
+            ids = [segment.segment_id for segment in list(self._drive.segments.values())]
             oldest = min((at for at in ids if at != segment_id), default=segment_id)
             needed = [
                 removal
@@ -86,5 +89,5 @@ class Notebook:
     def _append(self, kind: Kind, key: BlockKey, payload: bytes, purpose: Purpose) -> int | None:
         image = aligned(record_bytes(len(payload)))
         write_note(image, kind, key, payload)
-        (place,) = self.drive.append([image], purpose)
+        (place,) = self._drive.append([image], purpose)
         return place.segment_id if place is not None else None

@@ -1,5 +1,6 @@
-"""What a drive knows of the segments of its log."""
+"""What a drive knows of the segments of its log, and the numbers they and their records get."""
 
+import threading
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -71,3 +72,27 @@ class Appended:
     slot: int
     page: int
     segment_id: int
+
+
+class Numbers:
+    """Segment ids and record sequences of a tier: each is given out once, and they rise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segment_id = 1
+        self._sequence = 1
+
+    def raise_to(self, segment_id: int, sequence: int) -> None:
+        with self._lock:
+            self._segment_id = max(self._segment_id, segment_id + 1)
+            self._sequence = max(self._sequence, sequence + 1)
+
+    def segment_id(self) -> int:
+        with self._lock:
+            self._segment_id += 1
+            return self._segment_id - 1
+
+    def sequence(self) -> int:
+        with self._lock:
+            self._sequence += 1
+            return self._sequence - 1

@@ -58,8 +58,7 @@ from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.mount import MountSettings, mount
-from kvdepot.tiers.log.notes import Notebook
-from kvdepot.tiers.log.numbers import Numbers
+from kvdepot.tiers.log.segments import Numbers
 from kvdepot.tiers.memory.memory import Memory
 
 _log: Final = logging.getLogger("kvdepot.tiers")
@@ -126,7 +125,7 @@ class LogTier:
         self._numbers = Numbers()
         self._closed = False
         self._measuring = Measuring(
-            lambda: zip(list(self.drives), list(self.notebooks), strict=False),
+            lambda: self.drives,
             settings.profile,
             self.survey_limits,
             clock,
@@ -135,7 +134,6 @@ class LogTier:
         try:
             for index in range(len(self._paths)):
                 self.drives.append(self._mount(index))
-            self.notebooks = [Notebook(drive) for drive in self.drives]
             self._contents = self._recover()
         except KVDepotError:
             self.close()
@@ -149,7 +147,7 @@ class LogTier:
 
     def _recover(self) -> Contents:
         started_s = self._clock.now()
-        contents, found = read_contents(self.notebooks, mirrored=self._settings.mirrored)
+        contents, found = read_contents(self.drives, mirrored=self._settings.mirrored)
         segments = [segment for recovered in found for segment in recovered]
         scanned = sum(segment.scanned for segment in segments)
         _log.log(
@@ -295,16 +293,6 @@ class LogTier:
             return False
         return self._files.register(memory.address, memory.nbytes)
 
-    def read_image(self, key: BlockKey, location: int, image: memoryview) -> bool:
-        """`read_images` for one."""
-        return self.read_images([key], [location], [image])[0]
-
-    def read_images(
-        self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
-    ) -> list[bool]:
-        """As read_records."""
-        return self.read_records(keys, locations, images)
-
     def read_records(
         self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
     ) -> list[bool]:
@@ -350,11 +338,10 @@ class LogTier:
         fresh = self._mount(drive)
         fresh.wear.take_over(lost.wear)
         self._former.append(lost)
-        notebook = Notebook(fresh)
-        others = [other for other in self.notebooks if other.drive is not lost]
-        contents, (found,) = read_contents([notebook], first_drive=drive, others=others)
+        others = [other for other in self.drives if other is not lost]
+        contents, (found,) = read_contents([fresh], first_drive=drive, others=others)
         fresh.resume(found)
-        self.drives[drive], self.notebooks[drive] = fresh, notebook
+        self.drives[drive] = fresh
         _log.info("%s: mounted again, %d blocks", fresh.medium.label, len(contents.locations))
         return contents
 
@@ -363,16 +350,14 @@ class LogTier:
         if path in self._paths or len(self._paths) > DRIVES_MAX:
             raise ConfigError(setting, f"{path} is in use, or there are too many drives")
         drive = mount(path, self._files, self._settings, self._numbers, self._clock)
-        notebook = Notebook(drive)
-        contents, (found,) = read_contents([notebook])
-        if len(contents.words) or notebook.removals or notebook.spaces:
+        contents, (found,) = read_contents([drive])
+        if len(contents.words) or drive.notes.removals or drive.notes.spaces:
             drive.close()
             raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
         drive.resume(found)
         for tag, description in self.descriptions().items():
-            notebook.remember(tag, description)
+            drive.notes.remember(tag, description)
         self._paths.append(path)
-        self.notebooks.append(notebook)
         self.drives.append(drive)
         return len(self.drives) - 1
 
@@ -396,20 +381,18 @@ class LogTier:
         return [
             index
             for index in asked
-            if not self.drives[index].retired and not self.notebooks[index].remove(list(removals))
+            if not self.drives[index].retired and not self.drives[index].notes.remove(removals)
         ]
 
     def remember(self, tag: bytes, description: bytes) -> bool:
         unaware = [
-            notebook
-            for notebook in self.notebooks
-            if tag not in notebook.spaces and not notebook.drive.retired
+            drive for drive in self.drives if tag not in drive.notes.spaces and not drive.retired
         ]
-        done = [notebook.remember(tag, description) for notebook in unaware]
+        done = [drive.notes.remember(tag, description) for drive in unaware]
         return all(done)
 
     def descriptions(self) -> dict[bytes, bytes]:
-        known = {tag: text for notes in self.notebooks for tag, (_, text) in notes.spaces.items()}
+        known = {tag: text for one in self.drives for tag, (_, text) in one.notes.spaces.items()}
         known.pop(PROFILE_TAG, None)
         return known
 
@@ -417,11 +400,6 @@ class LogTier:
         # Older copies may lie in any segment that exists now, also if they are out of use.
         sequence, last_segment = self._numbers.sequence(), self._numbers.segment_id()
         return Removal(key, whole_namespace, sequence, last_segment)
-
-    def carry(self, index: int, slot: int) -> bool:
-        """Write a segment's notes again elsewhere. False: no room for them; do not release it."""
-        segment = self.drives[index].segments[slot]
-        return self.notebooks[index].carry(segment.segment_id)
 
     def has_room(self, drive: int, nbytes: int) -> bool:
         return self.drives[drive].has_room(nbytes)
@@ -440,7 +418,7 @@ class LogTier:
     def release(self, drive: int, slot: int) -> bool:
         segment = self.drives[drive].segments.get(slot)
         if segment is not None:
-            if not self.notebooks[drive].carry(segment.segment_id):
+            if not self.drives[drive].notes.carry(segment.segment_id):
                 return False
             self.drives[drive].release(slot)
         return True
@@ -586,6 +564,3 @@ def _read_op(load: Load, fd: int, base: int, expected_at: int) -> tuple[Any, ...
         0, fd, READ, *span, expected_at, _IDENTITY_BYTES, 1,
         table, payload, load.stop - load.start, load.chunk_bytes, load.copy_to,
     )  # fmt: skip
-
-
-SegmentTier = LogTier

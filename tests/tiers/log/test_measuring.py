@@ -223,7 +223,7 @@ class TestStore:
         first = measured(tmp_path)
         with kvdepot.open(**small(tmp_path)) as store:
             drive, space = drive_of(store), space_of(store)
-            holder = store.inspect().log_tier().notebooks[0].spaces[PROFILE_TAG][0]
+            holder = store.inspect().log_tier().drives[0].notes.spaces[PROFILE_TAG][0]
 
             def is_reused() -> bool:
                 return all(one.segment_id > holder for one in list(drive.segments.values()))
@@ -264,7 +264,7 @@ class TestStore:
         with kvdepot.open(**small(tmp_path)) as store:
             space_of(store)
             store.add_drive("ssd", tmp_path / "more")
-            first, second = store.inspect().log_tier().notebooks
+            first, second = (one.notes for one in store.inspect().log_tier().drives)
             assert first.profile is not None
             assert second.profile is None
             assert second.spaces.keys() == first.spaces.keys() - {PROFILE_TAG}
