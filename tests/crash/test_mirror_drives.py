@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.test_store_mirrors import LONG, forget_memory, mirrored, places
+from tests.support.mirrors import LONG, forget_memory, mirrored, places
 from tests.support.pulling import pull
 from tests.support.waiting import eventually
 

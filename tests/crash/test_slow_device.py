@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.test_tier_drives import BAD, DRIVES, Traffic, bad_drive, is_up
-from tests.crash.test_tier_drives import opened as opened_beside
-from tests.crash.test_tier_drives import spread as spread_out
 from tests.support.disk import Disk, are_there
+from tests.support.drive_traffic import BAD, DRIVES, Traffic, bad_drive, is_up
+from tests.support.drive_traffic import opened as opened_beside
+from tests.support.drive_traffic import spread as spread_out
 from tests.support.failing_disks import (
     assert_quiet,
     prompt,

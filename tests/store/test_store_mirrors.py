@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.mirrors import LONG, forget_memory, mirrored, places
 from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import drive_of
 from kvdepot.errors import ConfigError
 from kvdepot.store.move import mirror as mirrorer
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, space_of, tiers
-
-LONG = 8
-"""Blocks of a prompt that is mirrored."""
 
 
 @pytest.fixture(params=["ssd", "hdd"])
@@ -46,27 +43,6 @@ def opened(path: Path, tier: str, drives: int = 2, mode: Any = "rw", **more: Any
     dram = {"capacity": "4MiB", "prefault": False, "huge_pages": "never"}
     tree: dict[str, Any] = {"dram": dram, tier: {**table, **more}, "writeback": {"staging": "8MiB"}}
     return open_store(mode=mode, **tree)
-
-
-def mirrored(store: Store, tier: str) -> int:
-    count: int = store.stats()["tiers"][tier]["mirrored"]
-    return count
-
-
-def places(store: Store, keys: list[BlockKey]) -> list[list[int]]:
-    """The drives of each block."""
-    level = store.inspect().lower()
-    with store.inspect().state.lock:
-        rows = store.inspect().catalog.rows(keys)
-        return [sorted(map(drive_of, level.places(row))) for row in rows]
-
-
-def forget_memory(store: Store, keys: list[BlockKey]) -> None:
-    state = store.inspect().state
-    with state.lock:
-        for row in state.catalog.rows(keys):
-            if state.catalog.memory.ready(row):
-                state.memory_tiers[0].drop(row)
 
 
 def stored(store: Store, tier: str, number: int = 1, blocks: int = LONG + 2) -> list[BlockKey]:

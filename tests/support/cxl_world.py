@@ -8,6 +8,7 @@ from typing import Any
 from kvdepot.core.block import BlockKey
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
+from kvdepot.testing.store_contract import prompt, put, space_of
 
 MIB = 1 << 20
 
@@ -25,7 +26,7 @@ def disk(path: Path) -> dict[str, Any]:
     return {"path": str(path), "capacity": 32 * MIB, "segment": MIB}
 
 
-def settle(store: Store, within_s: float = 20.0) -> None:
+def settle(store: Store, within_s: float = 60.0) -> None:
     """Wait until the porter has nothing to do."""
     state, deadline = store.inspect().state, time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -66,3 +67,16 @@ def counter(store: Store, name: str) -> int:
 def opened(folder: Path, **cxl: Any) -> Store:
     """With a disk."""
     return open_store(**settings(**cxl), ssd=disk(folder))
+
+
+def fill(store: Store, prompts: int, first: int = 100) -> list[list[BlockKey]]:
+    """Prompts of ten blocks, no faster than the porter can follow."""
+    space = space_of(store)
+    everything = [prompt(space, first + number, 10) for number in range(prompts)]
+    for keys in everything:
+        for key in keys:
+            assert put(store, [key])
+            settle(store)
+        store.flush()
+    settle(store)
+    return everything

@@ -14,6 +14,7 @@ from tests.support.cxl_world import (
     MIB,
     counter,
     damage,
+    fill,
     opened,
     places,
     settings,
@@ -21,7 +22,6 @@ from tests.support.cxl_world import (
 )
 
 import kvdepot
-from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Arrival
 from kvdepot.native import address_of
 from kvdepot.store.store import Store
@@ -46,19 +46,6 @@ def with_disk(tmp_path: Path) -> Iterator[Store]:
         yield depot
         settle(depot)
         assert depot.check().findings == []
-
-
-def fill(store: Store, prompts: int, first: int = 100) -> list[list[BlockKey]]:
-    """Prompts of ten blocks, no faster than the porter can follow."""
-    space = space_of(store)
-    everything = [prompt(space, first + number, 10) for number in range(prompts)]
-    for keys in everything:
-        for key in keys:
-            assert put(store, [key])
-            settle(store)
-        store.flush()
-    settle(store)
-    return everything
 
 
 class TestDown:
@@ -291,8 +278,7 @@ class TestLife:
             import os, signal, sys
             from pathlib import Path
             sys.path[:0] = {sys.path!r}
-            from tests.support.cxl_world import opened
-            from tests.store.move.test_memory_levels import fill
+            from tests.support.cxl_world import fill, opened
             store = opened(Path({str(tmp_path / "kv")!r}), path={str(device)!r})
             fill(store, 12)
             assert store.flush()
