@@ -13,7 +13,7 @@ from kvdepot.core.block import Put
 from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
-from kvdepot.wire.frames import Flag, Kind, pack
+from kvdepot.wire.frames import Flag, FrameKind, pack
 from kvdepot.wire.messages import Fetch, Number, Seconds
 
 
@@ -55,11 +55,11 @@ def test_a_client_may_vanish_at_any_instant(daemon: DaemonProcess, seed: int) ->
         for turn in range(150):
             fresh = prompt(space, 100 + turn, 8)
             asked = [
-                (Kind.LEASE, b"".join(keys)),
-                (Kind.FETCH, Fetch(0, 0, False, 2.0).body() + b"".join(keys)),
-                (Kind.FETCH, Fetch(0, 8200, True, 2.0).body() + b"".join(keys[20:])),
-                (Kind.RESERVE, Seconds(0.01).body() + b"".join(fresh)),
-                (Kind.TOUCH, b"".join(keys)),
+                (FrameKind.LEASE, b"".join(keys)),
+                (FrameKind.FETCH, Fetch(0, 0, False, 2.0).body() + b"".join(keys)),
+                (FrameKind.FETCH, Fetch(0, 8200, True, 2.0).body() + b"".join(keys[20:])),
+                (FrameKind.RESERVE, Seconds(0.01).body() + b"".join(fresh)),
+                (FrameKind.TOUCH, b"".join(keys)),
             ]
             with RawClient(daemon.socket) as client:
                 for kind, body in rng.choices(asked, k=rng.randrange(1, 4)):
@@ -82,12 +82,12 @@ def test_a_stalled_client_keeps_nobody_waiting(daemon: DaemonProcess) -> None:
         assert store.flush()
         with RawClient(daemon.socket) as deaf, RawClient(daemon.socket) as slow:
             deaf.socket.setblocking(False)
-            request = pack(Kind.MATCH, 1, b"".join(keys))
+            request = pack(FrameKind.MATCH, 1, b"".join(keys))
             assert fill_pipe(deaf, request) > 0
             part = Fetch(0, 8200, True, 10.0).body()
-            slow.send(Kind.FETCH, part + b"".join(keys[:20]))
+            slow.send(FrameKind.FETCH, part + b"".join(keys[:20]))
             while (frame := slow.hear()) is not None and not frame.flags & Flag.LENT:
-                assert frame.kind is Kind.ARRIVED
+                assert frame.kind is FrameKind.ARRIVED
             assert frame is not None
             for start in range(0, 80, 20):
                 assert len(store.match(keys)) == 80
@@ -129,7 +129,7 @@ def break_rules(store: kvdepot.Depot) -> None:
     """Send nonsense over one of a store's connections."""
     attachment = store._attachment  # type: ignore[attr-defined]
     with attachment.session().link() as link:
-        link._channel.send(Kind.TAKEN, 1)
+        link._channel.send(FrameKind.TAKEN, 1)
 
 
 def test_clients_are_limited(start_daemon: StartDaemon) -> None:
@@ -190,6 +190,6 @@ def test_a_lease_number_of_another_client_is_worth_nothing(daemon: DaemonProcess
         with store.lease(keys):
             for number in range(1, 20):
                 with RawClient(daemon.socket) as thief:
-                    thief.send(Kind.RELEASE, Number(number).body())
+                    thief.send(FrameKind.RELEASE, Number(number).body())
                     assert thief.heard_out() == []
             assert held(store)[0] == 2

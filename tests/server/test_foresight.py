@@ -18,7 +18,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import LAYOUT, MANY, prompt, put, small, space_of, tiers
-from kvdepot.wire.frames import Kind
+from kvdepot.wire.frames import FrameKind
 from kvdepot.wire.messages import Hinted, Seconds
 
 CRAWLING = {"read_bandwidth": "100kB", "write_bandwidth": "100MB", "seek": "5ms"}
@@ -98,7 +98,7 @@ def test_a_hint_is_called_off_by_its_client_or_with_it(
         assert hint.wait(60.0)
         assert hint.brought == 0
         with RawClient(daemon.socket) as client:
-            answer = client.ask(Kind.HINT, Seconds(60.0).body() + b"".join(keys))
+            answer = client.ask(FrameKind.HINT, Seconds(60.0).body() + b"".join(keys))
             assert answer is not None and Hinted.parse(answer.body).wanted == BLOCKS
             assert max(hinting(store)) == 1
         assert eventually(lambda: hinting(store) == [0])

@@ -19,7 +19,7 @@ import kvdepot
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, small, space_of, tiers
-from kvdepot.wire.frames import FRAME_BYTES_MAX, KEYS_MAX, Kind
+from kvdepot.wire.frames import FRAME_BYTES_MAX, KEYS_MAX, FrameKind
 from kvdepot.wire.messages import (
     AwaitHint,
     Deliver,
@@ -32,69 +32,70 @@ from kvdepot.wire.messages import (
     with_table,
 )
 
-QUESTIONS = [kind for kind in Kind if kind < Kind.WELCOME]
+SLOW = (FrameKind.CHECK, FrameKind.FLUSH, FrameKind.REMOVE_NAMESPACE)
+QUESTIONS = [kind for kind in FrameKind if kind < FrameKind.WELCOME]
 KEY = bytes(32)
 EMPTY = np.empty(0, "<u4")
 NAN, FOREVER = float("nan"), float("inf")
-NONSENSE: list[tuple[Kind, bytes]] = [
-    (Kind.HELLO, hello()),
-    (Kind.TAKEN, b""),
-    (Kind.WELCOME, b""),
-    (Kind.MATCH, KEY[:-1]),
-    (Kind.MATCH, KEY * (KEYS_MAX + 1)),
-    (Kind.LEASE, b"x"),
-    (Kind.WHERE, Number(99).body()),
-    (Kind.WHERE, b""),
-    (Kind.RELEASE, Number(99).body()),
-    (Kind.RELEASE, b"odd"),
-    (Kind.DELIVER, Deliver(99, 0, 1, 0, 1.0).body()),
-    (Kind.DELIVER, b"short"),
-    (Kind.FETCH, b"short"),
-    (Kind.FETCH, Fetch(0, 0, False, NAN).body() + KEY),
-    (Kind.FETCH, Fetch(0, 0, False, FOREVER).body() + KEY),
-    (Kind.FETCH, Fetch(0, 0, False, -1.0).body() + KEY),
-    (Kind.FETCH, Fetch(9, 5, False, 1.0).body() + KEY),
-    (Kind.FETCH, Fetch(0, 0, False, 1.0).body() + KEY[1:]),
-    (Kind.RESERVE, Seconds(NAN).body() + KEY),
-    (Kind.RESERVE, Seconds(1.0).body() + b"x"),
-    (Kind.SEAL, Number(99).body() + struct.pack("<I", 0)),
-    (Kind.SEAL, Number(99).body() + b"abc"),
-    (Kind.ABANDON, b""),
-    (Kind.TOUCH, b"x"),
-    (Kind.REMOVE, b"x"),
-    (Kind.REMOVE_NAMESPACE, b"short"),
-    (Kind.FLUSH, Seconds(NAN).body()),
-    (Kind.FLUSH, b""),
-    (Kind.CHECK, b""),
-    (Kind.STATS, b"x"),
-    (Kind.HAS_SECRET, b"\xff\xfe"),
-    (Kind.HINT, b"short"),
-    (Kind.HINT, Seconds(NAN).body() + KEY),
-    (Kind.HINT, Seconds(1.0).body() + b"x"),
-    (Kind.HINT, Seconds(1.0).body() + KEY * (KEYS_MAX + 1)),
-    (Kind.HINT_SESSION, b"short"),
-    (Kind.HINT_SESSION, Named(bytes(8), -1.0).body() + b"name"),
-    (Kind.HINT_SESSION, Named(bytes(8), 1.0).body()),
-    (Kind.HINT_SESSION, Named(bytes(8), 1.0).body() + b"\xff\xfe"),
-    (Kind.HINT_SESSION, Named(bytes(8), 1.0).body() + b"n" * 201),
-    (Kind.AWAIT_HINT, b"short"),
-    (Kind.AWAIT_HINT, AwaitHint(1, FOREVER).body()),
-    (Kind.CANCEL_HINT, b""),
-    (Kind.SESSION, b"short"),
-    (Kind.SESSION, Told(bytes(8), 0, 4, 0).body() + b"name" + KEY),
-    (Kind.SESSION, Told(bytes(8), 9, 4, 0).body() + b"name" + KEY),
-    (Kind.SESSION, Told(bytes(8), 1, 0, 0).body() + KEY),
-    (Kind.SESSION, Told(bytes(8), 1, 4, 0).body() + b"name" + KEY[1:]),
-    (Kind.SESSION, Told(b"others..", 1, 4, 0).body() + b"name" + KEY),
-    (Kind.SESSION, Told(bytes(8), 1, 4, 0).body() + b"name" + KEY * (KEYS_MAX + 1)),
-    (Kind.CHANGE, b""),
-    (Kind.CHANGE, b"[" * 1000),
-    (Kind.CHANGE, b"[]"),
-    (Kind.CHANGE, b'{"call": "close", "tier": "ssd", "value": ""}'),
-    (Kind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": 1}'),
-    (Kind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": "1GiB", "more": ""}'),
-    (Kind.REGISTER, b"short"),
-    (Kind.REGISTER, Register(bytes(8), 10, 10).body() + b"no json"),
+NONSENSE: list[tuple[FrameKind, bytes]] = [
+    (FrameKind.HELLO, hello()),
+    (FrameKind.TAKEN, b""),
+    (FrameKind.WELCOME, b""),
+    (FrameKind.MATCH, KEY[:-1]),
+    (FrameKind.MATCH, KEY * (KEYS_MAX + 1)),
+    (FrameKind.LEASE, b"x"),
+    (FrameKind.WHERE, Number(99).body()),
+    (FrameKind.WHERE, b""),
+    (FrameKind.RELEASE, Number(99).body()),
+    (FrameKind.RELEASE, b"odd"),
+    (FrameKind.DELIVER, Deliver(99, 0, 1, 0, 1.0).body()),
+    (FrameKind.DELIVER, b"short"),
+    (FrameKind.FETCH, b"short"),
+    (FrameKind.FETCH, Fetch(0, 0, False, NAN).body() + KEY),
+    (FrameKind.FETCH, Fetch(0, 0, False, FOREVER).body() + KEY),
+    (FrameKind.FETCH, Fetch(0, 0, False, -1.0).body() + KEY),
+    (FrameKind.FETCH, Fetch(9, 5, False, 1.0).body() + KEY),
+    (FrameKind.FETCH, Fetch(0, 0, False, 1.0).body() + KEY[1:]),
+    (FrameKind.RESERVE, Seconds(NAN).body() + KEY),
+    (FrameKind.RESERVE, Seconds(1.0).body() + b"x"),
+    (FrameKind.SEAL, Number(99).body() + struct.pack("<I", 0)),
+    (FrameKind.SEAL, Number(99).body() + b"abc"),
+    (FrameKind.ABANDON, b""),
+    (FrameKind.TOUCH, b"x"),
+    (FrameKind.REMOVE, b"x"),
+    (FrameKind.REMOVE_NAMESPACE, b"short"),
+    (FrameKind.FLUSH, Seconds(NAN).body()),
+    (FrameKind.FLUSH, b""),
+    (FrameKind.CHECK, b""),
+    (FrameKind.STATS, b"x"),
+    (FrameKind.HAS_SECRET, b"\xff\xfe"),
+    (FrameKind.HINT, b"short"),
+    (FrameKind.HINT, Seconds(NAN).body() + KEY),
+    (FrameKind.HINT, Seconds(1.0).body() + b"x"),
+    (FrameKind.HINT, Seconds(1.0).body() + KEY * (KEYS_MAX + 1)),
+    (FrameKind.HINT_SESSION, b"short"),
+    (FrameKind.HINT_SESSION, Named(bytes(8), -1.0).body() + b"name"),
+    (FrameKind.HINT_SESSION, Named(bytes(8), 1.0).body()),
+    (FrameKind.HINT_SESSION, Named(bytes(8), 1.0).body() + b"\xff\xfe"),
+    (FrameKind.HINT_SESSION, Named(bytes(8), 1.0).body() + b"n" * 201),
+    (FrameKind.AWAIT_HINT, b"short"),
+    (FrameKind.AWAIT_HINT, AwaitHint(1, FOREVER).body()),
+    (FrameKind.CANCEL_HINT, b""),
+    (FrameKind.SESSION, b"short"),
+    (FrameKind.SESSION, Told(bytes(8), 0, 4, 0).body() + b"name" + KEY),
+    (FrameKind.SESSION, Told(bytes(8), 9, 4, 0).body() + b"name" + KEY),
+    (FrameKind.SESSION, Told(bytes(8), 1, 0, 0).body() + KEY),
+    (FrameKind.SESSION, Told(bytes(8), 1, 4, 0).body() + b"name" + KEY[1:]),
+    (FrameKind.SESSION, Told(b"others..", 1, 4, 0).body() + b"name" + KEY),
+    (FrameKind.SESSION, Told(bytes(8), 1, 4, 0).body() + b"name" + KEY * (KEYS_MAX + 1)),
+    (FrameKind.CHANGE, b""),
+    (FrameKind.CHANGE, b"[" * 1000),
+    (FrameKind.CHANGE, b"[]"),
+    (FrameKind.CHANGE, b'{"call": "close", "tier": "ssd", "value": ""}'),
+    (FrameKind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": 1}'),
+    (FrameKind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": "1GiB", "more": ""}'),
+    (FrameKind.REGISTER, b"short"),
+    (FrameKind.REGISTER, Register(bytes(8), 10, 10).body() + b"no json"),
 ]
 
 
@@ -126,7 +127,7 @@ def check_serves(daemon: DaemonProcess) -> None:
     ("kind", "body"), NONSENSE, ids=[f"{kind.name}-{n}" for n, (kind, _) in enumerate(NONSENSE)]
 )
 def test_nonsense_costs_the_connection(
-    shared_daemon: DaemonProcess, kind: Kind, body: bytes
+    shared_daemon: DaemonProcess, kind: FrameKind, body: bytes
 ) -> None:
     with kvdepot.open(shared_daemon.address) as store:
         before = malformed(store)
@@ -152,26 +153,26 @@ def test_what_is_no_frame_costs_the_connection(shared_daemon: DaemonProcess, dat
 @pytest.mark.parametrize("nbytes", [FRAME_BYTES_MAX + 1, 2 * FRAME_BYTES_MAX])
 def test_a_frame_that_is_too_long_is_not_read(shared_daemon: DaemonProcess, nbytes: int) -> None:
     with RawClient(shared_daemon.socket) as client:
-        client.say(bytes([Kind.MATCH]) + bytes(nbytes - 1))
+        client.say(bytes([FrameKind.MATCH]) + bytes(nbytes - 1))
         assert client.heard_out() == []
     check_serves(shared_daemon)
 
 
 def test_a_frame_as_long_as_allowed_is_read(shared_daemon: DaemonProcess) -> None:
     with RawClient(shared_daemon.socket) as client:
-        answer = client.ask(Kind.MATCH, KEY * KEYS_MAX)
-        assert answer is not None and answer.kind is Kind.TIERS
-        answer = client.ask(Kind.RESERVE, Seconds(0.0).body() + KEY * KEYS_MAX)
-        assert answer is not None and answer.kind is Kind.RESERVED
+        answer = client.ask(FrameKind.MATCH, KEY * KEYS_MAX)
+        assert answer is not None and answer.kind is FrameKind.TIERS
+        answer = client.ask(FrameKind.RESERVE, Seconds(0.0).body() + KEY * KEYS_MAX)
+        assert answer is not None and answer.kind is FrameKind.RESERVED
 
 
 def test_the_first_frame_must_be_a_greeting(shared_daemon: DaemonProcess) -> None:
     for body in (hello(magic=b"SOMEBODY"), hello()[:-1], b""):
         with RawClient(shared_daemon.socket, greeted=False) as client:
-            client.send(Kind.HELLO, body)
+            client.send(FrameKind.HELLO, body)
             assert client.heard_out() == []
     with RawClient(shared_daemon.socket, greeted=False) as client:
-        client.send(Kind.STATS)
+        client.send(FrameKind.STATS)
         assert client.heard_out() == []
     check_serves(shared_daemon)
 
@@ -182,8 +183,8 @@ def test_another_version_or_session_is_refused_with_a_reason(
 ) -> None:
     other: dict[str, object] = {change: 999} if change != "token" else {"token": b"?" * 16}
     with RawClient(shared_daemon.socket, greeted=False) as client:
-        answer = client.ask(Kind.HELLO, hello(**other))  # type: ignore[arg-type]
-        assert answer is not None and answer.kind is Kind.REFUSED
+        answer = client.ask(FrameKind.HELLO, hello(**other))  # type: ignore[arg-type]
+        assert answer is not None and answer.kind is FrameKind.REFUSED
         said = bytes(answer.body).decode()
         assert ("999" in said and f"format {FORMAT_VERSION}" in said) or change == "token"
         assert client.heard_out() == []
@@ -198,11 +199,11 @@ def test_sizes_are_the_daemons(shared_daemon: DaemonProcess) -> None:
         with RawClient(shared_daemon.socket) as client:
             for size in (BLOCK_BYTES + 1, 0, 1 << 40):
                 body = Register(space.tag, size, 4096).body() + b"{}"
-                answer = client.ask(Kind.REGISTER, body)
-                assert answer is not None and answer.kind is Kind.REFUSED
+                answer = client.ask(FrameKind.REGISTER, body)
+                assert answer is not None and answer.kind is FrameKind.REFUSED
             span = Fetch(0, BLOCK_BYTES + 1, False, 1.0).body()
-            answer = client.ask(Kind.FETCH, span + keys[0])
-            assert answer is not None and answer.kind is Kind.DONE
+            answer = client.ask(FrameKind.FETCH, span + keys[0])
+            assert answer is not None and answer.kind is FrameKind.DONE
         assert None not in tiers(store, keys)
 
 
@@ -213,7 +214,7 @@ def test_a_slot_is_sealed_once_and_by_its_owner(shared_daemon: DaemonProcess) ->
             assert slots.view(0) is not None
             for number in range(1, 50):
                 with RawClient(shared_daemon.socket) as thief:
-                    thief.send(Kind.SEAL, with_table(number, EMPTY) + struct.pack("<I", 0))
+                    thief.send(FrameKind.SEAL, with_table(number, EMPTY) + struct.pack("<I", 0))
                     assert thief.heard_out() == []
             assert len(store.match(keys)) == 0
 
@@ -221,9 +222,9 @@ def test_a_slot_is_sealed_once_and_by_its_owner(shared_daemon: DaemonProcess) ->
 def test_numbers_of_hints_are_worth_nothing_to_others(shared_daemon: DaemonProcess) -> None:
     with RawClient(shared_daemon.socket) as thief:
         for number in range(1, 20):
-            thief.send(Kind.CANCEL_HINT, Number(number).body())
-            answer = thief.ask(Kind.AWAIT_HINT, AwaitHint(number, 0.0).body())
-            assert answer is not None and answer.kind is Kind.BROUGHT
+            thief.send(FrameKind.CANCEL_HINT, Number(number).body())
+            answer = thief.ask(FrameKind.AWAIT_HINT, AwaitHint(number, 0.0).body())
+            assert answer is not None and answer.kind is FrameKind.BROUGHT
     check_serves(shared_daemon)
 
 
@@ -233,8 +234,8 @@ def test_sessions_of_unknown_namespaces_are_not_kept(shared_daemon: DaemonProces
         with RawClient(shared_daemon.socket) as client:
             for number in range(100):
                 name = f"{number:04}".encode()
-                answer = client.ask(Kind.SESSION, Told(bytes(8), 1, 4, 0).body() + name + KEY)
-                assert answer is not None and answer.kind is Kind.NUMBER
+                answer = client.ask(FrameKind.SESSION, Told(bytes(8), 1, 4, 0).body() + name + KEY)
+                assert answer is not None and answer.kind is FrameKind.NUMBER
         assert store.stats()["sessions"]["remembered"] == before
 
 
@@ -262,9 +263,9 @@ def resize_as(uid: int, path: Path) -> str:
         with contextlib.suppress(OSError, AssertionError):
             os.setuid(uid)
             body = b'{"call": "resize", "tier": "ssd", "value": "32MiB"}'
-            answer = RawClient(path).ask(Kind.CHANGE, body)
+            answer = RawClient(path).ask(FrameKind.CHANGE, body)
             assert answer is not None
-            refused = answer.kind is Kind.REFUSED
+            refused = answer.kind is FrameKind.REFUSED
             os.write(outside, bytes(answer.body) if refused else answer.kind.name.encode())
         os._exit(0)
     os.waitpid(child, 0)
@@ -295,7 +296,7 @@ def test_anything_may_be_said(
         client.socket.settimeout(0.05)
         for data in said:
             # CHECK and FLUSH are answered, but take their time.
-            if data and data[0] not in (Kind.CHECK, Kind.FLUSH, Kind.REMOVE_NAMESPACE):
+            if data and data[0] not in SLOW:
                 client.say(data)
         try:
             while patient and client.hear() is not None:

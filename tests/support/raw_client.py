@@ -7,7 +7,7 @@ from types import TracebackType
 
 from kvdepot.codec.record import VERSION as RECORD_VERSION
 from kvdepot.core.namespace import FORMAT_VERSION
-from kvdepot.wire.frames import FRAME_BYTES_MAX, PROTOCOL, Frame, Kind, pack, parse
+from kvdepot.wire.frames import FRAME_BYTES_MAX, PROTOCOL, Frame, FrameKind, pack, parse
 from kvdepot.wire.messages import MAGIC, NO_TOKEN, Hello
 
 TIMEOUT_S = 60.0
@@ -31,8 +31,8 @@ class RawClient:
         self.socket.settimeout(TIMEOUT_S)
         self.socket.connect(str(path))
         if greeted:
-            answer = self.ask(Kind.HELLO, hello())
-            assert answer is not None and answer.kind is Kind.WELCOME
+            answer = self.ask(FrameKind.HELLO, hello())
+            assert answer is not None and answer.kind is FrameKind.WELCOME
 
     def say(self, data: bytes) -> None:
         """Send bytes; that nobody listens any more is no news."""
@@ -41,7 +41,7 @@ class RawClient:
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def send(self, kind: Kind, body: bytes = b"", flags: int = 0, serial: int = 7) -> None:
+    def send(self, kind: FrameKind, body: bytes = b"", flags: int = 0, serial: int = 7) -> None:
         self.say(pack(kind, serial, body, flags))
 
     def hear(self) -> Frame | None:
@@ -52,11 +52,11 @@ class RawClient:
             return None
         return parse(memoryview(data)) if data else None
 
-    def ask(self, kind: Kind, body: bytes = b"", flags: int = 0) -> Frame | None:
+    def ask(self, kind: FrameKind, body: bytes = b"", flags: int = 0) -> Frame | None:
         self.send(kind, body, flags)
         return self.hear()
 
-    def heard_out(self) -> list[Kind]:
+    def heard_out(self) -> list[FrameKind]:
         """Kinds of all frames until the daemon hangs up, which it must."""
         kinds = []
         while (frame := self.hear()) is not None:

@@ -14,7 +14,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.errors import WireError
 from kvdepot.wire import messages
 from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import FRAME_BYTES_MAX, HEAD_BYTES, KEYS_MAX, Flag, Kind, pack, parse
+from kvdepot.wire.frames import FRAME_BYTES_MAX, HEAD_BYTES, KEYS_MAX, Flag, FrameKind, pack, parse
 
 FORMS = [
     messages.Hello(messages.MAGIC, 1, 2, 3, 0, 4, bytes(range(16))),
@@ -29,13 +29,13 @@ FORMS = [
 
 
 @given(
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(FrameKind),
     serial=st.integers(0, (1 << 32) - 1),
     body=st.binary(max_size=500),
     flags=st.integers(0, 255),
 )
 def test_a_frame_is_read_as_it_was_written(
-    kind: Kind, serial: int, body: bytes, flags: int
+    kind: FrameKind, serial: int, body: bytes, flags: int
 ) -> None:
     frame = parse(memoryview(pack(kind, serial, body, flags)))
     assert (frame.kind, frame.flags, frame.serial, bytes(frame.body)) == (kind, flags, serial, body)
@@ -71,27 +71,27 @@ def test_forms_have_one_length(form: messages.Fixed) -> None:
 
 def test_frames_are_bounded() -> None:
     most = FRAME_BYTES_MAX - HEAD_BYTES
-    parse(memoryview(pack(Kind.TEXT, 1, bytes(most))))
+    parse(memoryview(pack(FrameKind.TEXT, 1, bytes(most))))
     with pytest.raises(WireError):
-        pack(Kind.TEXT, 1, bytes(most + 1))
+        pack(FrameKind.TEXT, 1, bytes(most + 1))
     with pytest.raises(WireError):
-        parse(memoryview(bytes([Kind.TEXT]) + bytes(FRAME_BYTES_MAX)))
+        parse(memoryview(bytes([FrameKind.TEXT]) + bytes(FRAME_BYTES_MAX)))
 
 
 def test_every_answer_about_a_full_frame_of_keys_fits() -> None:
-    keys = messages.Keys(bytes(32 * KEYS_MAX))
+    keys = messages.KeyBatch(bytes(32 * KEYS_MAX))
     assert len(keys) == len(keys.list()) == len(keys.words()) == KEYS_MAX
-    pack(Kind.FETCH, 1, messages.Fetch(0, 0, False, 0.0).body() + keys.raw)
+    pack(FrameKind.FETCH, 1, messages.Fetch(0, 0, False, 0.0).body() + keys.raw)
     for dtype in (messages.PLACE_DTYPE, messages.ARRIVAL_DTYPE, messages.SLOT_DTYPE):
-        pack(Kind.LEASED, 1, messages.with_table(1, np.zeros(KEYS_MAX, dtype)))
+        pack(FrameKind.LEASED, 1, messages.with_table(1, np.zeros(KEYS_MAX, dtype)))
     with pytest.raises(WireError):
-        messages.Keys(bytes(32 * (KEYS_MAX + 1)))
+        messages.KeyBatch(bytes(32 * (KEYS_MAX + 1)))
 
 
 def test_keys_travel_as_they_are() -> None:
     keys = [BlockKey(os.urandom(32)) for _ in range(5)]
-    assert messages.Keys.of(keys).list() == keys
-    assert messages.Keys.of(keys).words().tobytes() == b"".join(keys)
+    assert messages.KeyBatch.of(keys).list() == keys
+    assert messages.KeyBatch.of(keys).words().tobytes() == b"".join(keys)
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0])
@@ -112,9 +112,9 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_descriptors_come_with_their_frame(ends: tuple[Channel, Channel]) -> None:
     reading, writing = os.pipe()
-    ends[0].send_with([reading, writing], Kind.WELCOME, 3, b"body")
+    ends[0].send_with([reading, writing], FrameKind.WELCOME, 3, b"body")
     frame, descriptors = ends[1].receive_with(1.0)
-    assert frame is not None and (frame.kind, bytes(frame.body)) == (Kind.WELCOME, b"body")
+    assert frame is not None and (frame.kind, bytes(frame.body)) == (FrameKind.WELCOME, b"body")
     os.write(descriptors[1], b"through")
     assert os.read(reading, 10) == b"through"
     assert not any(os.get_inheritable(fd) for fd in descriptors)
@@ -134,8 +134,8 @@ def test_a_text_of_any_length(ends: tuple[Channel, Channel]) -> None:
 
 
 def test_a_text_that_is_interrupted(ends: tuple[Channel, Channel]) -> None:
-    ends[0].send(Kind.TEXT, 9, b"some", Flag.MORE)
-    ends[0].send(Kind.NUMBER, 9, bytes(8))
+    ends[0].send(FrameKind.TEXT, 9, b"some", Flag.MORE)
+    ends[0].send(FrameKind.NUMBER, 9, bytes(8))
     first = ends[1].receive(5.0)
     assert first is not None
     with pytest.raises(WireError):
@@ -144,7 +144,7 @@ def test_a_text_that_is_interrupted(ends: tuple[Channel, Channel]) -> None:
 
 def test_the_end_is_seen_at_once(ends: tuple[Channel, Channel]) -> None:
     assert ends[1].is_open()
-    ends[0].send(Kind.NUMBER, 1, bytes(8))
+    ends[0].send(FrameKind.NUMBER, 1, bytes(8))
     ends[0].hang_up()
     assert not ends[1].is_open(), "also with something left to read"
     assert ends[1].receive(1.0) is not None

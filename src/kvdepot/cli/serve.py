@@ -13,7 +13,7 @@ from kvdepot.cli.arguments import add_store_settings, count, parse_settings
 from kvdepot.core import config
 from kvdepot.core.units import format_bytes
 from kvdepot.server.daemon import Daemon
-from kvdepot.server.limits import Limits
+from kvdepot.server.limits import ClientLimits
 from kvdepot.server.listener import Listener
 from kvdepot.wire.frames import PROTOCOL
 
@@ -36,7 +36,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--group", default="", metavar="NAME", help="let this group connect too, not only the owner"
     )
     parser.add_argument(
-        "--clients", type=count, default=Limits().clients, metavar="N", help="processes at once"
+        "--clients",
+        type=count,
+        default=ClientLimits().clients,
+        metavar="N",
+        help="processes at once",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one line of JSON when ready, one at the end"
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     settings = config.load(args.config, env=args.env, overrides=parse_settings(args.settings))
     listener = Listener(args.socket, args.group)
     try:
-        daemon = Daemon(settings, listener, Limits(clients=args.clients))
+        daemon = Daemon(settings, listener, ClientLimits(clients=args.clients))
     except BaseException:
         listener.close()
         raise

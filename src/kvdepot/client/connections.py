@@ -17,7 +17,7 @@ import numpy as np
 from kvdepot.client.link import DaemonAwayError, Link, connect
 from kvdepot.errors import DaemonError, WireError
 from kvdepot.tiers.memory.memory import Memory
-from kvdepot.wire.frames import Kind
+from kvdepot.wire.frames import FrameKind
 from kvdepot.wire.messages import NO_TOKEN
 
 _LINKS_MAX: Final = 8
@@ -85,7 +85,7 @@ class Session:
         finally:
             self.leave()
 
-    def tell(self, kind: Kind, body: bytes) -> None:
+    def tell(self, kind: FrameKind, body: bytes) -> None:
         """Send something that has no answer. Nothing happens if the session is over."""
         if self.over:
             return
@@ -105,7 +105,7 @@ class Session:
         """End leases."""
         held = [number for number in numbers if number]
         if held:
-            self.tell(Kind.RELEASE, np.array(held, "<u8").tobytes())
+            self.tell(FrameKind.RELEASE, np.array(held, "<u8").tobytes())
 
     def enter(self) -> None:
         """Somebody uses the session's memory until `leave`."""

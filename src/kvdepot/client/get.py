@@ -15,7 +15,7 @@ from kvdepot.store.read.request import BlockRead
 from kvdepot.tiers.memory.copy_ops import read_op, transfers
 from kvdepot.tiers.memory.memory import Memory
 from kvdepot.wire import messages
-from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, Kind
+from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
 
 AWAY: Final = Got(None, "failed")
 """The answer for every block while there is no daemon."""
@@ -71,9 +71,9 @@ class Getter:
         """
         head = messages.Fetch(*span, again, self._timeout_s)
         keys = b"".join([want.key for want in wants])
-        serial = self._link.send(Kind.FETCH, head.body() + keys)
+        serial = self._link.send(FrameKind.FETCH, head.body() + keys)
         damaged: list[int] = []
-        while (frame := self._link.answer(serial, self._limit_s)).kind is Kind.ARRIVED:
+        while (frame := self._link.answer(serial, self._limit_s)).kind is FrameKind.ARRIVED:
             flags = frame.flags
             number, arrivals = arrivals_of(frame, len(wants))
             verify = self._session.welcome.verify and not flags & Flag.VERIFIED
@@ -83,13 +83,13 @@ class Getter:
                 answers = _only(arrivals, len(wants), self._session.welcome)
                 break
             if flags & Flag.LENT:
-                self._link.follow_up(serial, Kind.TAKEN)
+                self._link.follow_up(serial, FrameKind.TAKEN)
         else:
             number, answers = answers_of(frame, len(wants))
         if not self._session.is_intact():
             raise DaemonAwayError("the daemon went while its blocks were copied")
         if number:
-            self._link.send(Kind.RELEASE, messages.Number(number).body())
+            self._link.send(FrameKind.RELEASE, messages.Number(number).body())
         return answers, damaged
 
     def _take_whole(
@@ -136,7 +136,7 @@ class Getter:
 
 def answers_of(frame: Frame, count: int) -> tuple[int, list[Got]]:
     """What DONE says: the number of the hold, and an answer for each block."""
-    head, codes = messages.split(messages.Number, expect(frame, Kind.DONE).body)
+    head, codes = messages.split(messages.Number, expect(frame, FrameKind.DONE).body)
     if len(codes) != count or (codes and max(codes) >= len(ANSWERS)):
         raise DaemonAwayError("answers that make no sense")
     return head.value, [ANSWERS[code] for code in codes]

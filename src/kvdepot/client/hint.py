@@ -8,7 +8,7 @@ from typing import Final
 from kvdepot.client.connections import Session
 from kvdepot.client.link import DaemonAwayError, Link, expect
 from kvdepot.wire import messages
-from kvdepot.wire.frames import Kind
+from kvdepot.wire.frames import FrameKind
 
 _ASK_S_MAX: Final = 5.0
 """One question waits this long at most, so that a connection is not taken for long."""
@@ -49,7 +49,7 @@ class RemoteHint:
         """Bring no more; what is under way still arrives. May be called twice."""
         if self._session is not None:
             for number in self._left:
-                self._session.tell(Kind.CANCEL_HINT, messages.Number(number).body())
+                self._session.tell(FrameKind.CANCEL_HINT, messages.Number(number).body())
 
     def wait(self, timeout_s: float) -> bool:
         """True once everything was brought, or will not be."""
@@ -78,11 +78,11 @@ class RemoteHint:
 def ask(link: Link, number: int, timeout_s: float, call_s: float) -> messages.Brought:
     """What has become of a hint, after `timeout_s` or when it is over."""
     body = messages.AwaitHint(number, timeout_s).body()
-    frame = link.call(Kind.AWAIT_HINT, body, timeout_s + call_s)
-    return messages.Brought.parse(expect(frame, Kind.BROUGHT).body)
+    frame = link.call(FrameKind.AWAIT_HINT, body, timeout_s + call_s)
+    return messages.Brought.parse(expect(frame, FrameKind.BROUGHT).body)
 
 
-def hinted_of(link: Link, kind: Kind, body: bytes, limit_s: float) -> messages.Hinted:
+def hinted_of(link: Link, kind: FrameKind, body: bytes, limit_s: float) -> messages.Hinted:
     """The answer to a hint."""
     frame = link.call(kind, body, limit_s)
-    return messages.Hinted.parse(expect(frame, Kind.HINTED).body)
+    return messages.Hinted.parse(expect(frame, FrameKind.HINTED).body)

@@ -9,7 +9,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.order import SessionState
 from kvdepot.index.table import Keys
 from kvdepot.wire import messages
-from kvdepot.wire.frames import Kind
+from kvdepot.wire.frames import FrameKind
 
 
 class Teller:
@@ -36,7 +36,7 @@ class Teller:
 
     def _say(self, tag: bytes, raw: bytes, start: int, state: SessionState) -> int:
         head = messages.Told(tag, state, len(self._name), start)
-        return self._link.number(Kind.SESSION, head.body() + self._name + raw, self._call_s)
+        return self._link.number(FrameKind.SESSION, head.body() + self._name + raw, self._call_s)
 
 
 def hint_keys(
@@ -46,7 +46,7 @@ def hint_keys(
     asked = []
     for part in batches(keys):
         body = messages.Seconds(deadline_s).body() + keys_of(keys, part)
-        said = hinted_of(link, Kind.HINT, body, call_s)
+        said = hinted_of(link, FrameKind.HINT, body, call_s)
         asked.append(Asked(said.number, said.wanted))
         if said.resident < len(part):
             break
@@ -60,6 +60,6 @@ def hint_sessions(
     asked = []
     for tag in tags:
         body = messages.Named(tag, deadline_s).body() + name.encode()
-        said = hinted_of(link, Kind.HINT_SESSION, body, call_s)
+        said = hinted_of(link, FrameKind.HINT_SESSION, body, call_s)
         asked.append(Asked(said.number, said.wanted))
     return asked

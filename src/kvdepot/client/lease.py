@@ -12,7 +12,7 @@ from kvdepot.core.depot import Arrival, Lease, Sink
 from kvdepot.errors import LeaseError
 from kvdepot.store.namespaces import Namespaces
 from kvdepot.wire import messages
-from kvdepot.wire.frames import Flag, Frame, Kind
+from kvdepot.wire.frames import Flag, Frame, FrameKind
 
 _AS_CONFIGURED: Final = 2
 
@@ -123,7 +123,7 @@ class RemoteLease(Lease):
         try:
             with session.link() as link:
                 body = messages.Number(part.number).body()
-                frame = link.call(Kind.WHERE, body, self._terms.call_s)
+                frame = link.call(FrameKind.WHERE, body, self._terms.call_s)
                 part.places = places_of(frame, len(part.places))
         except DaemonAwayError:
             self._terms.count_away()
@@ -155,7 +155,7 @@ class Courier:
         """Blocks of one part."""
         start, stop = asked.start - part.start, asked.stop - part.start
         body = messages.Deliver(part.number, start, stop, self._verify, self._timeout_s).body()
-        serial = link.send(Kind.DELIVER, body)
+        serial = link.send(FrameKind.DELIVER, body)
         try:
             frame = self._receive(link, serial, lambda arrived: self._hand_over(arrived, asked))
         except DaemonAwayError:
@@ -173,13 +173,13 @@ class Courier:
     def _receive(self, link: Link, serial: int, take: Callable[[Frame], object]) -> Frame:
         """Take what arrives, until the frame that ends it."""
         limit_s = self._timeout_s + self._lease.call_s
-        while (frame := link.answer(serial, limit_s)).kind is Kind.ARRIVED:
+        while (frame := link.answer(serial, limit_s)).kind is FrameKind.ARRIVED:
             lent = frame.flags & Flag.LENT
             try:
                 take(frame)
             finally:
                 if lent:
-                    link.follow_up(serial, Kind.TAKEN)
+                    link.follow_up(serial, FrameKind.TAKEN)
         return frame
 
     def _hand_over(self, frame: Frame, asked: range) -> None:
@@ -195,6 +195,6 @@ class Courier:
 def places_of(frame: Frame, count: int) -> Any:
     """What LEASED says of `count` blocks."""
     rows = messages.table(frame.body, messages.PLACE_DTYPE)[1]
-    if frame.kind is not Kind.LEASED or len(rows) != count:
+    if frame.kind is not FrameKind.LEASED or len(rows) != count:
         raise DaemonAwayError("places that make no sense")
     return rows

@@ -10,11 +10,11 @@ from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.errors import ConfigError, DaemonError, WireError
 from kvdepot.wire import messages
 from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import PROTOCOL, Flag, Frame, Kind
+from kvdepot.wire.frames import PROTOCOL, Flag, Frame, FrameKind
 
 HELLO_TIMEOUT_S: Final = 2.0
 _SERIALS: Final = 1 << 32
-_UNANSWERED: Final = (Kind.RELEASE, Kind.ABANDON, Kind.CANCEL_HINT)
+_UNANSWERED: Final = (FrameKind.RELEASE, FrameKind.ABANDON, FrameKind.CANCEL_HINT)
 
 
 class DaemonAwayError(Exception):
@@ -31,12 +31,12 @@ class Link:
         self._channel = channel
         self._serial = 0
 
-    def call(self, kind: Kind, body: bytes, limit_s: float, flags: int = 0) -> Frame:
+    def call(self, kind: FrameKind, body: bytes, limit_s: float, flags: int = 0) -> Frame:
         """One request and its one answer. ConfigError when the daemon refuses a setting."""
         serial = self.send(kind, body, flags)
         return self.answer(serial, limit_s)
 
-    def send(self, kind: Kind, body: bytes = b"", flags: int = 0) -> int:
+    def send(self, kind: FrameKind, body: bytes = b"", flags: int = 0) -> int:
         """Send a request. Returns its serial, for `answer`."""
         self._serial = (self._serial + 1) % _SERIALS
         try:
@@ -47,7 +47,7 @@ class Link:
             self.waiting += 1
         return self._serial
 
-    def follow_up(self, serial: int, kind: Kind) -> None:
+    def follow_up(self, serial: int, kind: FrameKind) -> None:
         """Send something that belongs to a request under way."""
         try:
             self._channel.send(kind, serial)
@@ -64,18 +64,18 @@ class Link:
             raise DaemonAwayError("the daemon has closed the connection")
         if frame.serial != serial:
             raise DaemonAwayError("an answer to another request")
-        if frame.kind is not Kind.ARRIVED or frame.flags & Flag.LAST:
+        if frame.kind is not FrameKind.ARRIVED or frame.flags & Flag.LAST:
             self.waiting -= 1
-        if frame.kind is Kind.REFUSED:
+        if frame.kind is FrameKind.REFUSED:
             raise refusal_of(frame)
         return frame
 
-    def number(self, kind: Kind, body: bytes, limit_s: float) -> int:
+    def number(self, kind: FrameKind, body: bytes, limit_s: float) -> int:
         """The answer to a request that is answered with a number."""
-        frame = expect(self.call(kind, body, limit_s), Kind.NUMBER)
+        frame = expect(self.call(kind, body, limit_s), FrameKind.NUMBER)
         return messages.Number.parse(frame.body).value
 
-    def text(self, kind: Kind, body: bytes, limit_s: float) -> Any:
+    def text(self, kind: FrameKind, body: bytes, limit_s: float) -> Any:
         """The answer to a request that is answered with JSON."""
         first = self.call(kind, body, limit_s)
         try:
@@ -90,7 +90,7 @@ class Link:
         self._channel.close()
 
 
-def expect(frame: Frame, kind: Kind) -> Frame:
+def expect(frame: Frame, kind: FrameKind) -> Frame:
     """The frame, if it is of a kind."""
     if frame.kind is not kind:
         raise DaemonAwayError(f"{frame.kind.name} instead of {kind.name}")
@@ -120,7 +120,7 @@ def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
     hello = messages.Hello(
         messages.MAGIC, PROTOCOL, FORMAT_VERSION, RECORD_VERSION, 0, os.getpid(), token
     )
-    channel.send(Kind.HELLO, 0, hello.body())
+    channel.send(FrameKind.HELLO, 0, hello.body())
     frame, descriptors = channel.receive_with(HELLO_TIMEOUT_S)
     try:
         welcome = _welcome(path, frame)
@@ -136,9 +136,9 @@ def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
 def _welcome(path: str, frame: Frame | None) -> messages.Welcome:
     if frame is None:
         raise WireError("the daemon hung up")
-    if frame.kind is Kind.REFUSED:
+    if frame.kind is FrameKind.REFUSED:
         raise _refused(path, frame)
-    if frame.kind is not Kind.WELCOME:
+    if frame.kind is not FrameKind.WELCOME:
         raise WireError(f"{frame.kind.name} instead of WELCOME")
     return messages.Welcome.parse(frame.body)
 

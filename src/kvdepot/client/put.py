@@ -15,7 +15,7 @@ from kvdepot.native import FILL
 from kvdepot.store.write.put import NewBlock
 from kvdepot.tiers.memory.copy_ops import transfers
 from kvdepot.wire import messages
-from kvdepot.wire.frames import KEYS_MAX, Frame, Kind
+from kvdepot.wire.frames import KEYS_MAX, Frame, FrameKind
 
 _WAVE_BYTES: Final = 64 << 20
 
@@ -43,19 +43,19 @@ class Putter:
             wave = _wave(offers, len(outcomes) + len(settled))
             serial = self._reserve(wave)
             self._sealed(outcomes, settled)
-            frame = expect(self._link.answer(serial, self._limit_s), Kind.RESERVED)
+            frame = expect(self._link.answer(serial, self._limit_s), FrameKind.RESERVED)
             settled = self._fill(frame, wave)
         self._sealed(outcomes, settled)
 
     def _reserve(self, wave: Sequence[NewBlock]) -> int:
         head = messages.Seconds(max(0.0, self._deadline - time.monotonic()))
         keys = b"".join([offer.key for offer in wave])
-        return self._link.send(Kind.RESERVE, head.body() + keys)
+        return self._link.send(FrameKind.RESERVE, head.body() + keys)
 
     def _sealed(self, outcomes: list[Put], settled: list[Put]) -> None:
         """Wait until the last wave is sealed; its outcomes hold from then on."""
         if self._sealing is not None:
-            expect(self._link.answer(self._sealing, self._limit_s), Kind.NUMBER)
+            expect(self._link.answer(self._sealing, self._limit_s), FrameKind.NUMBER)
             self._sealing = None
         outcomes += settled
         settled.clear()
@@ -73,7 +73,7 @@ class Putter:
         if ops:
             transfers(ops)
             body = messages.with_table(number, np.array(list(slots), "<u4"))
-            self._sealing = self._link.send(Kind.SEAL, body)
+            self._sealing = self._link.send(FrameKind.SEAL, body)
         return answers
 
 

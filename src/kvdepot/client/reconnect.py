@@ -16,7 +16,7 @@ from kvdepot.core.clock import Clock
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.errors import ConfigError, DaemonError
 from kvdepot.wire import messages
-from kvdepot.wire.frames import Kind
+from kvdepot.wire.frames import FrameKind
 
 _PAUSE_FIRST_S: Final = 0.05
 _PAUSE_MAX_S: Final = 2.0
@@ -148,4 +148,4 @@ class Attachment:
 def _register(link: Link, space: NamespaceHandle, call_s: float) -> None:
     description = json.dumps(space.namespace.description(), sort_keys=True).encode()
     head = messages.Register(space.tag, space.block_bytes, space.chunk_bytes)
-    link.number(Kind.REGISTER, head.body() + description, call_s)
+    link.number(FrameKind.REGISTER, head.body() + description, call_s)

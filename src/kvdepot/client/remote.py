@@ -39,7 +39,7 @@ from kvdepot.store.read.prefetch import checked_deadline
 from kvdepot.store.sessions import by_tag, checked_name, state_of
 from kvdepot.store.write.put import NewBlock
 from kvdepot.wire import messages
-from kvdepot.wire.frames import Flag, Kind
+from kvdepot.wire.frames import Flag, FrameKind
 
 _LONG_S: Final = 3600.0
 """For what may take long, and cannot be given up: removals and checks."""
@@ -175,8 +175,8 @@ class RemoteStore(Depot):
         def ask(_: Session, link: Link) -> Match:
             tiers: list[str] = []
             for part in batches(keys):
-                frame = link.call(Kind.MATCH, keys_of(keys, part), self._call_s)
-                codes = bytes(expect(frame, Kind.TIERS).body)
+                frame = link.call(FrameKind.MATCH, keys_of(keys, part), self._call_s)
+                codes = bytes(expect(frame, FrameKind.TIERS).body)
                 tiers += _tiers_of(codes)
                 if len(codes) < len(part):
                     break
@@ -214,7 +214,7 @@ class RemoteStore(Depot):
         def ask(_: Session, link: Link) -> int:
             total = 0
             for part in batches(keys):
-                total += link.number(Kind.TOUCH, keys_of(keys, part), self._call_s)
+                total += link.number(FrameKind.TOUCH, keys_of(keys, part), self._call_s)
                 if total < part.stop:
                     break
             return total
@@ -273,7 +273,7 @@ class RemoteStore(Depot):
 
         def ask(_: Session, link: Link) -> int:
             parts = (keys_of(wanted, part) for part in batches(wanted))
-            return sum(link.number(Kind.REMOVE, part, _LONG_S) for part in parts)
+            return sum(link.number(FrameKind.REMOVE, part, _LONG_S) for part in parts)
 
         return self._ask(ask, 0)
 
@@ -284,7 +284,7 @@ class RemoteStore(Depot):
     def remove_tag(self, tag: bytes) -> int:
         """`remove_namespace` by the first bytes of its keys."""
         self._check_open()
-        return self._ask(lambda _, link: link.number(Kind.REMOVE_NAMESPACE, tag, _LONG_S), 0)
+        return self._ask(lambda _, link: link.number(FrameKind.REMOVE_NAMESPACE, tag, _LONG_S), 0)
 
     def set_write_mode(self, tier: str, mode: str) -> None:
         """As Store.set_write_mode. For the daemon's user and root; so are the next three.
@@ -325,7 +325,7 @@ class RemoteStore(Depot):
         nowhere.add(self._attachment.path, "the daemon does not answer")
 
         def ask(_: Session, link: Link) -> CheckReport:
-            said = link.text(Kind.CHECK, messages.Number(int(deep)).body(), _LONG_S)
+            said = link.text(FrameKind.CHECK, messages.Number(int(deep)).body(), _LONG_S)
             report = CheckReport(said["blocks"], said["bytes"])
             for finding in said["findings"]:
                 report.add(finding["where"], finding["what"])
@@ -339,7 +339,7 @@ class RemoteStore(Depot):
         """
         self._check_open()
         nothing: dict[str, Any] = {}
-        found = self._ask(lambda _, link: link.text(Kind.STATS, b"", self._call_s), nothing)
+        found = self._ask(lambda _, link: link.text(FrameKind.STATS, b"", self._call_s), nothing)
         return {**found, "client": self._attachment.describe()}
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
@@ -379,7 +379,7 @@ class RemoteStore(Depot):
         body = json.dumps({"call": call, "tier": str(tier), "value": value}).encode()
         try:
             with self._attachment.link() as (_, link):
-                return link.number(Kind.CHANGE, body, _CHANGE_S)
+                return link.number(FrameKind.CHANGE, body, _CHANGE_S)
         except DaemonAwayError as error:
             self._attachment.count_away()
             raise DaemonError(
@@ -391,8 +391,8 @@ class RemoteStore(Depot):
     def _flush(self, timeout_s: float) -> FlushReport:
         def ask(_: Session, link: Link) -> FlushReport:
             body = messages.Seconds(timeout_s).body()
-            frame = link.call(Kind.FLUSH, body, timeout_s + CLOSE_TIMEOUT_S)
-            said = messages.Flushed.parse(expect(frame, Kind.FLUSHED).body)
+            frame = link.call(FrameKind.FLUSH, body, timeout_s + CLOSE_TIMEOUT_S)
+            said = messages.Flushed.parse(expect(frame, FrameKind.FLUSHED).body)
             return FlushReport(bool(said.ok), said.waiting, said.given_up)
 
         return self._ask(ask, FlushReport(False, 0, 0))
@@ -406,8 +406,8 @@ class RemoteStore(Depot):
         for part in batches(offers):
             body = messages.Seconds(timeout_s if not outcomes else 0.0).body()
             body += b"".join([offers[index].key for index in part])
-            frame = link.call(Kind.RESERVE, body, timeout_s + self._call_s, Flag.PAD)
-            number, found, slots = reserved_of(expect(frame, Kind.RESERVED), len(part))
+            frame = link.call(FrameKind.RESERVE, body, timeout_s + self._call_s, Flag.PAD)
+            number, found, slots = reserved_of(expect(frame, FrameKind.RESERVED), len(part))
             outcomes += found
             if slots:
                 parts.append(Batch(number, part.start, slots))
@@ -418,8 +418,10 @@ class RemoteStore(Depot):
     def _lease(self, link: Link, keys: Sequence[BlockKey]) -> list[Part]:
         parts = []
         for part in batches(keys):
-            frame = link.call(Kind.LEASE, keys_of(keys, part), self._call_s)
-            number, rows = messages.table(expect(frame, Kind.LEASED).body, messages.PLACE_DTYPE)
+            frame = link.call(FrameKind.LEASE, keys_of(keys, part), self._call_s)
+            number, rows = messages.table(
+                expect(frame, FrameKind.LEASED).body, messages.PLACE_DTYPE
+            )
             if len(rows) > len(part):
                 raise DaemonAwayError("more blocks than were asked for")
             if len(rows):
@@ -432,7 +434,7 @@ class RemoteStore(Depot):
         """Never make keys without a secret for a tenant that has one."""
         try:
             with self._attachment.link() as (_, link):
-                has_one = link.number(Kind.HAS_SECRET, str(tenant).encode(), self._call_s)
+                has_one = link.number(FrameKind.HAS_SECRET, str(tenant).encode(), self._call_s)
         except DaemonAwayError as error:
             raise DaemonError(
                 self._attachment.path,

@@ -15,7 +15,7 @@ from kvdepot.errors import LeaseError
 from kvdepot.native import chunk_checksums
 from kvdepot.store.write.put import NewBlock
 from kvdepot.wire import messages
-from kvdepot.wire.frames import Kind
+from kvdepot.wire.frames import FrameKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class RemoteReservation(Reservation):
             return
         for batch in self._batches:
             if any(batch.start + index in self._open for index in batch.slots):
-                self._session.tell(Kind.ABANDON, messages.Number(batch.number).body())
+                self._session.tell(FrameKind.ABANDON, messages.Number(batch.number).body())
         self._open.clear()
         self._session.leave()
 
@@ -104,4 +104,4 @@ class RemoteReservation(Reservation):
                 mine = [at - batch.start for at in chosen if at - batch.start in batch.slots]
                 if mine:
                     body = messages.with_table(batch.number, np.array(mine, "<u4"))
-                    link.number(Kind.SEAL, body, self._call_s)
+                    link.number(FrameKind.SEAL, body, self._call_s)

@@ -1,4 +1,4 @@
-"""Changes to a store while it is served. For the daemon's own user and root only."""
+"""AdminRequests to a store while it is served. For the daemon's own user and root only."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
 from kvdepot.store.store import Store
 from kvdepot.wire import messages
 from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import Frame, Kind
+from kvdepot.wire.frames import Frame, FrameKind
 
 
-class Changes:
+class AdminRequests:
     """Serves what the person on call asks for, over one connection."""
 
     def __init__(self, channel: Channel, store: Store) -> None:
@@ -25,7 +25,9 @@ class Changes:
             "record": lambda _, path: store.record(path),
             "stop_recording": lambda *_: store.stop_recording(),
         }
-        self.verbs: Final[dict[Kind, Callable[[Frame], None]]] = {Kind.CHANGE: self._change}
+        self.handlers: Final[dict[FrameKind, Callable[[Frame], None]]] = {
+            FrameKind.CHANGE: self._change
+        }
 
     def _change(self, frame: Frame) -> None:
         call, tier, value = self._asked(bytes(frame.body))
@@ -38,7 +40,7 @@ class Changes:
             self._refuse(frame, tier, error)
         else:
             body = messages.Number(result or 0).body()
-            self._channel.send(Kind.NUMBER, frame.serial, body)
+            self._channel.send(FrameKind.NUMBER, frame.serial, body)
 
     def _asked(self, body: bytes) -> tuple[Callable[[str, str], int | None], str, str]:
         try:
@@ -67,4 +69,4 @@ class Changes:
         path = getattr(error, "path", "") or tier
         hint = getattr(error, "hint", "")
         refusal = {"path": str(path), "reason": str(error)[:2000], "hint": hint}
-        self._channel.send(Kind.REFUSED, frame.serial, json.dumps(refusal).encode())
+        self._channel.send(FrameKind.REFUSED, frame.serial, json.dumps(refusal).encode())

@@ -13,7 +13,7 @@ from typing import Any
 from kvdepot.core.block import Put
 from kvdepot.errors import WireError
 from kvdepot.index.table import Keys
-from kvdepot.server.limits import Limits, Tally
+from kvdepot.server.limits import ClientLimits, ServerCounters
 from kvdepot.store.mapped import Hold, MappedStore
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.write.put import NewBlock
@@ -24,15 +24,17 @@ NO_LEASE = 0
 """The number of a lease or a reservation of nothing."""
 
 
-class Session:
+class ClientHoldings:
     """One client. Thread-safe."""
 
-    def __init__(self, places: MappedStore, limits: Limits, tally: Tally, peer: Peer) -> None:
+    def __init__(
+        self, mapped: MappedStore, limits: ClientLimits, counters: ServerCounters, peer: Peer
+    ) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.peer = peer
-        self._places = places
+        self._mapped = mapped
         self._limits = limits
-        self._tally = tally
+        self._counters = counters
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._numbers = itertools.count(NO_LEASE + 1)
@@ -62,8 +64,8 @@ class Session:
         for hint in hints.values():
             hint.cancel()
         for hold in holds.values():
-            self._places.release(hold)
-        self._places.abandon([offer for part in slots.values() for offer in part.values()])
+            self._mapped.release(hold)
+        self._mapped.abandon([offer for part in slots.values() for offer in part.values()])
         return True
 
     def hang_up(self) -> None:
@@ -92,9 +94,9 @@ class Session:
             leased = sum(len(hold.rows) for hold in self._holds.values())
             full = len(self._holds) >= self._limits.leases or leased >= self._limits.leased
         if full:
-            self._tally.count("limited")
+            self._counters.count("limited")
             return NO_LEASE, Hold()
-        hold = self._places.lease(keys)
+        hold = self._mapped.lease(keys)
         return self.keep(hold), hold
 
     def keep(self, hold: Hold) -> int:
@@ -121,7 +123,7 @@ class Session:
         for hold in holds:
             if hold is None:
                 raise WireError("a lease that is not held was released")
-            self._places.release(hold)
+            self._mapped.release(hold)
 
     def reserve(
         self, keys: Keys, timeout_s: float, *, pad: bool
@@ -130,9 +132,9 @@ class Session:
         with self._lock:
             reserved = sum(len(part) for part in self._slots.values())
         if reserved + len(keys) > self._limits.slots:
-            self._tally.count("limited")
+            self._counters.count("limited")
             return NO_LEASE, [None] * len(keys), [Put.THROTTLED] * len(keys)
-        offers, answers = self._places.reserve(keys, timeout_s, pad=pad)
+        offers, answers = self._mapped.reserve(keys, timeout_s, pad=pad)
         slots = {index: offer for index, offer in enumerate(offers) if offer is not None}
         number = NO_LEASE
         if slots:
@@ -150,20 +152,20 @@ class Session:
             wave = [slots.pop(index) for index in indices]
             if not slots:
                 self._slots.pop(number, None)
-        self._places.seal(wave)
+        self._mapped.seal(wave)
 
     def abandon(self, number: int) -> None:
         """Give the slots of a reservation back that were not sealed."""
         with self._lock:
             slots = self._slots.pop(number, {})
-        self._places.abandon(list(slots.values()))
+        self._mapped.abandon(list(slots.values()))
 
     def may_hint(self) -> bool:
         """Whether the client has few enough hints under way."""
         with self._lock:
             under_way = sum(not hint.wait(0.0) for hint in self._hints.values())
         if under_way >= self._limits.hints:
-            self._tally.count("limited")
+            self._counters.count("limited")
         return under_way < self._limits.hints
 
     def keep_hint(self, hint: Hint) -> int:

@@ -1,20 +1,24 @@
-"""One connection: at rest in the daemon's loop, or served by a thread while it asks for more."""
+"""One connection of a client: idle in the daemon's loop, or served by a thread while requests come.
+
+A client's death is noticed here: its sockets close, and with the last one all it holds is released.
+"""
 
 import contextlib
 import json
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.codec.record import VERSION as RECORD_VERSION
+from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.errors import StoreClosedError, WireError
-from kvdepot.server.client_holdings import Session
+from kvdepot.server.client_holdings import ClientHoldings
 from kvdepot.server.limits import HELLO_TIMEOUT_S, LINGER_S
-from kvdepot.server.requests import ClientGoneError, Desk
-from kvdepot.server.threads import Job
+from kvdepot.server.requests import ClientGoneError, RequestHandler
 from kvdepot.wire import messages
 from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import PROTOCOL, Frame, Kind
+from kvdepot.wire.frames import PROTOCOL, Frame, FrameKind
 from kvdepot.wire.messages import versions
 
 if TYPE_CHECKING:
@@ -22,81 +26,74 @@ if TYPE_CHECKING:
 
 QUICK: Final = frozenset(
     {
-        Kind.MATCH,
-        Kind.LEASE,
-        Kind.WHERE,
-        Kind.RELEASE,
-        Kind.TOUCH,
-        Kind.ABANDON,
-        Kind.CANCEL_HINT,
+        FrameKind.MATCH,
+        FrameKind.LEASE,
+        FrameKind.WHERE,
+        FrameKind.RELEASE,
+        FrameKind.TOUCH,
+        FrameKind.ABANDON,
+        FrameKind.CANCEL_HINT,
     }
 )
 """Requests that never wait for a disk, for room or for the client."""
 _STAY_S: Final = 0.02
 """A thread that has served a request waits this long for the next, before the loop takes over."""
 _BROKEN: Final = (OSError, ClientGoneError, StoreClosedError)
+_log: Final = RateLimitedLog("kvdepot.server")
 
 
 class Connection:
-    """Greets a client, serves it until it goes, and sees to it that nothing of it stays.
-
-    Used by one thread at a time: the loop's, or the one that the loop has handed it to.
-    """
+    """Used by one thread at a time: the loop's, or the worker that the loop has passed it to."""
 
     def __init__(self, daemon: "Daemon", channel: Channel) -> None:
         self.channel = channel
         self._daemon = daemon
-        self._session: Session | None = None
-        self._desk: Desk | None = None
+        self._pid = channel.peer().pid
+        self._client: ClientHoldings | None = None
+        self._handler: RequestHandler | None = None
 
-    def take_turn(self) -> None:
-        """The loop has seen that something has come. Does not block."""
+    def on_readable(self) -> None:
+        """The loop has seen that a frame has come, or the end. Does not block."""
         try:
             frame = self.channel.receive_now()
             if frame is None:
-                self._hand_over(self._end)
+                self._daemon.run_in_thread(self, self.end)
             elif frame.kind in QUICK:
                 self._serve(frame)
             else:
-                self._hand_over(lambda: self._work(frame))
-        except BlockingIOError:
-            self._hand_over(self._see_off)  # it does not read its answers
-        except WireError:
-            self._daemon.tally.count("malformed")
-            self._hand_over(self._see_off)
-        except _BROKEN:
-            self._hand_over(self._see_off)
+                self._daemon.run_in_thread(self, partial(self._serve_frames, frame))
+        except (WireError, *_BROKEN) as error:  # BlockingIOError: it does not read its answers
+            self._daemon.run_in_thread(self, partial(self._drop_client, error))
 
-    def meet(self) -> None:
-        """Greet a new client. Blocks; in a thread of the crew."""
-        self._work(None)
+    def serve_new(self) -> None:
+        """Greet a new client and serve what follows. Blocks; in a worker thread."""
+        self._serve_frames(None)
 
     def end(self) -> None:
-        """The daemon stops: nobody serves this connection any more."""
-        self._end()
+        """Close, and release what the client holds if this was its last connection."""
+        self.channel.cut()
+        if self._client is not None and self._client.leave(self.channel):
+            self._daemon.forget(self._client)
+            _log.info("client gone: process %d", self._pid)
+        self.channel.close()
+        self._daemon.ended(self)
 
-    def _hand_over(self, job: Job) -> None:
-        self._daemon.hand_over(self, job)
-
-    def _work(self, frame: Frame | None) -> None:
+    def _serve_frames(self, frame: Frame | None) -> None:
         """Serve a frame, or greet, then what follows soon; then back to the loop."""
         self.channel.is_patient = True
         try:
             if frame is None:
-                self._desk = self._greet()
+                self._handler = self._greet()
             else:
                 self._serve(frame)
-            if self._desk is not None and self._serve_on():
+            if self._handler is not None and self._serve_on():
                 self.channel.is_patient = False
-                self._daemon.take_back(self)
+                self._daemon.return_to_loop(self)
                 return
-        except WireError:
-            self._daemon.tally.count("malformed")
-            self._see_off()
-        except _BROKEN:
-            self._see_off()
+        except (WireError, *_BROKEN) as error:
+            self._drop_client(error)
         else:
-            self._end()
+            self.end()
 
     def _serve_on(self) -> bool:
         """Serve while requests keep coming. False: the client has closed."""
@@ -107,60 +104,64 @@ class Connection:
         return True
 
     def _serve(self, frame: Frame) -> None:
-        if self._session is None or self._desk is None or self._session.over:
+        if self._client is None or self._handler is None or self._client.over:
             return
-        self._daemon.tally.count("requests")
-        self._desk.serve(frame)
+        self._daemon.counters.count("requests")
+        self._handler.serve(frame)
 
-    def _see_off(self) -> None:
+    def _drop_client(self, error: Exception) -> None:
         """Hang up, and give the client time to let go of memory that will be used again."""
-        if self._session is not None:
-            self._session.hang_up()
+        if isinstance(error, WireError):
+            self._daemon.counters.count("malformed")
+            _log.warning("malformed frame from process %d, disconnected: %s", self._pid, error)
+        else:
+            _log.info("process %d disconnected: %s", self._pid, error)
+        if self._client is not None:
+            self._client.hang_up()
             self.channel.drain(LINGER_S)
-            self._session.cut()
-        self._end()
+            self._client.cut()
+        self.end()
 
-    def _end(self) -> None:
-        self.channel.cut()
-        if self._session is not None and self._session.leave(self.channel):
-            self._daemon.forget(self._session)
-        self.channel.close()
-        self._daemon.ended(self)
-
-    def _greet(self) -> Desk | None:
-        """The desk for a new client. None: it was refused, and knows why."""
+    def _greet(self) -> RequestHandler | None:
+        """What serves a new client. None: it was refused, and has been told why."""
         frame = self.channel.receive(HELLO_TIMEOUT_S)
         if frame is None:
             return None
-        if frame.kind is not Kind.HELLO:
+        if frame.kind is not FrameKind.HELLO:
             raise WireError(f"{frame.kind.name} instead of HELLO")
         hello = messages.Hello.parse(frame.body)
         if hello.magic != messages.MAGIC:
-            raise WireError("a HELLO of somebody else")
+            raise WireError("a HELLO of another protocol")
         theirs = (hello.protocol, hello.format, hello.record)
         if theirs != (PROTOCOL, FORMAT_VERSION, RECORD_VERSION):
             self._refuse(frame.serial, f"the client speaks {versions(*theirs)}")
             return None
-        session = self._daemon.session(hello.token, self.channel)
-        if session is None:
+        daemon = self._daemon
+        client = daemon.join_client(hello.token, self.channel)
+        if client is None:
             self._refuse(frame.serial, "there are too many clients, or the session is over")
             return None
-        self._session = session
-        self._welcome(frame.serial, session, new=hello.token == messages.NO_TOKEN)
-        daemon = self._daemon
-        return Desk(self.channel, session, daemon.places, daemon.config, daemon.describe)
+        self._client = client
+        is_new = hello.token == messages.NO_TOKEN
+        self._welcome(frame.serial, client, is_new=is_new)
+        if is_new:
+            _log.info("client attached: process %d of user %d", self._pid, client.peer.uid)
+        return RequestHandler(
+            self.channel, client, daemon.store, daemon.mapped, daemon.config, daemon.describe
+        )
 
     def _refuse(self, serial: int, reason: str) -> None:
-        self._daemon.tally.count("refused")
+        self._daemon.counters.count("refused")
+        _log.warning("client refused: process %d: %s", self._pid, reason)
         ours = versions(PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
         refusal = {"reason": reason, "daemon": ours, "pid": os.getpid()}
-        self.channel.send(Kind.REFUSED, serial, json.dumps(refusal).encode())
+        self.channel.send(FrameKind.REFUSED, serial, json.dumps(refusal).encode())
 
-    def _welcome(self, serial: int, session: Session, *, new: bool) -> None:
-        config, places = self._daemon.config, self._daemon.places
-        arena_bytes, *cxl_bytes, staging_bytes = places.nbytes
+    def _welcome(self, serial: int, client: ClientHoldings, *, is_new: bool) -> None:
+        config, mapped = self._daemon.config, self._daemon.mapped
+        arena_bytes, *cxl_bytes, staging_bytes = mapped.nbytes
         body = messages.Welcome(
-            token=session.token,
+            token=client.token,
             pid=os.getpid(),
             block_tokens=config.block_tokens,
             read_timeout_s=config.read_timeout,
@@ -171,7 +172,7 @@ class Connection:
             verify=config.dram.verify,
             prefault=config.dram.prefault,
         ).body()
-        if new:
-            self.channel.send_with(places.descriptors, Kind.WELCOME, serial, body)
+        if is_new:
+            self.channel.send_with(mapped.descriptors, FrameKind.WELCOME, serial, body)
         else:
-            self.channel.send(Kind.WELCOME, serial, body)
+            self.channel.send(FrameKind.WELCOME, serial, body)

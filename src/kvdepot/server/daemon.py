@@ -2,29 +2,28 @@
 
 One thread, the loop, waits for all clients and answers what it can at once, in the order in which
 it was asked; threads that share the interpreter would make each other wait. What may take long goes
-to a thread of the crew, together with its connection, until that is at rest again. Nobody polls.
-Bytes of blocks move through memory that the clients map, never through here.
-
-Admin requests and a dashboard would be another listener beside this one; they need `describe` and
-the store.
+to a worker thread, together with its connection, until no more requests come. Bytes of blocks move
+through memory that the clients map, never through here.
 """
 
 import os
+import queue
 import select
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 import kvdepot
 from kvdepot.core.config import Config
 from kvdepot.core.depot import FlushReport
-from kvdepot.server.client_holdings import Session
+from kvdepot.core.log import RateLimitedLog
+from kvdepot.server.client_holdings import ClientHoldings
 from kvdepot.server.connection import Connection
-from kvdepot.server.limits import Limits, Tally
+from kvdepot.server.limits import ClientLimits, ServerCounters
 from kvdepot.server.listener import Listener
-from kvdepot.server.threads import Crew, Job
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.wire.channel import Channel
@@ -36,6 +35,10 @@ _SWITCH_S: Final = 0.0002
 usual 5 ms it would wait for whatever else is going on."""
 _STOP_S: Final = 30.0
 _PAUSE_S: Final = 0.1
+_IDLE_S: Final = 5.0
+"""A worker thread without work for this long ends."""
+Job = Callable[[], None]
+_log: Final = RateLimitedLog("kvdepot.server")
 
 
 def shared(config: Config) -> Config:
@@ -46,19 +49,21 @@ def shared(config: Config) -> Config:
 class Daemon:
     """Serves the store of `config` on a listener, from `run` until `stop`."""
 
-    def __init__(self, config: Config, listener: Listener, limits: Limits | None = None) -> None:
+    def __init__(
+        self, config: Config, listener: Listener, limits: ClientLimits | None = None
+    ) -> None:
         self.config = shared(config)
         self.store: Store = assemble(self.config)
-        self.places = self.store.mapped()
-        self.limits = limits or Limits()
-        self.tally = Tally()
+        self.mapped = self.store.mapped()
+        self.limits = limits or ClientLimits()
+        self.counters = ServerCounters()
         self._listener = listener
-        self._crew = Crew("kvdepot-client")
+        self._workers = WorkerThreads("kvdepot-client")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._changed = threading.Condition()
-        self._sessions: dict[bytes, Session] = {}
+        self._clients: dict[bytes, ClientHoldings] = {}
         self._connections: set[Connection] = set()
-        self._at_rest: dict[int, Connection] = {}
+        self._idle: dict[int, Connection] = {}
         """By descriptor; changed by the loop only."""
         self._returned: list[Connection] = []
         self._poll = select.poll()
@@ -74,7 +79,12 @@ class Daemon:
         try:
             while not self._stopping:
                 for fd, _ in self._poll.poll():
-                    self._attend(fd)
+                    if fd == self._wake:
+                        self._take_returned()
+                    elif fd == self._listener.fileno():
+                        self._accept()
+                    elif fd in self._idle:
+                        self._idle[fd].on_readable()
         finally:
             sys.setswitchinterval(before)
 
@@ -84,13 +94,13 @@ class Daemon:
         os.eventfd_write(self._wake, 1)
 
     def close(self, timeout_s: float = _STOP_S) -> FlushReport:
-        """End all sessions, write everything down, remove the socket."""
+        """End all clients' sessions, write everything down, remove the socket."""
         with self._changed:
-            resting = [*self._at_rest.values(), *self._returned]
-            others = self._connections.difference(resting)
+            idle = [*self._idle.values(), *self._returned]
+            others = self._connections.difference(idle)
         for connection in others:
             connection.channel.cut()
-        for connection in resting:
+        for connection in idle:
             connection.end()
         with self._changed:
             self._changed.wait_for(lambda: not self._connections, timeout_s)
@@ -99,22 +109,20 @@ class Daemon:
         os.close(self._wake)
         return report
 
-    def session(self, token: bytes, channel: Channel) -> Session | None:
-        """The session that a new connection is in; made if it asks for a new one."""
+    def join_client(self, token: bytes, channel: Channel) -> ClientHoldings | None:
+        """The client that a new connection belongs to; made if it asks for a new session."""
         with self._changed:
-            session = self._sessions.get(token)
-            if token == NO_TOKEN and len(self._sessions) < self.limits.clients:
-                session = Session(self.places, self.limits, self.tally, channel.peer())
-                self._sessions[session.token] = session
-                self.tally.count("sessions")
-        if session is None or not session.join(channel):
-            return None
-        return session
+            client = self._clients.get(token)
+            if token == NO_TOKEN and len(self._clients) < self.limits.clients:
+                client = ClientHoldings(self.mapped, self.limits, self.counters, channel.peer())
+                self._clients[client.token] = client
+                self.counters.count("sessions")
+        return client if client is not None and client.join(channel) else None
 
-    def forget(self, session: Session) -> None:
-        """A session has ended."""
+    def forget(self, client: ClientHoldings) -> None:
+        """A client has ended."""
         with self._changed:
-            self._sessions.pop(session.token, None)
+            self._clients.pop(client.token, None)
 
     def ended(self, connection: Connection) -> None:
         """Nothing is left of a connection."""
@@ -122,50 +130,41 @@ class Daemon:
             self._connections.discard(connection)
             self._changed.notify_all()
 
-    def hand_over(self, connection: Connection, job: Job) -> None:
-        """A connection at rest is to be served by a thread. Called by the loop."""
+    def run_in_thread(self, connection: Connection, job: Job) -> None:
+        """An idle connection is to be served by a worker thread. Called by the loop."""
         fd = connection.channel.fileno()
-        del self._at_rest[fd]
+        del self._idle[fd]
         self._poll.unregister(fd)
-        self._crew.do(job)
+        self._workers.run(job)
 
-    def take_back(self, connection: Connection) -> None:
-        """A connection is at rest again. Called by the thread that has served it."""
+    def return_to_loop(self, connection: Connection) -> None:
+        """A connection is idle again. Called by the thread that has served it."""
         with self._changed:
             self._returned.append(connection)
         os.eventfd_write(self._wake, 1)
 
     def describe(self) -> dict[str, Any]:
-        """Who is here, and what has happened, as plain values."""
+        """The clients, and what has happened, as plain values."""
         with self._changed:
-            sessions = list(self._sessions.values())
+            clients = list(self._clients.values())
         return {
             "pid": os.getpid(),
             "version": kvdepot.__version__,
             "protocol": PROTOCOL,
             "socket": str(self._listener.path),
             "uptime_s": time.monotonic() - self._started,
-            "is_prefaulted": self.places.is_prefaulted(),
-            "sessions": [session.describe() for session in sessions],
-            "counters": self.tally.as_dict(),
+            "is_prefaulted": self.mapped.is_prefaulted(),
+            "sessions": [client.describe() for client in clients],
+            "counters": self.counters.as_dict(),
         }
 
-    def _attend(self, fd: int) -> None:
-        """See to what the loop was woken for."""
-        if fd == self._wake:
-            self._take_in()
-        elif fd == self._listener.fileno():
-            self._accept()
-        elif fd in self._at_rest:
-            self._at_rest[fd].take_turn()
-
-    def _take_in(self) -> None:
+    def _take_returned(self) -> None:
         os.eventfd_read(self._wake)
         with self._changed:
             returned, self._returned = self._returned, []
         for connection in returned:
             fd = connection.channel.fileno()
-            self._at_rest[fd] = connection
+            self._idle[fd] = connection
             self._poll.register(fd, select.POLLIN)
 
     def _accept(self) -> None:
@@ -180,8 +179,46 @@ class Daemon:
                 connection = Connection(self, Channel(connected))
                 self._connections.add(connection)
         if full:
-            self.tally.count("refused")
+            self.counters.count("refused")
+            _log.warning("connection refused: %d are open", len(self._connections))
             connected.close()
             return
-        self.tally.count("connections")
-        self._crew.do(connection.meet)
+        self.counters.count("connections")
+        self._workers.run(connection.serve_new)
+
+
+class WorkerThreads:
+    """As many threads as there are jobs at once: starts one for a job unless one is free."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._free = 0
+
+    def run(self, job: Job) -> None:
+        """Have a job done. Does not block."""
+        with self._lock:
+            needed = not self._free
+            if not needed:
+                self._free -= 1
+        if needed:
+            thread = threading.Thread(target=self._work, args=(job,), name=self._name, daemon=True)
+            thread.start()
+        else:
+            self._jobs.put(job)
+
+    def _work(self, job: Job) -> None:
+        while True:
+            job()
+            with self._lock:
+                self._free += 1
+            try:
+                job = self._jobs.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._free:
+                        self._free -= 1
+                        return
+                # `run` has counted on this thread just now.
+                job = self._jobs.get()

@@ -13,7 +13,7 @@ LINGER_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """Beyond these, connections are refused, leases are empty, reservations are throttled, and
     hints bring nothing.
     """
@@ -31,7 +31,7 @@ class Limits:
     """Hints of one client under way at a time."""
 
 
-class Tally:
+class ServerCounters:
     """What happened so far, counted. Thread-safe."""
 
     NAMES: Final = ("sessions", "connections", "requests", "refused", "malformed", "limited")

@@ -1,11 +1,11 @@
 """A store for processes that map its memory: keys in, places in that memory out.
 
 What the daemon serves. Keys come as arrays, and answers are arrays too, so that a call costs little
-more for many blocks than for one. Nothing here trusts sizes or places from outside: they are those
-of the store's own books. Needs a store whose memory is shared (`dram.shared`).
+more for many blocks than for one. Sizes and places are the store's own, never the client's. Needs
+a store whose memory is shared (`dram.shared`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +25,6 @@ from kvdepot.store.read.reader import Reader
 from kvdepot.store.read.request import BlockRead
 from kvdepot.store.sessions import Sessions
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.store import Store
 from kvdepot.store.write.put import NewBlock, Putter
 
 _READY: Final = int(CopyState.READY)
@@ -35,9 +34,13 @@ _IN_MEMORY: Final = _CODES["dram", ""]
 _IN_CXL: Final = _CODES["cxl", ""]
 _ABSENT: Final = _CODES[None, "absent"]
 Array = npt.NDArray[Any]
+RegisterTag = Callable[[bytes, int, bytes], None]
+"""Refuse a namespace whose blocks do not fit, or write down what its tag stands for: tag, bytes of
+a block, description.
+"""
 
 
-class Size(NamedTuple):
+class BlockSize(NamedTuple):
     """Of the blocks of one namespace."""
 
     block_bytes: int
@@ -45,21 +48,21 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class MappedBlocks:
     """Blocks that lie in memory: which of those asked for, and where their slots are."""
 
     indices: Array
     locations: Array
     """In the arena, or in the slower memory as if that began where the arena ends."""
     staged: Array
-    """In staging, and good only until the call that told of it returns; else in the arena."""
+    """In staging, and good only until `arrive` returns; else in the arena."""
     verified: bool
     """Compared with their checksums just now."""
 
 
 Span = tuple[int, int]
 """Bytes of a payload, start and stop; (0, 0) is all of it."""
-Arrive = Callable[[Arrivals, bool], None]
+Arrive = Callable[[MappedBlocks, bool], None]
 """Told of blocks as they come, and whether they are the last."""
 
 
@@ -73,24 +76,24 @@ class Hold:
 
 
 class MappedStore:
-    """The daemon's view of a store."""
+    """The daemon's view of a store. Made by `Store.mapped`."""
 
     def __init__(
         self,
-        store: Store,
         state: StoreState,
         putter: Putter,
         reader: Reader,
         prefetcher: Prefetcher,
         sessions: Sessions,
+        register_tag: RegisterTag,
     ) -> None:
-        self.store = store
         self._state = state
         self._putter = putter
         self._reader = reader
         self._prefetcher = prefetcher
         self._sessions = sessions
-        self._sizes: dict[int, Size] = {}
+        self._register_tag = register_tag
+        self._sizes: dict[int, BlockSize] = {}
         self._arena_bytes = self._state.arena.memory.nbytes
         tiers = [TIER_NAMES.index(copies.tier) for copies in self._state.catalog.tiers]
         lowest = [(bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(tiers))]
@@ -111,7 +114,7 @@ class MappedStore:
         """Whether all memory has been touched, or will not be."""
         return all(arena.memory.prefaulted(0.0) for arena in self._state.all_arenas)
 
-    def register(self, tag: bytes, size: Size, description: bytes) -> None:
+    def register(self, tag: bytes, size: BlockSize, description: bytes) -> None:
         """Know a namespace. ConfigError if its blocks do not fit, or are not as they were."""
         if size.block_bytes <= 0 or size.chunk_bytes <= 0:
             raise ConfigError("layout", "a block without bytes")
@@ -119,7 +122,7 @@ class MappedStore:
         known = self._sizes.get(_word(tag), size)
         if known != size:
             raise ConfigError("layout", f"the namespace is known with {known.block_bytes} bytes")
-        self.store.register_tag(tag, size.block_bytes, description)
+        self._register_tag(tag, size.block_bytes, description)
         self._sizes.setdefault(_word(tag), size)
 
     def match(self, keys: Keys) -> bytes:
@@ -153,39 +156,46 @@ class MappedStore:
         rows, hold.rows = hold.rows, []
         self._state.release(rows)
 
-    def fetch(self, keys: Keys, span: Span, timeout_s: float, hold: Hold, arrive: Arrive) -> bytes:
+    def fetch(
+        self,
+        keys: Keys,
+        span: Span,
+        timeout_s: float,
+        hold: Hold,
+        arrive: Arrive,
+        *,
+        verify: bool = False,
+    ) -> bytes:
         """Bring blocks, or `span` of their bytes, to memory, and keep them there with `hold`.
 
         `arrive` is called as they come: those that are in memory at once and unverified, then what
         is read from disk, verified. What it raises is passed on. Returns for each key an index of
-        ANSWERS.
+        ANSWERS. `verify`: verify what is in memory too; a damaged copy is dropped, and read anew.
         """
-        hot, cold = self._sort(keys, span, hold)
         answers = bytearray([_ABSENT]) * len(keys)
+        if verify:
+            self._read(ReadPlan(self._wants(keys, span), timeout_s, True, hold), arrive, answers)
+            return bytes(answers)
+        hot, cold = self._sort(keys, span, hold)
         if len(hot.indices) == len(keys) and len(self._state.memory_tiers) == 1:
             answers = bytearray(len(keys))
         else:
             for index, place in zip(hot.indices.tolist(), hot.locations.tolist(), strict=True):
                 answers[index] = _IN_MEMORY if place < self._arena_bytes else _IN_CXL
+        count = len(hold.rows)
         if len(hot.indices):
             arrive(hot, not cold)
-        self._read(Errands(cold, timeout_s, True, hold), arrive, answers)
-        return bytes(answers)
-
-    def fetch_verified(
-        self, keys: Keys, span: Span, timeout_s: float, hold: Hold, arrive: Arrive
-    ) -> bytes:
-        """`fetch` that verifies what is in memory too: a damaged copy is dropped, and read anew."""
-        answers = bytearray([_ABSENT]) * len(keys)
-        wants = self._wants(keys, span)
-        self._read(Errands(wants, timeout_s, True, hold), arrive, answers)
+        self._read(ReadPlan(cold, timeout_s, True, hold, is_rest=True), arrive, answers)
+        if self._reader.after_read is not None:
+            wants = self._known(keys, hot.indices, hold.rows[:count], span) | cold
+            self._reader.after_read([wants[index] for index in sorted(wants)])
         return bytes(answers)
 
     def deliver(self, keys: Keys, timeout_s: float, verify: bool | None, arrive: Arrive) -> bytes:
-        """`Lease.deliver` for blocks that the caller holds."""
+        """`Lease.deliver` for blocks that the caller holds: not a further use of them."""
         answers = bytearray([_ABSENT]) * len(keys)
-        wants = self._wants(keys, _ALL)
-        self._read(Errands(wants, timeout_s, verify, None), arrive, answers)
+        plan = ReadPlan(self._wants(keys, _ALL), timeout_s, verify, hold=None)
+        self._read(plan, arrive, answers)
         return bytes(answers)
 
     def reserve(
@@ -193,15 +203,14 @@ class MappedStore:
     ) -> tuple[list[NewBlock | None], list[Put]]:
         """Slots for new blocks, and an answer for each key, as Store.reserve has them.
 
-        Without `pad` there is no answer for keys that were not tried; see Putter.admit.
+        Without `pad` there is no answer for keys that were not tried, see Putter.admit.
         """
         offers = [
             NewBlock(key, 0, *size) if size is not None else None
             for key, size in zip(_listed(keys), self._sizes_of(keys), strict=True)
         ]
         asked = [offer for offer in offers if offer is not None]
-        putter = self._putter
-        found = iter((putter.reserve if pad else putter.admit)(asked, timeout_s))
+        found = iter((self._putter.reserve if pad else self._putter.admit)(asked, timeout_s))
         answers: list[Put] = []
         for offer in offers:
             answer = Put.REFUSED if offer is None else next(found, None)
@@ -260,7 +269,7 @@ class MappedStore:
         return wants, len(rows)
 
     def _resident(self, keys: Keys) -> Rows:
-        """Rows of the longest resident prefix."""
+        """Rows of the longest usable prefix."""
         assert self._state.held()
         catalog = self._state.catalog
         rows = catalog.table.find_many(keys)
@@ -281,14 +290,6 @@ class MappedStore:
             found[here] = memory.copies.location.array[rows[here]] + self._arena_bytes
         return found
 
-    def _note_slower(self, rows: list[int]) -> None:
-        """So many of the hits were in the slower memory."""
-        assert self._state.held()
-        counters = self._state.counters
-        counters.get_dram -= len(rows)
-        counters.get_cxl += len(rows)
-        self._state.memory_tiers[0].note_hits_below(rows)
-
     def _place(self, arrival: Arrival) -> int:
         """Where a slot is that the reader tells of."""
         at = address_of(arrival.view)[0] - HEAD_BYTES
@@ -299,7 +300,9 @@ class MappedStore:
             return at - first.arena.address
         return at - others[0].arena.address + self._arena_bytes
 
-    def _sort(self, keys: Keys, span: Span, hold: Hold) -> tuple[Arrivals, dict[int, BlockRead]]:
+    def _sort(
+        self, keys: Keys, span: Span, hold: Hold
+    ) -> tuple[MappedBlocks, dict[int, BlockRead]]:
         """Hold what is in memory; what is on disk becomes wants."""
         state, catalog = self._state, self._state.catalog
         sizes = self._sizes_of(keys, span)
@@ -319,11 +322,14 @@ class MappedStore:
             length = span[1] - span[0]
             state.counters.get_dram += len(held)
             if len(state.memory_tiers) > 1:
-                self._note_slower(rows[hot][locations >= self._arena_bytes].tolist())
+                slower = rows[hot][locations >= self._arena_bytes].tolist()
+                state.counters.get_dram -= len(slower)
+                state.counters.get_cxl += len(slower)
+                state.memory_tiers[0].note_hits_below(slower)
             state.counters.get_bytes += length * len(held) if length else int(expected[hot].sum())
             state.counters.get_miss += len(rows) - int((hot | cold).sum())
         indices = np.flatnonzero(hot)
-        arrivals = Arrivals(indices, locations, np.zeros(len(indices), bool), verified=False)
+        arrivals = MappedBlocks(indices, locations, np.zeros(len(indices), bool), verified=False)
         wanted = np.flatnonzero(cold).tolist()
         return arrivals, {index: _want(keys[index], sizes[index], span) for index in wanted}
 
@@ -340,32 +346,48 @@ class MappedStore:
             if size is not None and found in (0, size.block_bytes)
         }
 
-    def _read(self, errands: "Errands", arrive: Arrive, answers: bytearray) -> None:
+    def _known(
+        self, keys: Keys, indices: Array, rows: Sequence[int], span: Span
+    ) -> dict[int, BlockRead]:
+        """Wants for blocks that were served from memory, for read-ahead."""
+        sizes, found = self._sizes_of(keys), indices.tolist()
+        wants = {index: _want(keys[index], sizes[index], span) for index in found}
+        for want, row in zip(wants.values(), rows, strict=True):
+            want.row = row
+        return wants
+
+    def _read(self, plan: "ReadPlan", arrive: Arrive, answers: bytearray) -> None:
         """Have the reader fetch; what stays in memory is added to the hold."""
-        state, hold = self._state, errands.hold
-        indices, asked = list(errands.wants), list(errands.wants.values())
+        hold = plan.hold
+        indices, asked = list(plan.wants), list(plan.wants.values())
 
         def sink(arrived: list[Arrival]) -> None:
             places = [self._place(arrival) for arrival in arrived]
             if hold is not None:
                 lasting = [asked[arrival.index].row for arrival in arrived if arrival.lasting]
-                with state.lock:
+                with self._state.lock:
                     self._state.lease(lasting)
                     hold.rows += lasting
             numbers = [indices[arrival.index] for arrival in arrived]
             staged = [not arrival.lasting for arrival in arrived]
             arrays = np.array(numbers), np.array(places), np.array(staged)
-            arrive(Arrivals(*arrays, verified=bool(errands.verify)), False)
+            arrive(MappedBlocks(*arrays, verified=bool(plan.verify)), False)
 
         if not asked:
             return
-        timeout_s, verify = errands.timeout_s, errands.verify
-        found = self._reader.fetch(asked, timeout_s, verify=verify, sink=sink)
+        found = self._reader.fetch(
+            asked,
+            plan.timeout_s,
+            verify=plan.verify,
+            sink=sink,
+            counts_as_use=hold is not None and not plan.is_rest,
+            read_ahead=not plan.is_rest,
+        )
         for index, answer in zip(indices, found, strict=True):
             answers[index] = _CODES[answer.tier, answer.reason]
 
-    def _sizes_of(self, keys: Keys, span: Span = _ALL) -> list[Size | None]:
-        """Of each key's namespace; None for one that nobody registered, or without that span."""
+    def _sizes_of(self, keys: Keys, span: Span = _ALL) -> list[BlockSize | None]:
+        """Of each key's namespace; None for one that is not registered, or without that span."""
         tags = keys[:, 0].tolist()
         sizes = {tag: self._sizes.get(tag) for tag in set(tags)}
         for tag, size in sizes.items():
@@ -375,16 +397,20 @@ class MappedStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Errands:
-    """What the reader is sent for, by index of the key."""
+class ReadPlan:
+    """One call of the reader."""
 
     wants: dict[int, BlockRead]
+    """By index of the key."""
     timeout_s: float
     verify: bool | None
     hold: Hold | None
+    """None: the caller has a lease, which has counted the use."""
+    is_rest: bool = False
+    """`fetch` has served other blocks of the same call from memory, and counted the use of all."""
 
 
-def _want(words: Array, size: Size | None, span: Span) -> BlockRead:
+def _want(words: Array, size: BlockSize | None, span: Span) -> BlockRead:
     assert size is not None
     start, stop = span if span != _ALL else (0, size.block_bytes)
     key = BlockKey(words.tobytes())

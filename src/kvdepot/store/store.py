@@ -28,6 +28,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.check.online import check_store
 from kvdepot.store.drives.maintenance import DriveMaintenance
+from kvdepot.store.mapped import MappedStore
 from kvdepot.store.namespaces import Namespaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.lease import StoreLease
@@ -43,7 +44,6 @@ from kvdepot.store.write.write_back import Flusher
 
 if TYPE_CHECKING:
     from kvdepot.store.inspect import StoreInspector
-    from kvdepot.store.mapped import MappedStore
 
 
 class Store(Depot):
@@ -261,13 +261,10 @@ class Store(Depot):
         with self._state.lock:
             return {**describe(self._state), "sessions": self._sessions.describe()}
 
-    def mapped(self) -> "MappedStore":
+    def mapped(self) -> MappedStore:
         """This store for processes that map its memory; it must be shared (`dram.shared`)."""
-        from kvdepot.store.mapped import MappedStore
-
-        return MappedStore(
-            self, self._state, self._putter, self._reader, self._prefetcher, self._sessions
-        )
+        parts = (self._state, self._putter, self._reader, self._prefetcher, self._sessions)
+        return MappedStore(*parts, self.register_tag)
 
     def inspect(self) -> "StoreInspector":
         """What tests and benchmarks may see and do beyond the public calls."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvdepot.errors import WireError
-from kvdepot.wire.frames import FRAME_BYTES_MAX, Flag, Frame, Kind, pack, parse
+from kvdepot.wire.frames import FRAME_BYTES_MAX, Flag, Frame, FrameKind, pack, parse
 
 SEND_TIMEOUT_S: Final = 10.0
 """Who does not read for this long is given up."""
@@ -49,12 +49,16 @@ class Channel:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * FRAME_BYTES_MAX)
         self._set_limit(socket.SO_SNDTIMEO, SEND_TIMEOUT_S)
 
-    def send(self, kind: Kind, serial: int, body: bytes | bytearray = b"", flags: int = 0) -> None:
+    def send(
+        self, kind: FrameKind, serial: int, body: bytes | bytearray = b"", flags: int = 0
+    ) -> None:
         """Send one frame. OSError when the other side is gone or does not read."""
         how = socket.MSG_NOSIGNAL if self.is_patient else _AT_ONCE
         self._socket.send(pack(kind, serial, body, flags), how)
 
-    def send_with(self, descriptors: Sequence[int], kind: Kind, serial: int, body: bytes) -> None:
+    def send_with(
+        self, descriptors: Sequence[int], kind: FrameKind, serial: int, body: bytes
+    ) -> None:
         """Send one frame and, with it, open files."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         self._socket.sendmsg([pack(kind, serial, body)], [rights], socket.MSG_NOSIGNAL)
@@ -64,7 +68,7 @@ class Channel:
         step = FRAME_BYTES_MAX // 2
         for at in range(0, max(1, len(text)), step):
             more = Flag.MORE if at + step < len(text) else 0
-            self.send(Kind.TEXT, serial, text[at : at + step], more)
+            self.send(FrameKind.TEXT, serial, text[at : at + step], more)
 
     def receive(self, limit_s: float | None = None) -> Frame | None:
         """The next frame; None when the other side has closed.
@@ -109,7 +113,7 @@ class Channel:
         """The whole text that begins with `first`."""
         parts, length, frame = [], 0, first
         while True:
-            if frame.kind is not Kind.TEXT or frame.serial != first.serial:
+            if frame.kind is not FrameKind.TEXT or frame.serial != first.serial:
                 raise WireError(f"{frame.kind.name} in the middle of a text")
             parts.append(bytes(frame.body))
             length += len(frame.body)

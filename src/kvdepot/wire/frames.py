@@ -27,7 +27,7 @@ _HEAD: Final = struct.Struct("<BBHI")
 HEAD_BYTES: Final = _HEAD.size
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame says. Requests are below 64, answers above."""
 
     HELLO = 1
@@ -93,16 +93,16 @@ class Flag(IntEnum):
 class Frame(NamedTuple):
     """A frame that was received. `body` is good until the next one is."""
 
-    kind: Kind
+    kind: FrameKind
     flags: int
     serial: int
     body: memoryview
 
 
-_KINDS: Final = {int(kind): kind for kind in Kind}
+_KINDS: Final = {int(kind): kind for kind in FrameKind}
 
 
-def pack(kind: Kind, serial: int, body: bytes | bytearray = b"", flags: int = 0) -> bytes:
+def pack(kind: FrameKind, serial: int, body: bytes | bytearray = b"", flags: int = 0) -> bytes:
     """A frame to be sent."""
     if HEAD_BYTES + len(body) > FRAME_BYTES_MAX:
         raise WireError(f"{len(body)} bytes do not fit in a frame")

@@ -40,7 +40,7 @@ PUT_CODES: Final = {put: code for code, put in enumerate(PUTS)}
 Array = npt.NDArray[Any]
 
 
-class Keys:
+class KeyBatch:
     """Keys as they travel, checked for their number and length."""
 
     def __init__(self, raw: bytes) -> None:

@@ -46,13 +46,15 @@ class Reader:
         sink: Sink | None = None,
         is_prefetch: bool = False,
         counts_as_use: bool = True,
+        read_ahead: bool = True,
     ) -> list[Got]:
         """Fill each block's target or say why not. Never raises for a fault of a tier.
 
         Blocks without a target go to `sink` as they arrive; what it raises is passed on. `verify`
         is for what lies in memory (default: as configured); from drives everything is verified.
         `is_prefetch`: no caller waits for it, and it does not count as a use. `counts_as_use`:
-        false where a lease has counted the use already.
+        false where the use was counted already. `read_ahead`: false for a part of a call, where
+        the caller calls `after_read` for the whole.
         """
         state, catalog = self._state, self._state.catalog
         if verify is None:
@@ -89,7 +91,7 @@ class Reader:
                 if not is_prefetch:
                     self._count(call)
                 state.unlease(held)
-        if self.after_read is not None and not is_prefetch:
+        if self.after_read is not None and read_ahead and not is_prefetch:
             self.after_read(reads)
         return call.results
 
