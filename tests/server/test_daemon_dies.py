@@ -11,7 +11,7 @@ from tests.support.daemon_clients import StartDaemon
 from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.client.reconnect import Attachment
+from kvdepot.client.connections import Reconnector
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.block import Got, Put
 from kvdepot.core.depot import Arrival
@@ -169,16 +169,16 @@ def test_a_hang_does_not_let_a_slot_be_used_by_two(daemon: DaemonProcess) -> Non
 def test_attempts_to_attach_get_rarer(tmp_path: Path, start_daemon: StartDaemon) -> None:
     daemon = start_daemon()
     clock = ManualClock()
-    attachment = Attachment(str(daemon.socket), clock, 5.0)
-    with RemoteStore(attachment, {}) as store:
+    reconnector = Reconnector(str(daemon.socket), clock, 5.0)
+    with RemoteStore(reconnector, {}) as store:
         daemon.kill()
         assert len(store.match([])) == 0
         daemon.start()
-        assert not attachment.describe()["is_attached"]
+        assert not reconnector.describe()["is_attached"]
         for pause_s in (0.049, 0.002):
             clock.advance(pause_s)
             store.match([])
-        assert attachment.describe()["is_attached"]
+        assert reconnector.describe()["is_attached"]
 
 
 def test_a_new_daemon_with_less_room_refuses_what_does_not_fit(start_daemon: StartDaemon) -> None:

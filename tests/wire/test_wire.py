@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import WireError
 from kvdepot.wire import messages
-from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import FRAME_BYTES_MAX, HEAD_BYTES, KEYS_MAX, Flag, FrameKind, pack, parse
+from kvdepot.wire.frames import (
+    FRAME_BYTES_MAX,
+    HEAD_BYTES,
+    KEYS_MAX,
+    Channel,
+    Flag,
+    FrameKind,
+    pack,
+    parse,
+)
 
 FORMS = [
     messages.Hello(messages.MAGIC, 1, 2, 3, 0, 4, bytes(range(16))),

@@ -1,37 +1,134 @@
-"""A session with one daemon: its memory, mapped here, and a few connections to it.
+"""Connections to one daemon, its memory mapped here, and attaching again after it was gone.
 
-A session ends once: when a connection breaks, an answer is late or makes no sense, or the store is
-closed. Its sockets are closed, and with them everything given back, only after the last user has
-left: a call that copies, a lease, a reservation. So the daemon never gives a slot to somebody else
-that is still read or written here.
+All connections of a client end together: when one breaks, an answer is late or makes no sense, or
+the store is closed. The sockets are closed, and with them everything the daemon holds for this
+client is released, only after the last user has left: a call that copies, a lease, a reservation.
+So the daemon never reuses a slot that is still read or written here.
 """
 
+import json
 import os
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.client.link import DaemonAwayError, Link, connect
-from kvdepot.errors import DaemonError, WireError
+from kvdepot.codec.record import VERSION as RECORD_VERSION
+from kvdepot.core.clock import Clock
+from kvdepot.core.depot import NamespaceHandle
+from kvdepot.core.log import RateLimitedLog
+from kvdepot.core.namespace import FORMAT_VERSION
+from kvdepot.errors import ConfigError, DaemonError, WireError
 from kvdepot.tiers.memory.memory import Memory
-from kvdepot.wire.frames import FrameKind
-from kvdepot.wire.messages import NO_TOKEN
+from kvdepot.wire import messages
+from kvdepot.wire.frames import PROTOCOL, Channel, Flag, Frame, FrameKind
 
+HELLO_TIMEOUT_S: Final = 2.0
 _LINKS_MAX: Final = 8
-"""Connections of a session; calls beyond them wait for one."""
+"""Connections of a client; calls beyond them wait for one."""
 _WAIT_S: Final = 30.0
+_PAUSE_FIRST_S: Final = 0.05
+_PAUSE_MAX_S: Final = 2.0
+_SHARE: Final = 10
+"""An attempt to attach that took long is followed by a pause this many times as long."""
+_SERIALS: Final = 1 << 32
+_UNANSWERED: Final = (FrameKind.RELEASE, FrameKind.ABANDON, FrameKind.CANCEL_HINT)
+_log: Final = RateLimitedLog("kvdepot.client")
 
 
-class Session:
-    """Thread-safe."""
+class DaemonAwayError(Exception):
+    """The daemon is gone, or does not answer in time. Never leaves this package: a miss instead."""
 
-    def __init__(self, path: str) -> None:
-        """DaemonAwayError when nobody answers, DaemonError when they cannot be used."""
+
+class Link:
+    """One connection: a request, and its answers, at a time. For one thread at a time."""
+
+    def __init__(self, channel: Channel, welcome: messages.Welcome) -> None:
+        self.welcome = welcome
+        self.waiting = 0
+        """Requests whose last answer has not been received."""
+        self._channel = channel
+        self._serial = 0
+
+    def call(self, kind: FrameKind, body: bytes, limit_s: float, flags: int = 0) -> Frame:
+        """One request and its one answer. ConfigError when the daemon refuses a setting."""
+        return self.answer(self.send(kind, body, flags), limit_s)
+
+    def send(self, kind: FrameKind, body: bytes = b"", flags: int = 0) -> int:
+        """Send a request. Returns its serial, for `answer`."""
+        self._serial = (self._serial + 1) % _SERIALS
+        try:
+            self._channel.send(kind, self._serial, body, flags)
+        except OSError as error:
+            raise DaemonAwayError(str(error)) from error
+        if kind not in _UNANSWERED:
+            self.waiting += 1
+        return self._serial
+
+    def follow_up(self, serial: int, kind: FrameKind) -> None:
+        """Send something that belongs to a request under way."""
+        try:
+            self._channel.send(kind, serial)
+        except OSError as error:
+            raise DaemonAwayError(str(error)) from error
+
+    def answer(self, serial: int, limit_s: float) -> Frame:
+        """The next answer to a request."""
+        try:
+            frame = self._channel.receive(limit_s)
+        except (OSError, WireError) as error:
+            raise DaemonAwayError(str(error)) from error
+        if frame is None:
+            raise DaemonAwayError("the daemon has closed the connection")
+        if frame.serial != serial:
+            raise DaemonAwayError("an answer to another request")
+        if frame.kind is not FrameKind.ARRIVED or frame.flags & Flag.LAST:
+            self.waiting -= 1
+        if frame.kind is FrameKind.REFUSED:
+            raise _refusal_of(frame)
+        return frame
+
+    def number(self, kind: FrameKind, body: bytes, limit_s: float) -> int:
+        """The answer to a request that is answered with a number."""
+        frame = expect(self.call(kind, body, limit_s), FrameKind.NUMBER)
+        return messages.Number.parse(frame.body).value
+
+    def text(self, kind: FrameKind, body: bytes, limit_s: float) -> Any:
+        """The answer to a request that is answered with JSON."""
+        first = self.call(kind, body, limit_s)
+        try:
+            return json.loads(self._channel.receive_text(first, limit_s))
+        except (OSError, WireError, ValueError) as error:
+            raise DaemonAwayError(str(error)) from error
+
+    def is_open(self) -> bool:
+        return self._channel.is_open()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def expect(frame: Frame, kind: FrameKind) -> Frame:
+    """The frame, if it is of a kind."""
+    if frame.kind is not kind:
+        raise DaemonAwayError(f"{frame.kind.name} instead of {kind.name}")
+    return frame
+
+
+class Connections:
+    """What one attachment to a daemon consists of. Thread-safe."""
+
+    def __init__(self, path: str, call_s: float, count_away: Callable[[], None]) -> None:
+        """See `connect` for what it raises."""
         self.path = path
-        link, (*arena_fds, staging_fd) = connect(path, NO_TOKEN)
+        self.call_s = call_s
+        """How much longer than asked for an answer may take."""
+        self.count_away = count_away
+        """A call was answered without the daemon."""
+        link, (*arena_fds, staging_fd) = connect(path, messages.NO_TOKEN)
         self.welcome = link.welcome
         sizes = (self.welcome.arena_bytes, self.welcome.cxl_bytes)
         try:
@@ -64,12 +161,12 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether leases and reservations of this session are void."""
+        """Whether leases and reservations made over these connections are void."""
         return self._over or os.getpid() != self.pid
 
     @contextmanager
     def link(self) -> Iterator[Link]:
-        """A connection for one call. A failure in the midst of a request ends the session."""
+        """A connection for one call. A failure in the midst of a request ends all of them."""
         self.enter()
         try:
             link = self._borrow()
@@ -81,25 +178,28 @@ class Session:
             finally:
                 if link.waiting:
                     self.end()
-                self._give_back(link)
+                with self._changed:
+                    self._idle.append(link)
+                    self._changed.notify()
         finally:
             self.leave()
 
     def tell(self, kind: FrameKind, body: bytes) -> None:
-        """Send something that has no answer. Nothing happens if the session is over."""
+        """Send a request that has no answer. Nothing happens if the connections are over."""
         if self.over:
             return
         try:
             with self.link() as link:
                 link.send(kind, body)
         except DaemonAwayError:
-            return  # with the session everything is given back
+            return  # with the connections everything is released
 
-    def is_intact(self) -> bool:
-        """Whether the daemon has held for us, until now, what it said it would."""
+    def check_intact(self) -> None:
+        """DaemonAwayError unless the daemon has held until now what it said it would."""
         with self._changed:
             links = list(self._links)
-        return not self._over and all(link.is_open() for link in links)
+        if self._over or not all(link.is_open() for link in links):
+            raise DaemonAwayError("the daemon went while its blocks were read")
 
     def release(self, numbers: list[int]) -> None:
         """End leases."""
@@ -108,10 +208,10 @@ class Session:
             self.tell(FrameKind.RELEASE, np.array(held, "<u8").tobytes())
 
     def enter(self) -> None:
-        """Somebody uses the session's memory until `leave`."""
+        """The memory is in use until `leave`."""
         with self._changed:
             if self.over:
-                raise DaemonAwayError("the session is over")
+                raise DaemonAwayError("the connections are over")
             self._users += 1
 
     def leave(self) -> None:
@@ -142,20 +242,226 @@ class Session:
                 raise DaemonAwayError("no connection is free")
             if self._idle:
                 return self._idle.pop()
-            link = self._join()
+            try:
+                link, _ = connect(self.path, self.welcome.token)
+            except DaemonError as error:
+                raise DaemonAwayError(str(error)) from error
             self._links.append(link)
             return link
 
     def _can_borrow(self) -> bool:
         return self._over or bool(self._idle) or len(self._links) < _LINKS_MAX
 
-    def _join(self) -> Link:
-        try:
-            return connect(self.path, self.welcome.token)[0]
-        except DaemonError as error:
-            raise DaemonAwayError(str(error)) from error
 
-    def _give_back(self, link: Link) -> None:
-        with self._changed:
-            self._idle.append(link)
-            self._changed.notify()
+class Reconnector:
+    """The connections to a daemon, made anew after it was gone. Thread-safe.
+
+    No thread watches: a call that finds the connections broken attaches anew, if the last attempt
+    was long enough ago; otherwise it is answered at once, as a miss.
+    """
+
+    def __init__(self, path: str, clock: Clock, call_s: float) -> None:
+        self.path = path
+        self.call_s = call_s
+        """How much longer than asked for an answer may take."""
+        self.reason = ""
+        """Why there is no daemon; empty if there is one."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._spaces: dict[bytes, NamespaceHandle] = {}
+        self._current: Connections | None = None
+        self._pause_s = _PAUSE_FIRST_S
+        self._retry_at = 0.0
+        self._counts = {"attached": 0, "lost": 0, "away": 0}
+
+    def begin(self) -> messages.Welcome:
+        """Attach for the first time. Raises DaemonError with the reason when that fails."""
+        with self._lock:
+            try:
+                self._current = self._attach()
+            except DaemonAwayError as error:
+                raise DaemonError(
+                    self.path,
+                    f"no daemon answers: {error}",
+                    hint=f"start one: kvdepot serve --socket {self.path}",
+                ) from error
+            return self._current.welcome
+
+    def connections(self) -> Connections:
+        """Those in force, or new ones. DaemonAwayError when no daemon answers."""
+        with self._lock:
+            current = self._current
+            if current is not None and current.is_usable():
+                return current
+            if current is not None:
+                self._current = None
+                self._counts["lost"] += 1
+                current.end()
+                _log.warning(
+                    "the daemon at %s is gone: calls are misses until it is back", self.path
+                )
+            if self._clock.now() < self._retry_at:
+                raise DaemonAwayError(self.reason)
+            self._current = self._try_again()
+            return self._current
+
+    @contextmanager
+    def link(self) -> Iterator[tuple[Connections, Link]]:
+        """A connection for one call."""
+        connections = self.connections()
+        with connections.link() as link:
+            yield connections, link
+
+    def register(self, space: NamespaceHandle) -> None:
+        """Tell the daemon, and every later one, of a namespace. ConfigError when it refuses.
+
+        Without a daemon it is told later.
+        """
+        try:
+            with self.link() as (_, link):
+                _register(link, space, self.call_s)
+        except DaemonAwayError:
+            self.count_away()
+        with self._lock:
+            self._spaces[space.tag] = space
+
+    def count_away(self) -> None:
+        """A call was answered without the daemon."""
+        with self._lock:
+            self._counts["away"] += 1
+
+    def describe(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "socket": self.path,
+                "is_attached": self._current is not None,
+                "reason": self.reason,
+                **self._counts,
+            }
+
+    def end(self) -> None:
+        with self._lock:
+            connections, self._current = self._current, None
+        if connections is not None:
+            connections.end()
+
+    def _try_again(self) -> Connections:
+        """Lock held."""
+        began = self._clock.now()
+        try:
+            connections = self._attach()
+        except (DaemonAwayError, DaemonError) as error:
+            self.reason = str(error)
+            now = self._clock.now()
+            self._retry_at = now + max(self._pause_s, _SHARE * (now - began))
+            self._pause_s = min(2 * self._pause_s, _PAUSE_MAX_S)
+            raise DaemonAwayError(self.reason) from error
+        _log.info(
+            "attached again to the daemon at %s, process %d", self.path, connections.welcome.pid
+        )
+        return connections
+
+    def _attach(self) -> Connections:
+        """Lock held."""
+        connections = Connections(self.path, self.call_s, self.count_away)
+        self.reason = ""
+        try:
+            with connections.link() as link:
+                for space in self._spaces.values():
+                    self._register_again(link, space)
+        except DaemonAwayError:
+            connections.end()
+            raise
+        self._pause_s = _PAUSE_FIRST_S
+        self._counts["attached"] += 1
+        return connections
+
+    def _register_again(self, link: Link, space: NamespaceHandle) -> None:
+        """A new daemon may have less room; it then answers REFUSED and absent by itself."""
+        try:
+            _register(link, space, self.call_s)
+        except ConfigError as error:
+            self.reason = str(error)
+
+
+def _register(link: Link, space: NamespaceHandle, call_s: float) -> None:
+    description = json.dumps(space.namespace.description(), sort_keys=True).encode()
+    head = messages.Register(space.tag, space.block_bytes, space.chunk_bytes)
+    link.number(FrameKind.REGISTER, head.body() + description, call_s)
+
+
+def connect(path: str, token: bytes) -> tuple[Link, list[int]]:
+    """A new connection and, for a new client, the descriptors of the daemon's memory.
+
+    DaemonAwayError when no daemon answers, DaemonError when it is one that cannot be used.
+    """
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connected.settimeout(HELLO_TIMEOUT_S)
+        connected.connect(path)
+        return _greet(path, Channel(connected), token)
+    except (OSError, WireError) as error:
+        connected.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DaemonAwayError(reason) from error
+    except DaemonError:
+        connected.close()
+        raise
+
+
+def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
+    hello = messages.Hello(
+        messages.MAGIC, PROTOCOL, FORMAT_VERSION, RECORD_VERSION, 0, os.getpid(), token
+    )
+    channel.send(FrameKind.HELLO, 0, hello.body())
+    frame, descriptors = channel.receive_with(HELLO_TIMEOUT_S)
+    try:
+        welcome = _welcome(path, frame, len(descriptors), is_new=token == messages.NO_TOKEN)
+    except (WireError, DaemonError):
+        for fd in descriptors:
+            os.close(fd)
+        raise
+    return Link(channel, welcome), descriptors
+
+
+def _welcome(path: str, frame: Frame | None, files: int, *, is_new: bool) -> messages.Welcome:
+    if frame is None:
+        raise WireError("the daemon hung up")
+    if frame.kind is FrameKind.REFUSED:
+        raise _refused(path, frame)
+    if frame.kind is not FrameKind.WELCOME:
+        raise WireError(f"{frame.kind.name} instead of WELCOME")
+    welcome = messages.Welcome.parse(frame.body)
+    expected = 0 if not is_new else 3 if welcome.cxl_bytes else 2
+    if files != expected:
+        raise WireError(f"{files} descriptors instead of {expected}")
+    return welcome
+
+
+def _refused(path: str, frame: Frame) -> DaemonError:
+    said = _json_of(frame)
+    ours = messages.versions(PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
+    theirs = said.get("daemon", "")
+    if theirs and theirs != ours:
+        return DaemonError(
+            path,
+            f"the daemon speaks {theirs}; this client speaks {ours}",
+            hint="install the same version of kvdepot on both sides, and restart the daemon",
+        )
+    return DaemonError(path, f"the daemon refused: {said.get('reason', 'no reason given')}")
+
+
+def _refusal_of(frame: Frame) -> ConfigError:
+    """What the daemon said about a setting."""
+    said = _json_of(frame)
+    path = str(said.get("path", "daemon"))
+    reason = str(said.get("reason", "refused")).removeprefix(f"{path}: ")
+    return ConfigError(path, reason, hint=str(said.get("hint", "")))
+
+
+def _json_of(frame: Frame) -> dict[str, Any]:
+    try:
+        said = json.loads(bytes(frame.body))
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -6,13 +6,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.client.connections import Session
-from kvdepot.client.link import DaemonAwayError, Link, expect
+from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.codec.record import HEAD_BYTES, PAGE, TABLE_OFFSET, record_bytes
 from kvdepot.core.block import ANSWERS, MISS, BlockKey, Got
 from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
 from kvdepot.store.read.request import BlockRead
-from kvdepot.tiers.memory.copy_ops import read_op, transfers
+from kvdepot.tiers.memory.copy_ops import copy_op, read_op, transfers
 from kvdepot.tiers.memory.memory import Memory
 from kvdepot.wire import messages
 from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
@@ -35,81 +34,80 @@ def batches(keys: Sized) -> Iterator[range]:
 class Getter:
     """Serves `get` over one connection."""
 
-    def __init__(self, session: Session, link: Link, timeout_s: float, call_s: float) -> None:
-        self._session = session
+    def __init__(self, connections: Connections, link: Link, timeout_s: float) -> None:
+        self._connections = connections
         self._link = link
         self._timeout_s = timeout_s
-        self._limit_s = timeout_s + call_s
+        self._limit_s = timeout_s + connections.call_s
 
-    def fetch(self, wants: Sequence[BlockRead]) -> list[Got]:
-        """Fill each want's target or say why not. DaemonAwayError: nothing can be said of any."""
-        answers = [AWAY] * len(wants)
-        for span, indices in _by_span(wants).items():
+    def fetch(self, reads: Sequence[BlockRead]) -> list[Got]:
+        """Fill each target or say why not. DaemonAwayError: nothing can be said of any."""
+        answers = [AWAY] * len(reads)
+        for span, indices in _by_span(reads).items():
             for part in batches(indices):
                 chosen = [indices[at] for at in part]
-                found = self._fetch(span, [wants[index] for index in chosen])
+                found = self._fetch(span, [reads[index] for index in chosen])
                 for index, answer in zip(chosen, found, strict=True):
                     answers[index] = answer
         return answers
 
-    def _fetch(self, span: tuple[int, int], wants: Sequence[BlockRead]) -> list[Got]:
-        answers, damaged = self._ask(span, wants, again=False)
+    def _fetch(self, span: tuple[int, int], reads: Sequence[BlockRead]) -> list[Got]:
+        answers, damaged = self._ask(span, reads, again=False)
         if not damaged:
             return answers
         # The daemon sees for itself: it drops the damaged copy and looks for another.
-        found, lost = self._ask(span, [wants[index] for index in damaged], again=True)
+        found, lost = self._ask(span, [reads[index] for index in damaged], again=True)
         for at, index in enumerate(damaged):
             answers[index] = _CORRUPT if at in lost else found[at]
         return answers
 
     def _ask(
-        self, span: tuple[int, int], wants: Sequence[BlockRead], *, again: bool
+        self, span: tuple[int, int], reads: Sequence[BlockRead], *, again: bool
     ) -> tuple[list[Got], list[int]]:
         """The answers, and which blocks were not what their checksums say.
 
         `again`: the daemon is to verify all of them itself.
         """
         head = messages.Fetch(*span, again, self._timeout_s)
-        keys = b"".join([want.key for want in wants])
+        keys = b"".join([read.key for read in reads])
         serial = self._link.send(FrameKind.FETCH, head.body() + keys)
         damaged: list[int] = []
         while (frame := self._link.answer(serial, self._limit_s)).kind is FrameKind.ARRIVED:
             flags = frame.flags
-            number, arrivals = arrivals_of(frame, len(wants))
-            verify = self._session.welcome.verify and not flags & Flag.VERIFIED
+            number, arrivals = arrivals_of(frame, len(reads))
+            verify = self._connections.welcome.verify and not flags & Flag.VERIFIED
             take = self._take_whole if span == (0, 0) else self._take_parts
-            damaged += take(arrivals, wants, verify=bool(verify))
+            damaged += take(arrivals, reads, verify=bool(verify))
             if flags & Flag.LAST:
-                answers = _only(arrivals, len(wants), self._session.welcome)
+                answers = _only(arrivals, len(reads), self._connections.welcome)
                 break
             if flags & Flag.LENT:
                 self._link.follow_up(serial, FrameKind.TAKEN)
         else:
-            number, answers = answers_of(frame, len(wants))
-        if not self._session.is_intact():
-            raise DaemonAwayError("the daemon went while its blocks were copied")
+            number, answers = answers_of(frame, len(reads))
+        self._connections.check_intact()
         if number:
             self._link.send(FrameKind.RELEASE, messages.Number(number).body())
         return answers, damaged
 
     def _take_whole(
-        self, arrivals: Array, wants: Sequence[BlockRead], *, verify: bool
+        self, arrivals: Array, reads: Sequence[BlockRead], *, verify: bool
     ) -> list[int]:
         """Copy blocks that have come. Returns which are damaged."""
         indices = arrivals["index"].tolist()
-        chosen = [wants[index] for index in indices]
+        chosen = [reads[index] for index in indices]
         ops = np.zeros(len(chosen), TRANSFER_DTYPE)
-        ops["nbytes"] = [want.payload_bytes for want in chosen]
-        ops["target"] = [want.target for want in chosen]
-        ops["chunk_bytes"] = [want.chunk_bytes for want in chosen]
-        slots = slots_in(self._session, arrivals, ops["nbytes"].astype(np.int64))
+        ops["nbytes"] = [read.payload_bytes for read in chosen]
+        ops["target"] = [read.target for read in chosen]
+        ops["chunk_bytes"] = [read.chunk_bytes for read in chosen]
+        slots = slots_in(self._connections, arrivals, ops["nbytes"].astype(np.int64))
         ops["source"], ops["table"] = slots + HEAD_BYTES, slots + TABLE_OFFSET
         ops["mode"] = VERIFY if verify else COPY
         transfer(ops)
         return [indices[at] for at in np.flatnonzero(ops["result"]).tolist()]
 
     def _take_parts(
-        self, arrivals: Array, wants: Sequence[BlockRead], *, verify: bool
+        self, arrivals: Array, reads: Sequence[BlockRead], *, verify: bool
     ) -> list[int]:
         """`_take_whole` for ranges of layers.
 
@@ -119,13 +117,13 @@ class Getter:
         partial: list[tuple[Any, ...]] = []
         indices = []
         for location, index, staged in arrivals.tolist():
-            want = wants[index]
-            memory = self._session.staging if staged else self._session.arena
-            slot = address_in(memory, location, want.payload_bytes)
-            load = want.load(_NO_IMAGE, location)
+            read = reads[index]
+            memory = self._connections.staging if staged else self._connections.arena
+            slot = address_in(memory, location, read.payload_bytes)
+            load = read.load(_NO_IMAGE, location)
             indices.append(index)
             if not verify or not load.copy_to:
-                partial.append(_copy_op(slot, want))
+                partial.append(copy_op(slot, read.target, read.start, read.stop))
             if verify:
                 ops.append(read_op(slot, load, load.copy_to))
         codes = transfers(ops).tolist() if ops else []
@@ -146,14 +144,14 @@ def arrivals_of(frame: Frame, count: int) -> tuple[int, Array]:
     """What ARRIVED says: the number of the hold if it is the last, and rows of ARRIVAL_DTYPE."""
     number, rows = messages.table(frame.body, messages.ARRIVAL_DTYPE)
     if len(rows) and rows["index"].max() >= count:
-        raise DaemonAwayError("a block arrived that nobody asked for")
+        raise DaemonAwayError("a block arrived that was not asked for")
     return number, rows
 
 
-def slots_in(session: Session, arrivals: Array, payload_bytes: Array) -> Array:
+def slots_in(connections: Connections, arrivals: Array, payload_bytes: Array) -> Array:
     """Addresses of slots. The daemon is trusted with our bytes, not with our process."""
     staged = arrivals["staged"] != 0
-    arena, staging = session.arena, session.staging
+    arena, staging = connections.arena, connections.staging
     room = np.where(staged, staging.nbytes, arena.nbytes)
     places = arrivals["location"]
     ends = places + HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
@@ -192,14 +190,9 @@ def _only(arrivals: Array, count: int, welcome: messages.Welcome) -> list[Got]:
     return answers
 
 
-def _by_span(wants: Sequence[BlockRead]) -> dict[tuple[int, int], list[int]]:
+def _by_span(reads: Sequence[BlockRead]) -> dict[tuple[int, int], list[int]]:
     spans: dict[tuple[int, int], list[int]] = {}
-    for index, want in enumerate(wants):
-        span = (0, 0) if want.is_whole else (want.start, want.stop)
+    for index, read in enumerate(reads):
+        span = (0, 0) if read.is_whole else (read.start, read.stop)
         spans.setdefault(span, []).append(index)
     return spans
-
-
-def _copy_op(slot: int, want: BlockRead) -> tuple[int, ...]:
-    source = slot + HEAD_BYTES + want.start
-    return (0, source, want.target, want.stop - want.start, 0, 0, COPY)

@@ -1,65 +1,111 @@
-"""Telling a daemon of the future: sessions and hints, in parts that fit in a frame."""
+"""Telling a daemon what will be wanted: sessions and hints, in parts that fit in a frame."""
 
+import time
 from collections.abc import Sequence
+from typing import Final
 
+from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.client.get import batches, keys_of
-from kvdepot.client.hint import Asked, hinted_of
-from kvdepot.client.link import Link
 from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import PrefetchHint
 from kvdepot.core.order import SessionState
 from kvdepot.index.table import Keys
 from kvdepot.wire import messages
 from kvdepot.wire.frames import FrameKind
 
+_ASK_S_MAX: Final = 5.0
+"""One question waits this long at most, so that a connection is not taken for long."""
 
-class Teller:
-    """Tells of one session over one connection."""
 
-    def __init__(self, link: Link, name: str, state: SessionState, call_s: float) -> None:
-        self._link = link
-        self._name = name.encode()
-        self._state = state
-        self._call_s = call_s
+class RemoteHint(PrefetchHint):
+    """Over when the daemon is gone, or this client. A long prompt, or one in several shards, is
+    several hints of the daemon.
+    """
 
-    def tell(self, tag: bytes, words: Keys | None) -> int:
-        """The session's prompt in one namespace. Returns how many of its blocks are there.
+    def __init__(self, connections: Connections | None, hinted: list[messages.Hinted]) -> None:
+        self.wanted = sum(each.wanted for each in hinted)
+        self._connections = connections
+        self._left = [each.number for each in hinted if each.number]
+        self._brought = dict.fromkeys(self._left, 0)
 
-        A prompt of many parts is remembered first, and then told of as a whole.
-        """
-        parts = list(batches(words)) if words is not None else []
-        if words is None or len(parts) == 1:
-            return self._say(tag, b"" if words is None else words.tobytes(), 0, self._state)
-        for part in parts:
-            raw = words[part.start : part.stop].tobytes()
-            self._say(tag, raw, part.start, SessionState.ALIVE)
-        return self._say(tag, b"", 0, self._state)
+    @property
+    def brought(self) -> int:
+        if self._connections is not None:
+            self._left = [one for one in self._left if not self._ended(self._connections, one, 0.0)]
+        return sum(self._brought.values())
 
-    def _say(self, tag: bytes, raw: bytes, start: int, state: SessionState) -> int:
-        head = messages.Told(tag, state, len(self._name), start)
-        return self._link.number(FrameKind.SESSION, head.body() + self._name + raw, self._call_s)
+    def cancel(self) -> None:
+        if self._connections is not None:
+            for number in self._left:
+                body = messages.Number(number).body()
+                self._connections.tell(FrameKind.CANCEL_HINT, body)
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self._left and self._connections is not None:
+            left_s = max(0.0, deadline - time.monotonic())
+            if self._ended(self._connections, self._left[0], min(left_s, _ASK_S_MAX)):
+                self._left.pop(0)
+            elif not left_s:
+                return False
+        return True
+
+    def _ended(self, connections: Connections, number: int, timeout_s: float) -> bool:
+        """Ask what has become of a hint, after `timeout_s` or when it is over."""
+        body = messages.AwaitHint(number, timeout_s).body()
+        try:
+            with connections.link() as link:
+                frame = link.call(FrameKind.AWAIT_HINT, body, timeout_s + connections.call_s)
+                said = messages.Brought.parse(expect(frame, FrameKind.BROUGHT).body)
+        except DaemonAwayError:
+            connections.count_away()
+            return True
+        self._brought[number] = said.brought
+        return bool(said.ended)
+
+
+def tell_session(
+    link: Link, tag: bytes, words: Keys | None, name: str, state: SessionState, call_s: float
+) -> int:
+    """A session's prompt in one namespace. Returns how many of its blocks are there.
+
+    A prompt of many parts is remembered first, and then told of as a whole.
+    """
+
+    def tell(raw: bytes, start: int, state: SessionState) -> int:
+        encoded = name.encode()
+        head = messages.Told(tag, state, len(encoded), start)
+        return link.number(FrameKind.SESSION, head.body() + encoded + raw, call_s)
+
+    parts = list(batches(words)) if words is not None else []
+    if words is None or len(parts) == 1:
+        return tell(b"" if words is None else words.tobytes(), 0, state)
+    for part in parts:
+        tell(words[part.start : part.stop].tobytes(), part.start, SessionState.ALIVE)
+    return tell(b"", 0, state)
 
 
 def hint_keys(
     link: Link, keys: Sequence[BlockKey], deadline_s: float, call_s: float
-) -> list[Asked]:
+) -> list[messages.Hinted]:
     """Hint at a prompt, as far as it is there."""
-    asked = []
+    found = []
     for part in batches(keys):
         body = messages.Seconds(deadline_s).body() + keys_of(keys, part)
-        said = hinted_of(link, FrameKind.HINT, body, call_s)
-        asked.append(Asked(said.number, said.wanted))
-        if said.resident < len(part):
+        found.append(_hint(link, FrameKind.HINT, body, call_s))
+        if found[-1].resident < len(part):
             break
-    return asked
+    return found
 
 
 def hint_sessions(
     link: Link, tags: Sequence[bytes], name: str, deadline_s: float, call_s: float
-) -> list[Asked]:
+) -> list[messages.Hinted]:
     """Hint at what a name stands for in each namespace."""
-    asked = []
-    for tag in tags:
-        body = messages.Named(tag, deadline_s).body() + name.encode()
-        said = hinted_of(link, FrameKind.HINT_SESSION, body, call_s)
-        asked.append(Asked(said.number, said.wanted))
-    return asked
+    bodies = [messages.Named(tag, deadline_s).body() + name.encode() for tag in tags]
+    return [_hint(link, FrameKind.HINT_SESSION, body, call_s) for body in bodies]
+
+
+def _hint(link: Link, kind: FrameKind, body: bytes, call_s: float) -> messages.Hinted:
+    frame = link.call(kind, body, call_s)
+    return messages.Hinted.parse(expect(frame, FrameKind.HINTED).body)

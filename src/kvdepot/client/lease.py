@@ -1,12 +1,12 @@
 """A lease on blocks of a daemon's store."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from kvdepot.client.connections import Session
-from kvdepot.client.get import AWAY, answers_of, arrivals_of, payload_in
-from kvdepot.client.link import DaemonAwayError, Link
+from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
+from kvdepot.client.get import AWAY, answers_of, arrivals_of, batches, keys_of, payload_in
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.core.depot import Arrival, Lease, Sink
 from kvdepot.errors import LeaseError
@@ -18,7 +18,7 @@ _AS_CONFIGURED: Final = 2
 
 
 @dataclass(slots=True)
-class Part:
+class LeasedBatch:
     """As many blocks of a lease as fit in a frame."""
 
     number: int
@@ -32,45 +32,39 @@ class Part:
         return self.start + len(self.places)
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a lease needs of the store that gave it."""
-
-    spaces: Namespaces
-    call_s: float
-    read_timeout_s: float
-    check_open: Callable[[], None]
-    count_away: Callable[[], None]
-
-
 class RemoteLease(Lease):
     """When the daemon is gone the lease is over, without an error: nothing is in view, what is to
     be delivered is a miss, and views that are held stay readable.
     """
 
     def __init__(
-        self, keys: list[BlockKey], parts: list[Part], session: Session | None, terms: Terms
+        self,
+        keys: list[BlockKey],
+        parts: list[LeasedBatch],
+        connections: Connections | None,
+        namespaces: Namespaces,
+        check_open: Callable[[], None],
     ) -> None:
         self.keys = keys
         self._parts = parts
-        self._session = session
-        self._terms = terms
+        self._connections = connections
+        self._namespaces = namespaces
+        self._check_open = check_open
 
     def view(self, index: int) -> memoryview | None:
         self._check()
         position = range(len(self.keys))[index]
-        session = self._session
-        if session is None or session.over:
+        connections = self._connections
+        if connections is None or connections.over:
             return None
         part = next(part for part in self._parts if part.start <= position < part.stop)
+        if part.places[position - part.start]["location"] == messages.NOWHERE:
+            self._look_again(connections, part)
         place = part.places[position - part.start]
-        if place["location"] == messages.NOWHERE:
-            self._look_again(session, part)
-            place = part.places[position - part.start]
         if place["location"] == messages.NOWHERE:
             return None
         where, nbytes = int(place["location"]), int(place["nbytes"])
-        return payload_in(session.arena, where, nbytes).toreadonly()
+        return payload_in(connections.arena, where, nbytes).toreadonly()
 
     def deliver(
         self,
@@ -81,98 +75,88 @@ class RemoteLease(Lease):
         verify: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Got]:
-        """If the daemon goes meanwhile all answers are false, also for blocks
-        that were handed over.
+        """If the daemon goes meanwhile all answers are false, also for blocks that were handed
+        over.
         """
         self._check()
         asked = range(len(self.keys))[start:stop]
-        self._terms.spaces.whole_reads(self.keys[asked.start : asked.stop])
+        reads = self._namespaces.whole_reads(self.keys[asked.start : asked.stop])
         answers = [AWAY] * len(asked)
-        session = self._session
-        if session is None:
+        connections = self._connections
+        if connections is None:
             return answers
         if timeout_s is None:
-            timeout_s = self._terms.read_timeout_s
-        courier = Courier(self, session, sink, verify, timeout_s)
+            timeout_s = connections.welcome.read_timeout_s
+        how = _AS_CONFIGURED if verify is None else int(verify)
+
+        def hand_over(frame: Frame, first: int, count: int) -> None:
+            arrivals = []
+            for location, index, staged in arrivals_of(frame, count)[1].tolist():
+                memory = connections.staging if staged else connections.arena
+                nbytes = reads[first - asked.start + index].payload_bytes
+                view = payload_in(memory, location, nbytes).toreadonly()
+                arrivals.append(Arrival(first + index, view, not staged))
+            sink(arrivals)
+
         try:
-            with session.link() as link:
+            with connections.link() as link:
                 for part in self._parts:
                     first, last = max(part.start, asked.start), min(part.stop, asked.stop)
-                    if first < last:
-                        found = courier.deliver(link, part, range(first, last))
-                        answers[first - asked.start : last - asked.start] = found
+                    if first >= last:
+                        continue
+                    span = (first - part.start, last - part.start)
+                    body = messages.Deliver(part.number, *span, how, timeout_s).body()
+                    serial = link.send(FrameKind.DELIVER, body)
+                    take = partial(hand_over, first=first, count=last - first)
+                    frame = _receive(link, serial, timeout_s + connections.call_s, take)
+                    found = answers_of(frame, last - first)[1]
+                    answers[first - asked.start : last - asked.start] = found
+                    connections.check_intact()
         except DaemonAwayError:
-            self._terms.count_away()
-            answers = [AWAY] * len(asked)
+            connections.count_away()
+            return [AWAY] * len(asked)
         return answers
 
     def _release(self) -> None:
-        if self._session is not None:
-            self._session.release([part.number for part in self._parts])
-            self._session.leave()
+        if self._connections is not None:
+            self._connections.release([part.number for part in self._parts])
+            self._connections.leave()
 
-    def block_bytes(self, index: int) -> int:
-        """Length of a block's payload."""
-        return self._terms.spaces.of(self.keys[index]).block_bytes
-
-    @property
-    def call_s(self) -> float:
-        return self._terms.call_s
-
-    def _look_again(self, session: Session, part: Part) -> None:
+    def _look_again(self, connections: Connections, part: LeasedBatch) -> None:
         try:
-            with session.link() as link:
+            with connections.link() as link:
                 body = messages.Number(part.number).body()
-                frame = link.call(FrameKind.WHERE, body, self._terms.call_s)
-                part.places = places_of(frame, len(part.places))
+                frame = link.call(FrameKind.WHERE, body, connections.call_s)
+                part.places = _places_of(frame, len(part.places))
         except DaemonAwayError:
-            self._terms.count_away()
+            connections.count_away()
 
     def _check(self) -> None:
         if self._released:
             raise LeaseError("the lease was released")
-        self._terms.check_open()
+        self._check_open()
 
 
-class Courier:
-    """Hands arriving blocks to the caller's sink."""
+def lease_blocks(
+    connections: Connections, link: Link, keys: Sequence[BlockKey]
+) -> list[LeasedBatch]:
+    """Lease the resident prefix of keys."""
+    found = []
+    for part in batches(keys):
+        frame = link.call(FrameKind.LEASE, keys_of(keys, part), connections.call_s)
+        number, rows = messages.table(expect(frame, FrameKind.LEASED).body, messages.PLACE_DTYPE)
+        if len(rows) > len(part):
+            raise DaemonAwayError("more blocks than were asked for")
+        if len(rows):
+            found.append(LeasedBatch(number, part.start, rows))
+        if len(rows) < len(part):
+            break
+    return found
 
-    def __init__(
-        self,
-        lease: RemoteLease,
-        session: Session,
-        sink: Sink,
-        verify: bool | None,
-        timeout_s: float,
-    ) -> None:
-        self._lease = lease
-        self._session = session
-        self._sink = sink
-        self._verify = _AS_CONFIGURED if verify is None else int(verify)
-        self._timeout_s = timeout_s
 
-    def deliver(self, link: Link, part: Part, asked: range) -> list[Got]:
-        """Blocks of one part."""
-        start, stop = asked.start - part.start, asked.stop - part.start
-        body = messages.Deliver(part.number, start, stop, self._verify, self._timeout_s).body()
-        serial = link.send(FrameKind.DELIVER, body)
-        try:
-            frame = self._receive(link, serial, lambda arrived: self._hand_over(arrived, asked))
-        except DaemonAwayError:
-            raise
-        except BaseException:
-            # The sink has raised: hear the daemon out, so that the connection can be used again.
-            if link.is_open():
-                self._receive(link, serial, bool)
-            raise
-        answers = answers_of(frame, len(asked))[1]
-        if not self._session.is_intact():
-            raise DaemonAwayError("the daemon went while its blocks were read")
-        return answers
-
-    def _receive(self, link: Link, serial: int, take: Callable[[Frame], object]) -> Frame:
-        """Take what arrives, until the frame that ends it."""
-        limit_s = self._timeout_s + self._lease.call_s
+def _receive(link: Link, serial: int, limit_s: float, take: Callable[[Frame], object]) -> Frame:
+    """Take what arrives, until the frame that ends it."""
+    try:
         while (frame := link.answer(serial, limit_s)).kind is FrameKind.ARRIVED:
             lent = frame.flags & Flag.LENT
             try:
@@ -180,19 +164,17 @@ class Courier:
             finally:
                 if lent:
                     link.follow_up(serial, FrameKind.TAKEN)
-        return frame
-
-    def _hand_over(self, frame: Frame, asked: range) -> None:
-        arrivals = []
-        for location, index, staged in arrivals_of(frame, len(asked))[1].tolist():
-            memory = self._session.staging if staged else self._session.arena
-            nbytes = self._lease.block_bytes(asked[index])
-            view = payload_in(memory, location, nbytes).toreadonly()
-            arrivals.append(Arrival(asked[index], view, not staged))
-        self._sink(arrivals)
+    except DaemonAwayError:
+        raise
+    except BaseException:
+        # The sink has raised: receive the rest, so that the connection can be used again.
+        if take is not bool and link.is_open():
+            _receive(link, serial, limit_s, bool)
+        raise
+    return frame
 
 
-def places_of(frame: Frame, count: int) -> Any:
+def _places_of(frame: Frame, count: int) -> Any:
     """What LEASED says of `count` blocks."""
     rows = messages.table(frame.body, messages.PLACE_DTYPE)[1]
     if frame.kind is not FrameKind.LEASED or len(rows) != count:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvdepot.client.reconnect import Attachment
+from kvdepot.client.connections import Reconnector
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.config import load
@@ -40,7 +40,7 @@ def open_remote(
         raise ConfigError(unknown[0], "is set where the daemon is started: kvdepot serve --set …")
     del env  # what it could set is the daemon's
     tenants = load(overrides=settings).tenants
-    return RemoteStore(Attachment(path, SystemClock(), call_s), tenants)
+    return RemoteStore(Reconnector(path, SystemClock(), call_s), tenants)
 
 
 def _seconds(value: Any) -> float:

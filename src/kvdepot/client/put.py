@@ -1,36 +1,39 @@
-"""Offloading through the daemon: it reserves slots, we fill and checksum them, it seals them."""
+"""Offloading through the daemon: it reserves slots, this process fills and checksums them, the
+daemon seals them. Or the caller fills the slots itself (`RemoteReservation`).
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from kvdepot.client.connections import Session
-from kvdepot.client.get import address_in
-from kvdepot.client.link import DaemonAwayError, Link, expect
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, record_bytes
+from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
+from kvdepot.client.get import address_in, batches, payload_in
+from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import Put
-from kvdepot.native import FILL
+from kvdepot.core.depot import Reservation
+from kvdepot.errors import LeaseError
 from kvdepot.store.write.put import NewBlock
-from kvdepot.tiers.memory.copy_ops import transfers
+from kvdepot.tiers.memory.copy_ops import checksum_slot, fill_op, transfers
 from kvdepot.wire import messages
-from kvdepot.wire.frames import KEYS_MAX, Frame, FrameKind
+from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
 
 _WAVE_BYTES: Final = 64 << 20
 
 
-class Putter:
+class RemotePutter:
     """Serves `put` over one connection.
 
     Offers go in waves; the seal of one and the reservation of the next travel together.
     """
 
-    def __init__(self, session: Session, link: Link, timeout_s: float, call_s: float) -> None:
-        self._session = session
+    def __init__(self, connections: Connections, link: Link, timeout_s: float) -> None:
+        self._connections = connections
         self._link = link
         self._deadline = time.monotonic() + timeout_s
-        self._limit_s = timeout_s + call_s
+        self._limit_s = timeout_s + connections.call_s
         self._sealing: int | None = None
 
     def store(self, offers: Sequence[NewBlock], outcomes: list[Put]) -> None:
@@ -62,14 +65,12 @@ class Putter:
 
     def _fill(self, frame: Frame, wave: Sequence[NewBlock]) -> list[Put]:
         """Fill the slots that a wave got. Returns the outcomes of those that were tried."""
-        number, answers, slots = reserved_of(frame, len(wave))
+        number, answers, slots = _reserved_of(frame, len(wave))
         ops = []
         for index, location in slots.items():
             offer = wave[index]
-            slot = address_in(self._session.arena, location, offer.payload_bytes)
-            source, size = offer.source, offer.payload_bytes
-            table = slot + TABLE_OFFSET
-            ops.append((0, source, slot + HEAD_BYTES, size, offer.chunk_bytes, table, FILL))
+            slot = address_in(self._connections.arena, location, offer.payload_bytes)
+            ops.append(fill_op(slot, offer.source, offer.payload_bytes, offer.chunk_bytes))
         if ops:
             transfers(ops)
             body = messages.with_table(number, np.array(list(slots), "<u4"))
@@ -77,7 +78,102 @@ class Putter:
         return answers
 
 
-def reserved_of(frame: Frame, count: int) -> tuple[int, list[Put], dict[int, int]]:
+@dataclass(frozen=True, slots=True)
+class ReservedBatch:
+    """As many slots of a reservation as fit in a frame."""
+
+    number: int
+    """What the daemon calls it."""
+    start: int
+    slots: dict[int, int]
+    """Index, counted from `start`, to the slot's place."""
+
+
+class RemoteReservation(Reservation):
+    """Slots of a daemon's store. When the daemon is gone before `seal`, what was filled is lost:
+    its outcomes become THROTTLED.
+    """
+
+    def __init__(
+        self,
+        connections: Connections | None,
+        offers: Sequence[NewBlock],
+        outcomes: list[Put],
+        batches: list[ReservedBatch],
+    ) -> None:
+        self.outcomes = outcomes
+        self._connections = connections
+        self._offers = offers
+        self._batches = batches
+        self._open = {
+            batch.start + index: location
+            for batch in batches
+            for index, location in batch.slots.items()
+        }
+        self._over = False
+
+    def view(self, index: int) -> memoryview | None:
+        location = self._open.get(index)
+        if location is None or self._connections is None:
+            return None
+        return payload_in(self._connections.arena, location, self._offers[index].payload_bytes)
+
+    def seal(self, indices: Iterable[int] | None = None) -> None:
+        chosen = sorted(self._open if indices is None else indices)
+        if any(index not in self._open for index in chosen):
+            raise LeaseError("a slot was sealed that is not reserved")
+        connections = self._connections
+        if connections is None or not chosen:
+            return
+        for index in chosen:
+            offer, location = self._offers[index], self._open.pop(index)
+            address_in(connections.arena, location, offer.payload_bytes)
+            checksum_slot(connections.arena.view[location:], offer.payload_bytes, offer.chunk_bytes)
+        try:
+            with connections.link() as link:
+                for batch in self._batches:
+                    mine = [at - batch.start for at in chosen if at - batch.start in batch.slots]
+                    if mine:
+                        body = messages.with_table(batch.number, np.array(mine, "<u4"))
+                        link.number(FrameKind.SEAL, body, connections.call_s)
+        except DaemonAwayError:
+            connections.count_away()
+            for index in chosen:
+                self.outcomes[index] = Put.THROTTLED
+
+    def close(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._connections is None:
+            return
+        for batch in self._batches:
+            if any(batch.start + index in self._open for index in batch.slots):
+                self._connections.tell(FrameKind.ABANDON, messages.Number(batch.number).body())
+        self._open.clear()
+        self._connections.leave()
+
+
+def reserve(
+    connections: Connections, link: Link, offers: Sequence[NewBlock], timeout_s: float
+) -> tuple[list[Put], list[ReservedBatch]]:
+    """Outcomes of all offers. Where one frame found no room the next is not asked for."""
+    outcomes: list[Put] = []
+    found: list[ReservedBatch] = []
+    for part in batches(offers):
+        body = messages.Seconds(timeout_s if not outcomes else 0.0).body()
+        body += b"".join([offers[index].key for index in part])
+        frame = link.call(FrameKind.RESERVE, body, timeout_s + connections.call_s, Flag.PAD)
+        number, answers, slots = _reserved_of(expect(frame, FrameKind.RESERVED), len(part))
+        outcomes += answers
+        if slots:
+            found.append(ReservedBatch(number, part.start, slots))
+        if Put.THROTTLED in answers:
+            break
+    return outcomes + [Put.THROTTLED] * (len(offers) - len(outcomes)), found
+
+
+def _reserved_of(frame: Frame, count: int) -> tuple[int, list[Put], dict[int, int]]:
     """What RESERVED says: a number, the outcomes, and the slots by index."""
     number, rows = messages.table(frame.body, messages.SLOT_DTYPE)
     codes = rows["outcome"].tolist()

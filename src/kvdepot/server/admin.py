@@ -8,8 +8,7 @@ from typing import Any, Final
 from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
 from kvdepot.store.store import Store
 from kvdepot.wire import messages
-from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import Frame, FrameKind
+from kvdepot.wire.frames import Channel, Frame, FrameKind
 
 
 class AdminRequests:

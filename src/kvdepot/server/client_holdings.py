@@ -17,7 +17,7 @@ from kvdepot.server.limits import ClientLimits, ServerCounters
 from kvdepot.store.mapped import Hold, MappedStore
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.write.put import NewBlock
-from kvdepot.wire.channel import Channel, Peer
+from kvdepot.wire.frames import Channel, Peer
 from kvdepot.wire.messages import TOKEN_BYTES
 
 NO_LEASE = 0

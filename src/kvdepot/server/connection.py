@@ -17,8 +17,7 @@ from kvdepot.server.client_holdings import ClientHoldings
 from kvdepot.server.limits import HELLO_TIMEOUT_S, LINGER_S
 from kvdepot.server.requests import ClientGoneError, RequestHandler
 from kvdepot.wire import messages
-from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import PROTOCOL, Frame, FrameKind
+from kvdepot.wire.frames import PROTOCOL, Channel, Frame, FrameKind
 from kvdepot.wire.messages import versions
 
 if TYPE_CHECKING:

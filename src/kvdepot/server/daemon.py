@@ -26,8 +26,7 @@ from kvdepot.server.limits import ClientLimits, ServerCounters
 from kvdepot.server.listener import Listener
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import PROTOCOL
+from kvdepot.wire.frames import PROTOCOL, Channel
 from kvdepot.wire.messages import NO_TOKEN
 
 _SWITCH_S: Final = 0.0002

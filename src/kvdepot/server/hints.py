@@ -12,8 +12,7 @@ from kvdepot.store.mapped import MappedStore
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions import checked_name
 from kvdepot.wire import messages
-from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import Frame, FrameKind
+from kvdepot.wire.frames import Channel, Frame, FrameKind
 
 _WAIT_S_MAX: Final = 10.0
 """A thread waits this long for a hint at most; the client asks again."""

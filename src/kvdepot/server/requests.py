@@ -15,8 +15,7 @@ from kvdepot.server.limits import TAKE_TIMEOUT_S
 from kvdepot.store.mapped import BlockSize, Hold, MappedBlocks, MappedStore
 from kvdepot.store.store import Store
 from kvdepot.wire import messages
-from kvdepot.wire.channel import Channel
-from kvdepot.wire.frames import Flag, Frame, FrameKind
+from kvdepot.wire.frames import Channel, Flag, Frame, FrameKind
 
 _AS_CONFIGURED: Final = 2
 _INDEX: Final = np.dtype("<u4")

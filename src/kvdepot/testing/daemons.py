@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.client.reconnect import Attachment
+from kvdepot.client.connections import Reconnector
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.config import load
@@ -102,7 +102,7 @@ class DaemonStore(RemoteStore):
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self.daemon = daemon
-        super().__init__(Attachment(str(daemon.socket), SystemClock(), _CALL_S), {})
+        super().__init__(Reconnector(str(daemon.socket), SystemClock(), _CALL_S), {})
         self._stopped = False
 
     def close(self, timeout_s: float = _STOP_S) -> FlushReport:

@@ -12,18 +12,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvdepot.codec.record import HEAD_BYTES, record_bytes
+from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import CopyState, Got
 from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive_of
 from kvdepot.index.table import NONE
-from kvdepot.native import COPY, address_of
+from kvdepot.native import address_of
 from kvdepot.policy.placing.extra_copies import PlaceFacts, nearer
 from kvdepot.store.read.late_reads import LateRead, OverdueReads
 from kvdepot.store.read.request import BlockRead, ReadCall
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
-from kvdepot.tiers.memory.copy_ops import transfers
+from kvdepot.tiers.memory.copy_ops import copy_op, transfers
 
 CORRUPT: Final = Got(None, "corrupt")
 BUSY: Final = Got(None, "busy")
@@ -298,7 +298,8 @@ class DiskReads:
             if not read.target:
                 arrivals.append((block.index, block.load.image, block.promote))
             elif not block.load.copy_to:
-                transfers([_copy_range(block.load.image, read)])
+                slot = address_of(block.load.image)[0]
+                transfers([copy_op(slot, read.target, read.start, read.stop)])
         again: list[int] = []
         late: list[LateRead] = []
         state = self._state
@@ -414,8 +415,3 @@ def _place_for(call: ReadCall, index: int, lower: LowerTier, drive: int) -> tupl
     tried = call.tried.get(index, ())
     chosen = next((place for place in places if drive_of(place) == drive), [*places, NONE][0])
     return chosen, any(place != chosen and place not in tried for place in places)
-
-
-def _copy_range(image: memoryview, read: BlockRead) -> tuple[int, ...]:
-    source = address_of(image)[0] + HEAD_BYTES + read.start
-    return (0, source, read.target, read.stop - read.start, 0, 0, COPY)

@@ -3,18 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvdepot.codec.record import HEAD_BYTES, record_bytes
+from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import MISS, CopyState, Got
 from kvdepot.core.depot import Sink
 from kvdepot.index.table import NONE
-from kvdepot.native import COPY
 from kvdepot.store.read.disk_reads import CORRUPT, DiskReads
 from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.request import BlockRead, ReadCall
 from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
-from kvdepot.tiers.memory.copy_ops import read_op, transfers
+from kvdepot.tiers.memory.copy_ops import copy_op, read_op, transfers
 
 _READY: Final = int(CopyState.READY)
 _FILLING: Final = int(CopyState.FILLING)
@@ -155,10 +154,10 @@ class Reader:
                 asked.append(index)
                 ops.append(read_op(slot, load, load.copy_to))
                 if read.target and not load.copy_to:
-                    partial.append(copy_range(slot, read))
+                    partial.append(copy_op(slot, read.target, read.start, read.stop))
             elif read.target:
                 asked.append(index)
-                ops.append(copy_range(slot, read))
+                ops.append(copy_op(slot, read.target, read.start, read.stop))
         codes = transfers(ops).tolist() if ops else []
         if partial:
             transfers(partial)
@@ -229,9 +228,3 @@ class Reader:
         for tier, count in found.items():
             counters.add("get", tier or "miss", count)
         counters.get_mirror += sum(call.results[index].tier is not None for index in call.rescued)
-
-
-def copy_range(slot: int, read: BlockRead) -> tuple[int, ...]:
-    """A plain copy of the wanted range out of the record image at address `slot`."""
-    source = slot + HEAD_BYTES + read.start
-    return (0, source, read.target, read.stop - read.start, 0, 0, COPY)

@@ -5,13 +5,11 @@ write-back. Or the caller fills the slot itself (`Reservation`).
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.codec.record import (
     HEAD_BYTES,
-    TABLE_OFFSET,
     Kind,
-    chunk_count,
     record_bytes,
     write_head,
 )
@@ -19,10 +17,9 @@ from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
 from kvdepot.index.table import NONE
-from kvdepot.native import FILL, chunk_checksums
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
-from kvdepot.tiers.memory.copy_ops import transfers
+from kvdepot.tiers.memory.copy_ops import checksum_slot, fill_op, transfers
 
 _WAVE_BYTES: Final = 64 << 20
 _NO_LIMIT: Final = 1 << 62
@@ -122,7 +119,9 @@ class Putter:
         sealed = False
         try:
             if not summed:
-                self._checksum(wave)
+                for offer in wave:
+                    image = self._state.arena.image(offer.slot, record_bytes(offer.payload_bytes))
+                    checksum_slot(image, offer.payload_bytes, offer.chunk_bytes)
             self._head(wave)
             sealed = True
         finally:
@@ -206,33 +205,15 @@ class Putter:
         offer.row, offer.slot = row, slot
         return Put.STORED
 
-    def _checksum(self, wave: list[NewBlock]) -> None:
-        """Checksum what the caller has put into slots."""
-        for offer in wave:
-            payload = self.payload(offer)
-            chunks = chunk_count(offer.payload_bytes, offer.chunk_bytes)
-            head = self._state.arena.image(offer.slot, HEAD_BYTES)
-            table = head[TABLE_OFFSET : TABLE_OFFSET + 8 * chunks]
-            chunk_checksums(payload, offer.chunk_bytes, table)
-
     def _copy(self, wave: list[NewBlock]) -> None:
         """Copy and checksum, without the lock: a slot that is being filled is invisible."""
         base = self._state.arena.address
-        rows: list[tuple[Any, ...]] = []
-        for offer in wave:
-            slot = base + offer.slot
-            rows.append(
-                (
-                    0,
-                    offer.source,
-                    slot + HEAD_BYTES,
-                    offer.payload_bytes,
-                    offer.chunk_bytes,
-                    slot + TABLE_OFFSET,
-                    FILL,
-                )
-            )
-        transfers(rows)
+        transfers(
+            [
+                fill_op(base + offer.slot, offer.source, offer.payload_bytes, offer.chunk_bytes)
+                for offer in wave
+            ]
+        )
 
     def _head(self, wave: list[NewBlock]) -> None:
         """Write the head of each record, and zeros after its payload."""

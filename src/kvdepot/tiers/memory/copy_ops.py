@@ -7,9 +7,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET
+from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, chunk_count
 from kvdepot.core.tier import Load
-from kvdepot.native import TRANSFER_DTYPE, VERIFY, transfer
+from kvdepot.native import COPY, FILL, TRANSFER_DTYPE, VERIFY, chunk_checksums, transfer
 
 _WORDS: Final = TRANSFER_DTYPE.itemsize // 8
 
@@ -26,3 +26,21 @@ def read_op(slot: int, load: Load, target: int) -> tuple[Any, ...]:
     table = slot + TABLE_OFFSET + 8 * (load.start // load.chunk_bytes)
     source = slot + HEAD_BYTES + load.start
     return (0, source, target, load.stop - load.start, load.chunk_bytes, table, VERIFY)
+
+
+def copy_op(slot: int, target: int, start: int, stop: int) -> tuple[int, ...]:
+    """A plain copy of a range of the payload out of the slot at address `slot`."""
+    return (0, slot + HEAD_BYTES + start, target, stop - start, 0, 0, COPY)
+
+
+def fill_op(slot: int, source: int, payload_bytes: int, chunk_bytes: int) -> tuple[int, ...]:
+    """A copy of a payload into the slot at address `slot`, checksummed in the same pass."""
+    target, table = slot + HEAD_BYTES, slot + TABLE_OFFSET
+    return (0, source, target, payload_bytes, chunk_bytes, table, FILL)
+
+
+def checksum_slot(image: memoryview, payload_bytes: int, chunk_bytes: int) -> None:
+    """Checksum a payload that was filled in place; `image` begins with the slot."""
+    end = TABLE_OFFSET + 8 * chunk_count(payload_bytes, chunk_bytes)
+    payload = image[HEAD_BYTES : HEAD_BYTES + payload_bytes]
+    chunk_checksums(payload, chunk_bytes, image[TABLE_OFFSET:end])
