@@ -127,8 +127,8 @@ def test_who_breaks_the_rules_loses_all_its_connections(daemon: DaemonProcess) -
 
 def break_rules(store: kvdepot.Depot) -> None:
     """Send nonsense over one of a store's connections."""
-    attachment = store._attachment  # type: ignore[attr-defined]
-    with attachment.session().link() as link:
+    reconnector = store._daemon  # type: ignore[attr-defined]
+    with reconnector.connections().link() as link:
         link._channel.send(FrameKind.TAKEN, 1)
 
 

@@ -16,7 +16,7 @@ from tests.support.daemon_clients import StartDaemon
 from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.client import link
+from kvdepot.client import connections
 from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
@@ -140,7 +140,7 @@ def test_a_client_of_another_version_names_both(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kvdepot.open(daemon.address) as store:
-        monkeypatch.setattr(link, "PROTOCOL", 77)
+        monkeypatch.setattr(connections, "PROTOCOL", 77)
         with pytest.raises(DaemonError, match=rf"protocol {PROTOCOL},.*protocol 77") as caught:
             kvdepot.open(daemon.address)
         assert "same version" in caught.value.hint

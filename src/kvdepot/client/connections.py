@@ -297,9 +297,7 @@ class Reconnector:
                 self._current = None
                 self._counts["lost"] += 1
                 current.end()
-                _log.warning(
-                    "the daemon at %s is gone: calls are misses until it is back", self.path
-                )
+                _log.warning("daemon gone, calls are misses until it is back: %s", self.path)
             if self._clock.now() < self._retry_at:
                 raise DaemonAwayError(self.reason)
             self._current = self._try_again()
@@ -356,9 +354,7 @@ class Reconnector:
             self._retry_at = now + max(self._pause_s, _SHARE * (now - began))
             self._pause_s = min(2 * self._pause_s, _PAUSE_MAX_S)
             raise DaemonAwayError(self.reason) from error
-        _log.info(
-            "attached again to the daemon at %s, process %d", self.path, connections.welcome.pid
-        )
+        _log.info("daemon back, process %d: %s", connections.welcome.pid, self.path)
         return connections
 
     def _attach(self) -> Connections:

@@ -28,6 +28,7 @@ class DaemonProcess:
         self.socket = folder / "depot.sock"
         self._config = folder / "daemon.toml"
         self._config.write_text(to_toml(load(overrides=settings)))
+        self._log = folder / "daemon.log"
         self._options = options
         self._process: subprocess.Popen[str] | None = None
         self.start()
@@ -46,9 +47,8 @@ class DaemonProcess:
         """Start it; it is ready when this returns."""
         command = [sys.executable, "-m", "kvdepot", "serve", "--json", "--config"]
         command += [str(self._config), "--socket", str(self.socket), *self._options]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self._process.stdout is not None
         said = self._process.stdout.readline()
         if not said:
@@ -91,10 +91,9 @@ class DaemonProcess:
 
     def _errors(self) -> str:
         assert self._process is not None
-        assert self._process.stderr is not None
         assert self._process.stdout is not None
-        with self._process.stderr as stream, self._process.stdout:
-            return stream.read()
+        self._process.stdout.close()
+        return self._log.read_text()
 
 
 class DaemonStore(RemoteStore):
