@@ -1,7 +1,8 @@
 """The socket that clients connect to: made safely, one daemon at a time, and removed at the end.
 
-A lock file beside the socket tells whether a daemon is there; whoever has its lock may replace a
-socket that a killed daemon left. The socket appears under its name with its permissions set.
+A lock file beside the socket tells whether a daemon is there; the process that has its lock may
+replace a socket that a killed daemon left. The socket appears under its name with its permissions
+set.
 """
 
 import contextlib

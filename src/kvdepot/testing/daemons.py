@@ -97,7 +97,7 @@ class DaemonProcess:
 
 
 class DaemonStore(RemoteStore):
-    """The store of a daemon that nobody else uses: closing it stops the daemon."""
+    """The store of a daemon that has no other client: closing it stops the daemon."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self.daemon = daemon

@@ -1,4 +1,4 @@
-"""The laws of a store as tests, whoever keeps it: subclass StoreContract, give a `depot`, done.
+"""The laws of a store as tests, embedded or attached: subclass StoreContract, give a `depot`, done.
 
     class TestMyStore(StoreContract):
         @pytest.fixture
@@ -83,7 +83,7 @@ def tiers(store: Depot, keys: Sequence[BlockKey]) -> list[str | None]:
 
 
 def flood(store: Depot, space: NamespaceHandle, blocks: int) -> None:
-    """Put blocks that nobody asks for again."""
+    """Put blocks that are not asked for again."""
     for number in range(blocks // 10):
         assert all(put(store, prompt(space, 1000 + number, 10)))
 
@@ -385,7 +385,7 @@ class StoreContract:
         with depot() as store:
             space = space_of(store)
 
-            class Machine(LikeADictionary):
+            class StoreMachine(LikeADictionary):
                 def __init__(self) -> None:
                     super().__init__(store, space)
 
@@ -395,7 +395,7 @@ class StoreContract:
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
             )
-            run_state_machine_as_test(Machine, settings=chosen)
+            run_state_machine_as_test(StoreMachine, settings=chosen)
             assert store.flush()
             assert store.check()
 

@@ -112,8 +112,8 @@ class Welcome(Fixed):
     put_timeout_s: float
     arena_bytes: int
     cxl_bytes: int
-    """Of the slower memory, right behind the arena for whoever counts locations; 0: there is
-    none, and no descriptor of it."""
+    """Of the slower memory, whose locations begin where the arena ends; 0: there is none, and no
+    descriptor of it."""
     staging_bytes: int
     verify: bool
     prefault: bool
