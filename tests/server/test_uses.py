@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.test_chain import settings
 from tests.support.cold_prompt import left_on_the_hard_drive
+from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
