@@ -1,4 +1,4 @@
-"""What was written to a drive and, where it has a budget for a day, what may still be.
+"""Bytes written to a drive and, where it has a budget for a day, what may still be written.
 
 The budget is kept in the drive's superblock, so that a store which restarts often does not begin
 anew each time. Ahead of the writes: a part is taken out of what is kept, then written, then the
@@ -16,11 +16,11 @@ from kvdepot.tiers.device.breaker import Breaker
 from kvdepot.tiers.log.medium import Medium
 
 _PARTS: Final = 64
-"""That a full bucket is taken in, each with a write of the superblock."""
+"""In how many parts a full bucket is taken, each with a write of the superblock."""
 
 
 class Wear:
-    """Of one drive. `spend` and `keep` with the drive's lock held, the rest at any time."""
+    """Of one drive. `spend` and `keep` are called by one thread at a time, the rest by any."""
 
     def __init__(self, medium: Medium, breaker: Breaker, daily_bytes: int, wall: Clock) -> None:
         """`daily_bytes` may be written in a day, 0: no limit; `wall` goes on across restarts."""
@@ -32,7 +32,7 @@ class Wear:
         self._lock = threading.Lock()
         self._budget = self._kept(daily_bytes) if daily_bytes else None
         self._taken_bytes = 0.0
-        """Out of what is kept in the superblock, not written yet."""
+        """Taken out of what the superblock says, and not written yet."""
 
     def _kept(self, daily_bytes: int) -> Endurance:
         """What the superblock says, where it does."""
@@ -94,7 +94,7 @@ class Wear:
             self._breaker.failed(str(error.strerror))
 
     def take_over(self, before: "Wear") -> None:
-        """This is the same drive, opened anew: it may not be written more for that."""
+        """Go on with the counts and the budget of the same drive before it was mounted again."""
         self.written_bytes += before.written_bytes
         self._opened_s = before._opened_s
         if self._budget is not None:
