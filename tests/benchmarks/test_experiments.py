@@ -57,3 +57,14 @@ def test_hybrid_says_that_its_drives_are_emulated(
     assert answer["arrival_order_ratio"] < answer["sequential_ratio"] <= 1.0
     assert answer["retained_ratio"] > 5
     assert "<svg" in page and "emulated" in page
+
+
+@pytest.mark.slow
+def test_scale_reports_every_promise(tmp_path: Path) -> None:
+    small = ["--path", str(tmp_path), "--blocks", "2000", "--rounds", "1"]
+    command = [sys.executable, str(BENCHMARKS / "scale.py"), "--json", *small]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=600, check=True)
+    assert list(tmp_path.iterdir()) == []
+    found = [figure["what"] for figure in json.loads(done.stdout)["figures"]]
+    for what in ("index", "reopen after a kill", "reopen after a clean stop", "eviction from disk"):
+        assert any(text.startswith(what) for text in found), what

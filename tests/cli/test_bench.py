@@ -77,15 +77,6 @@ def test_store_measures_what_is_promised(
     }
 
 
-@pytest.mark.slow
-def test_scale_reports_every_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = run_json(capsys, "scale", "--path", str(tmp_path), "--blocks", "2000", "--rounds", "1")
-    assert list(tmp_path.iterdir()) == []
-    found = [figure["what"] for figure in answer["figures"]]
-    for what in ("index", "reopen after a kill", "reopen after a clean stop", "eviction from disk"):
-        assert any(text.startswith(what) for text in found), what
-
-
 def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "io", "--path", str(tmp_path), *TINY]) == 0
     shown = capsys.readouterr().out

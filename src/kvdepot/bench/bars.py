@@ -13,17 +13,6 @@ KEYS_US: Final = 10_000.0
 DEGRADATION: Final = 0.90
 """Speed with 10^6 blocks in the index, of that with 10^3."""
 
-INDEX_BYTES: Final = 200.0
-"""Memory for each block."""
-
-REOPEN_CLEAN_S: Final = 3.0
-REOPEN_CRASH_S: Final = 10.0
-SCALE_BLOCKS: Final = 10**6
-"""The number of blocks that the bars on reopening are for."""
-
-EVICTION_GROWTH: Final = 1.25
-"""Cost of an eviction among 10^6 blocks, of that among 10^4: the same, but for noise and caches."""
-
 TTFT_SSD: Final = 1 / 20
 """Time to the first token of a long prompt that comes from disk, of that computed."""
 

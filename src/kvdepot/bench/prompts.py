@@ -59,7 +59,7 @@ def fill_index(store: Store, space: NamespaceHandle, count: int, seed: int = 1) 
     """Enter `count` made-up blocks, in prompts of 512, into the index of an open store.
 
     They are in no segment: lookups find them, nothing can read or reclaim them. This gives an index
-    its size without writing its blocks; `bench scale` writes real ones. Never check such a store.
+    its size without writing its blocks. Never check such a store.
     """
     if count <= 0:
         return

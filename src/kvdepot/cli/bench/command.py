@@ -5,7 +5,8 @@ the two suffer together. Missed bars are shown; only `--strict` makes them a fai
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from kvdepot.bench.daemon import DaemonPlan
 from kvdepot.bench.disk import BLOCKS_MIN
 from kvdepot.bench.engines import IoPlan
 from kvdepot.bench.rounds import BenchPart, Figure, Latency, Result, SpeedRow
-from kvdepot.bench.scale import ScalePlan
 from kvdepot.bench.stores import INDEXES, StorePlan
 from kvdepot.bench.ttft import PREFIX_TOKENS, TtftPlan
 from kvdepot.cli import output
@@ -30,14 +30,12 @@ TOTAL_BYTES = {"io": 512 << 20, "store": 1 << 30}
 QUICK_TOTAL_BYTES = 64 << 20
 ROUNDS, QUICK_ROUNDS = 9, 3
 QUICK_INDEXES = (10**3, 10**5)
-SCALE_BLOCKS, QUICK_SCALE_BLOCKS = 10**6, 10**4
 QUICK_PREFIX_TOKENS = 1000
 TTFT_ROUNDS, QUICK_TTFT_ROUNDS = 5, 2
 TTFT_NEEDED_BYTES = 4 << 30
 DAEMON_NEEDED_BYTES = 8 << 30
 SPACE = {"io": 3, "store": 8}
 """Free space asked for, in units of what one run moves."""
-SCALE_RECORD_BYTES = 8192
 ROW_HEADS = ("tier", "what", "block", "speed", "limit", "ratio", "min", "max", "bar", "", "")
 LATENCY_HEADS = ("what", "blocks in index", "p50 us", "p99 us", "bar us", "")
 FIGURE_HEADS = ("what", "median", "min", "max", "unit", "bar", "")
@@ -52,8 +50,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     kinds = parser.add_subparsers(title="what to measure", dest="what", required=True)
     add_kind(kinds, "io", "the native engine beside the raw device and memcpy")
     add_kind(kinds, "store", "a whole store beside the raw device and memcpy; lookups")
-    scale = add_kind(kinds, "scale", "many real blocks: index memory, reopening, eviction")
-    scale.add_argument("--blocks", type=count, metavar="N", help="blocks (default: 1000000)")
     daemon = add_kind(kinds, "daemon", "a daemon's store beside one in the same process; lookups")
     daemon.add_argument(
         "--block", type=sizes, metavar="BYTES,…", help="block sizes (default: 1MiB,4MiB,32MiB)"
@@ -80,6 +76,12 @@ def add_kind(
     kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(name, help=text, description=f"Measure {text}.")
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every benchmark; `measure_and_report` reads them."""
     parser.add_argument(
         "--path", type=Path, metavar="DIR", help="where to write (default: a temporary directory)"
     )
@@ -87,7 +89,6 @@ def add_kind(
     parser.add_argument("--quick", action="store_true", help="small and imprecise, in seconds")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
     output.add_json_flag(parser)
-    return parser
 
 
 def size(text: str) -> int:
@@ -111,17 +112,23 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    facts = choose_parent(args.path, needed_bytes(args))
+    return measure_and_report(args, needed_bytes(args), partial(make_parts, args))
+
+
+def measure_and_report(
+    args: argparse.Namespace, needed_bytes: int, parts: Callable[[Path], Iterable[BenchPart]]
+) -> int:
+    """Measure in a scratch directory with this much room, and show all results. Exit status."""
+    facts = choose_parent(args.path, needed_bytes)
     parent = Path(facts.path).resolve()
     output.say(f"measuring in {parent} ({facts.filesystem}); what is written there is removed")
     with scratch_directory(parent, "kvdepot-bench-") as directory:
-        results = measure(list(make_parts(args, directory)))
+        results = measure(list(parts(directory)))
     if args.json:
         output.document(document(results, facts))
     else:
         report(results)
-    missed = [result for result in results if not result.ok]
-    return 1 if args.strict and missed else 0
+    return 1 if args.strict and not all(result.ok for result in results) else 0
 
 
 def total_bytes(args: argparse.Namespace) -> int:
@@ -132,11 +139,6 @@ def total_bytes(args: argparse.Namespace) -> int:
 def block_sizes(args: argparse.Namespace) -> tuple[int, ...]:
     chosen: tuple[int, ...] | None = args.block
     return chosen or (QUICK_BLOCKS_BYTES if args.quick else BLOCKS_BYTES)
-
-
-def scale_blocks(args: argparse.Namespace) -> int:
-    chosen: int | None = args.blocks
-    return chosen or (QUICK_SCALE_BLOCKS if args.quick else SCALE_BLOCKS)
 
 
 def ttft_plan(args: argparse.Namespace, directory: Path) -> TtftPlan:
@@ -154,16 +156,12 @@ def needed_bytes(args: argparse.Namespace) -> int:
         return TTFT_NEEDED_BYTES
     if args.what == "daemon":
         return DAEMON_NEEDED_BYTES
-    if args.what == "scale":
-        return 2 * SCALE_RECORD_BYTES * scale_blocks(args)
     largest = BLOCKS_MIN * max(block_sizes(args))
     return SPACE[args.what] * max(total_bytes(args), largest)
 
 
 def make_parts(args: argparse.Namespace, directory: Path) -> Iterator[BenchPart]:
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
-    if args.what == "scale":
-        return ScalePlan(directory, scale_blocks(args), args.rounds or 3).parts()
     if args.what == "ttft":
         return ttft_plan(args, directory).parts()
     if args.what == "daemon":

@@ -1,31 +1,48 @@
-"""`bench scale`: a store of very many real blocks. What its index weighs, how fast it opens again.
+"""A store of very many real blocks: what its index weighs, how fast it opens again, evicting.
+
+    python benchmarks/scale.py [--blocks N] [--rounds N] [--quick] [--path DIR] [--json] [--strict]
 
 Filling and opening happen in processes of their own, because some of them are killed, and because
 memory is only comparable between fresh processes.
+
+What it costs to evict one block is measured among few blocks and among many. Timers are put around
+the two places that evict, in an open store. They count processor time of the evicting thread, so
+that waiting for the disk or for other processes does not look like a cost of having many blocks.
 """
 
 import gc
 import multiprocessing
 import re
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.bench.bars import INDEX_BYTES, REOPEN_CLEAN_S, REOPEN_CRASH_S, SCALE_BLOCKS
-from kvdepot.bench.eviction import measure_disk_eviction, measure_memory_eviction
-from kvdepot.bench.prompts import prompts_for
+from kvdepot.bench.prompts import Prompts, prompts_for
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import BenchPart, Figure, Result, spread
+from kvdepot.cli.arguments import count
+from kvdepot.cli.bench.command import add_options, measure_and_report
+from kvdepot.cli.main import Parser, exit_status
 from kvdepot.core.config import Config, load
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
+BLOCKS, QUICK_BLOCKS = 10**6, 10**4
+INDEX_BYTES: Final = 200.0
+"""The most memory we want for each block."""
+REOPEN_CLEAN_S: Final = 3.0
+REOPEN_CRASH_S: Final = 10.0
+REOPEN_BLOCKS: Final = 10**6
+"""The number of blocks up to which the bars on reopening hold."""
+EVICTION_GROWTH: Final = 1.25
+"""Cost of an eviction among 10^6 blocks, of that among 10^4: the same, but for noise and caches."""
 PAYLOAD_BYTES: Final = 4096
 RECORD_BYTES: Final = 8192
 _PROMPT_BLOCKS: Final = 512
@@ -33,6 +50,15 @@ _MORE_BLOCKS: Final = 4096
 _WAIT_S: Final = 120.0
 _ROOM: Final = 1.25
 _WEIGHABLE_BLOCKS: Final = 10**5
+_EVICTED_PROMPT_BLOCKS: Final = 64
+_SEGMENT_BYTES: Final = 4 * MIB
+_FEW_BLOCKS: Final = 10**4
+"""With fewer, a store does not have enough segments to choose among."""
+_ROUND_BLOCKS: Final = 2048
+_ROUND_LIMIT_S: Final = 5.0
+"""A round ends early where evicting is so slow that it would take longer."""
+_MEMORY_SHARE: Final = 3
+"""At most one in so many available bytes of memory is used for blocks."""
 
 
 @dataclass(slots=True)
@@ -118,7 +144,7 @@ class ScalePlan:
         return INDEX_BYTES if self.blocks >= _WEIGHABLE_BLOCKS else None
 
     def _bar(self, seconds: float) -> float | None:
-        return seconds if self.blocks <= SCALE_BLOCKS else None
+        return seconds if self.blocks <= REOPEN_BLOCKS else None
 
 
 def _single(what: str, value: float, unit: str, bar: float | None = None) -> Figure:
@@ -210,3 +236,155 @@ def heap_bytes() -> int:
     """Private memory of this process; the arena is shared memory and not in it."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) << 10 if found else 0
+
+
+@dataclass(slots=True)
+class Meter:
+    """Processor seconds spent in one method."""
+
+    seconds: float = 0.0
+
+    def install(self, owner: object, name: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - started
+
+        setattr(owner, name, timed)
+
+
+@dataclass(slots=True)
+class FullStore:
+    """A store in which every new block pushes an old one out."""
+
+    store: Store
+    prompts: list[Prompts]
+    """One kind of prompt for each block size."""
+
+    meter: Meter
+    counter: str
+
+    def fill(self, blocks: int) -> None:
+        """Put until `blocks` more have been put, and then until something had to go."""
+        for _ in range(blocks // _EVICTED_PROMPT_BLOCKS // len(self.prompts)):
+            self._put()
+        self._flush()
+        while not self._evicted():
+            self._put()
+            self._flush()
+
+    def cost_us(self) -> float:
+        """Processor time for each eviction while a round of new blocks comes in."""
+        evicted, seconds = self._evicted(), self.meter.seconds
+        deadline = time.monotonic() + _ROUND_LIMIT_S
+        gone = 0
+        while not gone or (gone < _ROUND_BLOCKS and time.monotonic() < deadline):
+            self._put()
+            gone = self._evicted() - evicted
+        self._flush()
+        return (self.meter.seconds - seconds) / (self._evicted() - evicted) * 1e6
+
+    def _evicted(self) -> int:
+        return int(self.store.stats()["counters"][self.counter])
+
+    def _put(self) -> None:
+        """One new prompt of each kind."""
+        for kind in self.prompts:
+            (keys,) = kind.fresh(1)
+            if not all(self.store.put_many(keys, kind.sources, timeout_s=_WAIT_S)):
+                raise StateError("a put was refused although there is room")
+
+    def _flush(self) -> None:
+        if not self.store.flush(_WAIT_S):
+            raise StateError("flush did not write everything down")
+
+
+@contextmanager
+def full_disk(directory: Path, blocks: int) -> Iterator[FullStore]:
+    capacity = max(4, blocks * RECORD_BYTES // _SEGMENT_BYTES + 2) * _SEGMENT_BYTES
+    ssd = {"path": directory / f"full-{blocks}", "capacity": capacity, "segment": _SEGMENT_BYTES}
+    with open_store(dram=64 * MIB, ssd=ssd) as store:
+        prompts = prompts_for(store, PAYLOAD_BYTES, _EVICTED_PROMPT_BLOCKS * PAYLOAD_BYTES)
+        meter = Meter()
+        inspector = store.inspect()
+        meter.install(inspector.drives.rooms[inspector.lower()].reclaimer, "reclaim")
+        subject = FullStore(store, [prompts], meter, "evicted_ssd")
+        subject.fill(blocks)
+        yield subject
+
+
+@contextmanager
+def full_memory(payloads: tuple[int, ...], blocks: int) -> Iterator[FullStore]:
+    mean_bytes = sum(4096 + payload for payload in payloads) // len(payloads)
+    with open_store(dram=blocks * mean_bytes) as store:
+        prompts = [prompts_for(store, size, _EVICTED_PROMPT_BLOCKS * size) for size in payloads]
+        meter = Meter()
+        meter.install(store.inspect().slots, "allocate")
+        subject = FullStore(store, prompts, meter, "evicted_dram")
+        subject.fill(blocks)
+        yield subject
+
+
+Opened = Callable[[int], Any]
+
+
+def measure_disk_eviction(directory: Path, sizes: tuple[int, int], rounds: int) -> list[Result]:
+    """Evictions from disk, small store and large store in turn."""
+    return _growth("disk", partial(full_disk, directory), sizes, rounds)
+
+
+def measure_memory_eviction(sizes: tuple[int, int], rounds: int) -> list[Result]:
+    """Evictions from memory: blocks of one size, then of two sizes side by side."""
+    few, many = sizes
+    many = max(few, min(many, available_bytes() // _MEMORY_SHARE // (2 * RECORD_BYTES)))
+    one = _growth("memory", partial(full_memory, (4096,)), (few, many), rounds)
+    two = _growth("memory, two sizes", partial(full_memory, (4096, 12288)), (few, many), rounds)
+    return one + two
+
+
+def _growth(where: str, opened: Opened, sizes: tuple[int, int], rounds: int) -> list[Result]:
+    few, many = sizes
+    costs: dict[int, list[float]] = {few: [], many: []}
+    with ExitStack() as scope:
+        stores = {blocks: scope.enter_context(opened(blocks)) for blocks in costs}
+        for _ in range(rounds):
+            for blocks, store in stores.items():
+                costs[blocks].append(store.cost_us())
+    results: list[Result] = [
+        spread(f"eviction from {where}, {blocks} blocks", taken, "us/block")
+        for blocks, taken in costs.items()
+    ]
+    growth = [b / a for a, b in zip(costs[few], costs[many], strict=True)]
+    bar = EVICTION_GROWTH if few >= _FEW_BLOCKS else None
+    what = f"eviction from {where}, {many} over {few} blocks"
+    return [*results, spread(what, growth, "×", bar)]
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def main() -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--blocks", type=count, metavar="N", help="blocks (default: 1000000)")
+    add_options(parser)
+    args = parser.parse_args()
+    blocks = args.blocks or (QUICK_BLOCKS if args.quick else BLOCKS)
+    needed_bytes = 2 * RECORD_BYTES * blocks
+
+    def parts(directory: Path) -> Iterator[BenchPart]:
+        return ScalePlan(directory, blocks, args.rounds or 3).parts()
+
+    sys.exit(exit_status(lambda: measure_and_report(args, needed_bytes, parts)))
+
+
+if __name__ == "__main__":
+    main()
