@@ -10,10 +10,10 @@ removal that was recorded covers it until the new one is, which is before the ol
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvdepot.codec.record import record_bytes
+from kvdepot.codec.record import parse_own, record_bytes
 from kvdepot.core.tier import Purpose, Removal
 from kvdepot.native import COPY, address_of
 from kvdepot.store.state.lower_tier import LowerTier
@@ -284,7 +284,10 @@ class RecordMover:
                 job.enter(row, location)
                 written.append(row)
                 if catalog.is_doomed(row):
-                    removals.append(target.tier.removal(catalog.table.key(row)))
+                    # Up to this record only: the block may have been put again since.
+                    removal = target.tier.removal(catalog.table.key(row))
+                    written_as = parse_own(block[1])[2]
+                    removals.append(replace(removal, below_sequence=written_as + 1))
             if not removals:
                 self._release(job, piece, written)
         if removals:

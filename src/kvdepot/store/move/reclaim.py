@@ -191,11 +191,9 @@ class Reclaimer:
             return False
         if self._tier.has_unentered(drive):
             return True
-        live = self._lower.live
-        return any(
-            self._in_use(drive, live(drive, segment.slot))
-            for segment in self._candidates(drive, set())
-        )
+        leased, live = self._state.catalog.leased_rows, self._lower.live
+        candidates = self._candidates(drive, set())
+        return any(leased(live(drive, segment.slot)).any() for segment in candidates)
 
     def _empty(self, drive: int, segment: SegmentInfo, rows: Rows, stays: Bools) -> bool:
         """Take every block out of a segment. False: some are in use and found no room, or the
