@@ -49,21 +49,32 @@ def reclaim_everything(store: Store, path: Path) -> None:
                 break
 
 
+def fill(store: Store) -> list[BlockKey]:
+    """Three prompts block by block in turn; the first is the one to be removed.
+
+    So no more than a third of a segment is leased, and it can be reclaimed.
+    """
+    prompts = [prompt(space_of(store), number, BLOCKS) for number in range(3)]
+    for keys in zip(*prompts, strict=True):
+        for key in keys:
+            assert all(put(store, [key]))
+    assert store.flush()
+    store.inspect().drop_from_memory()
+    return prompts[0]
+
+
 @pytest.mark.parametrize("move", [drain, reclaim_everything])
 @pytest.mark.parametrize("released", [False, True])
 def test_it_does_not_come_back_after_it_was_moved(
     tmp_path: Path, move: Callable[[Store, Path], None], released: bool
 ) -> None:
     with opened(tmp_path) as store:
-        keys = prompt(space_of(store), 1, BLOCKS)
-        others = prompt(space_of(store), 2, BLOCKS)
-        assert all(put(store, keys)) and all(put(store, others))
-        assert store.flush()
-        store.inspect().drop_from_memory()
+        keys = fill(store)
         lease = store.lease(keys)
         assert len(lease) == BLOCKS
         assert store.remove(keys) == BLOCKS
         move(store, tmp_path)
+        assert store.stats()["counters"]["moved_ssd"] > 0
         if released:
             lease.release()
         assert not len(store.match(keys))
@@ -78,9 +89,7 @@ def test_the_old_removal_covers_a_moved_record_until_the_new_one_is_written(
 ) -> None:
     """As if the process had died between the two writes."""
     with opened(tmp_path) as store:
-        keys = prompt(space_of(store), 1, BLOCKS)
-        assert all(put(store, keys)) and store.flush()
-        store.inspect().drop_from_memory()
+        keys = fill(store)
         lease = store.lease(keys)
         store.remove(keys)
         monkeypatch.setattr(RecordMover, "record_removals", lambda *_, **__: None)
