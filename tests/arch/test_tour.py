@@ -1,35 +1,21 @@
-"""Every hop that docs/tour.md names exists, and there are at most nine of them.
-
-A hop is one numbered line: "1. `src/kvdepot/core/keys.py: Namespace.keys` – what happens there".
-"""
+"""Every place that docs/tour.md names exists, and its walks are those of a running store."""
 
 import ast
+import json
 import re
-from dataclasses import dataclass
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "kvdepot"
 TOUR = ROOT / "docs" / "tour.md"
-HOPS_MAX = 9
-NUMBERED = re.compile(r"^\d+\. ")
-HOP = re.compile(r"^\d+\. `(?P<file>[^`:]+): (?P<name>[^`]+)`")
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    file: str
-    name: str
-
-
-def hops(text: str) -> list[Hop]:
-    found = []
-    for line in filter(NUMBERED.match, text.splitlines()):
-        hop = HOP.match(line)
-        assert hop, f"not a hop: {line!r}; write: 1. `src/kvdepot/file.py: Class.method` – text"
-        found.append(Hop(hop["file"], hop["name"].removesuffix("()")))
-    return found
+WALK = ROOT / "benchmarks" / "walk.py"
+PLACE = re.compile(r"`(?P<file>[a-z_/]+\.py)(?:: (?P<name>[^`]+))?`")
+HOP = re.compile(r"^- `(?P<file>[^`:]+): (?P<name>[^`]+)` –")
+BY_TIMING = {"server/daemon.py", "server/connection.py"}
+"""Whether a thread or the loop serves a request."""
+TRIES = 3
 
 
 def defined_names(body: list[ast.stmt], prefix: str = "") -> set[str]:
@@ -47,26 +33,73 @@ def defined_names(body: list[ast.stmt], prefix: str = "") -> set[str]:
     return names
 
 
-def exists(hop: Hop) -> bool:
-    path = ROOT / hop.file
-    if not path.is_file():
-        return False
-    if path.suffix == ".py":
-        return hop.name in defined_names(ast.parse(path.read_text()).body)
-    return re.search(rf"\b{re.escape(hop.name)}\(", path.read_text()) is not None
+def missing(text: str) -> list[str]:
+    """Places that a text names and that are not there."""
+    gone = []
+    for place in PLACE.finditer(text):
+        path = ROOT / place["file"]
+        if not path.is_file():
+            path = SOURCE / place["file"]
+        if "/" not in place["file"]:
+            continue  # a neighbour of the file named before it
+        if not path.is_file():
+            gone.append(place["file"])
+        elif place["name"] and place["name"] not in defined_names(ast.parse(path.read_text()).body):
+            gone.append(place[0])
+    return gone
 
 
-def test_every_hop_of_the_tour_exists() -> None:
-    if not TOUR.exists():
-        pytest.skip("docs/tour.md is not written yet")
-    found = hops(TOUR.read_text())
-    assert 0 < len(found) <= HOPS_MAX
-    missing = [hop for hop in found if not exists(hop)]
-    assert not missing, f"the tour names what is not there: {missing}"
+def told_walks(text: str) -> dict[str, dict[str, str]]:
+    """The walks in the tour: for each the function by file."""
+    walks: dict[str, dict[str, str]] = {}
+    hops: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            hops = walks.setdefault(line.lstrip("# "), {})
+        elif hop := HOP.match(line):
+            hops[hop["file"]] = hop["name"]
+    return walks
 
 
-def test_a_wrong_hop_is_noticed() -> None:
-    text = (
-        "1. `tests/arch/test_tour.py: Hop.file` – here\n2. `tests/arch/test_tour.py: gone` – no\n"
-    )
-    assert [exists(hop) for hop in hops(text)] == [True, False]
+def difference(told: dict[str, str], seen: dict[str, list[str]]) -> list[str]:
+    """What of a walk in the tour is not what was seen."""
+    files = (told.keys() ^ seen.keys()) - BY_TIMING
+    names = {
+        f"{file}: {name}"
+        for file, name in told.items()
+        if file not in BY_TIMING and file in seen and name not in seen[file]
+    }
+    return sorted(files | names)
+
+
+def test_every_place_in_the_tour_exists() -> None:
+    assert missing(TOUR.read_text()) == []
+
+
+def test_a_place_that_is_gone_is_noticed() -> None:
+    text = "`store/store.py: Store.match` `store/store.py: Store.gone` `store/gone.py`"
+    assert missing(text) == ["`store/store.py: Store.gone`", "store/gone.py"]
+
+
+def test_a_changed_walk_is_noticed() -> None:
+    told = {"a.py": "f", "b.py": "g"}
+    assert difference(told, {"a.py": ["f"], "b.py": ["h", "g"]}) == []
+    assert difference(told, {"a.py": ["e"], "c.py": ["g"]}) == ["a.py: f", "b.py", "c.py"]
+
+
+def test_the_walks_are_true() -> None:
+    told = told_walks(TOUR.read_text())
+    wrong: dict[str, list[str]] = {}
+    for _ in range(TRIES):
+        done = subprocess.run(
+            [sys.executable, str(WALK), "--quick", "--json"],
+            stdout=subprocess.PIPE,
+            timeout=300,
+            check=True,
+        )
+        seen = json.loads(done.stdout)
+        assert len(seen) == 4
+        wrong = {name: difference(told[name], walk["stack"]) for name, walk in seen.items()}
+        if not any(wrong.values()):
+            return
+    raise AssertionError(f"run python benchmarks/walk.py --write: {wrong}")

@@ -1,0 +1,161 @@
+"""Locks are taken in the order of docs/concurrency.md; no I/O is done under the store's lock."""
+
+import linecache
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.small_store import prompt, put, space_of, tiers
+
+import kvdepot
+from kvdepot.native import protocol
+from kvdepot.tiers.device.files import Files
+
+PACKAGE = str(Path(kvdepot.__file__).parent)
+ATTRIBUTE = re.compile(r"self\.(\w+)")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "concurrency.md"
+ROW = re.compile(r"^\| (\d+) \| `([\w/]+)\.py: \w+\.(\w+)`", re.MULTILINE)
+STORE = "state.lock"
+
+
+def ranks() -> dict[str, int]:
+    """The order in the document: file and attribute of each lock, and its number."""
+    found = ROW.findall(DOCUMENT.read_text())
+    return {f"{path.rpartition('/')[2]}.{name}": int(number) for number, path, name in found}
+
+
+class Watched:
+    """A lock that notes which others its thread has when it is taken."""
+
+    def __init__(self, inner: Any, name: str, seen: "LockOrder") -> None:
+        self._inner = inner
+        self.name = name
+        self._seen = seen
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        mine: bool = self._inner.acquire(blocking, timeout)
+        if mine:
+            self._seen.taken(self)
+        return mine
+
+    def release(self) -> None:
+        self._seen.held().remove(self)
+        self._inner.release()
+
+    def locked(self) -> bool:
+        return bool(self._inner.locked())
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class WatchedR(Watched):
+    """One that its thread may take twice; conditions wait on it."""
+
+    def _is_owned(self) -> bool:
+        return bool(self._inner._is_owned())
+
+    def _release_save(self) -> Any:
+        held = self._seen.held()
+        count = held.count(self)
+        for _ in range(count):
+            held.remove(self)
+        return count, self._inner._release_save()
+
+    def _acquire_restore(self, saved: Any) -> None:
+        count, inner = saved
+        self._inner._acquire_restore(inner)
+        self._seen.held().extend([self] * count)
+
+
+class LockOrder:
+    """All locks that the package makes, and in which order threads take them."""
+
+    def __init__(self) -> None:
+        self.pairs: set[tuple[str, str]] = set()
+        self._local = threading.local()
+
+    def held(self) -> list[Watched]:
+        if not hasattr(self._local, "held"):
+            self._local.held = []
+        held: list[Watched] = self._local.held
+        return held
+
+    def taken(self, lock: Watched) -> None:
+        held = self.held()
+        if lock not in held:
+            self.pairs |= {(other.name, lock.name) for other in held}
+        held.append(lock)
+
+    def factory(self, make: Callable[[], Any], kind: type[Watched]) -> Callable[[], Any]:
+        def watched() -> Any:
+            frame = sys._getframe(1)
+            file = frame.f_code.co_filename
+            found = ATTRIBUTE.search(linecache.getline(file, frame.f_lineno))
+            if not file.startswith(PACKAGE) or found is None:
+                return make()
+            return kind(make(), f"{Path(file).stem}.{found[1]}", self)
+
+        return watched
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[LockOrder]:
+    seen = LockOrder()
+    monkeypatch.setattr(threading, "Lock", seen.factory(threading.Lock, Watched))
+    monkeypatch.setattr(threading, "RLock", seen.factory(threading.RLock, WatchedR))
+    yield seen
+
+
+def test_locks_are_taken_in_order_and_io_is_done_without_the_stores(
+    order: LockOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under: list[str] = []
+    run = Files.run
+
+    def watched(self: Files, *args: Any, **named: Any) -> protocol.PendingOps | None:
+        under.extend(lock.name for lock in order.held() if lock.name == STORE)
+        return run(self, *args, **named)
+
+    monkeypatch.setattr(Files, "run", watched)
+    drives = [tmp_path / "a", tmp_path / "b"]
+    settings: dict[str, Any] = {
+        "dram": {"capacity": "2MiB", "prefault": False, "huge_pages": "never"},
+        "ssd": {"path": drives, "capacity": "4MiB", "segment": "256KiB"},
+        "hdd": {"path": tmp_path / "hdd", "capacity": "32MiB", "segment": "1MiB"},
+        "writeback": {"staging": "2MiB"},
+    }
+    store = kvdepot.open(**settings)
+    space = space_of(store)
+    for number in range(40):
+        put(store, prompt(space, number, 10))
+    assert store.flush(60.0)
+    for number in range(0, 40, 4):
+        tiers(store, prompt(space, number, 10))
+    with store.lease(prompt(space, 38, 10)):
+        store.remove(prompt(space, 38, 10))
+        store.drain_drive("ssd", drives[0])
+    store.hint(prompt(space, 1, 10), 5.0).wait(5.0)
+    store.resize("ssd", "2MiB")
+    assert store.check().ok
+    store.close()
+    assert not under, "I/O with the store's lock held"
+    known = ranks()
+    assert STORE in known
+    unknown = {name for pair in order.pairs for name in pair} - known.keys()
+    assert not unknown, f"locks that docs/concurrency.md does not name: {unknown}"
+    wrong = {
+        (first, then)
+        for first, then in order.pairs
+        if known[first] > known[then] or (known[first] == known[then] and first != then)
+    }
+    assert not wrong, f"taken against the order: {wrong}"
+    seen = {(STORE, "drive._books"), ("reclaim._locks", STORE), ("maintenance._change", STORE)}
+    assert seen <= order.pairs, "drives were not written to, reclaimed and drained"
