@@ -246,6 +246,8 @@ class Catalog:
 
     def forget_if_gone(self, row: int) -> None:
         """Give the row back when no tier has or awaits a copy and nothing holds it."""
+        if self.residency.view[row]:
+            return
         if not self._leases[row] and not self.leaves.held(row) and self.is_absent(row):
             if not self._doomed[row]:
                 self._unlink(row)

@@ -138,6 +138,7 @@ class DriveMaintenance:
             raise ConfigError(f"{tier}.write_mode", f"{mode!r} is not one of {known}") from error
         with self._state.lock:
             found[0].mode = chosen
+            self._state.modes_changed()
 
     def _changeable(self, tier: str) -> tuple[LowerTier, ChangesDrives]:
         for lower in self.write_backs:

@@ -34,8 +34,10 @@ _REASONS: Final = {
 }
 _FILLING: Final = int(CopyState.FILLING)
 _THREADS_A_DRIVE: Final = 2
-_WAVES_A_DRIVE: Final = 6
+_WAVES_A_DRIVE: Final = 3
 """Under way or queued, with their memory, so that the drive always has work."""
+_WAVE_BLOCKS_MAX: Final = 256
+"""So that the first of many small blocks are read early."""
 _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""
 _LOOK_AGAIN_S: Final = 0.5
@@ -254,6 +256,8 @@ class DiskReads:
             if lower.second_copies is not None:
                 location, hedged = _place_for(call, index, lower, reads.drive)
             if wave.blocks and (total + nbytes > limit or hedged != wave.hedged):
+                break
+            if len(wave.blocks) >= _WAVE_BLOCKS_MAX:
                 break
             filled = memory.state.view[read.row]
             if leaves and filled == _FILLING:

@@ -23,7 +23,7 @@ from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
 from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.state.yielding import ForegroundReads
 
-_WAVE_BYTES: Final = 8 << 20
+_WAVE_BYTES: Final = 32 << 20
 _UNEVEN: Final = 1.25
 """Drives whose speeds differ by less count as alike."""
 

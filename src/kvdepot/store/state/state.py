@@ -4,9 +4,8 @@ The lock is held for bookkeeping only, never over I/O or copies of blocks. Funct
 begin with `assert state.held()`. Each condition below is for one kind of waiter; all use the lock.
 """
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvdepot.core.block import BlockKey
@@ -16,7 +15,7 @@ from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
 from kvdepot.policy.placing.memory_levels import ReturnTimes
-from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
+from kvdepot.policy.placing.write_mode import promotes, targets
 from kvdepot.store.state.admission import Admission
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.memory_tier import ArenaTier
@@ -80,24 +79,16 @@ class StoreState:
         """Calls that use the store's memory now: close waits for them."""
         self.leased = 0
         """Blocks that callers hold a lease on."""
+        self._call = StoreCall(self)
+        self.modes_changed()
 
     def check_open(self) -> None:
         if self.closing.is_set():
             raise StoreClosedError("the store is closed")
 
-    @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
+    def using(self) -> "StoreCall":
         """A call that works on the store's memory: close waits for it."""
-        with self.lock:
-            self.check_open()
-            self.calls += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.calls -= 1
-                if self.closing.is_set():
-                    self.idle.notify_all()
+        return self._call
 
     def lease(self, rows: list[int]) -> None:
         """Protect rows for a caller, until `release`."""
@@ -197,26 +188,22 @@ class StoreState:
 
     def write_new(self, row: int) -> None:
         """A new block in memory waits to be written to the lower tiers that want it."""
-        promising = self.admission.made(row)
-        self._write_to(row, targets(self._modes(), touched=promising))
+        self._write_to(row, self._targets[self.admission.made(row)])
 
     def write_used(self, rows: list[int]) -> None:
         """Blocks were asked for again: those in memory may be worth writing now."""
         assert self.held()
-        modes = self._modes()
         self.admission.asked(rows)
-        if WriteMode.SELECTIVE not in modes:
+        if self._targets[False] == self._targets[True]:
             return
         for row in rows:
             if self.catalog.memory.ready(row) and self.catalog.is_live(row):
-                self._write_to(row, targets(modes, touched=True))
+                self._write_to(row, self._targets[True])
         self.work.notify_all()
 
     def promotes_from(self, source: LowerTier) -> bool:
         """Whether blocks read from `source` may go to a lower tier above it, as things are."""
-        return source is not self.lower_tiers[0] and bool(
-            promotes(self._modes(), self.lower_tiers.index(source))
-        )
+        return bool(self._above[source])
 
     def promote(self, row: int, source: LowerTier, sample: int) -> None:
         """A block read from `source` is in memory now: it goes to the lower tiers above it too.
@@ -227,7 +214,7 @@ class StoreState:
         assert self.held()
         if 2 * self.dirty_bytes > self.dirty_limit_bytes or not self.catalog.is_live(row):
             return
-        above = promotes(self._modes(), self.lower_tiers.index(source))
+        above = self._above[source]
         if above and self.admission.promotes(row, sample):
             self._write_to(row, above)
             self.work.notify_all()
@@ -252,5 +239,29 @@ class StoreState:
                 self.last_ticket += 1
                 lower.mark_dirty(row, self.last_ticket, self.clock.now())
 
-    def _modes(self) -> list[WriteMode]:
-        return [lower.mode for lower in self.lower_tiers]
+    def modes_changed(self) -> None:
+        """The write modes of the lower tiers are other ones now."""
+        modes = [lower.mode for lower in self.lower_tiers]
+        self._targets = {used: targets(modes, touched=used) for used in (False, True)}
+        self._above = {
+            lower: promotes(modes, number) for number, lower in enumerate(self.lower_tiers)
+        }
+
+
+class StoreCall:
+    """The time of one call, as a scope. Holds nothing of the call: all share one."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        with self._state.lock:
+            self._state.check_open()
+            self._state.calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        state = self._state
+        with state.lock:
+            state.calls -= 1
+            if state.closing.is_set():
+                state.idle.notify_all()
