@@ -324,6 +324,16 @@ class QueuesReads(Protocol):
 
 
 @runtime_checkable
+class KeepsNotes(Protocol):
+    """A tier whose segments hold notes (removals, descriptions) beside blocks."""
+
+    def carry_notes(self, drive: int, slot: int) -> bool:
+        """Write the notes of a segment that are still needed elsewhere on the drive, before its
+        blocks are touched. False: they found no room; the segment cannot be released.
+        """
+
+
+@runtime_checkable
 class ChangesDrives(Protocol):
     """A tier whose drives come, go and are looked after while it is open."""
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
-from kvdepot.core.tier import ChangesDrives, Purpose, SegmentInfo
+from kvdepot.core.tier import ChangesDrives, KeepsNotes, Purpose, SegmentInfo
 from kvdepot.errors import KVDepotError
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, rule_named
@@ -196,9 +196,11 @@ class Reclaimer:
         return any(leased(live(drive, segment.slot)).any() for segment in candidates)
 
     def _empty(self, drive: int, segment: SegmentInfo, rows: Rows, stays: Bools) -> bool:
-        """Take every block out of a segment. False: some are in use and found no room, or the
-        store closes before all that should be demoted is.
+        """Take every block out of a segment. False: notes or blocks in use found no room, the
+        drive fails, or the store closes before all that should be demoted is.
         """
+        if isinstance(self._tier, KeepsNotes) and not self._tier.carry_notes(drive, segment.slot):
+            return False
         if self._demoter is not None:
             self._demoter.demote(rows[~stays].tolist(), urgent=True)
             if self._state.closing.is_set():
@@ -332,7 +334,7 @@ class Reclaimer:
                     continue
                 if lower.is_on_another(row, place):
                     lower.drop_copy(row, place)
-                elif catalog.leases(row) == 1:
+                elif catalog.leases(row) == 1 and self._tier.is_up(drive):
                     self._evict(row)
             state.unlease(kept)
 

@@ -415,11 +415,14 @@ class LogTier:
     def has_unentered(self, drive: int) -> bool:
         return self.drives[drive].is_busy()
 
-    def release(self, drive: int, slot: int) -> bool:
+    def carry_notes(self, drive: int, slot: int) -> bool:
         segment = self.drives[drive].segments.get(slot)
-        if segment is not None:
-            if not self.drives[drive].notes.carry(segment.segment_id):
-                return False
+        return segment is None or self.drives[drive].notes.carry(segment.segment_id)
+
+    def release(self, drive: int, slot: int) -> bool:
+        if not self.carry_notes(drive, slot):
+            return False
+        if slot in self.drives[drive].segments:
             self.drives[drive].release(slot)
         return True
 
