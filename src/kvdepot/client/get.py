@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
+from kvdepot.codec.copy_ops import copy_op, read_op, transfers
 from kvdepot.codec.record import HEAD_BYTES, PAGE, TABLE_OFFSET, record_bytes
 from kvdepot.core.block import ANSWERS, MISS, BlockKey, Got
 from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
 from kvdepot.store.read.request import BlockRead
-from kvdepot.tiers.memory.copy_ops import copy_op, read_op, transfers
 from kvdepot.tiers.memory.memory import Memory
 from kvdepot.wire import messages
 from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, FrameKind

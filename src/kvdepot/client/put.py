@@ -11,12 +11,12 @@ import numpy as np
 
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.client.get import address_in, batches, payload_in
+from kvdepot.codec.copy_ops import checksum_slot, fill_op, transfers
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import Put
 from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
 from kvdepot.store.write.put import NewBlock
-from kvdepot.tiers.memory.copy_ops import checksum_slot, fill_op, transfers
 from kvdepot.wire import messages
 from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvdepot.codec.copy_ops import transfers
 from kvdepot.codec.record import Head, parse_head, parse_own, place
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock, SystemClock
@@ -34,7 +35,6 @@ from kvdepot.core.tier import (
     segment_of,
 )
 from kvdepot.native import COPY, address_of
-from kvdepot.tiers.memory.copy_ops import transfers
 from kvdepot.tiers.records import deliver, describe_drive, is_intact
 
 GARBAGE: Final = 0xA5

@@ -3,11 +3,11 @@
 import errno
 from typing import Any
 
+from kvdepot.codec.copy_ops import read_op, transfers
 from kvdepot.codec.record import HEAD_BYTES, Kind, parse_head, payload_intact, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import DriveFacts, Health, Load, Outcome, Usage
 from kvdepot.native import COPY, address_of
-from kvdepot.tiers.memory.copy_ops import read_op, transfers
 
 
 def deliver(record: bytes | memoryview, load: Load) -> Outcome:

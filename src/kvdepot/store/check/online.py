@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvdepot.codec.copy_ops import transfers
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.core.block import BlockKey, CopyState
 from kvdepot.core.depot import CheckReport
@@ -15,7 +16,6 @@ from kvdepot.store.state.lower_tier import LowerTier, SecondCopies
 from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.tiers.memory.arena import NOBODY
-from kvdepot.tiers.memory.copy_ops import transfers
 
 _READY = int(CopyState.READY)
 _BATCH = 256

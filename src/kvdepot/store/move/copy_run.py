@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from kvdepot.codec.copy_ops import transfers
 from kvdepot.codec.record import parse_own, record_bytes
 from kvdepot.core.tier import Purpose, Removal
 from kvdepot.native import COPY, address_of
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, PieceSize, rest_s
-from kvdepot.tiers.memory.copy_ops import transfers
 
 PIECE_BYTES: Final = 4 << 20
 """Copied in one go at most: a read that comes meanwhile should not notice."""

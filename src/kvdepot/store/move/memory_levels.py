@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvdepot.codec.copy_ops import transfers
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, VERIFY, address_of
@@ -16,7 +17,6 @@ from kvdepot.policy.placing.memory_levels import ExpectedReuse, is_kept, is_prom
 from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
-from kvdepot.tiers.memory.copy_ops import transfers
 
 _PIECE_BYTES: Final = 8 << 20
 _BLOCKS_MAX: Final = 32

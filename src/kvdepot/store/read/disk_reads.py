@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvdepot.codec.copy_ops import copy_op, transfers
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import CopyState, Got
 from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive_of
@@ -23,7 +24,6 @@ from kvdepot.store.read.request import BlockRead, ReadCall
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
-from kvdepot.tiers.memory.copy_ops import copy_op, transfers
 
 CORRUPT: Final = Got(None, "corrupt")
 BUSY: Final = Got(None, "busy")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvdepot.codec.copy_ops import copy_op, read_op, transfers
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import MISS, CopyState, Got
 from kvdepot.core.depot import Sink
@@ -13,7 +14,6 @@ from kvdepot.store.read.request import BlockRead, ReadCall
 from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
-from kvdepot.tiers.memory.copy_ops import copy_op, read_op, transfers
 
 _READY: Final = int(CopyState.READY)
 _FILLING: Final = int(CopyState.FILLING)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.codec.copy_ops import checksum_slot, fill_op, transfers
 from kvdepot.codec.record import (
     HEAD_BYTES,
     Kind,
@@ -19,7 +20,6 @@ from kvdepot.errors import LeaseError
 from kvdepot.index.table import NONE
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
-from kvdepot.tiers.memory.copy_ops import checksum_slot, fill_op, transfers
 
 _WAVE_BYTES: Final = 64 << 20
 _NO_LIMIT: Final = 1 << 62

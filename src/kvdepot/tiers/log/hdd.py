@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.codec.copy_ops import transfers
 from kvdepot.codec.record import PAGE
 from kvdepot.core.clock import Clock
 from kvdepot.core.tier import Load, Loaded, Pending, drive_of
@@ -25,7 +26,6 @@ from kvdepot.tiers.device.survey import HEAD
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.mount import MountSettings
 from kvdepot.tiers.log.tier import LogTier, Places, PlannedReads
-from kvdepot.tiers.memory.copy_ops import transfers
 
 _SEEK_BYTES: Final = 4 << 20
 """What a hard drive could read while it seeks."""
