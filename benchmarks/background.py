@@ -31,7 +31,7 @@ import hybrid
 import numpy as np
 
 import kvdepot
-from kvdepot.store.state.lower_tier import Level
+from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.store import Store
 
 MIB: Final = 1 << 20
@@ -71,7 +71,7 @@ class World:
         self.state = store.inspect().state
         self.ssd, self.hdd = self.state.lower_tiers
         # A piece that happens to go on where another one ended should come from the drives too.
-        store.inspect().reader.follow = None
+        store.inspect().reader.after_read = None
         layout = kvdepot.KVLayout.opaque(BLOCK_BYTES - 4096, 8, 1)
         self.space = store.namespace(model="background", layout=layout)
         payload = np.random.default_rng(1).bytes(self.space.block_bytes)
@@ -101,12 +101,12 @@ class World:
                 if self.state.catalog.memory.ready(row) and not self.state.catalog.leases(row):
                     self.state.memory_tiers[0].drop(row)
 
-    def forget(self, level: Level, keys: Sequence[kvdepot.BlockKey]) -> None:
+    def forget(self, lower: LowerTier, keys: Sequence[kvdepot.BlockKey]) -> None:
         """Drop the copies in one tier, so that they can be made again."""
         with self.state.lock:
             for row in self.rows(keys):
-                if level.copies.ready(row):
-                    level.drop(row)
+                if lower.copies.ready(row):
+                    lower.drop(row)
 
 
 def read(

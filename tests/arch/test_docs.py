@@ -12,12 +12,18 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_examples_run(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     examples = PYTHON.findall((ROOT / page).read_text())
     assert examples
     for code in examples:
         promised = re.findall(r"print\(.*\)\s+# (.*)", code)
-        exec(compile(code.replace("/tmp/kv-depot", str(tmp_path / "depot")), page, "exec"), {})
+        exec(compile(code, page, "exec"), {})
         printed = capsys.readouterr().out.splitlines()
         assert printed == promised
 
