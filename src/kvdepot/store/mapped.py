@@ -334,7 +334,7 @@ class MappedStore:
         return arrivals, {index: _want(keys[index], sizes[index], span) for index in wanted}
 
     def _wants(self, keys: Keys, span: Span) -> dict[int, BlockRead]:
-        """Wants for all keys whose blocks have the size that was registered, or are unknown."""
+        """Reads of all keys whose blocks have the size that was registered, or are unknown."""
         catalog = self._state.catalog
         sizes = self._sizes_of(keys, span)
         with self._state.lock:
@@ -349,7 +349,7 @@ class MappedStore:
     def _known(
         self, keys: Keys, indices: Array, rows: Sequence[int], span: Span
     ) -> dict[int, BlockRead]:
-        """Wants for blocks that were served from memory, for read-ahead."""
+        """Reads of blocks that were served from memory, for read-ahead."""
         sizes, found = self._sizes_of(keys), indices.tolist()
         wants = {index: _want(keys[index], sizes[index], span) for index in found}
         for want, row in zip(wants.values(), rows, strict=True):

@@ -1,7 +1,7 @@
 """Blocks in append-only segments on one or many drives.
 
 A location is (drive, slot, page) in one integer. Which segment makes room is decided above
-(store.reclaimer); this file appends, reads and verifies.
+(store/move/reclaim.py); this file appends, reads and verifies.
 """
 
 import errno
