@@ -51,9 +51,8 @@ a block move (a call into the native copy, checksum or I/O functions), where its
 (reserve, seal, lease, use, drop) and where it changes hands (a queue, a pool of threads, a socket).
 **Entered**: all files that have a function called on the way, in the threads that handle the block;
 applied to the first version it comes within two files of what its reviewers counted (19, 9, 19, 18
-and 24). Neither counts `index/`, `native/`,
-`core/` and `errors.py`; the second does not count the pure functions of `policy/` and of the formats in
-`codec/`.
+and 24). Neither counts `index/`, `native/`, `core/` and `errors.py`; the second does not count the
+pure functions of `policy/` and of the formats in `codec/`.
 """
 FIRST_VERSION: Final = {
     "Put to disk": (9, 20),
