@@ -67,7 +67,6 @@ def test_dtype_widths(dtype: Any, width: int) -> None:
 def test_layer_range_is_contiguous() -> None:
     assert LLAMA_8B.layer_range(0, 32) == (0, LLAMA_8B.block_bytes)
     assert LLAMA_8B.layer_range(4, 6) == (4 << 20, 2 << 20)
-    assert LLAMA_8B.layer_range_bytes(4, 6) == 2 << 20
     for start, stop in ((-1, 2), (2, 2), (3, 2), (0, 33)):
         with pytest.raises(ConfigError, match="32 layers"):
             LLAMA_8B.layer_range(start, stop)

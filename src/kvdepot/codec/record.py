@@ -91,22 +91,9 @@ def write_head(
     count = -(-payload_bytes // chunk_bytes)
     used = TABLE_OFFSET + 8 * count
     _HEAD.pack_into(
-        image,
-        0,
-        0,
-        MAGIC,
-        VERSION,
-        kind,
-        key,
-        0,
-        0,
-        used,
-        Codec.RAW,
-        0,
-        payload_bytes,
-        chunk_bytes,
-        count,
-    )
+        image, 0, 0, MAGIC, VERSION, kind, key, 0, 0,
+        used, Codec.RAW, 0, payload_bytes, chunk_bytes, count,
+    )  # fmt: skip
 
 
 def place(image: memoryview, segment_id: int, sequence: int) -> None:
@@ -145,12 +132,7 @@ def own_chunk_bytes(image: memoryview, key: BlockKey, payload_bytes: int) -> int
     """The chunks of a block that lies in our own memory; 0 if its head is not that block's."""
     fields = _HEAD.unpack_from(image, 0)
     chunk_bytes, count = fields[11], fields[12]
-    known = (fields[1], fields[3], fields[4], fields[10]) == (
-        MAGIC,
-        Kind.BLOCK,
-        key,
-        payload_bytes,
-    )
+    known = (fields[1], fields[3], fields[4], fields[10]) == (MAGIC, Kind.BLOCK, key, payload_bytes)
     if not known or not chunk_bytes or not 0 < count <= CHUNKS_MAX:
         return 0
     return int(chunk_bytes) if -(-payload_bytes // chunk_bytes) == count else 0

@@ -14,7 +14,7 @@ trailer is scanned record by record.
 import json
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -60,17 +60,8 @@ class SegmentHeader:
 
     def pack(self) -> bytes:
         page = bytearray(PAGE)
-        _HEADER.pack_into(
-            page,
-            0,
-            0,
-            HEADER_MAGIC,
-            FORMAT,
-            self.segment_id,
-            self.slot,
-            self.segment_bytes,
-            self.store,
-        )
+        names = (self.segment_id, self.slot, self.segment_bytes, self.store)
+        _HEADER.pack_into(page, 0, 0, HEADER_MAGIC, FORMAT, *names)
         return _closed(page, _HEADER.size)
 
     @classmethod
@@ -111,26 +102,11 @@ class Trailer:
         if len(page) < PAGE:
             return None
         digest, magic, version, *fields = _TRAILER.unpack_from(page)
-        if (
-            magic != TRAILER_MAGIC
-            or version != FORMAT
-            or digest != checksum(page[8 : _TRAILER.size])
-        ):
+        intact = digest == checksum(page[8 : _TRAILER.size])
+        if magic != TRAILER_MAGIC or version != FORMAT or not intact:
             return None
-        segment_id, slot, segment_bytes, offset, tail, count, sealed, footer_checksum, store = (
-            fields
-        )
-        return cls(
-            segment_id,
-            slot,
-            segment_bytes,
-            offset,
-            tail,
-            count,
-            bool(sealed),
-            footer_checksum,
-            store,
-        )
+        trailer = cls(*fields)
+        return replace(trailer, sealed=bool(trailer.sealed))
 
 
 @dataclass(frozen=True, slots=True)

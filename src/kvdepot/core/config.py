@@ -106,7 +106,6 @@ class CxlConfig:
 
     @property
     def emulated(self) -> bool:
-        """Whether ordinary memory stands in."""
         return self.node is None and self.path is None
 
 
@@ -198,7 +197,10 @@ class FileTierConfig:
     """Delay I/O as another kind of drive would, for tests and trials without one."""
 
     def __post_init__(self) -> None:
-        self._check_paths()
+        if not self.path:
+            raise ConfigError(self._name("path"), "needs at least one path")
+        if len(set(self.path)) != len(self.path):
+            raise ConfigError(self._name("path"), "names the same path twice")
         _check_size(self._name("capacity"), self.capacity)
         self._check_segment()
         self._check_mirror()
@@ -225,12 +227,6 @@ class FileTierConfig:
 
     def _name(self, field_name: str) -> str:
         return f"{self.TIER}.{field_name}"
-
-    def _check_paths(self) -> None:
-        if not self.path:
-            raise ConfigError(self._name("path"), "needs at least one path")
-        if len(set(self.path)) != len(self.path):
-            raise ConfigError(self._name("path"), "names the same path twice")
 
     def _check_mirror(self) -> None:
         _check_range(self._name("mirror"), self.mirror, 0, _TOKENS_MAX)

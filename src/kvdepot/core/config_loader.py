@@ -190,7 +190,12 @@ def _join(path: str, name: str) -> str:
 
 
 def _build(cls: Any, tree: Any, path: str) -> Any:
-    required = [item.name for item in dataclasses.fields(cls) if _is_required(item)]
+    missing = dataclasses.MISSING
+    required = [
+        item.name
+        for item in dataclasses.fields(cls)
+        if item.default is missing and item.default_factory is missing
+    ]
     if not isinstance(tree, Mapping):
         needs = f" with {' and '.join(required)}" if required else ""
         example = ", ".join(f"{name} = ..." for name in required)
@@ -206,11 +211,6 @@ def _build(cls: Any, tree: Any, path: str) -> Any:
     return cls(**{name: _convert(hints[name], tree[name], _join(path, name)) for name in tree})
 
 
-def _is_required(item: "dataclasses.Field[Any]") -> bool:
-    missing = dataclasses.MISSING
-    return item.default is missing and item.default_factory is missing
-
-
 def _convert(hint: Any, value: Any, path: str) -> Any:
     shape = _shape(hint)
     if shape.optional and _is_none(value):
@@ -223,7 +223,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         case builtins.tuple:
             return _convert_tuple(shape.base, value, path)
         case typing.Literal:
-            return _choice(typing.get_args(shape.base), value, path)
+            choices = typing.get_args(shape.base)
+            if value not in choices:
+                raise ConfigError(path, f"{value!r} is not one of {', '.join(map(str, choices))}")
+            return value
     reader: Callable[[Any], Any] = _READERS[shape.marks[0] if shape.marks else shape.base]
     try:
         return reader(value)
@@ -245,12 +248,6 @@ def _convert_tuple(hint: Any, value: Any, path: str) -> tuple[Any, ...]:
     items = value if isinstance(value, list | tuple) else [value]
     element = typing.get_args(hint)[0]
     return tuple(_convert(element, item, path) for item in items)
-
-
-def _choice(choices: tuple[Any, ...], value: Any, path: str) -> Any:
-    if value not in choices:
-        raise ConfigError(path, f"{value!r} is not one of {', '.join(map(str, choices))}")
-    return value
 
 
 def _boolean(value: Any) -> bool:
@@ -374,8 +371,9 @@ def _subtables(shape: _Shape, value: Any, path: str) -> list[str]:
         named = {f"{path}.{_toml_key(name)}": item for name, item in value.items()}
     lines: list[str] = []
     for name, item in (named or {f"{path}.NAME": None}).items():
-        body = [f"[{name}]", *_table_lines(cls, item, name)]
-        lines += body if item is not None else [_as_comment(line) for line in body]
+        for line in (f"[{name}]", *_table_lines(cls, item, name)):
+            is_set = item is not None or line.startswith("#") or not line
+            lines.append(line if is_set else f"# {line}")
     return lines
 
 
@@ -405,30 +403,18 @@ def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in textwrap.wrap(text, _COMMENT_WIDTH)]
 
 
-def _as_comment(line: str) -> str:
-    return line if line.startswith("#") or not line else f"# {line}"
-
-
 @functools.cache
 def _field_docs(cls: type) -> Mapping[str, str]:
     """The string below each field, by field; empty where the source is not at hand."""
     docs: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
-        docs.update(_own_field_docs(owner))
-    return docs
-
-
-def _own_field_docs(cls: type) -> dict[str, str]:
-    try:
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    except OSError:
-        return {}
-    docs = {}
-    for statement, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
-        match statement, below:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                docs[name] = " ".join(text.split())
+        with contextlib.suppress(OSError):
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+            for field, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+                match field, below:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(ast.Constant(str(text))),
+                    ):
+                        docs[name] = " ".join(text.split())
     return docs

@@ -46,6 +46,7 @@ _ALIASES: Final = {
     "layer_types": ("layers_block_type",),
     "dtype": ("torch_dtype",),
 }
+_WINDOW_OF: Final = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
 _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config")
 _HINT: Final = "describe the layout yourself with KVLayout.gqa, mha, mla, state or opaque"
 
@@ -190,16 +191,12 @@ class _Model:
 
     layers: LayerRule = _all_full
     """Each layer's kind, where the config has no layer_types."""
-
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What the model's class fills in and published configs leave out."""
-
     kv_heads: Literal["given", "as heads", "falcon", "bigcode"] = "given"
     """Where the number of K and V heads is found; "as heads": all of them when it is not given."""
-
     head_dim: Literal["given", "divided"] = "divided"
     """Whether a missing head_dim is hidden_size / num_attention_heads or an error."""
-
     mla: bool = False
     state: StateRule | None = None
 
@@ -208,10 +205,8 @@ _MAMBA2_NAMED: Final = _mamba2(
     "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
 )
 _AS_HEADS: Final = _Model(kv_heads="as heads")
-_GIVEN: Final = _Model()
 _HEAD_DIM_GIVEN: Final = _Model(head_dim="given")
 _QWEN: Final = _Model(_last_layers_window)
-_QWEN3: Final = _Model(_last_layers_window, head_dim="given")
 _QWEN_NEXT: Final = _Model(
     _every("full_attention_interval", "state"),
     {"full_attention_interval": 4},
@@ -219,22 +214,18 @@ _QWEN_NEXT: Final = _Model(
     state=_gated_delta_net,
 )
 _QWEN3_MOE: Final = _Model(_window_unsupported, head_dim="given")
-_MLA: Final = _Model(mla=True)
-_GEMMA3: Final = _Model(
-    _every("sliding_window_pattern", "sliding"),
-    {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-)
+_GEMMA2: Final = {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2}
+_GEMMA3: Final = _GEMMA2 | {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window_pattern": 6,
+}
+_SLIDING_BUT_EVERY_NTH: Final = _every("sliding_window_pattern", "sliding")
 
 MODELS: Final[Mapping[str, _Model]] = {
     **dict.fromkeys(("llama", "phi", "olmo", "olmo2", "olmoe", "granite", "granitemoe"), _AS_HEADS),
     **dict.fromkeys(("cohere", "nemotron", "gpt2", "gptj", "gpt_neox", "opt", "bloom"), _AS_HEADS),
-    **dict.fromkeys(("stablelm", "ernie4_5"), _GIVEN),
+    **dict.fromkeys(("stablelm", "ernie4_5"), _Model()),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "seed_oss"), _HEAD_DIM_GIVEN),
     **dict.fromkeys(("mixtral", "starcoder2", "phimoe"), _Model(_one_window)),
     "phi3": _Model(_one_window, kv_heads="as heads"),
@@ -243,25 +234,22 @@ MODELS: Final[Mapping[str, _Model]] = {
     **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text"), _QWEN),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), _QWEN),
     "qwen2_moe": _Model(_window_unsupported),
-    "qwen3": _QWEN3,
+    "qwen3": _Model(_last_layers_window, head_dim="given"),
     "qwen3_vl_text": _HEAD_DIM_GIVEN,
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe_text"), _QWEN3_MOE),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN_NEXT),
     "smollm3": _Model(_window_unsupported),
     "gemma": _Model(defaults={"head_dim": 256}),
-    "gemma2": _Model(
-        _every("sliding_window_pattern", "sliding"),
-        {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
-    ),
-    "gemma3_text": _GEMMA3,
+    "gemma2": _Model(_SLIDING_BUT_EVERY_NTH, _GEMMA2),
+    "gemma3_text": _Model(_SLIDING_BUT_EVERY_NTH, _GEMMA3),
     "cohere2": _Model(
-        _every("sliding_window_pattern", "sliding"),
+        _SLIDING_BUT_EVERY_NTH,
         {"sliding_window": 4096, "sliding_window_pattern": 4},
         kv_heads="as heads",
     ),
     "gpt_oss": _Model(_must_be_typed, head_dim="given"),
     "llama4_text": _Model(_llama4, {"no_rope_layer_interval": 4}, head_dim="given"),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _Model(mla=True)),
     "falcon": _Model(defaults={"multi_query": True}, kv_heads="falcon"),
     "gpt_bigcode": _Model(defaults={"multi_query": True}, kv_heads="bigcode"),
     "jamba": _Model(_jamba, state=_mamba("mamba_expand", "mamba_d_state", "mamba_d_conv")),
@@ -305,9 +293,7 @@ def model_layout(
     model's groups are those of its text part. Raises ConfigError that names what is missing or not
     understood.
     """
-    fields, model = _text_fields(
-        config if isinstance(config, Mapping) else read_config(Path(config))
-    )
+    fields, model = _text_fields(config)
     kinds = _layer_kinds(fields, model)
     groups = []
     for kind in _GROUP_ORDER:
@@ -324,7 +310,6 @@ class AttentionCost:
 
     pair_flops: int
     """Floating-point operations, over these layers, for each pair of tokens that attend."""
-
     window: int | None
     """The most tokens these layers look back on; None when there is no limit."""
 
@@ -335,20 +320,14 @@ def attention_costs(config: Mapping[str, Any] | str | Path) -> tuple[AttentionCo
     A score takes 2 operations for each element of K and of V, in each query head; a latent (mla)
     is expanded to full heads first. Raises ConfigError as `model_layout` does.
     """
-    fields, model = _text_fields(
-        config if isinstance(config, Mapping) else read_config(Path(config))
-    )
+    fields, model = _text_fields(config)
     kinds = _layer_kinds(fields, model)
-    windows: dict[LayerKind, str | None] = {
-        "full": None,
-        "sliding": "sliding_window",
-        "chunked": "attention_chunk_size",
-    }
     costs = []
-    for kind, window in windows.items():
+    for kind in _GROUP_ORDER[:3]:
         if layers := kinds.count(kind):
             flops = 2 * layers * fields.integer("num_attention_heads") * _key_value(fields, model)
-            costs.append(AttentionCost(flops, None if window is None else fields.integer(window)))
+            window = fields.integer(_WINDOW_OF[kind]) if kind in _WINDOW_OF else None
+            costs.append(AttentionCost(flops, window))
     return tuple(costs)
 
 
@@ -371,8 +350,10 @@ def read_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _text_fields(config: Mapping[str, Any]) -> tuple[_Fields, _Model]:
+def _text_fields(config: Mapping[str, Any] | str | Path) -> tuple[_Fields, _Model]:
     """The values of the model's text part, completed by what its class fills in."""
+    if not isinstance(config, Mapping):
+        config = read_config(Path(config))
     for name in _TEXT_KEYS:
         if isinstance(config.get(name), Mapping):
             text = _Fields(config[name])

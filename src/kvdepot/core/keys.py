@@ -133,16 +133,6 @@ def tag_of(key: BlockKey) -> bytes:
     return key[:TAG_BYTES]
 
 
-def link_of(key: BlockKey) -> bytes:
-    """The 8 bytes that name the parent; ROOT_LINK for the first block of a prompt."""
-    return key[TAG_BYTES : TAG_BYTES + LINK_BYTES]
-
-
-def child_link_of(key: BlockKey) -> bytes:
-    """The link that the children of `key` carry."""
-    return key[-DIGEST_BYTES : -DIGEST_BYTES + LINK_BYTES]
-
-
 def digest_of(key: BlockKey) -> bytes:
     """The 16 bytes that identify the block's tokens and all tokens before them."""
     return key[-DIGEST_BYTES:]

@@ -56,40 +56,26 @@ class KVLayout:
     kind: Kind
     """mha and gqa keep K and V per head; mla one latent vector for all heads; state a snapshot that
     does not grow with the tokens; opaque is pages whose inside only the engine knows."""
-
     layers: int
-    """Layers in this group."""
-
     dtype: DType
     """Element type; for state groups that of the model."""
-
     block_tokens: int = DEFAULT_BLOCK_TOKENS
-    """Tokens in one block."""
-
     kv_heads: int = 0
     """K and V heads of one layer (mha, gqa)."""
-
     head_dim: int = 0
     """Elements of K for one head and token (mha, gqa)."""
-
     value_head_dim: int = 0
     """Elements of V for one head and token (mha, gqa)."""
-
     latent_dim: int = 0
     """kv_lora_rank: elements of the compressed K and V of one token (mla)."""
-
     rope_dim: int = 0
     """qk_rope_head_dim: elements of the shared rotary key kept beside it (mla)."""
-
     state_bytes: int = 0
     """Bytes of one layer in one block, whatever the tokens (state, opaque)."""
-
     sliding_window: int | None = None
     """The layers see only this many last tokens."""
-
     attention_chunk: int | None = None
     """The layers see only the tokens since the last multiple of this (Llama 4)."""
-
     layer_ids: tuple[int, ...] = ()
     """The model's own numbers of the group's layers, ascending; 0, 1, 2, ... when not given."""
 
@@ -138,15 +124,10 @@ class KVLayout:
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
     ) -> "KVLayout":
         """Multi-head attention: every query head has its own K and V."""
-        return cls(
-            kind="mha",
-            layers=layers,
-            kv_heads=heads,
-            head_dim=head_dim,
-            value_head_dim=head_dim,
-            dtype=dtype,
-            block_tokens=block_tokens,
+        grouped = cls.gqa(
+            layers=layers, kv_heads=heads, head_dim=head_dim, dtype=dtype, block_tokens=block_tokens
         )
+        return replace(grouped, kind="mha")
 
     @classmethod
     def mla(
@@ -197,12 +178,9 @@ class KVLayout:
         """An engine's pages as they are: `block_bytes` for a block, split evenly over `layers`."""
         if layers < 1 or block_bytes % layers:
             raise ConfigError("layers", f"{block_bytes} bytes do not divide into {layers} layers")
+        size = block_bytes // layers
         return cls(
-            kind="opaque",
-            layers=layers,
-            state_bytes=block_bytes // layers,
-            dtype=dtype,
-            block_tokens=block_tokens,
+            kind="opaque", layers=layers, state_bytes=size, dtype=dtype, block_tokens=block_tokens
         )
 
     @property
@@ -216,7 +194,6 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer in one block."""
         return self.state_bytes or self._token_layer_bytes() * self.block_tokens
 
     @property
@@ -242,10 +219,6 @@ class KVLayout:
                 "layer_range", f"{start}:{stop} is not a range of the group's {self.layers} layers"
             )
         return start * self.layer_bytes, (stop - start) * self.layer_bytes
-
-    def layer_range_bytes(self, start: int, stop: int) -> int:
-        """Bytes of the group's layers start <= i < stop in one block."""
-        return self.layer_range(start, stop)[1]
 
     def shard(self, rank: int, size: int) -> "KVLayout":
         """The layout of one tensor-parallel shard.
@@ -276,10 +249,7 @@ class KVLayout:
 
     def description(self) -> dict[str, Any]:
         """The fields as JSON-able values; `KVLayout.from_description` reads them."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in self._values()
-        }
+        return dict(self._values()) | {"layer_ids": list(self.layer_ids)}
 
     @classmethod
     def from_description(cls, fields: dict[str, Any]) -> "KVLayout":
@@ -353,7 +323,6 @@ class ModelLayout:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in one block of any group."""
         return self.groups[0].block_tokens
 
     @property
@@ -377,6 +346,5 @@ class ModelLayout:
             if group.kind == "state":
                 total += group.block_bytes if tokens else 0
             else:
-                seen = tokens if group.window is None else min(tokens, group.window)
-                total += group.bytes_per_token * seen
+                total += group.bytes_per_token * min(tokens, group.window or tokens)
         return total

@@ -55,35 +55,24 @@ class Namespace:
 
     model: str
     """The model's name, as a person would write it."""
-
     layout: KVLayout
     """What a block's bytes are. Carries the dtype and the tokens of a block."""
-
     fingerprint: str = ""
     """Config and weights revision, from `fingerprint()`. Empty: unknown, the name must suffice."""
-
     shard_rank: int = 0
     """Which tensor-parallel shard. Leave 0 of 1 where all ranks hold the same bytes (MLA)."""
-
     shard_size: int = 1
-    """How many shards there are."""
-
     adapter: str = ""
     """LoRA or other adapter id; empty for none."""
-
     tenant: str = ""
     """Whose blocks these are."""
-
     secret: bytes = field(default=b"", repr=False)
     """The tenant's secret; empty means isolation by name only."""
-
     extra: tuple[tuple[str, str], ...] = ()
     """Whatever else the engine's bytes depend on: attention backend, instruction set, cache salt,
     KV group. Pairs of name and value in any order; kept sorted by name."""
-
     tag: bytes = field(init=False, repr=False, compare=False)
     """First 8 bytes of every key in this namespace."""
-
     _chain_key: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -97,12 +86,10 @@ class Namespace:
 
     @property
     def dtype(self) -> str:
-        """Element type of the KV bytes."""
         return self.layout.dtype
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in one block."""
         return self.layout.block_tokens
 
     def keys(self, token_ids: TokenIds, *, parent: bytes | None = None) -> list[BlockKey]:
@@ -138,19 +125,9 @@ class Namespace:
         secret = self.secret
         if len(secret) > hashlib.blake2b.MAX_KEY_SIZE:
             secret = hashlib.blake2b(secret, person=b"kvdepot-secret").digest()
-        fields = encode(
-            (
-                FORMAT_VERSION,
-                self.model,
-                self.fingerprint,
-                self.layout.canonical(),
-                self.shard_rank,
-                self.shard_size,
-                self.adapter,
-                self.tenant,
-                self.extra,
-            )
-        )
+        bytes_of = (FORMAT_VERSION, self.model, self.fingerprint, self.layout.canonical())
+        owner = (self.shard_rank, self.shard_size, self.adapter, self.tenant, self.extra)
+        fields = encode(bytes_of + owner)
         return hashlib.blake2b(fields, key=secret, person=b"kvdepot-space-v1").digest()
 
     def _check(self) -> None:

@@ -40,11 +40,9 @@ class RowTable(Protocol):
 
     def column(self, dtype: npt.DTypeLike, fill: int) -> ColumnView:
         """A new column that grows with the table; freed rows return to `fill`."""
-        ...
 
     def digest(self, row: int) -> int:
         """Eight uniform bytes of the row's key."""
-        ...
 
     def digests(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]: ...
 
@@ -61,7 +59,6 @@ class TreeView(Protocol):
     @property
     def stamp(self) -> ColumnView:
         """When each row was used last; a head's is newer than its tail's."""
-        ...
 
 
 class EvictionQueues(Protocol):
@@ -71,15 +68,12 @@ class EvictionQueues(Protocol):
 
     def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
         """The coldest and the warmest row of each queue."""
-        ...
 
     def occupied(self, group: int) -> int:
         """The queues of a group that are not empty, as bits."""
-        ...
 
     def to_end(self, row: int, queue: int) -> None:
         """Move a row that is in a queue to the warm end of a queue of its group."""
-        ...
 
 
 class Order(Protocol):
@@ -93,36 +87,28 @@ class Order(Protocol):
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         """Called once, before everything else."""
-        ...
 
     @property
     def stamps(self) -> ColumnView:
         """What rows are sorted by in their queue, smallest first."""
-        ...
 
     def queue(self, row: int) -> int:
         """The queue in which the row belongs now."""
-        ...
 
     def entered(self, row: int) -> None:
         """The block is in the tier now."""
-        ...
 
     def used(self, rows: Sequence[int], *, hit: bool) -> None:
         """Blocks of one prompt were used, head first; some may be in other tiers only."""
-        ...
 
     def left(self, row: int) -> None:
         """The block is no longer in the tier."""
-        ...
 
     def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
         """The engine reported the state of the session that uses these blocks."""
-        ...
 
     def victim(self, group: int) -> int:
         """The row that should leave first from a size class, or NO_ROW."""
-        ...
 
 
 class Lru:

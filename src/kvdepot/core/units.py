@@ -92,10 +92,8 @@ def format_decimal_bytes(count: float) -> str:
 def format_duration(seconds: float) -> str:
     """`seconds` for a reader: "250ms", "2s", "1.5min", "3.2h", "12d"."""
     sign, span = ("-" if seconds < 0 else ""), abs(seconds)
-    for unit, size, limit in (("us", 1e-6, 1e-3), ("ms", 1e-3, 1.0), ("s", 1.0, 120.0)):
-        if span < limit * 0.99995:
-            return f"{sign}{_digits(span / size)}{unit}"
-    for unit, size, limit in (("min", 60.0, 7200.0), ("h", 3600.0, 259_200.0)):
+    short = (("us", 1e-6, 1e-3 * 0.99995), ("ms", 1e-3, 0.99995), ("s", 1.0, 120.0 * 0.99995))
+    for unit, size, limit in (*short, ("min", 60.0, 7200.0), ("h", 3600.0, 259_200.0)):
         if span < limit:
             return f"{sign}{_digits(span / size)}{unit}"
     return f"{sign}{_digits(span / 86400)}d"

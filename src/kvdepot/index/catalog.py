@@ -108,7 +108,8 @@ class Catalog:
         self.files = self.tiers[len(memories) :]
         self._memory_bits = (1 << len(memories)) - 1
         names = [copies.tier for copies in self.tiers]
-        self._by_bits = ["", *(names[_lowest(bits)] for bits in range(1, 1 << len(names)))]
+        fastest = ((bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(names)))
+        self._by_bits = ["", *(names[number] for number in fastest)]
         orders = [order, below][: len(memories)]
         self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
         """Of each memory."""
@@ -118,7 +119,6 @@ class Catalog:
 
     @property
     def disk(self) -> Copies:
-        """The fastest of the file tiers."""
         return self.files[0]
 
     def row(self, key: BlockKey) -> int:
@@ -217,17 +217,14 @@ class Catalog:
         return [row for row in rows if (doomed[row] or not residency[row]) and not leases[row]]
 
     def leased_rows(self, rows: Rows) -> Bools:
-        """Which of the rows are leased."""
         leased: Bools = self._leases.array[rows] > 0
         return leased
 
     def all_leased(self) -> list[int]:
-        """Every row with a lease."""
         rows: list[int] = np.flatnonzero(self._leases.array > 0).tolist()
         return rows
 
     def leases(self, row: int) -> int:
-        """How many leases a block has."""
         return self._leases[row]
 
     def doom(self, row: int) -> bool:
@@ -262,7 +259,3 @@ class Catalog:
             leaves.detach(row)
         self.tree.detach(row)
         self.table.hide(row)
-
-
-def _lowest(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1

@@ -32,7 +32,6 @@ class Closed:
         return moment is not None and 0 < self._tree.stamp.view[row] <= moment
 
     def mask(self, rows: Rows) -> Bools:
-        """Which of the rows are closed."""
         known, moments = self._arrays()
         if not len(known):
             return np.zeros(len(rows), dtype=bool)

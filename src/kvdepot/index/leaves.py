@@ -87,7 +87,6 @@ class LeafOrder:
         self._settle(row)
 
     def hold_all(self, rows: Sequence[int]) -> None:
-        """`hold` for each of many rows."""
         if len(rows) < FEW:
             for row in rows:
                 self.hold(row)
@@ -99,7 +98,6 @@ class LeafOrder:
                 self._queues.remove(row)
 
     def release_all(self, rows: Sequence[int]) -> None:
-        """`release` for each of many rows."""
         if len(rows) < FEW:
             for row in rows:
                 self.release(row)
@@ -114,11 +112,9 @@ class LeafOrder:
         return bool(self._holds.view[row])
 
     def resident(self, row: int) -> bool:
-        """Whether the block is in the tier."""
         return bool(self._group.view[row] != _OUT)
 
     def resident_rows(self, rows: Rows) -> Bools:
-        """Which of the rows are in the tier."""
         here: Bools = self._group.array[rows] != _OUT
         return here
 
@@ -135,7 +131,6 @@ class LeafOrder:
             self._queues.append(row, self._group.view[row], self._order.queue(row))
 
     def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
-        """The engine reported the state of the session that uses these blocks."""
         self._order.session_changed(rows, state)
         for row in self._standing(rows):
             self._queues.remove(row)
@@ -171,7 +166,6 @@ class LeafOrder:
         return not self._kids.view[row] and self._holds.view[row] <= 1
 
     def _standing(self, rows: Sequence[int]) -> Sequence[int]:
-        """Those of the rows that are in a queue."""
         if len(rows) < FEW:
             queue = self._queue.view
             return [row for row in rows if queue[row] != _OUT]

@@ -32,16 +32,6 @@ def path_order(tree: PrefixTree, rows: Iterable[int]) -> list[int]:
     return ordered + [row for row in chosen if row in left]
 
 
-def ancestors(tree: PrefixTree, row: int) -> list[int]:
-    """The rows above `row`, head first."""
-    above: list[int] = []
-    seen = {row}
-    while (row := tree.parent[row]) != NONE and row not in seen:
-        seen.add(row)
-        above.append(row)
-    return above[::-1]
-
-
 def path_blocks(tree: PrefixTree, rows: Iterable[int], enough: int) -> dict[int, int]:
     """For each row how many blocks the longest path through it has; counted up to `enough`."""
     depth: dict[int, int] = {}

@@ -14,7 +14,7 @@ OUT: Final = -1
 
 
 class LinkedQueues:
-    """`width` queues for each group of rows, coldest row first."""
+    """`width` queues for each group of rows; see core.order.EvictionQueues."""
 
     def __init__(self, table: KeyTable, width: int) -> None:
         self._width = width
@@ -32,7 +32,6 @@ class LinkedQueues:
         return NONE if base is None else self._cold[base + queue]
 
     def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The coldest and the warmest row of each queue."""
         base = self._base.get(group)
         if base is None:
             return (), ()
@@ -40,18 +39,15 @@ class LinkedQueues:
         return self._cold[base:end], self._warm[base:end]
 
     def occupied(self, group: int) -> int:
-        """The queues of a group that are not empty, as bits."""
         base = self._base.get(group)
         return 0 if base is None else self._occupied[base // self._width]
 
     def to_end(self, row: int, queue: int) -> None:
-        """Move a row that is in a queue to the warm end of a queue of its group."""
         base = self.queue.view[row] // self._width * self._width
         self.remove(row)
         self._insert_before(row, NONE, base + queue)
 
     def append(self, row: int, group: int, queue: int) -> None:
-        """Put a row at the warm end."""
         self._insert_before(row, NONE, self._base_of(group) + queue)
 
     def place(self, row: int, group: int, queue: int, stamps: ColumnView) -> None:

@@ -84,7 +84,6 @@ class KeyTable:
         return [BlockKey(packed[i : i + 32]) for i in range(0, len(packed), 32)]
 
     def words(self, rows: Rows) -> Keys:
-        """Keys of many rows as words."""
         return self._words[rows]
 
     def tags(self) -> npt.NDArray[np.uint64]:
@@ -104,7 +103,6 @@ class KeyTable:
         return int(self._flat[4 * row + 2])
 
     def digests(self, rows: Rows) -> npt.NDArray[np.uint64]:
-        """`digest` of many rows."""
         found: npt.NDArray[np.uint64] = self._words[rows, 2]
         return found
 
@@ -151,8 +149,6 @@ class KeyTable:
         return self._probe(words[:, 2], same)
 
     def find_names(self, tags: npt.NDArray[np.uint64], links: npt.NDArray[np.uint64]) -> Rows:
-        """`find_name` for many at once."""
-
         def same(found: Rows, at: Rows) -> Bools:
             words = self._words[found]
             equal: Bools = (words[:, 2] == links[at]) & (words[:, 0] == tags[at])
@@ -175,7 +171,11 @@ class KeyTable:
         flat = self._flat
         flat[base], flat[base + 1], flat[base + 2], flat[base + 3] = words
         self.live += 1
-        self._insert(row, words[2])
+        slots, mask = self._slots, self._mask
+        slot = words[2] & mask
+        while slots[slot]:
+            slot = (slot + 1) & mask
+        slots[slot] = row + 1
         return row
 
     def add_many(self, words: Keys) -> Rows:
@@ -217,7 +217,6 @@ class KeyTable:
         self.live -= 1
 
     def memory_bytes(self) -> int:
-        """Memory of the table and all its columns."""
         columns = sum(column.array.nbytes for column in self._columns)
         return columns + self._words.nbytes + self._slots.nbytes
 
@@ -239,11 +238,7 @@ class KeyTable:
             at, slots, digests = at[left], slots[left], digests[left]
         return result
 
-    def _probe(
-        self,
-        hashes: npt.NDArray[np.uint64],
-        same: Callable[[Rows, Rows], Bools],
-    ) -> Rows:
+    def _probe(self, hashes: npt.NDArray[np.uint64], same: Callable[[Rows, Rows], Bools]) -> Rows:
         """Rows found by linear probing, all keys in step."""
         table = np.asarray(self._slots)
         result = np.full(len(hashes), NONE, dtype=np.int64)
@@ -260,13 +255,6 @@ class KeyTable:
                 break
             at, slots = at[~hit], (slots[~hit] + 1) & self._mask
         return result
-
-    def _insert(self, row: int, digest: int) -> None:
-        slots, mask = self._slots, self._mask
-        slot = digest & mask
-        while slots[slot]:
-            slot = (slot + 1) & mask
-        slots[slot] = row + 1
 
     def _insert_many(self, rows: Rows) -> None:
         """Place rows in rounds: of all that want a slot the first gets it, the others move on."""

@@ -47,14 +47,9 @@ def address_of(buffer: Any, writable: bool = False) -> tuple[int, int]:
     else:
         with memoryview(buffer) as view:
             contiguous, readonly, nbytes = view.c_contiguous, view.readonly, view.nbytes
-            address = _address(view) if contiguous and nbytes else 0
+            address = int(np.frombuffer(view, np.uint8).ctypes.data) if contiguous and nbytes else 0
     if not contiguous:
         raise ValueError("the buffer is not contiguous")
     if writable and readonly:
         raise BufferError("the buffer is read-only")
     return (address if nbytes else 0), nbytes
-
-
-def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).ctypes.data
-    return address

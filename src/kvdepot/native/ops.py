@@ -30,8 +30,7 @@ def _unsigned(*names: str) -> tuple[tuple[str, str], ...]:
 
 
 TRANSFER_DTYPE: Final = _record(
-    ("result", "<i8"),
-    *_unsigned("source", "target", "nbytes", "chunk_bytes", "table", "mode"),
+    ("result", "<i8"), *_unsigned("source", "target", "nbytes", "chunk_bytes", "table", "mode")
 )
 """`source` to `target` (0: no copy); `mode` COPY, FILL or VERIFY of `table`, one u64 a chunk."""
 

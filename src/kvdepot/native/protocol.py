@@ -16,7 +16,6 @@ class PendingOps(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """True once no I/O is in flight any more. Late ops keep -ETIMEDOUT; nothing is verified or
         copied after the deadline. RuntimeError when another thread is waiting."""
-        ...
 
 
 class Engine(Protocol):
@@ -40,17 +39,13 @@ class Engine(Protocol):
 
         ValueError for a malformed batch, of which nothing has then been started, and once closed.
         """
-        ...
 
     def register(self, address: int, nbytes: int) -> bool:
         """Pin a range for reads and writes without per-call mapping. False, and no harm, when the
         kernel refuses. `unregister` it before the memory is unmapped."""
-        ...
 
     def unregister(self, address: int, nbytes: int) -> None:
         """Forget every registered range that overlaps this one."""
-        ...
 
     def close(self) -> None:
         """Idempotent. Batches that are running finish."""
-        ...

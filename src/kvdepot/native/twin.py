@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,22 +14,11 @@ from kvdepot.native.ops import COPY, FILL, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
 from kvdepot.native.twin_engine import TwinEngine as Engine
 from kvdepot.native.xxh3 import checksums_of, xxh3_64
 
-__all__ = [
-    "NAME",
-    "Engine",
-    "address_of",
-    "checksum",
-    "chunk_checksums",
-    "gather",
-    "scatter",
-    "transfer",
-    "uring_available",
-]
-
-NAME: Final = "python"
+__all__ = ["Engine", "address_of"]
 
 
 def uring_available() -> tuple[bool, str]:
+    """Whether an engine of kind "uring" can be opened here, else why not."""
     return False, "kvdepot.native._native is not built"
 
 
@@ -48,10 +37,15 @@ def _records(buffer: Any, dtype: np.dtype[np.void], *, writable: bool) -> npt.ND
 
 
 def checksum(buffer: Any) -> int:
+    """XXH3, 64 bits, seed 0."""
     return xxh3_64(_held(buffer))
 
 
 def chunk_checksums(source: Any, chunk_bytes: int, target_u64: Any) -> None:
+    """Fill `target_u64` with the checksum of each chunk of `source`; the last may be short.
+
+    ValueError when the target does not have exactly one u64 for each chunk.
+    """
     data, target = _held(source), _held(target_u64, writable=True)
     if chunk_bytes <= 0:
         raise ValueError("chunk_bytes must be positive")
@@ -61,6 +55,11 @@ def chunk_checksums(source: Any, chunk_bytes: int, target_u64: Any) -> None:
 
 
 def transfer(ops: Any) -> None:
+    """Run a batch of copies, a writable buffer of TRANSFER_DTYPE, each byte read once.
+
+    Afterwards every `result` is 0, or -EBADMSG for a VERIFY that found another checksum; its target
+    is then undefined. In C a batch of 1 MiB or more is stored past the cache.
+    """
     records = _records(ops, TRANSFER_DTYPE, writable=True)
     for index, mode in enumerate(records["mode"]):
         if mode > VERIFY:
@@ -93,6 +92,10 @@ def _pieces(pieces: Any, nbytes: int) -> list[tuple[int, int, int, int]]:
 
 
 def gather(target: Any, pieces: Any) -> None:
+    """Pack the rows of `pieces` (STRIDED_DTYPE) into `target`, one after the other.
+
+    ValueError, and nothing is copied, when they do not add up to exactly the buffer.
+    """
     whole, at = _held(target, writable=True), 0
     for address, rows, row_bytes, stride in _pieces(pieces, whole.nbytes):
         packed = whole[at : at + rows * row_bytes].reshape(rows, row_bytes)
@@ -101,6 +104,7 @@ def gather(target: Any, pieces: Any) -> None:
 
 
 def scatter(pieces: Any, source: Any) -> None:
+    """The inverse of `gather`: spread `source` over the rows of `pieces`."""
     whole, at = _held(source), 0
     for address, rows, row_bytes, stride in _pieces(pieces, whole.nbytes):
         packed = whole[at : at + rows * row_bytes].reshape(rows, row_bytes)

@@ -16,14 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvdepot.native.memory import address_of, view_at
-from kvdepot.native.ops import (
-    HEAD_BYTES,
-    HEAD_USED_AT,
-    HEAD_USED_MIN,
-    IO_DTYPE,
-    READ,
-    SYNC,
-)
+from kvdepot.native.ops import HEAD_BYTES, HEAD_USED_AT, HEAD_USED_MIN, IO_DTYPE, READ, SYNC
 from kvdepot.native.xxh3 import checksums_of, xxh3_64
 
 
@@ -70,13 +63,12 @@ class _Piece:
 
     def perform(self) -> None:
         try:
-            self.result = self._sync() if self.opcode == SYNC else self._move()
+            if self.opcode == SYNC:
+                os.fdatasync(self.fd)
+            else:
+                self.result = self._move()
         except OSError as error:
             self.result = -(error.errno or errno.EIO)
-
-    def _sync(self) -> int:
-        os.fdatasync(self.fd)
-        return 0
 
     def _move(self) -> int:
         memory, done = view_at(self.address, self.nbytes), 0
@@ -95,8 +87,7 @@ class _Piece:
     def _call(self, memory: Any, offset: int) -> int:
         read = self.opcode == READ
         try:
-            many = os.preadv if read else os.pwritev
-            return many(self.fd, [memory], offset)
+            return (os.preadv if read else os.pwritev)(self.fd, [memory], offset)
         except OSError as error:
             if error.errno != errno.ESPIPE:
                 raise
@@ -274,7 +265,9 @@ class _Batch:
                 piece = self.landed.get(timeout=_left(deadline_s))
             except queue.Empty:
                 return self._give_up()
-            self._land(piece)
+            self.in_flight -= 1
+            self._states[piece.index].land(piece)
+            self._advance(piece.index)
             if time.monotonic() >= deadline_s and self._unfinished:
                 return self._give_up()
 
@@ -314,11 +307,6 @@ class _Batch:
         self._pool.submit(
             _Piece(self._cursor, number, op.fd, op.opcode, offset, address, nbytes, self)
         )
-
-    def _land(self, piece: _Piece) -> None:
-        self.in_flight -= 1
-        self._states[piece.index].land(piece)
-        self._advance(piece.index)
 
     def _advance(self, index: int) -> None:
         state = self._states[index]

@@ -50,19 +50,7 @@ def _key(at: int) -> _Words:
 _STRIPE_KEYS: Final = np.stack([_key(8 * n) for n in range(16)])
 _SCRAMBLE_KEY: Final = _key(192 - _STRIPE)
 _LAST_KEY: Final = _key(192 - _STRIPE - 7)
-_START: Final = np.array(
-    [
-        _PRIME32[2],
-        _PRIME64[0],
-        _PRIME64[1],
-        _PRIME64[2],
-        _PRIME64[3],
-        _PRIME32[1],
-        _PRIME64[4],
-        _PRIME32[0],
-    ],
-    _U64,
-)
+_START: Final = np.array([_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0]], _U64)
 _SWAP: Final = np.array([1, 0, 3, 2, 5, 4, 7, 6])
 _LOW: Final = _U64(0xFFFFFFFF)
 _32: Final = _U64(32)

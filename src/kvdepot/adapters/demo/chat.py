@@ -29,13 +29,10 @@ class Reply:
     text: str
     ttft_s: float
     """From the call to the first new token, a depot's lookup and onboarding included."""
-
     seconds: float
     """Until the call returned."""
-
     fetched: dict[str, int] = field(default_factory=dict)
     """Prompt tokens from each tier."""
-
     computed_tokens: int = 0
     misses: dict[str, int] = field(default_factory=dict)
     """Blocks that were found but could not be had, by reason."""
@@ -53,8 +50,7 @@ class FirstToken:
         if self._seen == 2:
             self.at_s = time.perf_counter()
 
-    def end(self) -> None:
-        """Nothing to finish."""
+    def end(self) -> None: ...
 
 
 class ChatModel:
@@ -108,7 +104,6 @@ class ChatModel:
         self._depot = attach(self._model, store, **settings)
 
     def detach(self) -> None:
-        """Answer from now on without a depot."""
         self._depot = None
 
     def flush(self) -> None:
@@ -168,14 +163,13 @@ class ChatModel:
         )
 
     def _origin(self, prompt_tokens: int) -> dict[str, Any]:
-        if self._depot is None:
+        if self._depot is None or not self._depot.last.rows:
             return {"computed_tokens": prompt_tokens}
         last = self._depot.last
-        if not last.rows:
-            return {"computed_tokens": prompt_tokens}
         (row,) = last.rows
+        computed = row.computed_tokens
         return {
             "fetched": dict(row.fetched),
-            "computed_tokens": row.computed_tokens,
+            "computed_tokens": computed,
             "misses": dict(last.misses),
         }

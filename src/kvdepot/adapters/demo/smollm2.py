@@ -9,8 +9,6 @@ import importlib.metadata
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,21 +54,13 @@ def prepare(cache: Path) -> Path:
             f"{format_bytes(_NEEDED_BYTES)}",
             hint="make room, or set XDG_CACHE_HOME to a larger disk",
         )
-    with _scratch(cache) as folder:
-        _convert(source, folder)
+    scratch = tempfile.TemporaryDirectory(prefix="making-", dir=cache, ignore_cleanup_errors=True)
+    with scratch as folder:
+        _convert(source, Path(folder))
         # Another process may have made the same folder meanwhile.
         if not target.is_dir():
-            folder.rename(target)
+            Path(folder).rename(target)
     return target
-
-
-@contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="making-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _gguf() -> Path:

@@ -15,23 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CallStats", "DepotModel", "ModelCounters", "ServedRow", "attach"]
 
-_HOMES = {
-    "CallStats": "stats",
-    "DepotModel": "model",
-    "ModelCounters": "stats",
-    "ServedRow": "stats",
-    "attach": "model",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Names are imported when first used, and say what to install where that fails."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     try:
-        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+        home = "model" if name in ("DepotModel", "attach") else "stats"
+        module = importlib.import_module(f"{__name__}.{home}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("torch", "transformers"):

@@ -6,7 +6,7 @@ group have no parents: none is worth less without another.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -77,18 +77,14 @@ class LayerGroup:
         return range(first // self.block_tokens, -(-tokens // self.block_tokens))
 
     def empty(self, batch: int, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """New tensors for K and V of its layers, not filled."""
         return [self.empty_layer(batch, tokens) for _ in self.layers]
 
     def empty_layer(self, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """New tensors for K and V of one layer, not filled."""
         shape = self.shape
-        keys = (batch, shape.key_heads, tokens, shape.key_dim)
-        values = (batch, shape.value_heads, tokens, shape.value_dim)
-        return (
-            torch.empty(keys, dtype=shape.dtype, device=shape.device),
-            torch.empty(values, dtype=shape.dtype, device=shape.device),
-        )
+        kind: Any = {"dtype": shape.dtype, "device": shape.device}
+        keys = torch.empty((batch, shape.key_heads, tokens, shape.key_dim), **kind)
+        return keys, torch.empty((batch, shape.value_heads, tokens, shape.value_dim), **kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,6 @@ class Binding:
         return self.groups[0].block_tokens
 
     def still_holds(self, model: PreTrainedModel) -> bool:
-        """Whether the model is, by all signs, what it was."""
         return signs_of(model, self.tuners) == self.signs
 
 
@@ -153,15 +148,9 @@ def bind(model: PreTrainedModel, store: Depot, options: Options) -> Binding:
 
 def _by_kind(shapes: Sequence[LayerShape]) -> list[list[LayerShape]]:
     """Layers that belong to one group together, groups by their first layer."""
-    groups: dict[tuple[object, ...], list[LayerShape]] = {}
+    groups: dict[LayerShape, list[LayerShape]] = {}
     for shape in shapes:
-        kind = (
-            shape.window,
-            (shape.key_heads, shape.key_dim),
-            (shape.value_heads, shape.value_dim),
-            shape.dtype,
-        )
-        groups.setdefault(kind, []).append(shape)
+        groups.setdefault(replace(shape, index=0), []).append(shape)
     return list(groups.values())
 
 
@@ -176,7 +165,6 @@ def _default_block_tokens(groups: Sequence[Sequence[LayerShape]]) -> int:
 
 
 def _layout(layers: Sequence[LayerShape], block_tokens: int) -> KVLayout:
-    """What a block of these layers, all of one group, is."""
     shape = layers[0]
     if shape.dtype not in _DTYPES:
         raise ModelError(

@@ -21,7 +21,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a layer, [batch, head, token, dim] each."""
 
 
-class _Hooks:
+class _Hooks(DynamicLayer):  # type: ignore[no-untyped-call]
     """What all layers here have: a wait for copies under way, and a call after each update."""
 
     wait: Callable[[], None] | None = None
@@ -39,8 +39,27 @@ class _Hooks:
         if self.on_update is not None:
             self.on_update()
 
+    def _before_rearranging(self) -> None:
+        raise NotImplementedError
 
-class DepotLayer(_Hooks, DynamicLayer):  # type: ignore[no-untyped-call]
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._before_rearranging()
+        super().reorder_cache(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._before_rearranging()
+        super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._before_rearranging()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._before_rearranging()
+        super().batch_select_indices(indices)
+
+
+class DepotLayer(_Hooks):
     """A layer of full attention."""
 
     def __init__(self) -> None:
@@ -85,23 +104,7 @@ class DepotLayer(_Hooks, DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys[:, :, :stop], values[:, :, :stop]
         return True
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._leave_room()
-        super().reorder_cache(beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self._leave_room()
-        super().crop(tokens_to_remove)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._leave_room()
-        super().batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._leave_room()
-        super().batch_select_indices(indices)
-
-    def _leave_room(self) -> None:
+    def _before_rearranging(self) -> None:
         """The tensors are about to be replaced, and what was written must stay as it is."""
         self.wait_for_copies()
         self._room = None
@@ -152,31 +155,18 @@ class DepotSlidingLayer(_Hooks, DynamicSlidingWindowLayer):  # type: ignore[no-u
                 self.kept.insert(0, rest)
 
     def stop_recording(self) -> None:
-        """Remember nothing any more."""
         self.recording = False
         self.kept = []
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._rearrange()
-        super().reorder_cache(beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self._rearrange()
-        super().crop(tokens_to_remove)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.wait_for_copies()
-        super().batch_repeat_interleave(repeats)
+        super(_Hooks, self).batch_repeat_interleave(repeats)
         self.kept = [
             (keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0))
             for keys, values in self.kept
         ]
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._rearrange()
-        super().batch_select_indices(indices)
-
-    def _rearrange(self) -> None:
+    def _before_rearranging(self) -> None:
         """What is remembered would no longer be what the cache holds."""
         self.wait_for_copies()
         self.stop_recording()
@@ -199,19 +189,11 @@ class DepotCache(DynamicCache):
 
     @property
     def depot_layers(self) -> list[DepotLayer | DepotSlidingLayer]:
-        """The layers, by their own type."""
         return self.layers  # type: ignore[return-value]
 
     @property
     def sliding_layers(self) -> list[DepotSlidingLayer]:
-        """Those that see a window only."""
         return [layer for layer in self.layers if isinstance(layer, DepotSlidingLayer)]
-
-    def sliding_layer(self, index: int) -> DepotSlidingLayer:
-        """The layer at `index`, which sees a window."""
-        layer = self.layers[index]
-        assert isinstance(layer, DepotSlidingLayer)
-        return layer
 
     def fill(self, tensors: Sequence[KV], length: int) -> None:
         """Start after `length` tokens, layer by layer; a window's tensors are its last ones."""
@@ -223,7 +205,6 @@ class DepotCache(DynamicCache):
         self.depot_layers[-1].on_update = call
 
     def forget(self, column: int) -> None:
-        """Stop remembering tokens before `column`."""
         for layer in self.sliding_layers:
             layer.forget(column)
 

@@ -20,19 +20,9 @@ from kvdepot.adapters.hf.binding import Binding
 from kvdepot.adapters.hf.caches import DepotCache, DepotLayer, DepotSlidingLayer
 from kvdepot.errors import ModelError
 
-_FORWARD: Final = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "use_cache",
-        "logits_to_keep",
-        "return_dict",
-    }
-)
-"""Arguments of a forward that are understood."""
 _INPUTS: Final = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values"})
+_FORWARD: Final = _INPUTS | {"use_cache", "logits_to_keep", "return_dict"}
+"""Arguments of a forward that are understood."""
 _SETTLED: Final = ("prefill_chunk_size", "cache_implementation")
 _MODES: Final = frozenset(
     {
@@ -200,7 +190,6 @@ def _unserved(settings: Any, arguments: Mapping[str, Any]) -> str | None:
 def _read(
     model: Any, binding: Binding, arguments: dict[str, Any], mask: Any
 ) -> ServableCall | PassedCall:
-    """What a forward and generate have in common."""
     ids, cache = arguments.get("input_ids"), arguments.get("past_key_values")
     if model.training:
         return PassedCall("training")
@@ -220,7 +209,8 @@ def _read(
     if positions is not None and not _are_plain(positions, prompts):
         return PassedCall("positions")
     _check_empty(cache)
-    if cache is not None and not _can_fill(cache):
+    kinds = (DynamicCache, DepotCache, StaticCache)
+    if cache is not None and (type(cache) not in kinds or cache.offloading):
         return PassedCall("kind of cache")
     return ServableCall(arguments, ids, prompts, mask, cache)
 
@@ -229,13 +219,10 @@ def _are_plain(positions: Any, prompts: list[PromptRow]) -> bool:
     """Whether the positions given are those that the tokens have anyway."""
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return False
-    plain = positions_of(prompts, positions.device)
-    if positions.shape[1] != plain.shape[1] or positions.shape[0] not in (1, len(prompts)):
+    numbers = _token_numbers(prompts, positions.device)
+    if positions.shape[1] != numbers.shape[1] or positions.shape[0] not in (1, len(prompts)):
         return False
-    real = torch.arange(plain.shape[1], device=positions.device)[None] >= torch.tensor(
-        [[prompt.pad] for prompt in prompts], device=positions.device
-    )
-    return bool(((positions == plain) | ~real).all())
+    return bool(((positions == numbers) | (numbers < 0)).all())
 
 
 def _check_empty(cache: Any) -> None:
@@ -253,13 +240,6 @@ def _is_own(cache: Any) -> bool:
     layers = cache.layers if isinstance(cache, Cache) else []
     ours = bool(layers) and isinstance(layers[-1], DepotLayer | DepotSlidingLayer)
     return ours and int(cache.get_seq_length()) > 0
-
-
-def _can_fill(cache: object) -> bool:
-    if type(cache) not in (DynamicCache, DepotCache, StaticCache):
-        return False
-    assert isinstance(cache, Cache)
-    return not cache.offloading
 
 
 def _found_mask(ids: torch.Tensor, settings: Any) -> torch.Tensor | None:
@@ -297,13 +277,15 @@ def mask_of(prompts: list[PromptRow], device: torch.device) -> torch.Tensor | No
     """The attention mask of left-padded prompts; None where nothing is padded."""
     if not any(prompt.pad for prompt in prompts):
         return None
-    columns = torch.arange(prompts[0].columns, device=device)
-    pads = torch.tensor([prompt.pad for prompt in prompts], device=device)
-    return (columns[None] >= pads[:, None]).long()
+    return (_token_numbers(prompts, device) >= 0).long()
 
 
 def positions_of(prompts: list[PromptRow], device: torch.device) -> torch.Tensor:
     """The positions of all columns: each row counts from its first token; padding is at 0."""
+    return _token_numbers(prompts, device).clamp(min=0)
+
+
+def _token_numbers(prompts: list[PromptRow], device: torch.device) -> torch.Tensor:
+    """[row, column]: which token of its prompt; below 0 for padding."""
     columns = torch.arange(prompts[0].columns, device=device)
-    pads = torch.tensor([prompt.pad for prompt in prompts], device=device)
-    return (columns[None] - pads[:, None]).clamp(min=0)
+    return columns[None] - torch.tensor([[prompt.pad] for prompt in prompts], device=device)

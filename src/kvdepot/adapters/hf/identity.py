@@ -115,9 +115,10 @@ def tuner_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 def signs_of(model: PreTrainedModel, tuners: Sequence[torch.nn.Module]) -> Signs:
     """Cheap: taken at every call. Equal signs, equal KV, unless written behind torch's back."""
+    # How often torch wrote to each in place; weights made in inference mode do not say.
     weights = tuple(
-        (parameter.data_ptr(), parameter.dtype, _version(parameter))
-        for parameter in model.parameters()
+        (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
+        for weight in model.parameters()
     )
     return Signs(hash(weights), adapter_state(tuners))
 
@@ -128,8 +129,3 @@ def adapter_state(tuners: Sequence[torch.nn.Module]) -> str:
         ", ".join(f"{name}={getattr(tuner, name, None)}" for name in _ADAPTER_FIELDS)
         for tuner in tuners
     )
-
-
-def _version(parameter: torch.Tensor) -> int:
-    """How often torch wrote to it in place; weights made in inference mode do not say."""
-    return 0 if parameter.is_inference() else parameter._version

@@ -92,7 +92,6 @@ class DepotModel:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block."""
         return self._parts.binding.block_tokens
 
     @property
@@ -190,7 +189,6 @@ class DepotModel:
         return self._parts
 
     def _pass(self, reason: str, call: Callable[[], Any]) -> Any:
-        """Leave a call to the model."""
         self._finish(CallStats(passed=reason))
         return call()
 

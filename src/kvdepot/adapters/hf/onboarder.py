@@ -10,6 +10,7 @@ that are behind are computed up to the others by themselves; where that is less 
 others are cut instead.
 """
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -144,7 +145,9 @@ class Onboarder:
         looked = time.monotonic()
         wanted = self._level(prompts, found)
         room: Room = {}
-        try:
+        with contextlib.ExitStack() as unused:
+            for row in rows:
+                unused.callback(row.close)
             if any(wanted):
                 room = self._make_room(prompts, wanted)
                 budget = Budget(self._timeout_s)
@@ -156,13 +159,9 @@ class Onboarder:
                 for reason, count in row.misses.items():
                     stats.misses[reason] = stats.misses.get(reason, 0) + count
             if any(row.tokens for row in rows):
-                return _BatchAssembly(self._binding, rows, room).assemble(catch_up)
-        except BaseException:
-            for row in rows:
-                row.close()
-            raise
-        for row in rows:
-            row.close()
+                prepared = _BatchAssembly(self._binding, rows, room).assemble(catch_up)
+                unused.pop_all()
+                return prepared
         return PreparedCache(DepotCache.of(self._binding.windows), 0, [0] * len(prompts))
 
     def _find(self, keys: Sequence[Sequence[BlockKey]], limit: int) -> int:
@@ -349,7 +348,6 @@ class _BatchAssembly:
                         target[row.number, :, row.prompt.pad : self._column] = source[0]
 
     def _fill(self, target: DepotLayer | DepotSlidingLayer, number: int, layer: int) -> None:
-        """One layer of the batch's cache."""
         if isinstance(target, DepotLayer):
             target.fill(self._room[number][layer], self._column)
         elif len(self._rows) == 1 and not self._rows[0].prompt.pad:
@@ -386,7 +384,9 @@ class _BatchAssembly:
     def _kept(self, row: int, index: int, count: int) -> KV | None:
         if row not in self._caught_up:
             return None
-        keys, values = join(self._caught_up[row].sliding_layer(index).kept)
+        layer = self._caught_up[row].layers[index]
+        assert isinstance(layer, DepotSlidingLayer)
+        keys, values = join(layer.kept)
         return keys[:, :, -count:], values[:, :, -count:]
 
     def _windows_from(self, row: FetchedRow) -> int:

@@ -75,7 +75,11 @@ class ServedCall:
         if given is None:
             return self.cache
         if isinstance(given, StaticCache):
-            return self._fill_static(given)
+            if self.cache.sliding_layers:
+                # A static window forgets at once: what is to be saved is computed beside it.
+                self.advance(self._columns - 1)
+            self.cache.copy_to_static(given, self.column)
+            return given
         given.layers = list(self.cache.layers)
         given.layer_class_to_replicate = None
         return given
@@ -145,13 +149,6 @@ class ServedCall:
             )
             for row, prompt in enumerate(self._prompts)
         ]
-
-    def _fill_static(self, static: StaticCache) -> StaticCache:
-        if self.cache.sliding_layers:
-            # A static window forgets at once: what is to be saved is computed beside it.
-            self.advance(self._columns - 1)
-        self.cache.copy_to_static(static, self.column)
-        return static
 
     def _catch_up(self, cache: DepotCache, prompt: PromptRow, start: int, stop: int) -> None:
         device = self._model.device

@@ -21,7 +21,6 @@ class ServedRow:
 
     @property
     def fetched_tokens(self) -> int:
-        """Tokens from any tier."""
         return sum(self.fetched.values())
 
 

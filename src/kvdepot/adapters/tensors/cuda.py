@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -48,11 +48,9 @@ class CudaOffloadTicket:
     done: torch.cuda.Event
 
     def wait(self) -> None:
-        """Sleep until every payload is complete; other threads run meanwhile."""
         _sleep_until(self.done, _LOOK_LAZILY_S)
 
     def wait_read(self) -> None:
-        """The current stream waits until every block was read; the caller does not."""
         torch.cuda.current_stream(self.device).wait_event(self.read)
 
 
@@ -65,12 +63,10 @@ class CudaOnboardTicket:
     layers_per_step: int
 
     def wait_layer(self, layer: int) -> None:
-        """The current stream waits for this layer of all blocks; the caller does not."""
         step = self.events[layer // self.layers_per_step]
         torch.cuda.current_stream(self.device).wait_event(step)
 
     def synchronize(self) -> None:
-        """Sleep until all layers are in place."""
         _sleep_until(self.events[-1])
 
 
@@ -133,7 +129,6 @@ class CopyPipeline:
             buffer.drained.record()
 
     def synchronize(self) -> None:
-        """Block until nothing is under way."""
         self.fill.synchronize()
         self.drain.synchronize()
 
@@ -160,7 +155,9 @@ class Mover(BlockMover):
         from kvdepot.adapters.tensors import kernels
 
         self._kernels = kernels
-        self.device = _with_index(torch.device(device))
+        # Tensors say which of the devices they are on; "cuda" alone has no index.
+        index: int | None = torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._slice_bytes = max(slice_bytes, PIECE_BYTES_MAX)
         # What a caller's inference mode creates could not be written outside of it.
         with torch.inference_mode(mode=False):
@@ -226,7 +223,6 @@ class Mover(BlockMover):
             return CudaOnboardTicket(self.device, events, layers)
 
     def close(self) -> None:
-        """Wait for everything under way, unlock the memory, give the staging buffers back."""
         with self._down.lock, self._up.lock:
             self._down.close()
             self._up.close()
@@ -271,28 +267,15 @@ class Mover(BlockMover):
         pipe.synchronize()
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """Tensors say which of the devices they are on; "cuda" alone does not."""
-    # torch types the index as a number, but it is None for "cuda" alone.
-    index: int | None = device.index
-    return torch.device(device.type, torch.cuda.current_device() if index is None else index)
-
-
 def _locked(memory: Sequence[memoryview], device: torch.device) -> LockedMemory:
     try:
         with torch.cuda.device(device):
             return LockedMemory(memory, torch.cuda.cudart())  # type: ignore[no-untyped-call]
     except PageLockError:
-        _forget_error(device)
+        # The runtime reports the code of a refused call again at the next launch: let it do so.
+        with suppress(RuntimeError):
+            torch.empty(1, device=device).fill_(1)
         raise
-
-
-def _forget_error(device: torch.device) -> None:
-    """Launch a kernel: the runtime reports the code of a refused call at the next launch."""
-    try:
-        torch.empty(1, device=device).fill_(1)
-    except RuntimeError:
-        return
 
 
 def _keep_until_done(blocks: Sequence[Pieces], stream: torch.cuda.Stream) -> None:
@@ -307,13 +290,9 @@ def _sides(
     part: slices.StagingSlice, hosts: Sequence[torch.Tensor], staging: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each range of a slice, in the payload and in the staging buffer."""
-    return [
-        (
-            hosts[staged.block].narrow(0, staged.payload_at, staged.nbytes),
-            staging.narrow(0, staged.staging_at, staged.nbytes),
-        )
-        for staged in part.ranges
-    ]
+    payloads = (hosts[one.block].narrow(0, one.payload_at, one.nbytes) for one in part.ranges)
+    packed = (staging.narrow(0, one.staging_at, one.nbytes) for one in part.ranges)
+    return list(zip(payloads, packed, strict=True))
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -49,10 +49,8 @@ class Pieces:
 
     addresses: Addresses
     """Shape (layers, pieces per layer); read row by row it is the order of the payload."""
-
     piece_bytes: int
     device: torch.device
-
     tensors: tuple[torch.Tensor, ...]
     """Whose memory it is; held so that the addresses stay good."""
 
@@ -62,7 +60,6 @@ class Pieces:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer."""
         return int(self.addresses.shape[1]) * self.piece_bytes
 
     @property
@@ -176,7 +173,6 @@ class KVTensors:
 
 
 def _rows(layers: Sequence[Layer]) -> list[tuple[torch.Tensor, ...]]:
-    """Each layer as a tuple of tensors."""
     if not layers:
         raise BadBufferError("there are no layers")
     rows = [layer if isinstance(layer, tuple) else (layer,) for layer in layers]
@@ -270,16 +266,12 @@ class Plane:
 
     sizes: Mapping[str, int]
     """Length of each axis within one block."""
-
     strides: Mapping[str, int]
     """Bytes from one element to the next, for each axis."""
-
     outer: tuple[str, ...]
     """Payload axes around the planes, outermost first."""
-
     inner: tuple[str, ...]
     """Payload axes inside this plane."""
-
     item_bytes: int
 
     def run(self) -> tuple[int, tuple[str, ...]]:
@@ -316,16 +308,12 @@ class Template:
     """The pieces of any block of one size, at `start + rate * where + batch_rate * batch`."""
 
     piece_bytes: int
-
     start: Addresses
     """(layers, pieces): the addresses of a block at token 0 of batch 0, or all on page 0."""
-
     rate: Addresses
     """(layers, pieces): bytes from a token, or a page, to the next."""
-
     batch_rate: Addresses
     """(layers, pieces): bytes from one sequence of the batch to the next."""
-
     ordinal: Addresses
     """(pieces,): which of the block's pages; all 0 where there are none."""
 

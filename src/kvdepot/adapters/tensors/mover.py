@@ -25,11 +25,9 @@ class OffloadTicket(Protocol):
 
     def wait(self) -> None:
         """Block until every payload is complete. May be called again, and from any thread."""
-        ...
 
     def wait_read(self) -> None:
         """Order the caller's current stream after the reading of the blocks, without blocking."""
-        ...
 
 
 class OnboardTicket(Protocol):
@@ -40,11 +38,9 @@ class OnboardTicket(Protocol):
 
         `layer` counts from the first layer of the pieces given.
         """
-        ...
 
     def synchronize(self) -> None:
         """Block until all layers are in place and the payloads are not read any more."""
-        ...
 
 
 class BlockMover(Protocol):

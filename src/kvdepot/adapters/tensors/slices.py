@@ -115,7 +115,6 @@ def _slices(shape: BatchShape, start: int, count: int, slice_bytes: int) -> list
 
 
 def _slice(shape: BatchShape, blocks: range, pieces: range, first: int) -> StagingSlice:
-    """The same pieces of some blocks."""
     nbytes = len(pieces) * shape.piece_bytes
     ranges = tuple(
         StagedRange(block, pieces.start * shape.piece_bytes, number * nbytes, nbytes)
@@ -130,11 +129,9 @@ class Tile:
 
     align: int
     """Bytes that all addresses are a multiple of: a power of two up to 16."""
-
     word_bytes: int
     words: int
     """Words in a piece."""
-
     rows: int
     columns: int
 

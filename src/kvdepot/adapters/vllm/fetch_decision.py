@@ -203,7 +203,6 @@ class LearnedSpeeds:
 
 
 def speeds_file(folder: Path, tag: bytes) -> Path:
-    """Where the speeds of a namespace are kept."""
     return folder.expanduser() / f"{tag.hex()}.json"
 
 

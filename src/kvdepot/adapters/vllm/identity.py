@@ -132,7 +132,6 @@ def adapter_of(lora: Any) -> str:
 
 
 def _weights(engine: Any) -> str:
-    """What names the weights."""
     model = engine.model_config
     load_format = str(getattr(engine.load_config, "load_format", "auto"))
     if load_format.endswith("dummy"):
@@ -163,17 +162,13 @@ def _extra(engine: Any, cache: Any, group: Any, tensors: KVTensors) -> tuple[tup
         "spec": type(group.kv_cache_spec).__name__,
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "backend": str(backend.get_name()) if backend is not None else "unknown",
-        "instructions": _instructions(first, tensors.device),
+        "instructions": "",
     }
+    if tensors.device.type == "cpu":
+        isa = getattr(first, "isa", None) or getattr(getattr(first, "impl", None), "isa", None)
+        capability = torch.backends.cpu.get_cpu_capability()
+        pairs["instructions"] = f"{platform.machine()} {capability} {isa}"
     return tuple(sorted(pairs.items()))
-
-
-def _instructions(layer: Any, device: torch.device) -> str:
-    """On the processor the content of a page depends on the instruction set."""
-    if device.type != "cpu":
-        return ""
-    chosen = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {chosen}"
 
 
 def _plain(value: Any) -> Any:

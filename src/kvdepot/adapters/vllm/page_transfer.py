@@ -237,7 +237,6 @@ class Saver:
             self._finish(future)
 
     def close(self) -> None:
-        """Finish what is under way."""
         self.wait()
         self._thread.shutdown()
 

@@ -73,7 +73,6 @@ class RequestKeys:
 
     @classmethod
     def of(cls, spaces: Sequence[NamespaceHandle], request: Any) -> "RequestKeys":
-        """For a request of vLLM; no keys yet."""
         block_tokens = spaces[0].layout.block_tokens
         marks = _multimodal_marks(request.mm_features, block_tokens)
         return cls(spaces, request.cache_salt, marks)
@@ -87,19 +86,16 @@ class RequestKeys:
             first = len(self)
             stop = min((block for block in self._marks if first < block < blocks), default=blocks)
             part = tokens[first * self.block_tokens : stop * self.block_tokens]
+            mark = (self._salt if first == 0 else b"") + self._marks.get(first, b"")
             for keys, space in zip(self._keys, self._spaces, strict=True):
-                keys += space.keys(part, parent=self._parent(space, first, keys))
+                parent = keys[-1] if keys else None
+                if mark:
+                    parent = space.keys(_words(mark, self.block_tokens), parent=parent)[0]
+                keys += space.keys(part, parent=parent)
 
     def keys(self, start: int, stop: int) -> ShardKeys:
         """For each shard the keys of blocks start <= i < stop."""
         return tuple(tuple(keys[start:stop]) for keys in self._keys)
-
-    def _parent(
-        self, space: NamespaceHandle, block: int, keys: Sequence[BlockKey]
-    ) -> BlockKey | None:
-        parent = keys[-1] if keys else None
-        mark = (self._salt if block == 0 else b"") + self._marks.get(block, b"")
-        return space.keys(_words(mark, self.block_tokens), parent=parent)[0] if mark else parent
 
 
 def _multimodal_marks(features: Sequence[Any], block_tokens: int) -> dict[int, bytes]:

@@ -143,9 +143,11 @@ class ConnectorScheduler:
             blocks = min(blocks, tracked.limit)
         tracked.block_keys.grow(request.all_token_ids, blocks)
         first = min(local_tokens // self._block_tokens, blocks)
-        if self._engine.shares_pages and self._is_loaded_by_another(tracked, first, blocks):
-            self._queue_hints.begun(request.request_id)
-            return None
+        if self._engine.shares_pages and self._loading and first < blocks:
+            key = tracked.block_keys.keys(first, first + 1)[0][0]
+            if any(key in keys for keys in self._loading.values()):
+                self._queue_hints.begun(request.request_id)
+                return None
         leading = self._resident(tracked, 0, blocks)
         tiers = leading[first:] or self._resident(tracked, first, blocks)
         hit = DepotHit(local_tokens, first, tiers)
@@ -240,7 +242,6 @@ class ConnectorScheduler:
         return counts | self._decider.metrics()
 
     def loads_ended(self, request_ids: Iterable[str]) -> None:
-        """Loads of these requests are over on all workers."""
         for request_id in request_ids:
             self._loading.pop(request_id, None)
 
@@ -292,12 +293,6 @@ class ConnectorScheduler:
             return False
         self._plan.awaited.append(tracked.request.request_id)
         return True
-
-    def _is_loaded_by_another(self, tracked: TrackedRequest, first: int, blocks: int) -> bool:
-        if first >= blocks or not self._loading:
-            return False
-        key = tracked.block_keys.keys(first, first + 1)[0][0]
-        return any(key in keys for keys in self._loading.values())
 
     def _resident(self, tracked: TrackedRequest, first: int, stop: int) -> tuple[str, ...]:
         """The tier of each block from `first` on that all shards have: the slowest of them."""

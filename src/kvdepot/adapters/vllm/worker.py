@@ -123,7 +123,12 @@ class ConnectorWorker:
     def finished(self, plan: StepPlan) -> FinishedTransfers:
         """What is over since the last step."""
         assert self._loader is not None
-        finished = FinishedTransfers(self._sent())
+        reading: set[str] = set()
+        if self._awaited and not self.facts.saves_settle_at_once:
+            assert self._saver is not None
+            reading = self._saver.reading_requests()
+        finished = FinishedTransfers(self._awaited - reading)
+        self._awaited &= reading
         for one in self._loader.take(_IDLE_WAIT_S if plan.idle else 0.0):
             self._report.loads.append(one.end)
             if not one.job.pages:
@@ -136,7 +141,6 @@ class ConnectorWorker:
         return finished
 
     def metrics(self) -> dict[str, float] | None:
-        """What was counted since the last call."""
         return self.counts.take()
 
     def take_invalid(self) -> set[int]:
@@ -154,15 +158,6 @@ class ConnectorWorker:
             if part is not None:
                 part.close()
         self._depot.close()
-
-    def _sent(self) -> set[str]:
-        if not self._awaited:
-            return set()
-        assert self._saver is not None
-        reading = set() if self.facts.saves_settle_at_once else self._saver.reading_requests()
-        sent = self._awaited - reading
-        self._awaited -= sent
-        return sent
 
     def _keys(self, job: TransferJob) -> Sequence[BlockKey]:
         """This shard's keys. Registers the namespace of their adapter if it is new.
@@ -190,7 +185,6 @@ class StepTimer:
         self._over: list[StepTime] = []
 
     def start(self) -> None:
-        """The step's computation begins."""
         self._started = self._now()
 
     def stop(self, tokens: int, attention: float) -> None:

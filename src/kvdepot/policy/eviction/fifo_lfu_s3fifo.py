@@ -115,12 +115,9 @@ class S3Fifo(Lru):
         return NO_ROW
 
     def _candidate(self, group: int) -> int:
-        short, long = self._count
-        first = self._queues.first(group, _SHORT)
-        if first != NO_ROW and short > (short + long) * _PROBATION_SHARE:
-            return first
-        main = self._queues.first(group, _LONG)
-        return first if main == NO_ROW else main
+        first, main = self._queues.first(group, _SHORT), self._queues.first(group, _LONG)
+        crowded = self._count[_SHORT] > sum(self._count) * _PROBATION_SHARE
+        return first if main == NO_ROW or (first != NO_ROW and crowded) else main
 
     def _join(self, row: int, queue: int) -> None:
         self._arrivals += 1

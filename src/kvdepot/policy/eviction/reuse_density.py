@@ -72,7 +72,9 @@ class ReuseRates:
 
     def exposed(self, kinds: Ints, ages: Ints, each: float) -> None:
         """Blocks of these kinds and ages were there; each stands for `each` blocks times uses."""
-        self._exposure += each * self._count(kinds, ages)
+        cells = kinds * self._shape[1] + buckets(ages)
+        counts = np.bincount(cells, minlength=self._reuses.size).reshape(self._shape)
+        self._exposure += each * counts.astype(np.float64)
 
     def refresh(self, now: int, prior: float, boost: Floats) -> None:
         """Bring `density` up to date, each kind's times its boost, and let the past fade.
@@ -80,23 +82,15 @@ class ReuseRates:
         `prior` is how many blocks times uses make a period.
         """
         seen = bucket(now) + 1
-        rates = self._rates(seen, prior * _PRIOR)
+        reuses, exposure = self._reuses[:, :seen], self._exposure[:, :seen]
+        total = exposure.sum(axis=0)
+        average = np.divide(reuses.sum(axis=0), total, out=np.zeros(seen), where=total > 0)
+        weight = prior * _PRIOR
+        rates: Floats = (reuses + weight * average) / (exposure + weight + 1e-9)
         known = _densities(rates, _WIDTHS[:seen]) * boost[:, None]
         self.density = np.pad(known, ((0, 0), (0, len(AGES) - seen)), mode="edge").tolist()
         self._reuses *= _DECAY
         self._exposure *= _DECAY
-
-    def _rates(self, seen: int, prior: float) -> Floats:
-        reuses, exposure = self._reuses[:, :seen], self._exposure[:, :seen]
-        total = exposure.sum(axis=0)
-        average = np.divide(reuses.sum(axis=0), total, out=np.zeros(seen), where=total > 0)
-        rates: Floats = (reuses + prior * average) / (exposure + prior + 1e-9)
-        return rates
-
-    def _count(self, kinds: Ints, ages: Ints) -> Floats:
-        cells = kinds * self._shape[1] + buckets(ages)
-        counts: Floats = np.bincount(cells, minlength=self._reuses.size).astype(np.float64)
-        return counts.reshape(self._shape)
 
 
 def _densities(rates: Floats, widths: Floats) -> Floats:
@@ -142,7 +136,6 @@ class LruShadow:
         return not digest >> 64 - self.bits
 
     def sampled(self, digests: npt.NDArray[np.uint64]) -> list[int]:
-        """Those of the keys that are in the sample."""
         if self.bits:
             digests = digests[digests >> np.uint64(64 - self.bits) == 0]
         chosen: list[int] = digests.tolist()
@@ -194,10 +187,7 @@ _HASTE: Final = 4.0
 _LATE_WEIGHT: Final = 4.0
 """How much one reuse that came too late counts against one in time."""
 
-
 _LEVEL: Final = np.array([min(n.bit_length(), _USE_LEVELS - 1) for n in range(256)], np.uint8)
-
-
 _LEVELS: Final = [n.bit_length() for n in range(1 << _USE_LEVELS - 1)]
 
 
@@ -276,7 +266,12 @@ class ReuseDensity:
 
     def used(self, rows: Sequence[int], *, hit: bool) -> None:
         if len(rows) < _FEW:
-            self._used_few(rows, hit)
+            kind, since, now = self._kind.view, self._since.view, self._tree.now
+            few = [(row, now - age) for age, row in enumerate(rows) if kind[row] != _OUT]
+            if hit and few:
+                self._hit_few(few)
+            for row, stamp in few:
+                since[row] = stamp
             return
         at = np.asarray(rows, dtype=np.int64)
         stamps = self._tree.now - np.arange(len(at))
@@ -288,15 +283,6 @@ class ReuseDensity:
         if hit:
             self._hit(at, stamps)
         self._since.array[at] = stamps
-
-    def _used_few(self, rows: Sequence[int], hit: bool) -> None:
-        """`used`, block by block: for a few of them quicker than numpy."""
-        kind, since, now = self._kind.view, self._since.view, self._tree.now
-        here = [(row, now - age) for age, row in enumerate(rows) if kind[row] != _OUT]
-        if hit and here:
-            self._hit_few(here)
-        for row, stamp in here:
-            since[row] = stamp
 
     def left(self, row: int) -> None:
         kind, since = self._kind.view, self._since.view
@@ -328,7 +314,12 @@ class ReuseDensity:
             return NO_ROW
         if colds[_CLOSED] != NO_ROW:
             return colds[_CLOSED]
-        looks = self._looks_now()
+        moment = (self._tree.now, self._periods)
+        if moment != self._moment:
+            # What was seen at the ends of the queues holds until a block comes or is used.
+            self._moment = moment
+            self._looks = [_UNSEEN] * _QUEUES
+        looks = self._looks
         victim = least_promising = NO_ROW
         oldest, promise, least = -1.0, 0.0, _MUCH
         for queue in self._filled(self._queues.occupied(group)):
@@ -343,14 +334,6 @@ class ReuseDensity:
                 least, least_promising = lesser, lesser_promising
         return least_promising if least < promise * self.trust else victim
 
-    def _looks_now(self) -> list[_Look]:
-        """What was seen at the ends of the queues since a block last came or was used."""
-        moment = (self._tree.now, self._periods)
-        if moment != self._moment:
-            self._moment = moment
-            self._looks = [_UNSEEN] * _QUEUES
-        return self._looks
-
     def _look(self, queue: int, cold: int, warm: int) -> _Look:
         now, since, promises = self._tree.now, self._since.view, self._hazard.density[queue]
         age = now - since[cold]
@@ -361,7 +344,6 @@ class ReuseDensity:
         return cold, warm, age, promised, promised, cold
 
     def _filled(self, occupied: int) -> tuple[int, ...]:
-        """The numbers of the queues that are not empty."""
         found = self._filled_by_bits.get(occupied)
         if found is None:
             found = tuple(queue for queue in range(_QUEUES) if occupied >> queue & 1)

@@ -108,7 +108,9 @@ class LinearFit:
         if not (seconds > 0.0 and isfinite(seconds)):
             return
         if not self._to_scale:
-            self._scale(seconds / self._value(features))
+            self._first = self._anchor = self._first * (seconds / self._value(features))
+            self.costs = tuple(self._first.tolist())
+            self._to_scale = True
         error = log(seconds / self._value(features)) if self.samples else 0.0
         surprise = abs(error) > self._limit
         row = self._enter(features, seconds, DOUBTED if surprise else 1.0)
@@ -122,11 +124,6 @@ class LinearFit:
 
     def _value(self, features: Sequence[float]) -> float:
         return sum(cost * feature for cost, feature in zip(self.costs, features, strict=True))
-
-    def _scale(self, factor: float) -> None:
-        self._first = self._anchor = self._first * factor
-        self.costs = tuple(self._first.tolist())
-        self._to_scale = True
 
     def _enter(self, features: Sequence[float], seconds: float, trust: float) -> int:
         number = min(max(frexp(features[1])[1], 0) // CLASS_BITS, CLASSES - 1)
@@ -386,7 +383,6 @@ class TierModel:
 
     @property
     def doubting(self) -> bool:
-        """Whether another transfer should confirm recent surprises."""
         return self._fit.doubting
 
     @property

@@ -79,7 +79,6 @@ class ReuseChance:
         self._all = _Outcomes()
 
     def chance(self, kind: int) -> float:
-        """Of a block of this kind."""
         return self._kinds[kind].chance(self._all.chance(_FIRST_CHANCE))
 
     def seen(self, digest: int, kind: int, nbytes: int) -> None:
@@ -97,17 +96,13 @@ class ReuseChance:
             self._watched_bytes -= oldest_bytes
             self._ended(oldest, asked=False)
         if len(self._watched) > _WATCHED_MAX:
-            self._watch_fewer()
+            self._mask = 2 * self._mask + 1  # every second one, from now on
+            for one in [one for one in self._watched if one & self._mask]:
+                self._watched_bytes -= self._watched.pop(one)[1]
 
     def _ended(self, kind: int, *, asked: bool) -> None:
         self._kinds[kind].add(asked=asked)
         self._all.add(asked=asked)
-
-    def _watch_fewer(self) -> None:
-        """Every second one, from now on."""
-        self._mask = 2 * self._mask + 1
-        for digest in [digest for digest in self._watched if digest & self._mask]:
-            self._watched_bytes -= self._watched.pop(digest)[1]
 
 
 def price(level: float) -> float:

@@ -95,9 +95,15 @@ class ReturnTimes(Lru):
     def used(self, rows: Sequence[int], *, hit: bool) -> None:
         if hit:
             self._came_back(rows)
-        else:
-            for row in rows:
-                self._made(row)
+            return
+        for row in rows:
+            # A new block starts with the interval of its prompt.
+            self._since.view[row] = self._stamps.view[row]
+            self._count()
+            parent = self._tree.parent.view[row]
+            if parent != NO_ROW and self._returns.view[parent]:
+                self._returns.view[row] = 1
+                self._octave.view[row] = self._octave.view[parent]
 
     def expect(self, row: int) -> ExpectedReuse:
         """When the block is used again, counted from now."""
@@ -134,15 +140,6 @@ class ReturnTimes(Lru):
             self._gaps[number] += self._weight
             octaves[row] = (octaves[row] + number + 1) // 2 if returns[row] else number
             returns[row] = min(returns[row] + 1, _RETURNS_MAX)
-
-    def _made(self, row: int) -> None:
-        """A new block starts with the interval of its prompt."""
-        self._since.view[row] = self._stamps.view[row]
-        self._count()
-        parent = self._tree.parent.view[row]
-        if parent != NO_ROW and self._returns.view[parent]:
-            self._returns.view[row] = 1
-            self._octave.view[row] = self._octave.view[parent]
 
     def _count(self) -> None:
         """One more use of a block, the first or a later one, which may be followed by another."""
