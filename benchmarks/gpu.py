@@ -311,10 +311,7 @@ def slowdown(path: Path, rounds: int) -> list[Ratio]:
     pieces = [tensors.pages(part) for part in pages]
     ratio = Ratio("matrix products beside reads from disk / alone", "≤ 1.03", faster_is_more=False)
     ssd = {"path": str(path), "capacity": "24GiB", "read_timeout": "60s"}
-    with (
-        kvdepot.open(dram="256MiB", ssd=ssd) as store,
-        open_mover(store.memory, DEVICE) as mover,
-    ):
+    with kvdepot.open(dram="256MiB", ssd=ssd) as store, open_mover(store.memory, DEVICE) as mover:
         space = store.namespace(model="slow", layout=layout())
         keys = space.keys(range(PROMPT_TOKENS))
         source = np.zeros(layout().block_bytes, dtype=np.uint8)

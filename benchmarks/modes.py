@@ -308,11 +308,7 @@ def _cell(
 def _settings(folder: Path, modes: Modes, order: str, blocks: int) -> dict[str, Any]:
     total_bytes = blocks * RECORD_BYTES
     return {
-        "dram": {
-            "capacity": int(total_bytes * DRAM_SHARE),
-            "prefault": False,
-            "eviction": order,
-        },
+        "dram": {"capacity": int(total_bytes * DRAM_SHARE), "prefault": False, "eviction": order},
         "writeback": {"staging": 8 * MIB},
         "ssd": {
             "path": folder / "ssd",

@@ -6,19 +6,14 @@ MIB: Final = 1 << 20
 
 MATCH_LEASE_US: Final = 1000.0
 """A hit of 512 blocks, matched and leased."""
-
 KEYS_US: Final = 10_000.0
 """Keys of 131,072 tokens."""
-
 DEGRADATION: Final = 0.90
 """Speed with 10^6 blocks in the index, of that with 10^3."""
-
 TTFT_SSD: Final = 1 / 20
 """Time to the first token of a long prompt that comes from disk, of that computed."""
-
 TTFT_MISS: Final = 1.03
 """The same of a prompt that the depot has nothing of."""
-
 DAEMON_MATCH_P99_US: Final = 1000.0
 """A match of 512 blocks through the daemon, while four clients are busy."""
 

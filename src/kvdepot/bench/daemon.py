@@ -36,8 +36,6 @@ _EMBEDDED: Final = "the same store in this process"
 
 @dataclass(frozen=True, slots=True)
 class DaemonPlan:
-    """What `bench daemon` shall measure."""
-
     directory: Path
     blocks_bytes: Sequence[int]
     quick: bool
@@ -97,7 +95,6 @@ def both(directory: Path, settings: Mapping[str, Any], scope: ExitStack) -> tupl
 
 
 def measure_memory(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
-    """Batches and single calls out of memory."""
     batch_bytes = max(block_bytes, set_bytes // 4)
     with ExitStack() as scope:
         settings = {"dram.capacity": int(1.25 * set_bytes) + 2 * batch_bytes}

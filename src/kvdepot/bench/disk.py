@@ -37,7 +37,6 @@ class DiskStore:
     prompts: Prompts
     count: int
     """Prompts in one set."""
-
     targets: list[Bytes]
     current: list[list[BlockKey]] = field(default_factory=list)
     """The set put last."""

@@ -33,13 +33,10 @@ MEMORY_BLOCKS: Final = (1 * MIB, 4 * MIB, 32 * MIB)
 
 @dataclass(frozen=True, slots=True)
 class IoPlan:
-    """What `bench io` shall measure."""
-
     directory: Path
     blocks_bytes: Sequence[int]
     total_bytes: int
     """Moved in each run."""
-
     rounds: int
 
     def parts(self) -> Iterator[BenchPart]:
@@ -53,7 +50,6 @@ class IoPlan:
 
 
 def engine_kinds() -> list[str]:
-    """Kinds of engine that can be opened here."""
     kinds = ["threads", "python"] if native.NAME == "c" else ["python"]
     return (["uring"] if native.uring_available()[0] else []) + kinds
 

@@ -73,7 +73,6 @@ def measure_lookups(indexes: Sequence[int], rounds: int) -> list[Result]:
 
 
 def measure_keys(calls: int) -> list[Result]:
-    """Keys of a prompt of 131,072 tokens."""
     with open_store(dram=32 * MIB) as store:
         space = prompts_for(store, _PAYLOAD_BYTES, _PAYLOAD_BYTES).space
         tokens = np.random.default_rng(2).integers(

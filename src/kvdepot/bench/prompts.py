@@ -33,7 +33,6 @@ class Prompts:
     blocks: int
     sources: list[Bytes]
     """What is put: the bytes of one prompt, the same for all."""
-
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20261115))
 
     def reseed(self, seed: int) -> None:

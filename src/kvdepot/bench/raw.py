@@ -141,7 +141,6 @@ class RawFile:
         return {name: self._first_write(engine) for name, engine in self.engines.items()}
 
     def batch(self, engine: native.Engine, opcode: int) -> Work:
-        """All blocks in one call of an engine."""
         ops = self._ops(opcode, self.fd)
         return stopwatch(lambda: self._run(engine, ops, self.fd))
 

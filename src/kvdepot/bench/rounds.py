@@ -16,7 +16,6 @@ from typing import Final
 
 Work = Callable[[], float]
 """Does a fixed amount of work once and returns the seconds it took, preparations left out."""
-
 _TRIALS: Final = 3
 
 
@@ -34,7 +33,6 @@ class SpeedRow:
     ratio_max: float
     limit_by: str
     """What reached the limit."""
-
     rounds: int
     bar: float | None = None
     """The least ratio we want; None where nothing is promised."""
@@ -46,8 +44,6 @@ class SpeedRow:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long one call takes."""
-
     op: str
     index_blocks: int
     p50_us: float
@@ -72,7 +68,6 @@ class Figure:
     high: float
     bar: float | None = None
     """The most we want, or the least if `bar_is_least`."""
-
     bar_is_least: bool = False
 
     @property
@@ -147,7 +142,6 @@ def fastest(ways: Mapping[str, Work], trials: int = _TRIALS) -> str:
 
 
 def fastest_way(ways: Mapping[str, Work]) -> dict[str, Work]:
-    """Only the fastest of the ways."""
     name = fastest(ways)
     return {name: ways[name]}
 

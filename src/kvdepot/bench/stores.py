@@ -22,13 +22,10 @@ _KEYS_CALLS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """What `bench store` shall measure."""
-
     directory: Path
     blocks_bytes: Sequence[int]
     total_bytes: int
     """Moved in each run."""
-
     rounds: int
     indexes: Sequence[int] = INDEXES
     """Sizes of the index, ascending."""

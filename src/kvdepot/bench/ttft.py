@@ -26,22 +26,17 @@ PREFIX_TOKENS: Final = 4000
 QUESTION_TOKENS: Final = 16
 BLOCK_TOKENS: Final = 32
 """A prefix is fetched in whole blocks and the rest computed; small blocks leave a small rest."""
-
 _WAIT_S: Final = 120.0
 _ROOM: Final = 1.25
 
 
 @dataclass(slots=True)
 class TtftPlan:
-    """What `bench ttft` shall measure."""
-
     directory: Path
     cache: Path
     """Where SmolLM2 is kept."""
-
     model: Path | None
     """A model folder to use instead."""
-
     prefix_tokens: int
     rounds: int
     arms: "Arms | None" = None
@@ -82,7 +77,6 @@ class Arms:
     prompt: list[int] = field(default_factory=list)
     whole_call_s: dict[str, list[float]] = field(default_factory=dict)
     """By way: until the call returned, with all that is offloaded before it does."""
-
     _stores: dict[str, Store] = field(default_factory=dict)
     _first: list[int] = field(default_factory=list)
     _misses: int = 0
@@ -132,7 +126,6 @@ class Arms:
         return reply.ttft_s
 
     def _check(self, reply: "Reply", tier: str) -> None:
-        """That the way taken is the way meant, and the answer right."""
         expected = self.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS if tier else 0
         if reply.fetched.get(tier, 0) < expected or sum(reply.fetched.values()) > len(self.prompt):
             raise StateError(f"{expected} tokens should come from {tier}, got {reply.fetched}")
@@ -173,7 +166,6 @@ class Arms:
 def figures(
     speeds: dict[str, Timings], prefix_tokens: int, whole_call_s: dict[str, list[float]]
 ) -> list[Result]:
-    """Seconds of each way, then what share of the computation each is."""
     computed = next(iter(speeds.values())).limit_seconds
     results: list[Result] = [spread(f"TTFT of {prefix_tokens} tokens, computed", computed, "s")]
     names = {"miss": "computed, nothing in the depot", "dram": "from dram", "ssd": "from ssd"}

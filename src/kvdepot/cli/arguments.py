@@ -35,7 +35,6 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> list[int]:
-    """Whole numbers above 0 with commas between."""
     return [count(part) for part in text.split(",")]
 
 
@@ -52,7 +51,6 @@ def explained(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def add_store_settings(parser: argparse.ArgumentParser) -> None:
-    """`--config` and `--set`."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
     add_set(parser, "one setting, for example ssd.capacity=20GiB; may be repeated")
 

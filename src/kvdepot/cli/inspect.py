@@ -29,8 +29,6 @@ ROWS_MAX = 40
 
 @dataclass(frozen=True, slots=True)
 class SegmentRow:
-    """One segment, for people and for scripts."""
-
     segment_id: int
     slot: int
     sealed: bool
@@ -55,8 +53,6 @@ class SpaceRow:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a store on disk holds."""
-
     path: str
     format: int
     uuid: str

@@ -18,7 +18,6 @@ from kvdepot.core.units import format_bytes
 
 SILENT_S = 2.0
 """Nothing is shown of what ends sooner."""
-
 TTY_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
 

@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def watch(store: Depot, seconds: float | None) -> None:
-    """Show how many requests there are until the time is over."""
     began_s = time.monotonic()
     with output.Progress("recording") as line:
         while seconds is None or time.monotonic() - began_s < seconds:

@@ -138,9 +138,7 @@ def resize(store: Depot, args: argparse.Namespace) -> int:
 def set_mode(store: Depot, args: argparse.Namespace) -> int:
     store.set_write_mode(args.tier, args.mode)
     tell(
-        {"tier": args.tier, "write_mode": args.mode},
-        f"{args.tier}: {args.mode} from now on",
-        args,
+        {"tier": args.tier, "write_mode": args.mode}, f"{args.tier}: {args.mode} from now on", args
     )
     return remind(f'set {args.tier}.write_mode = "{args.mode}"', args)
 

@@ -103,13 +103,10 @@ QUANTILES: Final = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class LoadedNode:
-    """One node with a mix, worked out."""
-
     mix: Mix
     nodes: int
     rate: float
     """Requests a second."""
-
     memory_s: float
     flows: tuple[TierLoad, ...]
     waits: tuple[Wait, ...]
@@ -196,13 +193,11 @@ class AnalyticEvaluator:
         return node.rate / self.load.scenario.fleet.replicas * self._gpu_s(node.classes)
 
     def _gpu_s(self, classes: Sequence[RequestClass]) -> float:
-        """GPU time of a request, on average."""
         traffic, engine = self.load.scenario.traffic, self.load.engine
         decode_s = traffic.answer_tokens * engine.decode_token_s
         return sum(kind.share * kind.prefill_s for kind in classes) + decode_s
 
     def _times(self, node: LoadedNode) -> dict[str, float]:
-        """The mean time to the first token, by what it goes into."""
         times = dict.fromkeys(("tier queue", "fetch", "GPU queue", "prefill", "first step"), 0.0)
         times["GPU queue"] = node.gpu.mean_s if node.gpu else 0.0
         times["first step"] = self.load.first_token_s
@@ -240,7 +235,6 @@ class AnalyticEvaluator:
         return float(times[int(np.argmax(later <= share))])
 
     def alone_s(self, node: LoadedNode, kind: RequestClass) -> float:
-        """To the first token when there are no other requests."""
         fetch_s = 0.0
         if kind.tier is not None:
             fetch_s = node.flows[kind.tier].speed.fetch_s(kind.nbytes)

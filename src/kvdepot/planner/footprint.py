@@ -10,7 +10,6 @@ from kvdepot.planner.models import Model
 
 CODEC_BITS: Final[Mapping[str, float]] = {"fp8": 8.0, "int8": 8.125, "int4": 4.5}
 """Bits of one stored element. int8: a 16-bit scale for each 128 elements; int4: for each 32."""
-
 RAW: Final = "raw"
 
 
@@ -21,7 +20,6 @@ class StorageCodec:
     name: str
     bits: float | None = None
     """Of one element; None for a codec that is known by its ratio."""
-
     ratio: float = 1.0
 
     def stored_bytes(self, group: KVLayout, nbytes: float) -> float:
@@ -70,7 +68,6 @@ class Footprint:
 
     @property
     def stored_bytes_per_token(self) -> float:
-        """What prefill writes for a token, after the codec."""
         groups = self.layout.groups
         return sum(self.codec.stored_bytes(group, group.bytes_per_token) for group in groups)
 
@@ -90,7 +87,6 @@ class Footprint:
         return self.layout.context_bytes(tokens)
 
     def stored_context_bytes(self, tokens: int) -> float:
-        """`context_bytes` after the codec."""
         total = 0.0
         for group in self.layout.groups:
             total += self.codec.stored_bytes(group, ModelLayout((group,)).context_bytes(tokens))

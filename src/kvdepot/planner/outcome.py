@@ -19,24 +19,18 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """How one tier of a node is used."""
-
     tier: str
     units: int
     capacity_bytes: float
     hit_share: float
     """Of all prompt tokens, those that come from here."""
-
     horizon_s: float
     """What was used within this time is still here."""
-
     useful: bool
     """Whether anything comes sooner from here than it could be computed."""
-
     read_busy: float
     write_busy: float
     """Shares of its time, in the busy hours."""
-
     limited_by: str
     writes_bytes_per_day: float
     life_years: float | None
@@ -49,10 +43,8 @@ class Cost:
 
     price: float
     """Of everything that is bought once."""
-
     store_price: float
     """The part of it that is for tiers."""
-
     per_hour: float
     per_million_tokens: float
     power_w: float
@@ -70,17 +62,13 @@ class MixOutcome:
     ttft_p99_s: float | None
     where: dict[str, float]
     """The mean time to the first token, by what it goes into."""
-
     gpu_busy: float
     """What is asked of the GPUs, as a share of their time; more than 1 is more than they have."""
-
     hit_share: float
     """Of all prompt tokens, those that are not computed."""
-
     gpu_memory_hit_share: float
     retention_s: float
     """How long a talk is kept where fetching it is still sooner than computing it."""
-
     tiers: tuple[TierUse, ...]
     cost: Cost
 
@@ -125,8 +113,6 @@ def life_years(device: Device, units: int, writes_bytes_per_day: float) -> float
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """The nodes that the tiers belong to."""
-
     gpu: GPU
     gpus_per_node: int
     nodes: int
@@ -168,7 +154,6 @@ class Bottleneck:
 
 
 def bottleneck(outcome: MixOutcome) -> Bottleneck:
-    """Names it, and says why it is so."""
     if outcome.ttft_mean_s is None:
         reason = f"{outcome.gpu_busy:.0%} of their time is asked for; only hits or more GPUs help"
         return Bottleneck("GPUs", 1.0, reason)

@@ -52,26 +52,20 @@ _MAY_BE_ZERO: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One accelerator."""
-
     memory: Bytes
     flops: float
     """Dense operations a second in the type that prefill computes in."""
-
     memory_bandwidth: Bytes
     link: Bytes
     """Bytes a second from the host into one GPU."""
-
     efficiency: float
     """The share of `flops` that prefill reaches."""
-
     power_w: float
     idle_power_w: float
     price: float
     source: str = ""
 
     def average_power_w(self, busy: float) -> float:
-        """Draw of a GPU that computes this share of the time."""
         return self.idle_power_w + (self.power_w - self.idle_power_w) * min(1.0, busy)
 
 
@@ -83,7 +77,6 @@ class Host:
     power_w: float
     network: Bytes
     """Bytes a second to what is not in the server."""
-
     source: str = ""
 
 
@@ -93,45 +86,34 @@ class Device:
 
     unit: Bytes
     """Capacity of one unit."""
-
     price: float
     read: Bytes
     """Bytes a second."""
-
     write: Bytes
     latency: Seconds
     power_w: float
     counts: tuple[int, ...]
     """The numbers of units that a node may have."""
-
     slot_price: float = 0.0
     """One unit's share of what it is plugged into."""
-
     price_per_tb_month: float = 0.0
     seek: Seconds = 0.0
     """Before each run of bytes that lie together."""
-
     writes_per_day: float = 0.0
     """How often the whole unit may be written each day for five years; 0: no limit."""
-
     remote: bool = False
     """Reached over the node's network."""
-
     source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything that can be bought."""
-
     currency: str
     years: float
     """Over which prices are written off."""
-
     electricity_per_kwh: float
     pue: float
     """Watts at the meter for each watt in the rack."""
-
     node: Host
     gpus: dict[str, GPU]
     tiers: dict[str, Device]
@@ -158,7 +140,6 @@ def load_parts(
 
 
 def shipped_parts() -> str:
-    """The shipped list as it is written, to be copied and edited."""
     return resources.files(__package__).joinpath("parts.toml").read_text("utf-8")
 
 
@@ -184,21 +165,17 @@ class TierSpeed:
     capacity_bytes: float
     read_bytes_per_s: float
     """All units together, behind what they are reached through."""
-
     write_bytes_per_s: float
     stream_bytes_per_s: float
     """What one request sees when it is alone: no more than its GPUs' links take."""
-
     latency_s: float
     limited_by: str
     """What sets the read rate: `units`, `network` or `GPU link`."""
 
     def fetch_s(self, nbytes: float) -> float:
-        """One request's KV, alone."""
         return self.latency_s + nbytes / self.stream_bytes_per_s
 
     def busy_s(self, nbytes: float) -> float:
-        """How long the tier is busy with it."""
         return nbytes / self.read_bytes_per_s
 
 
@@ -208,13 +185,10 @@ class DataPath:
 
     run_bytes: float
     """Bytes that lie together on a unit: a block."""
-
     links: float
     """Bytes a second into all GPUs of the node."""
-
     link: float
     """Bytes a second into the GPUs of one copy of the model."""
-
     network: float
 
 

@@ -21,13 +21,11 @@ from kvdepot.planner.scenario import Goal, Scenario
 
 NODES_FACTOR_MAX: Final = 64
 """More nodes than this many times those given are not tried."""
-
 OVERLOADED: Final = 1e9
 """Stands for a time that does not exist, where outcomes are ordered."""
 
 
 def all_mixes(parts: Parts) -> list[Mix]:
-    """Every combination of the counts that the parts list allows."""
     counts = [sorted(set(device.counts)) for device in parts.tiers.values()]
     return [Mix(units) for units in itertools.product(*counts)]
 
@@ -94,10 +92,8 @@ class Purchase:
     part: str
     units: int
     """More of it, on each node."""
-
     money: float
     """Over the years that prices are written off: price, power and rent."""
-
     ttft_mean_s: float | None
     ttft_p95_s: float | None
     retention_s: float
@@ -164,7 +160,6 @@ class Uncertain:
     low: float
     high: float
     """Factors on the value that was given."""
-
     why: str
     change: Change
 
@@ -213,11 +208,7 @@ UNCERTAIN: Final = (
     ),
     Uncertain("requests a second", 0.7, 1.5, "a forecast", _traffic("requests_per_s")),
     Uncertain(
-        "length of what a talk begins with",
-        0.5,
-        2.0,
-        "contexts grow",
-        _traffic("history_tokens"),
+        "length of what a talk begins with", 0.5, 2.0, "contexts grow", _traffic("history_tokens")
     ),
     Uncertain("how long pauses last", 0.33, 3.0, "rarely measured", _traffic("return_gap")),
     Uncertain(
@@ -251,15 +242,12 @@ class SwingEnd:
     misses: tuple[str, ...]
     cheapest: Mix
     """Of the mixes on the frontier, the one that would be chosen then."""
-
     reached: bool
     """Whether that one reaches the goals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swing:
-    """What one uncertain input does to the plan."""
-
     name: str
     why: str
     low: SwingEnd
@@ -319,21 +307,16 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to buy, and why."""
-
     scenario: Scenario
     parts: Parts
     tried: int
     chosen: MixOutcome
     misses: tuple[str, ...]
     """Goals that no mix reaches; `chosen` is then the closest."""
-
     fastest_s: float | None
     """The lowest p95 of any mix."""
-
     longest_s: float
     """The longest retention of any mix."""
-
     frontier: list[MixOutcome]
     alternatives: list[Alternative]
     bottleneck: Bottleneck

@@ -55,10 +55,8 @@ class ReuseModel:
     gaps: tuple[TurnGap, ...]
     live_bytes: float
     """KV of a talk that goes on, on average."""
-
     final_bytes: float
     """KV of a talk at its end; it is kept until its age comes, for nothing."""
-
     busy_share: float = 1.0
 
     def hit_share(self, age_s: float) -> float:
@@ -99,7 +97,6 @@ class ReuseModel:
 
 SEED_TOKENS_PER_S: Final = 1_100_000 / 72
 """One GPU's share of 1.1 million tokens a second on 72 (hybrid storage paper, line 26)."""
-
 SEED_TIERS: Final[dict[str, int]] = {
     "hbm": 80 * 10**9,
     "dram": 10**12,

@@ -27,11 +27,8 @@ _MAY_BE_ZERO: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GpuFleet:
-    """The GPUs."""
-
     gpu: str = "h100"
     """A name in the parts list."""
-
     nodes: int = 1
     gpus_per_node: int = 8
     tp: int = 1
@@ -49,35 +46,25 @@ class Traffic:
 
     requests_per_s: float
     """Of the whole fleet in its busy hours."""
-
     question_tokens: int
     """New tokens in each turn."""
-
     answer_tokens: int
     turns: int = 10
     """Of one talk."""
-
     users: int | None = None
     """At the same time; gives the gap between turns where `gap` is not given."""
-
     gap: Annotated[float | None, Unit.SECONDS] = None
     """Mean time from one turn of a talk to its next."""
-
     gap_spread: float = 1.0
     """How far gaps spread around their mean: sigma of their logarithm."""
-
     return_share: float = 0.0
     """The share of turns that come after a long pause."""
-
     return_gap: Seconds = 0.0
     """Mean of the long pauses."""
-
     system_tokens: int = 0
     """At the head of every prompt, the same for all."""
-
     history_tokens: int = 0
     """What a talk begins with: documents, code."""
-
     busy_share: float = 1.0
     """The share of each day in which requests come."""
 
@@ -102,19 +89,14 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What must be reached."""
-
     ttft_p95: Seconds
     """95 of 100 first tokens come within this time."""
-
     retention: Seconds = 0.0
     """A talk is kept for this long after its last turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything that a plan starts from."""
-
     model: str
     traffic: Traffic
     goal: Goal
@@ -122,21 +104,17 @@ class Scenario:
     title: str = ""
     dtype: DType | None = None
     """Of the KV cache; the model's where not given."""
-
     codec: str = RAW
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     weight_bytes: float = 2.0
     """Of one parameter in GPU memory."""
-
     parameters: float | None = None
     """Weights of the model; needed for a config.json, which does not say."""
-
     active_parameters: float | None = None
     """Weights that work on one token; all of them where not given."""
 
 
 def scenario_names() -> tuple[str, ...]:
-    """The scenarios that are shipped."""
     return tuple(_shipped())
 
 

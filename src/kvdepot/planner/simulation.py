@@ -29,8 +29,6 @@ _HINT: Final = "--tiers dram=512GB,ssd=4,hdd=12: a size, or a number of units of
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What is bought, and how it is used."""
-
     model: str = "llama-3.1-8b"
     gpu: str = "h100"
     tp: int = 1
@@ -38,7 +36,6 @@ class Machines:
     workers_per_node: int = 1
     tiers: Mapping[str, int] | None = None
     """Units of each tier: of a node, or of all nodes together for the shared ones."""
-
     codec: str = RAW
     policy: str = "default"
     write_mode: WriteMode = "through"
@@ -50,7 +47,6 @@ class Machines:
     write_backlog_s: float = inf
     prefill: PrefillPace | None = None
     """As measured; worked out of the parts list where not given."""
-
     seed: int = 0
 
 
@@ -130,12 +126,7 @@ def _tier(name: str, units: int, device: Device, machines: Machines) -> TierSetu
     )
     capacity = float(units * device.unit)
     return TierSetup(
-        name,
-        capacity,
-        medium,
-        remote=device.remote,
-        shared=name in SHARED,
-        memory=name in MEMORY,
+        name, capacity, medium, remote=device.remote, shared=name in SHARED, memory=name in MEMORY
     )
 
 
@@ -145,13 +136,10 @@ class Bill:
 
     gpu_power_w: float
     """One GPU's, on average."""
-
     gpu_energy_kwh: float
     """All GPUs', for the run."""
-
     writes_bytes_per_day: dict[str, float]
     """By tier, of all nodes."""
-
     cost: Cost
 
 

@@ -26,23 +26,18 @@ class RequestClass:
     hit_tokens: float
     tier: int | None = None
     """Which of the node's tiers delivers the context; None: GPU memory, or it is computed."""
-
     nbytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """One tier of a node, and what goes through it."""
-
     speed: TierSpeed
     horizon_s: float
     hit_share: float
     """Of continued turns, those that reach back no further than this tier, and further than all
     faster ones."""
-
     kept: float
     """The share of the wanted reads that it has time for."""
-
     writes_bytes_per_s: float
     useful: bool
     """Whether it delivers any turn's context sooner than computing it takes."""
@@ -103,7 +98,6 @@ def request_classes(
 
 
 def cold_classes(load: PlannedLoad) -> list[RequestClass]:
-    """Every turn computed from its first token."""
     return [RequestClass(turn.share, turn.cold_s, 0.0) for turn in load.turns]
 
 

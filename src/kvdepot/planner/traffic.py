@@ -14,12 +14,9 @@ from kvdepot.policy.fetching.speed_models import PrefillPace, attention_work
 
 @dataclass(frozen=True, slots=True)
 class ModelOnGpus:
-    """One copy of a model on its GPUs."""
-
     pace: PrefillPace
     decode_token_s: float
     """GPU time that one more token of one more answer takes, beside a batch that runs anyway."""
-
     free_bytes: float
     """GPU memory that is left for KV."""
 
@@ -76,42 +73,32 @@ TURNS_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TurnKind:
-    """A kind of request."""
-
     share: float
     """Of all requests."""
-
     first: bool
     context_tokens: int
     context_bytes: float
     """As stored: what a tier has to deliver."""
-
     compute_s: float
     """Prefill when only the shared head is there."""
-
     resume_s: float
     """Prefill when all of the context is there but half a block."""
-
     cold_s: float
     """Prefill when nothing is there."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """What every mix is tried against."""
-
     scenario: Scenario
     gpu: GPU
     engine: ModelOnGpus
     first_token_s: float
     """One step of decoding: all weights once through the GPU."""
-
     path: DataPath
     turns: tuple[TurnKind, ...]
     gaps: tuple[TurnGap, ...]
     new_bytes: float
     """Stored KV that one request adds, on average."""
-
     live_bytes: float
     final_bytes: float
     prompt_tokens: float

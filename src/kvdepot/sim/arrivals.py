@@ -95,8 +95,6 @@ class MultiTurn:
 
 
 class Conversations:
-    """The users of a MultiTurn, asking."""
-
     def __init__(self, talks: MultiTurn, seed: int = 0) -> None:
         self._talks = talks
         self._draw = random.Random(seed)

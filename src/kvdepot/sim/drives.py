@@ -17,10 +17,8 @@ class DriveSpeed:
     write_bytes_per_s: float
     latency_s: float = 0.0
     """Of each request, beside the units' own time: they work for others meanwhile."""
-
     seek_s: float = 0.0
     """Before each block, in which the unit moves nothing."""
-
     backlog_s: float = inf
     """Writes that would wait longer than this are dropped."""
 
@@ -33,7 +31,6 @@ class Pipe:
     free_s: float = 0.0
 
     def wait_s(self, now_s: float) -> float:
-        """How long the next bytes wait."""
         return max(0.0, self.free_s - now_s)
 
     def push(self, now_s: float, nbytes: float) -> float:
@@ -50,7 +47,6 @@ class SimulatedDrives:
     pipes: tuple[Pipe, ...] = ()
     read_busy_s: float = 0.0
     """Unit seconds spent on reads, and on writes."""
-
     write_busy_s: float = 0.0
     _free_s: list[float] = field(default_factory=list)
     _backlog_s: float = 0.0

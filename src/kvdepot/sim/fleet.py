@@ -53,7 +53,6 @@ class TierSetup:
     medium: DriveSpeed
     remote: bool = False
     """Behind the network."""
-
     shared: bool = False
     memory: bool = False
     """Copied from before any drive is asked, as the store does."""
@@ -61,19 +60,14 @@ class TierSetup:
 
 @dataclass(frozen=True, slots=True)
 class FleetSetup:
-    """What is simulated."""
-
     rules: WorkerRules
     block_bytes: float
     """Of a stored block."""
-
     memory_blocks: int
     """Blocks that one worker's GPU memory has room for."""
-
     link_bytes_per_s: float
     network_bytes_per_s: float
     """Of a node; what is shared has as much for all of them."""
-
     tiers: tuple[TierSetup, ...] = ()
     nodes: int = 1
     workers_per_node: int = 1

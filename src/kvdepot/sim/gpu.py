@@ -17,15 +17,11 @@ from kvdepot.sim.event_queue import EventQueue
 
 @dataclass(frozen=True, slots=True)
 class GpuPace:
-    """How fast the copy is."""
-
     prefill: PrefillPace
     weights_s: float
     """Reading all weights once."""
-
     context_token_s: float
     """Reading the KV of one token of an answer's context."""
-
     chunk_tokens: int = 2048
 
 
@@ -38,7 +34,6 @@ class PrefillJob:
     output_tokens: int
     first: Callable[[], None]
     """Called with the first token."""
-
     last: Callable[[], None]
     """Called with the last one."""
 
@@ -62,7 +57,6 @@ class SimulatedGpu:
         self.waiting_tokens = 0
 
     def add(self, job: PrefillJob) -> None:
-        """A prompt wants to be computed."""
         self._waiting.append(job)
         self.waiting_tokens += job.new_tokens
         if self._rest is not None:
@@ -71,7 +65,6 @@ class SimulatedGpu:
             self._step()
 
     def queue(self) -> EngineQueue:
-        """What is ahead of the next prompt."""
         work = sum(attention_work(job.new_tokens, job.context_tokens) for job in self._waiting)
         return EngineQueue(self.waiting_tokens, work, len(self._answers), self._context_tokens)
 

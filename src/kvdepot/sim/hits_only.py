@@ -83,8 +83,6 @@ def _tokens(size: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class HitCounts:
-    """What a workload hit."""
-
     tokens_asked: int
     tokens_hit: dict[str, int]
     """By tier, fastest first."""
@@ -161,7 +159,6 @@ def _next_uses(workload: Workload) -> Iterator[Ints]:
 
 
 def _depths(workload: Workload) -> Ints:
-    """How many blocks come before each one."""
     depths = np.zeros(workload.block_count, dtype=np.int64)
     for block, parent in enumerate(workload.parents):
         if parent != NO_PARENT:
@@ -187,7 +184,6 @@ def check_case(case: Case, block_tokens: int) -> None:
 
 
 def play(workload: Workload, case: Case, progress: Progress) -> HitCounts:
-    """What the workload hits."""
     size, unlimited = workload.block_tokens, workload.block_count
     names = list(case.capacity.tokens)
     if case.policy == OPTIMAL:

@@ -13,8 +13,6 @@ BINS: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles of some times."""
-
     mean: float
     p50: float
     p95: float
@@ -31,8 +29,6 @@ class Spread:
 
 @dataclass(slots=True)
 class ServedRequest:
-    """One request as it went."""
-
     number: int
     arrival_s: float
     input_tokens: int
@@ -40,7 +36,6 @@ class ServedRequest:
     admitted_s: float = 0.0
     fetched_s: float = 0.0
     """When all that was fetched had come."""
-
     first_s: float = 0.0
     last_s: float = 0.0
     hits: dict[str, int] = field(default_factory=dict)
@@ -70,30 +65,23 @@ class TierFlow:
     blocks_dropped: int
     read_busy: float
     """Share of the units' time spent on reads, and on writes."""
-
     write_busy: float
     read_bytes_per_s: list[float]
     """Over time, in `BINS` equal parts."""
-
     written_bytes_per_s: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything that a run found out."""
-
     served: list[ServedRequest]
     refused: int
     """Requests that are too long for GPU memory."""
-
     duration_s: float
     """From the first arrival to the last answer."""
-
     tiers: list[TierFlow]
     gpu_busy: float
     gpu_prefill_busy: float
     """Shares of the GPUs' time: in any step, and in steps with a prompt."""
-
     block_events: int
 
     @property

@@ -55,7 +55,6 @@ class SimulatedTier:
         self.evicted = 0
 
     def has(self, rows: Rows) -> Bools:
-        """Which of the blocks are here."""
         return self.leaves.resident_rows(rows)
 
     def take_in(self, rows: Rows, gone: list[int] | None = None) -> int:

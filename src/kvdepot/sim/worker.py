@@ -41,33 +41,25 @@ HBM: Final = "hbm"
 
 @dataclass(frozen=True, slots=True)
 class WorkerRules:
-    """How a worker serves requests."""
-
     pace: GpuPace
     block_tokens: int
     reuse: bool = True
     """False: everything is computed, nothing is kept."""
-
     keeps_memory: bool = True
     """Whether GPU memory keeps what no running request uses."""
-
     decides: bool = True
     """Whether it recomputes what is slower to fetch; otherwise it fetches all there is."""
 
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request that waits or runs in this worker."""
-
     served: ServedRequest
     rows: Rows
     done: Callable[[ServedRequest], None]
     local: int = 0
     """Blocks that were in GPU memory."""
-
     hit: int = 0
     """Blocks that are not computed."""
-
     reserved: int = 0
     """Places in GPU memory kept for what is not there yet."""
 
@@ -82,7 +74,6 @@ class ModelWorker:
     memory: SimulatedTier
     tiers: list[TimedTier]
     """Fastest first: the node's own, then the shared ones."""
-
     write_mode: WriteMode
     indexes: list[BlockIndex]
     link: Pipe
@@ -93,7 +84,6 @@ class ModelWorker:
 
     @property
     def load_tokens(self) -> int:
-        """Prompt tokens that wait here."""
         waiting = sum(running.served.input_tokens for running in self._waiting)
         return self.gpu.waiting_tokens + waiting
 
@@ -142,7 +132,6 @@ class ModelWorker:
             self._begin(running)
 
     def _begin(self, running: RunningRequest) -> None:
-        """Fetch what is worth it, then compute the rest."""
         served, now_s = running.served, self.events.now_s
         served.admitted_s = served.fetched_s = now_s
         running.hit = running.local
@@ -190,7 +179,6 @@ class ModelWorker:
             served.hits[tier] = served.hits.get(tier, 0) + tokens
 
     def _wanted(self, running: RunningRequest, where: Rows) -> int:
-        """How many of the blocks found are fetched."""
         if not self.rules.decides:
             return len(where)
         now_s, size = self.events.now_s, self.rules.block_tokens
@@ -231,7 +219,6 @@ class ModelWorker:
             tier.leaves.release_all(prompt)
 
     def _last(self, running: RunningRequest) -> None:
-        """All is answered: its room is free for waiting requests."""
         running.served.last_s = self.events.now_s
         self._reserved -= running.reserved
         if self._keeps:

@@ -49,7 +49,6 @@ class Workload:
 
     @property
     def block_count(self) -> int:
-        """How many different blocks there are."""
         return len(self.parents)
 
     @property
@@ -85,11 +84,9 @@ class Workload:
         return map(self.request, range(len(self)))
 
     def backwards(self) -> Iterator[PromptRequest]:
-        """The last request first."""
         return map(self.request, range(len(self) - 1, -1, -1))
 
     def request(self, number: int) -> PromptRequest:
-        """One request by its place in the order of arrival."""
         runs = self._runs[number].T.tolist()
         pieces = [np.arange(start, start + count) for start, count in runs]
         blocks = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)

@@ -22,17 +22,14 @@ from kvdepot.errors import ConfigError
 TIERS: Final = ("dram", "ssd")
 BLOCK_TOKENS: Final = 32
 """Small blocks leave little to compute: at most this much of a known prefix, and the question."""
-
 SSD_BYTES_MIN: Final = 1 << 30
 SPARE_BLOCKS: Final = 2
 HEAD_SHARE: Final = 1.01
 """A block in memory has a head of one page."""
-
 START_TIMEOUT_S: Final = 600.0
 ANSWER_TIMEOUT_S: Final = 300.0
 DAMAGE_AT: Final = 0.6
 """How far into the shared document a bit is flipped."""
-
 Stage = Literal["without", "with", "returned", "damaged"]
 """No depot; with one; back after a kill; back after a kill and a flipped bit."""
 
@@ -97,16 +94,12 @@ class ServerStart:
 
 @dataclass(frozen=True, slots=True)
 class FlippedBit:
-    """The byte that was changed on disk."""
-
     file: str
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSetting:
-    """What the demo ran with."""
-
     model: str
     device: str
     users: int
@@ -121,8 +114,6 @@ class DemoSetting:
 
 @dataclass(slots=True)
 class DemoResult:
-    """The whole demo."""
-
     setting: DemoSetting
     turns: list[ComparedTurn]
     starts: list[ServerStart]
@@ -152,7 +143,6 @@ class DemoResult:
         )
 
     def document(self) -> dict[str, Any]:
-        """As one JSON document."""
         return {
             "identical": self.identical,
             "turns": [turn_document(turn) for turn in self.turns],
@@ -224,20 +214,15 @@ def turn_document(turn: ComparedTurn) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What is played."""
-
     users: int
     turns: int
     new_tokens: int
     directory: Path
     """For the store and for what the processes say."""
-
     cache: Path
     """Where SmolLM2 is kept between demos."""
-
     model: Path | None
     """A model folder to use instead."""
-
     env: Mapping[str, str]
     program: Sequence[str]
     """The serving process; its settings follow as one more argument."""

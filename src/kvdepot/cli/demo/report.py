@@ -47,7 +47,6 @@ TALK_CAPTION: Final = (
 
 
 def turn_cells(turn: ComparedTurn) -> list[str]:
-    """A row of the table, when both answers are there."""
     served = turn.with_depot
     counts = (served.prompt_tokens, *(served.fetched.get(tier, 0) for tier in TIERS))
     return [
@@ -62,7 +61,6 @@ def turn_cells(turn: ComparedTurn) -> list[str]:
 
 
 def first_cells(number: int, user: str, without: Answer) -> list[str]:
-    """A row of the table, as long as there is only the answer without the depot."""
     tokens = f"{without.prompt_tokens:,}"
     return [str(number), user, tokens, "", "", "", seconds(without.ttft_s), "", "", ""]
 
@@ -72,8 +70,6 @@ def seconds(value: float) -> str:
 
 
 class LineDisplay:
-    """Writes a line for each thing that happens."""
-
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._progress = output.Progress("starting")
@@ -195,7 +191,6 @@ def summary(result: DemoResult) -> str:
 
 
 def as_page(result: DemoResult) -> str:
-    """The report: one HTML file."""
     setting = result.setting
     kills = sum(start.kill_s is not None for start in result.starts)
     lead = (

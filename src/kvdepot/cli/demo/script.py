@@ -6,7 +6,6 @@ from typing import Final
 
 Message = dict[str, str]
 """`role` and `content`, as chat models take them."""
-
 INSTRUCTION: Final = (
     "You help the crew of a data hall. Answer from the handbook below, in one short sentence."
 )
@@ -36,7 +35,6 @@ QUESTIONS: Final = (
 
 
 def handbook() -> str:
-    """The long document that all users share."""
     return resources.files(__package__).joinpath("handbook.txt").read_text("utf-8")
 
 

@@ -41,10 +41,8 @@ ENVIRONMENT: Final = {
 """Nothing is looked up in the network, and libraries print no advice. Waiting threads sleep:
 spinning is no faster on an idle machine, and much slower on a busy one. The caller's environment
 comes first."""
-
 PROGRAM: Final = (sys.executable, "-m", "kvdepot.cli.demo.server")
 """What is started; settings follow as one argument."""
-
 Document = dict[str, Any]
 
 
@@ -60,11 +58,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        log: Path,
-        tell: Callable[[str], None],
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, tell: Callable[[str], None]
     ) -> None:
         self._log = log
         self._tell = tell

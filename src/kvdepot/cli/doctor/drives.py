@@ -25,7 +25,6 @@ _LIMIT_S: Final = 30.0
 
 
 def profile_text(profile: Profile) -> str:
-    """One line for people."""
     if not profile.is_measured:
         return "emulated, not measured" if profile.emulated else NOT_MEASURED
     day = datetime.datetime.fromtimestamp(profile.measured_at_s, datetime.UTC).date()
@@ -54,7 +53,6 @@ def kept_profile(path: Path) -> Profile | None:
 
 
 def emulated_paths(config: Config) -> Iterator[Path]:
-    """Paths of tiers that have an emulate table."""
     for tier in config.file_tiers:
         if tier.emulate is not None:
             yield from tier.path

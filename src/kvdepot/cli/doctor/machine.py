@@ -63,7 +63,6 @@ class HugePages:
     size_bytes: int
     transparent: str
     """`always`, `madvise`, `never`, or empty where the kernel has none."""
-
     shmem: str
 
 
@@ -83,7 +82,6 @@ class MachineFacts:
     memory_available_bytes: int
     memory_limit_bytes: int
     """What the container may use; `memory_bytes` where it is not limited."""
-
     numa_nodes: int
     far_nodes: tuple[int, ...]
     """Those without processors: memory behind CXL, as a rule."""

@@ -58,8 +58,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     for option, (_, value, words) in SETTINGS.items():
         parser.add_argument(f"--{option}", metavar=value, help=words or None)
     add_set(
-        parser,
-        "any other setting of the scenario, such as traffic.gap_spread=0.5; may be repeated",
+        parser, "any other setting of the scenario, such as traffic.gap_spread=0.5; may be repeated"
     )
     output.add_json_flag(parser)
 

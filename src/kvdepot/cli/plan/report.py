@@ -41,7 +41,6 @@ MODEL_WORDS = (
 
 
 def as_text(plan: Plan) -> str:
-    """What the terminal gets."""
     scenario = plan.scenario
     parts = [
         f"{scenario.title or scenario.model}\n  {fleet_words(scenario)}\n"
@@ -64,7 +63,6 @@ def as_text(plan: Plan) -> str:
 
 
 def as_page(plan: Plan) -> str:
-    """The report: one HTML file."""
     scenario = plan.scenario
     title = scenario.title or scenario.model
     lead = f"{fleet_words(scenario)}. {traffic_words(scenario)}. Goal: {goal_words(scenario)}."
@@ -178,7 +176,6 @@ def bottleneck_words(plan: Plan) -> str:
 
 
 def purchase_words(plan: Plan) -> str:
-    """What the next money should buy."""
     found, chosen = worth_buying(plan.next), plan.chosen
     if found is None:
         return "nothing on the list makes first tokens come noticeably sooner: keep the money"
@@ -195,7 +192,6 @@ def more_words(purchase: Purchase) -> str:
 
 
 def end_words(plan: Plan, end: SwingEnd) -> str:
-    """What happens at one end of an uncertain input."""
     words = f"p95 {time_words(end.ttft_p95_s)}"
     if end.misses:
         words += f", misses {' and '.join(GOALS[name] for name in end.misses)}"
@@ -206,7 +202,6 @@ def end_words(plan: Plan, end: SwingEnd) -> str:
 
 
 def enough_words(plan: Plan, enough: MixOutcome | None) -> str:
-    """The nodes that would reach the p95, and their cost."""
     if enough is None:
         return "no number of nodes"
     cost = money_words(plan.parts, enough.cost.per_hour)

@@ -13,13 +13,7 @@ from kvdepot.core.units import format_bytes, format_decimal_bytes, parse_bytes
 from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import CODEC_BITS, RAW, Footprint, find_codec, footprint_of
 from kvdepot.planner.models import KNOWN_MODELS, Model, find_model
-from kvdepot.planner.retention import (
-    DAY_S,
-    SEED_TIERS,
-    SEED_TOKENS_PER_S,
-    Retention,
-    retention,
-)
+from kvdepot.planner.retention import DAY_S, SEED_TIERS, SEED_TOKENS_PER_S, Retention, retention
 
 CONTEXTS = [1_000, 4_000, 10_000, 100_000, 128_000, 1_000_000]
 USERS = [1, 10, 100, 1_000, 10_000]
@@ -30,8 +24,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Everything `kvdepot size` says."""
-
     model: str
     source: str
     dtype: str
@@ -162,7 +154,6 @@ def group_row(group: KVLayout) -> Row:
 
 
 def context_row(size: Footprint, tokens: int) -> Row:
-    """One context of one user."""
     return {
         "tokens": tokens,
         "bytes": size.context_bytes(tokens),  # to go on: windows cut, one snapshot of states
@@ -173,7 +164,6 @@ def context_row(size: Footprint, tokens: int) -> Row:
 
 
 def users_row(size: Footprint, users: int, tokens: int) -> Row:
-    """Many users with a context each."""
     stored = round(size.stored_context_bytes(tokens) * users)
     whole = size.context_bytes(tokens) * users
     return {"users": users, "tokens": tokens, "bytes": whole, "stored_bytes": stored}

@@ -18,7 +18,6 @@ def page(title: str, lead: str, parts: Iterable[str], *, heading: str = "") -> s
 
 
 def section(title: str, *parts: str, caption: str = "") -> str:
-    """A heading, what to look for, and charts, tables or paragraphs."""
     said = [paragraph(caption, "caption")] if caption else []
     return "\n".join([f"<h2>{escape(title)}</h2>", *said, *map(_framed, parts)])
 
@@ -44,6 +43,5 @@ def tiles(found: Iterable[Sequence[str]]) -> str:
 
 
 def facts(described: Mapping[str, object]) -> str:
-    """Names and what they stand for, one below the other."""
     rows = (f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in described.items())
     return f"<dl>{''.join(rows)}</dl>"

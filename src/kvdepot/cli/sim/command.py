@@ -22,8 +22,6 @@ SHOWN_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One case and what came of it."""
-
     case: Case
     counts: HitCounts
     elapsed_s: float

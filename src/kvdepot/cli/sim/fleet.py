@@ -90,8 +90,6 @@ def _add_talks(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One simulation and what came of it."""
-
     machines: Machines
     findings: Findings
     bill: Bill

@@ -50,7 +50,6 @@ def tiers_table(found: Findings, bill: Bill) -> Table:
 
 
 def fleet_page(name: str, found: Findings, bill: Bill, machines: Machines) -> str:
-    """What a simulation with times found out."""
     lead = (
         f"{machines.model}, {machines.nodes} nodes with {machines.workers_per_node} copies on "
         f"{machines.tp} {machines.gpu} each; {len(found.served):,} requests in "
@@ -69,7 +68,6 @@ def fleet_page(name: str, found: Findings, bill: Bill, machines: Machines) -> st
 
 
 def hits_page(name: str, workload: Workload, played: list[tuple[Case, HitCounts]]) -> str:
-    """Hit ratio against capacity, a curve a policy."""
     curves: dict[str, list[Point]] = {}
     for case, counts in played:
         tokens = case.capacity.total_tokens

@@ -129,7 +129,6 @@ class _Session:
 
 
 def _ids(fields: Fields) -> Ints:
-    """The block ids that the runs of a request stand for."""
     runs = items(fields, "hash_ids")
     for run in runs:
         if not (isinstance(run, list) and len(run) == 2 and all(_is_count(part) for part in run)):

@@ -54,7 +54,6 @@ Fields = dict[str, Any]
 
 
 def parse(line: str) -> Fields:
-    """The object on a line."""
     try:
         value = json.loads(line)
     except ValueError as error:
