@@ -63,7 +63,7 @@ _MEMORY_SHARE: Final = 3
 
 @dataclass(slots=True)
 class ScalePlan:
-    """What `bench scale` shall measure. Parts build on each other: run them in order."""
+    """What this script shall measure. Parts build on each other: run them in order."""
 
     directory: Path
     blocks: int
