@@ -20,12 +20,31 @@ ATTRIBUTE = re.compile(r"self\.(\w+)")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "concurrency.md"
 ROW = re.compile(r"^\| (\d+) \| `([\w/]+)\.py: \w+\.(\w+)`", re.MULTILINE)
 STORE = "state.lock"
+NAMED = re.compile(r"`([\w/]+\.py): (?:\w+\.)?(\w+)`")
+MADE = re.compile(
+    r"^ *(?:self\.)?(\w+)(?:: [^=\n]+)? = .*threading\.(?:R?Lock|Condition)\b(?!\(self\.lock)",
+    re.MULTILINE,
+)
+NOT_SERVING = ("bench", "cli", "testing")
+"""Folders whose locks no store, daemon or engine takes."""
 
 
 def ranks() -> dict[str, int]:
     """The order in the document: file and attribute of each lock, and its number."""
     found = ROW.findall(DOCUMENT.read_text())
     return {f"{path.rpartition('/')[2]}.{name}": int(number) for number, path, name in found}
+
+
+def test_the_document_names_every_lock() -> None:
+    source = Path(PACKAGE)
+    made = {
+        (str(path.relative_to(source)), name)
+        for path in source.rglob("*.py")
+        if path.relative_to(source).parts[0] not in NOT_SERVING
+        for name in MADE.findall(path.read_text())
+    }
+    assert len(made) > 20
+    assert made - set(NAMED.findall(DOCUMENT.read_text())) == set()
 
 
 class Watched:
