@@ -92,6 +92,9 @@ HAPPENS: Final = {
     "wire/channel.py": "frames over a socket",
 }
 
+BY_TIMING: Final = {"server/connection.py": "Connection._serve"}
+"""What is named where the first function depends on the thread that happens to serve."""
+
 Functions = dict[str, list[str]]
 """By file, both in the order in which they were first seen."""
 
@@ -372,7 +375,8 @@ def as_markdown(found: dict[str, Walk]) -> str:
     for name, walk in found.items():
         lines += ["", f"### {name}", ""]
         for file, functions in walk.stack.items():
-            lines.append(f"- `{file}: {functions[0]}` – {HAPPENS.get(file, 'passes it on')}")
+            name = BY_TIMING.get(file, functions[0])
+            lines.append(f"- `{file}: {name}` – {HAPPENS.get(file, 'passes it on')}")
         others = ", ".join(f"`{file}`" for file in sorted(walk.entered.keys() - walk.stack.keys()))
         lines += ["", f"Also entered: {others}."]
     return "\n".join(lines)
