@@ -367,11 +367,17 @@ def walks(toy: str, *, quick: bool = False) -> dict[str, Walk]:
 
 def as_markdown(found: dict[str, Walk]) -> str:
     lines = [MEASURES.replace("\n", " ").strip(), ""]
-    lines += ["| walk | on the stack | entered | first version | goal |", "|---|---|---|---|---|"]
+    lines += [
+        "| walk | on the stack | entered | first version, both | goal |",
+        "|---|---|---|---|---|",
+    ]
     for name, walk in found.items():
         first = "{} and {}".format(*FIRST_VERSION[name])
         counts = f"{len(walk.stack)} | {len(walk.entered)} | {first} | {GOALS[name]}"
         lines.append(f"| {name} | {counts} |")
+    over = [f"*{name}*" for name, walk in found.items() if len(walk.entered) > GOALS[name]]
+    if over:
+        lines += ["", f"Entered files are more than the goal for: {', '.join(over)}."]
     for name, walk in found.items():
         lines += ["", f"### {name}", ""]
         for file, functions in walk.stack.items():
