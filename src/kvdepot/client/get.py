@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
-from kvdepot.codec.copy_ops import copy_op, read_op, transfers
+from kvdepot.codec.copy_ops import copy_op, transfers, verified_ops
 from kvdepot.codec.record import HEAD_BYTES, PAGE, TABLE_OFFSET, record_bytes
 from kvdepot.core.block import ANSWERS, MISS, BlockKey, Got
 from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
-from kvdepot.store.read.request import BlockRead
+from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.tiers.memory.memory import Memory
 from kvdepot.wire import messages
 from kvdepot.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
@@ -21,7 +21,6 @@ AWAY: Final = Got(None, "failed")
 _FROM_MEMORY: Final = ANSWERS[0]
 _FROM_CXL: Final = Got("cxl")
 _CORRUPT: Final = Got(None, "corrupt")
-_NO_IMAGE: Final = memoryview(b"")
 Array = npt.NDArray[Any]
 
 
@@ -120,12 +119,16 @@ class Getter:
             read = reads[index]
             memory = self._connections.staging if staged else self._connections.arena
             slot = address_in(memory, location, read.payload_bytes)
-            load = read.load(_NO_IMAGE, location)
             indices.append(index)
-            if not verify or not load.copy_to:
-                partial.append(copy_op(slot, read.target, read.start, read.stop))
+            copy: tuple[int, ...] | None = copy_op(slot, read.target, read.start, read.stop)
             if verify:
-                ops.append(read_op(slot, load, load.copy_to))
+                span = (read.start, read.stop)
+                check, copy = verified_ops(
+                    slot, read.target, span, read.payload_bytes, read.chunk_bytes
+                )
+                ops.append(check)
+            if copy is not None:
+                partial.append(copy)
         codes = transfers(ops).tolist() if ops else []
         if partial:
             transfers(partial)
@@ -193,6 +196,7 @@ def _only(arrivals: Array, count: int, welcome: messages.Welcome) -> list[Got]:
 def _by_span(reads: Sequence[BlockRead]) -> dict[tuple[int, int], list[int]]:
     spans: dict[tuple[int, int], list[int]] = {}
     for index, read in enumerate(reads):
-        span = (0, 0) if read.is_whole else (read.start, read.stop)
+        whole = read.stop - read.start == read.payload_bytes
+        span = (0, 0) if whole else (read.start, read.stop)
         spans.setdefault(span, []).append(index)
     return spans

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, chunk_count
-from kvdepot.core.tier import Load
 from kvdepot.native import COPY, FILL, TRANSFER_DTYPE, VERIFY, chunk_checksums, transfer
 
 _WORDS: Final = TRANSFER_DTYPE.itemsize // 8
@@ -21,11 +20,29 @@ def transfers(rows: Sequence[tuple[Any, ...]]) -> npt.NDArray[Any]:
     return words[::_WORDS]
 
 
-def read_op(slot: int, load: Load, target: int) -> tuple[Any, ...]:
-    """A verified copy of a load's range out of the slot at address `slot`; 0 = verify only."""
-    table = slot + TABLE_OFFSET + 8 * (load.start // load.chunk_bytes)
-    source = slot + HEAD_BYTES + load.start
-    return (0, source, target, load.stop - load.start, load.chunk_bytes, table, VERIFY)
+def read_op(slot: int, target: int, start: int, stop: int, chunk_bytes: int) -> tuple[int, ...]:
+    """A verified copy of whole chunks of the payload out of the slot at address `slot`.
+
+    Target 0: verify only.
+    """
+    table = slot + TABLE_OFFSET + 8 * (start // chunk_bytes)
+    return (0, slot + HEAD_BYTES + start, target, stop - start, chunk_bytes, table, VERIFY)
+
+
+def verified_ops(
+    slot: int, target: int, span: tuple[int, int], payload_bytes: int, chunk_bytes: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """What verifies and copies a range of the payload that need not end at borders of chunks.
+
+    Such a range is verified as whole chunks, and copied by a second operation.
+    """
+    start, stop = span
+    first = start // chunk_bytes * chunk_bytes
+    last = min(-(-stop // chunk_bytes) * chunk_bytes, payload_bytes)
+    if (first, last) == span:
+        return read_op(slot, target, start, stop, chunk_bytes), None
+    copy = copy_op(slot, target, start, stop) if target else None
+    return read_op(slot, 0, first, last, chunk_bytes), copy
 
 
 def copy_op(slot: int, target: int, start: int, stop: int) -> tuple[int, ...]:

@@ -14,9 +14,8 @@ from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.prefetch import Prefetcher
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.state.lower_tier import LowerTier
-from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.memory_eviction import SlotAllocator
+from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 from kvdepot.tiers.log.tier import LogTier
 
 

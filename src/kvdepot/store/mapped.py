@@ -20,9 +20,9 @@ from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys, Rows
 from kvdepot.native import address_of
+from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint, Prefetcher
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.read.request import BlockRead
 from kvdepot.store.sessions import Sessions
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.put import NewBlock, Putter

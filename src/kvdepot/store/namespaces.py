@@ -15,7 +15,7 @@ from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
 from kvdepot.native import address_of
-from kvdepot.store.read.request import BlockRead
+from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.write.put import NewBlock
 
 BLOCK_BYTES_MAX = (1 << 32) - 1

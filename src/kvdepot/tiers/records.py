@@ -18,13 +18,14 @@ def deliver(record: bytes | memoryview, load: Load) -> Outcome:
     known = (head.kind, head.key, head.payload_bytes, head.chunk_bytes)
     if known != (Kind.BLOCK, load.key, load.payload_bytes, load.chunk_bytes):
         return Outcome.CORRUPT
+    span = (load.start, load.stop, load.chunk_bytes)
     source, image = address_of(record)[0], address_of(load.image, writable=True)[0]
     rows = [
         (0, source, image, HEAD_BYTES, 0, 0, COPY),
-        read_op(source, load, image + HEAD_BYTES + load.start),
+        read_op(source, image + HEAD_BYTES + load.start, *span),
     ]
     if load.copy_to:
-        rows.append(read_op(source, load, load.copy_to))
+        rows.append(read_op(source, load.copy_to, *span))
     return Outcome.CORRUPT if -errno.EBADMSG in transfers(rows).tolist() else Outcome.OK
 
 

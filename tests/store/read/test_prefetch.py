@@ -13,8 +13,8 @@ import kvdepot
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError
+from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint
-from kvdepot.store.read.request import BlockRead
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 

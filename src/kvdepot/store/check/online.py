@@ -13,8 +13,8 @@ from kvdepot.core.tier import drive_of, segment_of
 from kvdepot.index.table import NONE, Rows
 from kvdepot.native import VERIFY, address_of
 from kvdepot.store.state.lower_tier import LowerTier, SecondCopies
-from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
+from kvdepot.store.write.memory_eviction import ArenaTier
 from kvdepot.tiers.memory.arena import NOBODY
 
 _READY = int(CopyState.READY)

@@ -14,9 +14,8 @@ from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, reco
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, VERIFY, address_of
 from kvdepot.policy.placing.memory_levels import ExpectedReuse, is_kept, is_promoted
-from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.memory_eviction import SlotAllocator
+from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 
 _PIECE_BYTES: Final = 8 << 20
 _BLOCKS_MAX: Final = 32

@@ -8,19 +8,20 @@ corrupt, failed or late is a miss; the others are delivered.
 import logging
 import queue
 from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.codec.copy_ops import copy_op, transfers
-from kvdepot.codec.record import record_bytes
-from kvdepot.core.block import CopyState, Got
+from kvdepot.codec.record import HEAD_BYTES, record_bytes
+from kvdepot.core.block import BlockKey, CopyState, Got
+from kvdepot.core.depot import Arrival, Sink
 from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive_of
 from kvdepot.index.table import NONE
 from kvdepot.native import address_of
 from kvdepot.policy.placing.extra_copies import PlaceFacts, nearer
 from kvdepot.store.read.late_reads import LateRead, OverdueReads
-from kvdepot.store.read.request import BlockRead, ReadCall
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
@@ -43,6 +44,53 @@ _MOVES_MAX: Final = 16
 _LOOK_AGAIN_S: Final = 0.5
 _WAIT_MAX_S: Final = 60.0
 _log = logging.getLogger("kvdepot.store")
+
+
+@dataclass(slots=True)
+class BlockRead:
+    """One block wanted by a caller: where to put it and which part of it."""
+
+    key: BlockKey
+    target: int
+    """Address; 0: the caller looks at the block where it is."""
+    payload_bytes: int
+    chunk_bytes: int
+    start: int
+    """Of the payload, in bytes; need not be at a chunk's border."""
+    stop: int
+    row: int = NONE
+
+
+@dataclass(slots=True)
+class ReadCall:
+    """One call: what is wanted, and the sink for blocks that have no target of their own."""
+
+    reads: Sequence[BlockRead]
+    results: list[Got]
+    deadline: float
+    verify: bool
+    sink: Sink | None = None
+    is_prefetch: bool = False
+    """No caller waits for it."""
+    tried: dict[int, set[int]] = field(default_factory=dict)
+    """Locations where a block could not be read, by index."""
+    rescued: set[int] = field(default_factory=set)
+    """Blocks read from one of two drives since the other one fails."""
+    waits_for_others: bool = True
+    """What another call is reading into memory is left to it, for a while."""
+    left_to_others: set[int] = field(default_factory=set)
+
+    def hand_over(self, images: list[tuple[int, memoryview, bool]]) -> None:
+        """Give the sink records that can be read in place: index, image, and whether the image is
+        good until the lease ends.
+        """
+        if self.sink is None or not images:
+            return
+        arrivals = []
+        for index, image, lasting in images:
+            end = HEAD_BYTES + self.reads[index].payload_bytes
+            arrivals.append(Arrival(index, image[HEAD_BYTES:end].toreadonly(), lasting))
+        self.sink(arrivals)
 
 
 @dataclass(slots=True)
@@ -100,7 +148,7 @@ class DiskReads:
         drives: Drives = {}
         done: Done = queue.SimpleQueue()
         with self._state.lock:
-            if call.waits_for_others and not call.is_prefetch:
+            if self._state.admission.learns and call.waits_for_others and not call.is_prefetch:
                 self._state.admission.read([call.reads[index].row for index in indices])
             self._assign(call, drives, indices)
         try:
@@ -263,7 +311,8 @@ class DiskReads:
             if leaves and filled == _FILLING:
                 call.left_to_others.add(waiting.popleft())
                 continue
-            promote, slot = bool(promotes and not filled and read.is_whole), None
+            whole = read.stop - read.start == read.payload_bytes
+            promote, slot = bool(promotes and not filled and whole), None
             if promote:
                 slot = self._slots.allocate(nbytes, read.row)
             if slot is None and call.is_prefetch:
@@ -278,7 +327,7 @@ class DiskReads:
             if promote:
                 memory.reserve(read.row, slot)
             wave.hedged = hedged
-            load = read.load(arena.image(slot, nbytes), location)
+            load = load_of(read, arena.image(slot, nbytes), location)
             wave.blocks.append(WaveBlock(index, load, slot, promote))
             waiting.popleft()
             total += nbytes
@@ -419,3 +468,14 @@ def _place_for(call: ReadCall, index: int, lower: LowerTier, drive: int) -> tupl
     tried = call.tried.get(index, ())
     chosen = next((place for place in places if drive_of(place) == drive), [*places, NONE][0])
     return chosen, any(place != chosen and place not in tried for place in places)
+
+
+def load_of(read: BlockRead, image: memoryview, location: int) -> Load:
+    """The load that covers the wanted range with whole chunks."""
+    size, chunk, start, stop = read.payload_bytes, read.chunk_bytes, read.start, read.stop
+    if stop - start == size:
+        return Load(read.key, location, size, chunk, image, read.target, 0, size)
+    first = start // chunk * chunk
+    last = min(-(-stop // chunk) * chunk, size)
+    target = read.target if first == start and last == stop else 0
+    return Load(read.key, location, size, chunk, image, target, first, last)

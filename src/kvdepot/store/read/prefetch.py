@@ -21,8 +21,8 @@ from kvdepot.core.order import SessionState
 from kvdepot.core.tier import drive_of
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
+from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.read.request import BlockRead
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, PieceSize, rest_s

@@ -3,24 +3,21 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvdepot.codec.copy_ops import copy_op, read_op, transfers
+from kvdepot.codec.copy_ops import copy_op, transfers, verified_ops
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import MISS, CopyState, Got
 from kvdepot.core.depot import Sink
 from kvdepot.index.table import NONE
-from kvdepot.store.read.disk_reads import CORRUPT, DiskReads
+from kvdepot.store.read.disk_reads import CORRUPT, BlockRead, DiskReads, ReadCall
 from kvdepot.store.read.late_reads import OverdueReads
-from kvdepot.store.read.request import BlockRead, ReadCall
-from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.memory_eviction import SlotAllocator
+from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 
 _READY: Final = int(CopyState.READY)
 _FILLING: Final = int(CopyState.FILLING)
 _CACHED_BYTES: Final = 16 << 20
 _WAIT_SHARE: Final = 0.5
 """Of the time that is left, how long to wait for another call that reads the same block."""
-_NO_IMAGE: Final = memoryview(b"")
 
 
 class Reader:
@@ -141,7 +138,7 @@ class Reader:
         self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
     ) -> list[int]:
         """Verify and copy as asked. Returns the hits that failed verification."""
-        base, served, reads, results = memory.arena.address, memory.served, call.reads, call.results
+        base, served, reads, results = memory.address, memory.served, call.reads, call.results
         ops = []
         partial = []
         asked = []
@@ -150,11 +147,14 @@ class Reader:
             slot = base + place
             results[index] = served
             if call.verify:
-                load = read.load(_NO_IMAGE, place)
+                span = (read.start, read.stop)
+                verify, copy = verified_ops(
+                    slot, read.target, span, read.payload_bytes, read.chunk_bytes
+                )
                 asked.append(index)
-                ops.append(read_op(slot, load, load.copy_to))
-                if read.target and not load.copy_to:
-                    partial.append(copy_op(slot, read.target, read.start, read.stop))
+                ops.append(verify)
+                if copy is not None:
+                    partial.append(copy)
             elif read.target:
                 asked.append(index)
                 ops.append(copy_op(slot, read.target, read.start, read.stop))

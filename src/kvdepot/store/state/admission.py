@@ -5,7 +5,7 @@ is one lower tier only. Guarded by the store's lock.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -21,7 +21,9 @@ from kvdepot.policy.placing.admission import (
 )
 from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.state.lower_tier import LowerTier
-from kvdepot.store.stats import Counters
+
+if TYPE_CHECKING:
+    from kvdepot.store.state.state import Counters
 
 _COUNT_MAX: Final = 255
 
@@ -30,7 +32,7 @@ class Admission:
     """Asked before a block is queued for the fastest lower tier; told what is read and leaves."""
 
     def __init__(
-        self, catalog: Catalog, lower_tiers: Sequence[LowerTier], counters: Counters
+        self, catalog: Catalog, lower_tiers: Sequence[LowerTier], counters: "Counters"
     ) -> None:
         self._catalog = catalog
         self._lower_tiers = lower_tiers
@@ -38,6 +40,13 @@ class Admission:
         self._budgeted = any(lower.tier.write_budget() is not None for lower in lower_tiers[:1])
         self._thrash = ThrashDetector() if len(lower_tiers) > 1 else None
         self._history: ReuseHistory | None = None
+        self.learns = False
+        """Whether it has to be told of blocks that are made, asked for and read."""
+
+    def modes_changed(self) -> None:
+        selective = any(lower.mode is WriteMode.SELECTIVE for lower in self._lower_tiers)
+        self._wants_history = selective or self._budgeted
+        self.learns = self._wants_history or self._thrash is not None
 
     @property
     def thrashing(self) -> bool:
@@ -103,12 +112,10 @@ class Admission:
 
     def _learned(self) -> "ReuseHistory | None":
         """What is known of blocks, where it is used."""
-        tiers = self._lower_tiers
-        if not self._budgeted and all(lower.mode is not WriteMode.SELECTIVE for lower in tiers):
-            return None
-        if self._history is None:
-            self._history = ReuseHistory(self._catalog, tiers[0].tier.usage().capacity_bytes)
-        return self._history
+        if self._wants_history and self._history is None:
+            capacity_bytes = self._lower_tiers[0].tier.usage().capacity_bytes
+            self._history = ReuseHistory(self._catalog, capacity_bytes)
+        return self._history if self._wants_history else None
 
     def _fill_after(self, row: int) -> float:
         """How full the buckets of writes are, when what waits and this block have been written."""

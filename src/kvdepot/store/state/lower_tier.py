@@ -3,6 +3,7 @@
 Guarded by the store's lock, but for `tier` itself.
 """
 
+import threading
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -21,7 +22,6 @@ from kvdepot.index.table import NONE, Rows
 from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
 from kvdepot.policy.placing.write_mode import WriteMode
-from kvdepot.store.state.yielding import ForegroundReads
 
 _WAVE_BYTES: Final = 32 << 20
 _UNEVEN: Final = 1.25
@@ -379,3 +379,28 @@ class DriveShares:
             for drive, fact in facts
             if fact.takes_blocks
         ]
+
+
+class ForegroundReads:
+    """Knows when a tier was last read from by a caller that waits."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reading = 0
+        self._last_s = -1.0
+
+    def begin(self) -> None:
+        """A caller waits for a read, until `end`."""
+        with self._lock:
+            self._reading += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._reading -= 1
+            self._last_s = self._clock.now()
+
+    def busy_since(self, moment_s: float) -> bool:
+        """Whether a caller has waited for a read since then."""
+        with self._lock:
+            return self._reading > 0 or self._last_s >= moment_s

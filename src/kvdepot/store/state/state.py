@@ -6,6 +6,7 @@ begin with `assert state.held()`. Each condition below is for one kind of waiter
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Final
 
 from kvdepot.core.block import BlockKey
@@ -18,13 +19,72 @@ from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import promotes, targets
 from kvdepot.store.state.admission import Admission
 from kvdepot.store.state.lower_tier import LowerTier
-from kvdepot.store.state.memory_tier import ArenaTier
-from kvdepot.store.stats import Counters
 from kvdepot.store.trace_recorder import TraceRecorder
+from kvdepot.store.write.memory_eviction import ArenaTier
 from kvdepot.tiers.memory.arena import Arena
 
 TEMPORARY: Final = -2
 """Owner of a slot that belongs to a transfer, not to a block."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the store was opened."""
+
+    put_stored: int = 0
+    put_present: int = 0
+    put_throttled: int = 0
+    put_refused: int = 0
+    put_bytes: int = 0
+    get_dram: int = 0
+    get_cxl: int = 0
+    get_ssd: int = 0
+    get_hdd: int = 0
+    get_plugin: int = 0
+    get_miss: int = 0
+    get_bytes: int = 0
+    promoted: int = 0
+    hinted: int = 0
+    """Blocks brought to memory because of a hint."""
+    get_mirror: int = 0
+    """Blocks read from one drive because another that has them could not be read."""
+    mirrored: int = 0
+    """Blocks written to a second drive."""
+    demoted: int = 0
+    """Blocks copied to a slower tier."""
+    written: int = 0
+    written_bytes: int = 0
+    write_failed: int = 0
+    """Blocks given up by write-back: they stay in dram only."""
+    evicted_dram: int = 0
+    evicted_cxl: int = 0
+    evicted_ssd: int = 0
+    evicted_hdd: int = 0
+    evicted_plugin: int = 0
+    moved_ssd: int = 0
+    """Blocks written again because their segment was reclaimed."""
+    moved_hdd: int = 0
+    moved_plugin: int = 0
+    bypassed: int = 0
+    """Times that a block was not worth the wear of an SSD."""
+    held_below: int = 0
+    """Times that a block was not promoted to the SSDs because these thrash."""
+    reclaimed_segments: int = 0
+    quarantined: int = 0
+    """Copies dropped because their checksum or identity did not match."""
+    read_failed: int = 0
+    read_late: int = 0
+    removed: int = 0
+    removal_unrecorded: int = 0
+    """Removals that could not be written down: the blocks may come back after a restart."""
+
+    def add(self, what: str, tier: str, count: int = 1) -> None:
+        """Count something that is counted for each tier: get, evicted, moved."""
+        name = f"{what}_{tier}"
+        setattr(self, name, getattr(self, name) + count)
+
+    def as_dict(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class StoreState:
@@ -188,12 +248,14 @@ class StoreState:
 
     def write_new(self, row: int) -> None:
         """A new block in memory waits to be written to the lower tiers that want it."""
-        self._write_to(row, self._targets[self.admission.made(row)])
+        promising = self.admission.learns and self.admission.made(row)
+        self._write_to(row, self._targets[promising])
 
     def write_used(self, rows: list[int]) -> None:
         """Blocks were asked for again: those in memory may be worth writing now."""
         assert self.held()
-        self.admission.asked(rows)
+        if self.admission.learns:
+            self.admission.asked(rows)
         if self._targets[False] == self._targets[True]:
             return
         for row in rows:
@@ -233,7 +295,9 @@ class StoreState:
 
     def _write_to(self, row: int, numbers: list[int]) -> None:
         """A block in memory waits to be written to those of these tiers that it may enter."""
-        for number in self.admission.sift(row, numbers):
+        if self.admission.learns:
+            numbers = self.admission.sift(row, numbers)
+        for number in numbers:
             lower = self.lower_tiers[number]
             if lower.writers and lower.copies.absent(row) and row not in lower.tickets:
                 self.last_ticket += 1
@@ -242,6 +306,7 @@ class StoreState:
     def modes_changed(self) -> None:
         """The write modes of the lower tiers are other ones now."""
         modes = [lower.mode for lower in self.lower_tiers]
+        self.admission.modes_changed()
         self._targets = {used: targets(modes, touched=used) for used in (False, True)}
         self._above = {
             lower: promotes(modes, number) for number, lower in enumerate(self.lower_tiers)
