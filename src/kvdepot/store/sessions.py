@@ -28,7 +28,7 @@ _WORD_BYTES: Final = 8
 _PACKED_BYTES: Final = 3 * _WORD_BYTES
 """A key without its namespace's tag."""
 _OVERHEAD_BYTES: Final = 300
-"""Of a name and its place in the books."""
+"""Of a name and its entry."""
 
 
 def state_of(name: str) -> SessionState:
@@ -86,7 +86,7 @@ class Prompt:
 
 
 class Sessions:
-    """All sessions of a store. Call with the stock's lock held."""
+    """All sessions of a store. Call with the store's lock held."""
 
     def __init__(
         self, catalog: Catalog, number_max: int = NUMBER_MAX, bytes_max: int = BYTES_MAX

@@ -40,7 +40,7 @@ class Segment:
     runs: int = 0
     """Writes under way; a segment is sealed when it is full and they have ended."""
     unentered: int = 0
-    """Blocks that were given a place but are in no books yet, so that they look dead."""
+    """Blocks that were given a place but are in no index yet, so that they look dead."""
 
 
 def closing_pages(
