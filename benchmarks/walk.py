@@ -78,9 +78,8 @@ HAPPENS: Final = {
     "store/read/disk_reads.py": "plans waves for each drive, finds slots, reads, enters blocks",
     "store/read/lease.py": "protects the blocks until the load has ended",
     "store/read/reader.py": "looks blocks up, leases them, serves what is in memory",
-    "store/read/request.py": "hands blocks that have arrived to the caller",
     "store/state/lower_tier.py": "the block joins the queue of a tier's write-back",
-    "store/state/memory_tier.py": "a filled slot becomes a block of the memory tier",
+    "store/write/memory_eviction.py": "a filled slot becomes a block of the memory tier",
     "store/state/state.py": "what the store's lock guards: leases and the tiers that want a block",
     "store/store.py": "the public call",
     "store/write/put.py": "finds a slot, copies and checksums in one pass, seals",
@@ -89,7 +88,7 @@ HAPPENS: Final = {
     "tiers/log/drive.py": "gives the records their places in the active segment and writes them",
     "tiers/log/tier.py": "the tier protocol: append, load",
     "codec/copy_ops.py": "one batch to the native copy",
-    "wire/channel.py": "frames over a socket",
+    "wire/frames.py": "frames over a socket",
 }
 
 BY_TIMING: Final = {"server/connection.py": "Connection._serve"}
