@@ -169,7 +169,6 @@ def parse_slots(text: str) -> set[int]:
 
 
 def pack_entry(key: bytes, page: int, kind: int, payload_bytes: int, sequence: int) -> bytes:
-    """One footer entry as bytes."""
     return _ENTRY.pack(key, page, kind, payload_bytes, sequence, 0)
 
 

@@ -43,6 +43,5 @@ class Endurance:
             self.level_bytes, self.at_s = min(self.bucket_bytes, filled), now_s
 
     def spend(self, nbytes: int, now_s: float) -> None:
-        """Bytes were written."""
         self.fill(now_s)
         self.level_bytes -= nbytes

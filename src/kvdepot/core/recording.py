@@ -15,7 +15,6 @@ VERSION: Final = 1
 
 
 def header(block_tokens: int) -> str:
-    """The first line of a recording."""
     return json.dumps({"format": FORMAT, "version": VERSION, "block_tokens": block_tokens})
 
 

@@ -67,7 +67,6 @@ class Copies:
         return location
 
     def move(self, row: int, location: int) -> None:
-        """A READY copy is at another place now."""
         if self.state[row] != _READY:
             raise StateError("only a ready copy can move")
         self.location[row] = location
@@ -113,7 +112,7 @@ class Catalog:
         orders = [order, below][: len(memories)]
         self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
         """Of each memory."""
-        self.leaves, *self._below = self.orders
+        self.leaves = self.orders[0]
         self.closed = Closed(self.tree)
         self.leased = 0
 
@@ -142,8 +141,7 @@ class Catalog:
         if row == NONE:
             row = self.table.add(key)
             self.nbytes[row] = nbytes
-            self.tree.attach(row)
-            self._adopt(row)
+            self._link(row)
         return row
 
     def recover(
@@ -158,8 +156,7 @@ class Catalog:
             self.tree.attach_many(rows)
         else:
             for row in rows.tolist():
-                self.tree.attach(row)
-                self._adopt(row)
+                self._link(row)
         base = self.tree.now
         self.tree.now += len(rows)
         self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)
@@ -186,8 +183,7 @@ class Catalog:
     def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
         """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
         self.tree.use(rows, hit=hit)
-        self.leaves.used(rows, hit=hit)
-        for leaves in self._below:
+        for leaves in self.orders:
             leaves.used(rows, hit=hit)
 
     def lease(self, rows: Sequence[int]) -> None:
@@ -197,8 +193,7 @@ class Catalog:
                 self._leases.view[row] += 1
         else:
             np.add.at(self._leases.array, rows, 1)
-        self.leaves.hold_all(rows)
-        for leaves in self._below:
+        for leaves in self.orders:
             leaves.hold_all(rows)
         self.leased += len(rows)
 
@@ -209,8 +204,7 @@ class Catalog:
                 self._leases.view[row] -= 1
         else:
             np.subtract.at(self._leases.array, rows, 1)
-        self.leaves.release_all(rows)
-        for leaves in self._below:
+        for leaves in self.orders:
             leaves.release_all(rows)
         self.leased -= len(rows)
         doomed, leases, residency = self._doomed.view, self._leases.view, self.residency.view
@@ -250,7 +244,8 @@ class Catalog:
                 self._unlink(row)
             self.table.free(row)
 
-    def _adopt(self, row: int) -> None:
+    def _link(self, row: int) -> None:
+        self.tree.attach(row)
         for leaves in self.orders:
             leaves.adopt(row)
 

@@ -122,17 +122,13 @@ def _upto240(data: bytes) -> int:
     return _avalanche((acc + _mix16(data, n - 16, 136 - 17)) & _MASK)
 
 
-def _products(words: _Words, keys: _Words) -> _Words:
+def _stripe_sums(words: _Words, keys: _Words) -> _Words:
+    """Words of shape (..., stripes, 8) to what they add to the eight accumulators."""
     mixed = words ^ keys
     products: _Words = mixed & _LOW
     mixed >>= _32
     products *= mixed
-    return products
-
-
-def _stripe_sums(words: _Words, keys: _Words) -> _Words:
-    """Words of shape (..., stripes, 8) to what they add to the eight accumulators."""
-    sums: _Words = _products(words, keys).sum(axis=-2, dtype=_U64)
+    sums: _Words = products.sum(axis=-2, dtype=_U64)
     sums += words.sum(axis=-2, dtype=_U64)[..., _SWAP]
     return sums
 

@@ -178,9 +178,8 @@ def _bound(
 def _unserved(settings: Any, arguments: Mapping[str, Any]) -> str | None:
     if settings.use_cache is False:
         return "no cache"
-    if settings.get_generation_mode(arguments.get("assistant_model")) not in _MODES:
-        return "assisted decoding"
-    if settings.token_healing or getattr(settings, "is_assistant", False):
+    mode = settings.get_generation_mode(arguments.get("assistant_model"))
+    if mode not in _MODES or settings.token_healing or getattr(settings, "is_assistant", False):
         return "assisted decoding"
     if settings.cache_implementation not in (None, "dynamic", "static"):
         return "kind of cache"

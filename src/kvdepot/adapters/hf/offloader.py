@@ -135,8 +135,7 @@ class Offloader:
                     tensors = tensors or snapshot.tensors()
                     first = row.pad - snapshot.first
                     starts = [block * group.block_tokens + first for block in blocks]
-                    offered = keys[blocks.start :]
-                    self._store_blocks(group, tensors, row.batch, starts, offered)
+                    self._store_blocks(group, tensors, row.batch, starts, keys[blocks.start :])
 
     def _missing(
         self, group: LayerGroup, snapshot: GroupSnapshot, row: OffloadRow, keys: Sequence[BlockKey]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from kvdepot.adapters.hf.binding import AXES, ORDER, Binding, LayerGroup
+from kvdepot.adapters.hf.binding import AXES, ORDER, Binding
 from kvdepot.adapters.hf.caches import KV, DepotCache, DepotLayer, DepotSlidingLayer, join
 from kvdepot.adapters.hf.calls import PromptRow
 from kvdepot.adapters.hf.stats import CallStats, ServedRow
@@ -154,10 +154,8 @@ class Onboarder:
                 for row, limit in zip(rows, wanted, strict=True):
                     self._fetch(row, limit, room, budget)
             stats.lookup_s, stats.onboard_s = looked - started, time.monotonic() - looked
-            for row in rows:
-                stats.rows.append(row.stats(self._binding.block_tokens))
-                for reason, count in row.misses.items():
-                    stats.misses[reason] = stats.misses.get(reason, 0) + count
+            stats.rows += [row.stats(self._binding.block_tokens) for row in rows]
+            stats.misses = dict(sum((row.misses for row in rows), Counter(stats.misses)))
             if any(row.tokens for row in rows):
                 prepared = _BatchAssembly(self._binding, rows, room).assemble(catch_up)
                 unused.pop_all()
@@ -248,7 +246,8 @@ class Onboarder:
         if not needed:
             return tokens
         first = needed.start * group.block_tokens + offset
-        scatter = _Scatter(self._mover, group, tensors, first, batch)
+        targets = KVTensors(list(tensors), AXES, order=ORDER)
+        scatter = _Scatter(self._mover, group.block_tokens, targets, first, batch)
         answers = self._deliver(row.keys[number][needed.start : needed.stop], scatter, row, budget)
         row.tickets.setdefault(number, []).extend(scatter.under_way)
         good = next((at for at, answer in enumerate(answers) if not answer), len(answers))
@@ -273,24 +272,22 @@ class Onboarder:
         return answers
 
 
+@dataclass(slots=True)
 class _Scatter:
     """Takes blocks that a lease delivers, and copies them into a group's tensors."""
 
-    def __init__(
-        self, mover: BlockMover, group: LayerGroup, tensors: Sequence[KV], first: int, batch: int
-    ) -> None:
-        self._mover = mover
-        self._block_tokens = group.block_tokens
-        self._tensors = KVTensors(list(tensors), AXES, order=ORDER)
-        self._first = first
-        self._batch = batch
-        self.under_way: list[OnboardTicket] = []
+    mover: BlockMover
+    block_tokens: int
+    tensors: KVTensors
+    first: int
+    batch: int
+    under_way: list[OnboardTicket] = field(default_factory=list)
 
     def __call__(self, arrivals: list[Arrival]) -> None:
-        size = self._block_tokens
-        starts = [self._first + arrival.index * size for arrival in arrivals]
-        pieces = [self._tensors.span(start, start + size, self._batch) for start in starts]
-        ticket = self._mover.onboard([arrival.view for arrival in arrivals], pieces)
+        size = self.block_tokens
+        starts = [self.first + arrival.index * size for arrival in arrivals]
+        pieces = [self.tensors.span(start, start + size, self.batch) for start in starts]
+        ticket = self.mover.onboard([arrival.view for arrival in arrivals], pieces)
         if all(arrival.lasting for arrival in arrivals):
             self.under_way.append(ticket)
         else:

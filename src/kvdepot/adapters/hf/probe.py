@@ -26,15 +26,7 @@ _SAME: Final = 3
 _CLOSE: Final = 1e-3
 """How far, relative to the largest value, two ways to the same may be apart."""
 _HINT: Final = "use the model without a depot; see docs/transformers.md for what can be served"
-_TRIAL_ERRORS: Final = (
-    AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_TRIAL_ERRORS: Final = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +133,11 @@ def _shape(index: int, layer: Any) -> LayerShape:
     _check_type(index, layer)
     keys, values = layer.keys, layer.values
     if keys is None or keys.ndim != 4 or values.ndim != 4:
-        raise ModelError(
-            f"layer {index} of the model leaves its cache empty, or not as [batch, head, token,"
-            " dim]",
-            hint=_HINT,
-        )
+        reason = "leaves its cache empty, or not as [batch, head, token, dim]"
+        raise ModelError(f"layer {index} of the model {reason}", hint=_HINT)
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-    return LayerShape(
-        index,
-        window,
-        keys.shape[1],
-        keys.shape[3],
-        values.shape[1],
-        values.shape[3],
-        keys.dtype,
-        keys.device,
-    )
+    key, value = keys.shape, values.shape
+    return LayerShape(index, window, key[1], key[3], value[1], value[3], keys.dtype, keys.device)
 
 
 def _check_causal(model: PreTrainedModel, cache: DynamicCache) -> None:
@@ -186,15 +167,12 @@ def _check_rebuilt(
 ) -> None:
     """Going on from K and V alone must be the same as going on with the cache itself."""
     layers: list[Any] = list(cache.layers)
-    tensors = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
     rebuilt = DepotCache.of([shape.window for shape in shapes])
-    rebuilt.fill(tensors, _FIRST)
+    rebuilt.fill([(layer.keys.clone(), layer.values.clone()) for layer in layers], _FIRST)
     expected = _step(model, cache, _FIRST, _THEN)
-    found = _step(model, rebuilt, _FIRST, _THEN)
-    if not _close(expected, found):
-        raise ModelError(
-            f"{_name(model)} depends on more than the K and V in its cache", hint=_HINT
-        )
+    if not _close(expected, _step(model, rebuilt, _FIRST, _THEN)):
+        reason = "depends on more than the K and V in its cache"
+        raise ModelError(f"{_name(model)} {reason}", hint=_HINT)
 
 
 @contextlib.contextmanager

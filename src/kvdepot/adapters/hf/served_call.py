@@ -132,23 +132,22 @@ class ServedCall:
         rows = []
         columns = self._safe_columns(columns)
         for batch, sequence in enumerate(sequences[:, :columns].cpu().numpy().astype(np.int64)):
-            prompt = self._prompts[batch // self._expand]
-            tokens = _until_end(sequence[prompt.pad :], len(prompt.tokens), ends)
-            solid = self._windows_from[batch // self._expand]
-            rows.append(OffloadRow(tokens, prompt.pad, batch, solid))
+            number = batch // self._expand
+            prompt, tokens = self._prompts[number], sequence[self._prompts[number].pad :]
+            end = np.flatnonzero(np.isin(tokens[len(prompt.tokens) :], ends))
+            if len(end):  # what follows the first end token is padding
+                tokens = tokens[: len(prompt.tokens) + int(end[0]) + 1]
+            rows.append(OffloadRow(tokens, prompt.pad, batch, self._windows_from[number]))
         return rows
 
     def _prompt_rows(self, columns: int) -> list[OffloadRow]:
         columns = self._safe_columns(columns)
-        return [
-            OffloadRow(
-                prompt.tokens[: max(0, columns - prompt.pad)],
-                prompt.pad,
-                row * self._expand,
-                self._windows_from[row],
-            )
-            for row, prompt in enumerate(self._prompts)
-        ]
+        rows = []
+        for number, prompt in enumerate(self._prompts):
+            tokens = prompt.tokens[: max(0, columns - prompt.pad)]
+            batch, solid = number * self._expand, self._windows_from[number]
+            rows.append(OffloadRow(tokens, prompt.pad, batch, solid))
+        return rows
 
     def _catch_up(self, cache: DepotCache, prompt: PromptRow, start: int, stop: int) -> None:
         device = self._model.device
@@ -209,9 +208,3 @@ class ServedCall:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._binding.device))
         return event
-
-
-def _until_end(tokens: Any, prompt_tokens: int, ends: tuple[int, ...]) -> Any:
-    """Cut a sequence after its first end token: what follows is padding."""
-    found = np.flatnonzero(np.isin(tokens[prompt_tokens:], ends))
-    return tokens[: prompt_tokens + int(found[0]) + 1] if len(found) else tokens

@@ -137,7 +137,6 @@ class FetchDecider:
                 self._write_at = now + WRITE_EVERY_S
 
     def write_speeds(self) -> None:
-        """Write what was learnt, for the next start."""
         if self._speeds_path is not None:
             speeds = LearnedSpeeds(self.advisor.prefill.pace(), self.advisor.profiles())
             write_speeds(self._speeds_path, speeds)

@@ -105,7 +105,7 @@ class Loader:
         if error is not None:
             self._warnings.warn("a load failed, its blocks are recomputed", error)
             self._counts.missed(["error"] * len(job.keys[0]))
-        end = LoadEnd(job.request_id, job.first_block) if error is not None else future.result()
+        end = future.result() if error is None else LoadEnd(job.request_id, job.first_block)
         if end.failed_block is None:
             return FinishedLoad(job, end, frozenset())
         start = (end.failed_block - job.first_block) * self._cache.pages_per_block
@@ -272,13 +272,12 @@ def page_tensors(
         tensor = caches.get(name)
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"layer {name}: vLLM registered {type(tensor).__name__}, not a tensor")
-        if tensor.dim() < 2:
+        shape = tuple(tensor.shape)
+        if len(shape) < 2:
+            raise ModelError(f"layer {name}: a KV cache of shape {shape} has no pages")
+        if shape[0] != page_count:
             raise ModelError(
-                f"layer {name}: a KV cache of shape {tuple(tensor.shape)} has no pages"
-            )
-        if tensor.shape[0] != page_count:
-            raise ModelError(
-                f"layer {name}: its KV cache of shape {tuple(tensor.shape)} does not begin with "
+                f"layer {name}: its KV cache of shape {shape} does not begin with "
                 f"the {page_count} blocks that vLLM has"
             )
         tensors.append(tensor)

@@ -168,10 +168,8 @@ class TrackedRequest:
     def begin_load(self, external_tokens: int, pages: Sequence[int], page_tokens: int) -> LoadJob:
         """Load what the latest match found, `external_tokens` of it, into the request's pages."""
         assert self.hit is not None
-        size = self.block_keys.block_tokens
-        local = self.hit.local_tokens
-        ratio = size // page_tokens
-        stop = (local + external_tokens) // size
+        size, local = self.block_keys.block_tokens, self.hit.local_tokens
+        ratio, stop = size // page_tokens, (local + external_tokens) // size
         begin = _skip_null(pages, local // page_tokens, stop * ratio)
         first = min(begin // ratio, stop - 1)
         self.phase = Phase.LOADING

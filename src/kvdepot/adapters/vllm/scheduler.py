@@ -188,7 +188,6 @@ class ConnectorScheduler:
         return counts
 
     def plan(self, output: StepOutput) -> StepPlan:
-        """The plan of the step that vLLM has just scheduled."""
         plan, self._plan = self._plan, StepPlan()
         plan.idle = not output.num_scheduled_tokens
         plan.preempted = bool(output.preempted_req_ids)
@@ -213,7 +212,6 @@ class ConnectorScheduler:
         return plan
 
     def handle_report(self, report: StepReport | None) -> None:
-        """What the workers report after a step."""
         if report is None:
             return
         if self._decider is not None:

@@ -149,19 +149,15 @@ class Advisor:
         start = 0
         for run in runs:
             if run.blocks and run.tier not in used:
-                due = self._due(run.tier, outstanding_bytes.get(run.tier, 0))
-                return self._probe_of(run, start) if due else None
+                tier = run.tier
+                self._passed_over[tier] += 1
+                often = self._passed_over[tier] >= PROBE_EVERY or self.tiers[tier].doubting
+                if outstanding_bytes.get(tier, 0) or not often:
+                    return None
+                self._passed_over[tier] = 0
+                return self._probe_of(run, start)
             start += run.blocks
         return None
-
-    def _due(self, tier: str, outstanding_bytes: int) -> bool:
-        self._passed_over[tier] += 1
-        if outstanding_bytes:
-            return False
-        if self._passed_over[tier] < PROBE_EVERY and not self.tiers[tier].doubting:
-            return False
-        self._passed_over[tier] = 0
-        return True
 
     def _probe_of(self, run: TierRun, start: int) -> Probe:
         turn = self._probes[run.tier] % len(PROBE_BYTES)

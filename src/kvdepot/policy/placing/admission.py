@@ -149,7 +149,6 @@ class ThrashDetector:
         self._ghosts.remember(digest, self._departures, 0)
 
     def hit(self) -> None:
-        """A block was read from the tier."""
         self._hits += 1
         self._passed()
 

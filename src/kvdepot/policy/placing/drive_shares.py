@@ -40,7 +40,6 @@ class Shares:
         return min(lanes, key=busy).drive
 
     def take(self, drive: int, nbytes: int, lanes: Sequence[DriveLoad]) -> None:
-        """Charge a run to a drive."""
         self._floor = max(self._floor, min((self._of(lane.drive) for lane in lanes), default=0.0))
         self._spent[drive] = self._of(drive) + nbytes / _weights(lanes).get(drive, 1.0)
 

@@ -60,10 +60,8 @@ def coldest(segments: Sequence[SegmentFacts]) -> int:
     the drive; then the next. If that is so with all of them, the one that takes least along.
     """
     lost = [_lost_share(facts) for facts in segments]
-    for at, share in enumerate(lost):
-        if share <= _LOST_SHARE_MAX:
-            return at
-    return min(range(len(lost)), key=lost.__getitem__)
+    candidates = (at for at, share in enumerate(lost) if share <= _LOST_SHARE_MAX)
+    return next(candidates, min(range(len(lost)), key=lost.__getitem__))
 
 
 def keep(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts] = ()) -> Bools:
