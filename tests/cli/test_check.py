@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvdepot
-from kvdepot.cli.check import SHOWN_MAX, Watcher
+from kvdepot.cli.check import SHOWN_MAX, follow
 from kvdepot.cli.main import main
 from kvdepot.cli.output import Progress
 from kvdepot.core.layout import KVLayout
@@ -179,7 +179,6 @@ def test_progress_follows_the_bytes() -> None:
     times: Iterator[float] = iter([0.0, 0.0, 3.0, 4.0])
     stream = io.StringIO()
     with Progress("checking", stream=stream, clock=lambda: next(times)) as line:
-        watch = Watcher(line)
-        watch(25, 100)
-        watch(50, 100)
+        follow(line, 25, 100)
+        follow(line, 50, 100)
     assert stream.getvalue() == "checking … 25 %\n"

@@ -35,8 +35,9 @@ def measure_cxl(block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
         targets = pieces(filled(len(above[0]) * block_bytes, seed=1), block_bytes)
         rows: list[Result] = []
         for op, get in (("get_many", _get_many), ("get", _get_each)):
-            fast, slow = (_work(store, get, keys, targets) for keys in (above, below))
-            speed = compare({f"{op} from dram": fast("dram")}, {op: slow("cxl")}, rounds)[op]
+            fast = _work(store, get, above, targets, "dram")
+            slow = _work(store, get, below, targets, "cxl")
+            speed = compare({f"{op} from dram": fast}, {op: slow}, rounds)[op]
             nbytes = sum(map(len, below)) * block_bytes
             rows.append(speed.row("cxl", f"{op} (stand-in memory)", block_bytes, nbytes))
     return rows
@@ -69,19 +70,16 @@ def _get_each(store: Store, keys: Sequence[BlockKey], into: Sequence[Bytes]) -> 
 
 
 def _work(
-    store: Store, get: Get, prompts: list[list[BlockKey]], targets: Sequence[Bytes]
-) -> Callable[[str], Work]:
-    """Get all prompts, which must come from the memory that is named."""
+    store: Store, get: Get, prompts: list[list[BlockKey]], targets: Sequence[Bytes], tier: str
+) -> Work:
+    """Get all prompts, which must come from `tier`."""
 
-    def from_tier(tier: str) -> Work:
-        def timed() -> float:
-            started = time.perf_counter()
-            found = [get(store, keys, targets) for keys in prompts]
-            taken = time.perf_counter() - started
-            if any(one != tier for answers in found for one in answers):
-                raise StateError(f"a block did not come from {tier}")
-            return taken
+    def timed() -> float:
+        started = time.perf_counter()
+        found = [get(store, keys, targets) for keys in prompts]
+        taken = time.perf_counter() - started
+        if any(one != tier for answers in found for one in answers):
+            raise StateError(f"a block did not come from {tier}")
+        return taken
 
-        return timed
-
-    return from_tier
+    return timed

@@ -1,5 +1,6 @@
 """`bench daemon`: a daemon's store beside one in this process, and lookups while others work."""
 
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -8,17 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Final, cast
 
 from kvdepot.bench.bars import DAEMON_MATCH_P99_US, daemon_bar
-from kvdepot.bench.busy import BUSY, busy_clients, resident, round_trips
 from kvdepot.bench.disk import DiskStore
 from kvdepot.bench.memory import MemoryStore
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
 from kvdepot.bench.rounds import BenchPart, Figure, Latency, Result, compare, percentile
 from kvdepot.client.open import open_remote
+from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
@@ -31,6 +33,10 @@ _DISK_SET_BYTES: Final = 1024 * MIB
 _MATCH_ROUNDS: Final = 5
 _MATCH_CALLS: Final = 400
 _PAUSE_S: Final = 0.05
+HIT_BLOCKS: Final = 512
+_PAYLOAD_BYTES: Final = 4096
+_START_S: Final = 60.0
+_BATCH_BYTES: Final = 32 * MIB
 _EMBEDDED: Final = "the same store in this process"
 
 
@@ -99,7 +105,7 @@ def measure_memory(directory: Path, block_bytes: int, set_bytes: int, rounds: in
     with ExitStack() as scope:
         settings = {"dram.capacity": int(1.25 * set_bytes) + 2 * batch_bytes}
         stores = both(directory, settings, scope)
-        subjects = [_memory_subject(store, block_bytes, batch_bytes, set_bytes) for store in stores]
+        subjects = [MemoryStore.of(store, block_bytes, batch_bytes, set_bytes) for store in stores]
         for subject in subjects:
             subject.put_many()
             subject.put_many()
@@ -111,14 +117,6 @@ def measure_memory(directory: Path, block_bytes: int, set_bytes: int, rounds: in
             bar = daemon_bar(name, block_bytes)
             rows.append(speed.row("dram", name, block_bytes, subjects[0].set_bytes, bar))
     return rows
-
-
-def _memory_subject(
-    store: Depot, block_bytes: int, batch_bytes: int, set_bytes: int
-) -> MemoryStore:
-    prompts = prompts_for(store, block_bytes, batch_bytes)
-    targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
-    return MemoryStore(store, prompts, max(1, set_bytes // batch_bytes), targets)
 
 
 def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
@@ -133,12 +131,7 @@ def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int)
             "ssd.segment": segment_bytes,
         }
         stores = both(directory, settings, scope)
-        subjects = []
-        for store in stores:
-            prompts = prompts_for(store, block_bytes, batch_bytes)
-            count = max(1, set_bytes // (prompts.blocks * block_bytes))
-            targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
-            subjects.append(DiskStore(store, prompts, count, targets))
+        subjects = [DiskStore.of(store, block_bytes, batch_bytes, set_bytes) for store in stores]
         for subject in subjects:
             subject.put_set()
         rows: list[Result] = []
@@ -162,10 +155,10 @@ def measure_lookups(directory: Path, calls: int) -> list[Result]:
         keys = resident(store)
         scope.enter_context(store.lease(keys))
         results += _latencies("alone", round_trips(store, keys, calls * _MATCH_ROUNDS), None)
-        for what in BUSY:
+        for what, work in (("match", _match), ("get and put", _move)):
             rounds = []
             for _ in range(_MATCH_ROUNDS):
-                with busy_clients(address, CLIENTS, what):
+                with busy_clients(address, CLIENTS, work):
                     rounds.append(round_trips(store, keys, calls))
             label = f"beside {CLIENTS} clients that {what}"
             results += _latencies(label, [taken for batch in rounds for taken in batch], rounds)
@@ -182,3 +175,68 @@ def _latencies(
         what = f"match 512 blocks, p99, {label}"
         results.append(Figure(what, p99, "us", min(worst), max(worst), DAEMON_MATCH_P99_US))
     return results
+
+
+def round_trips(store: Depot, keys: list[BlockKey], calls: int) -> list[float]:
+    """How long a match of resident blocks takes, each time."""
+    taken = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        found = len(store.match(keys))
+        taken.append(time.perf_counter() - started)
+        if found != len(keys):
+            raise StateError("a prompt that was put is not matched")
+    return taken
+
+
+def resident(store: Depot, seed: int = 0) -> list[BlockKey]:
+    """A prompt of 512 blocks that the store has; of another seed another prompt."""
+    prompts = prompts_for(store, _PAYLOAD_BYTES, HIT_BLOCKS * _PAYLOAD_BYTES)
+    prompts.reseed(seed)
+    (keys,) = prompts.fresh(1)
+    if not all(store.put_many(keys, prompts.sources, timeout_s=_START_S)):
+        raise StateError("a put was refused although there is room")
+    return keys
+
+
+@contextmanager
+def busy_clients(address: str, count: int, work: Callable[..., None]) -> Iterator[None]:
+    """`count` processes that do `work` without end. They are at it when the scope begins."""
+    fresh = multiprocessing.get_context("spawn")
+    ended = fresh.Event()
+    begun = [fresh.Event() for _ in range(count)]
+    clients = [
+        fresh.Process(target=work, args=(address, number, ready, ended), daemon=True)
+        for number, ready in enumerate(begun)
+    ]
+    for client in clients:
+        client.start()
+    try:
+        if not all(ready.wait(_START_S) for ready in begun):
+            raise StateError("a client does not start")
+        yield
+    finally:
+        ended.set()
+        for client in clients:
+            client.join(_START_S)
+
+
+def _match(address: str, number: int, ready: Event, ended: Event) -> None:
+    with open_remote(address) as store:
+        keys = resident(store, number + 1)
+        while not ended.is_set():
+            round_trips(store, keys, 20)
+            ready.set()
+
+
+def _move(address: str, number: int, ready: Event, ended: Event) -> None:
+    """New prompts in, out again, and away: as engines do, but without computing anything."""
+    with open_remote(address) as store:
+        prompts = prompts_for(store, MIB, _BATCH_BYTES)
+        prompts.reseed(number + 1)
+        targets = pieces(filled(_BATCH_BYTES, seed=number), MIB)
+        while not ended.is_set():
+            (keys,) = prompts.fresh(1)
+            store.put_many(keys, prompts.sources)
+            store.get_many(keys, targets)
+            ready.set()

@@ -2,9 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -12,11 +12,10 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.bench.bars import DEGRADATION, disk_bar
-from kvdepot.bench.prompts import Prompts, fill_index, prompts_for
-from kvdepot.bench.raw import MIB, Bytes, RawFile, filled, pieces, raw_file
-from kvdepot.bench.rounds import Result, SpeedRow, Timings, change, compare, fastest_way
-from kvdepot.core.block import BlockKey, Got
-from kvdepot.core.depot import Depot
+from kvdepot.bench.prompts import StoreUnderTest, fill_index
+from kvdepot.bench.raw import MIB, RawFile, raw_file
+from kvdepot.bench.rounds import Result, SpeedRow, Timings, Work, change, compare, fastest_way
+from kvdepot.core.block import Got
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -29,22 +28,7 @@ BLOCKS_MIN: Final = 32
 _WAIT_S: Final = 120.0
 
 
-@dataclass(slots=True)
-class DiskStore:
-    """A store under test. `put_set` and `get_set` move the same number of bytes each."""
-
-    store: Depot
-    prompts: Prompts
-    count: int
-    """Prompts in one set."""
-    targets: list[Bytes]
-    current: list[list[BlockKey]] = field(default_factory=list)
-    """The set put last."""
-
-    @property
-    def set_bytes(self) -> int:
-        return self.count * self.prompts.blocks * self.prompts.space.block_bytes
-
+class DiskStore(StoreUnderTest):
     def put_set(self) -> float:
         """Put new prompts, until all of them are on disk."""
         fresh = self.prompts.fresh(self.count)
@@ -112,10 +96,7 @@ def disk_store(directory: Path, block_bytes: int, set_bytes: int) -> Iterator[Di
         dram = {"capacity": dram_bytes, "eviction": "lru"}
         with open_store(dram=dram, ssd=ssd) as store:
             store.inspect().wait_for_prefault()
-            prompts = prompts_for(store, block_bytes, batch_bytes)
-            count = max(1, set_bytes // (prompts.blocks * block_bytes))
-            targets = pieces(filled(prompts.blocks * block_bytes, seed=1), block_bytes)
-            yield DiskStore(store, prompts, count, targets)
+            yield DiskStore.of(store, block_bytes, batch_bytes, set_bytes)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -155,23 +136,38 @@ def degrade_disk(
     directory: Path, block_bytes: int, set_bytes: int, rounds: int, indexes: tuple[int, int]
 ) -> list[Result]:
     """Put and get before and after the index of one and the same store has grown."""
-    small, large = indexes
     with beside_raw(directory, block_bytes, set_bytes) as (subject, raw):
-        writes, reads = fastest_way(raw.writes()), fastest_way(raw.reads())
+        limits = fastest_way(raw.writes()), fastest_way(raw.reads())
         for _ in range(_CAPACITY):
             subject.put_set()
-        speeds: list[dict[str, Timings]] = []
-        for more in (small, large - small):
-            assert isinstance(subject.store, Store)
-            fill_index(subject.store, subject.prompts.space, more, seed=more)
-            puts = compare(writes, {"put": subject.put_set}, rounds)
-            speeds.append(puts | compare(reads, {"get": subject.get_set}, rounds))
-            subject.forget_set()
+        works = {"put": subject.put_set}, {"get": subject.get_set}
+        pairs = tuple(zip(limits, works, strict=True))
+        return grow_index("ssd", subject, pairs, rounds, indexes, subject.forget_set)
+
+
+def grow_index(
+    tier: str,
+    subject: StoreUnderTest,
+    pairs: Sequence[tuple[Mapping[str, Work], Mapping[str, Work]]],
+    rounds: int,
+    indexes: tuple[int, int],
+    after_round: Callable[[], None] = lambda: None,
+) -> list[Result]:
+    """Works, each beside its limit, with a small index and then with a large one."""
+    small, large = indexes
+    assert isinstance(subject.store, Store)
+    speeds: list[dict[str, Timings]] = []
+    for more in (small, large - small):
+        fill_index(subject.store, subject.prompts.space, more, seed=more)
+        taken: dict[str, Timings] = {}
+        for limit, works in pairs:
+            taken |= compare(limit, works, rounds)
+        speeds.append(taken)
+        after_round()
     before, after = speeds
+    size, nbytes = subject.prompts.space.block_bytes, subject.set_bytes
     return [
-        changed_row(
-            "ssd", f"{op}, {large} blocks", block_bytes, subject.set_bytes, before[op], after[op]
-        )
+        changed_row(tier, f"{op}, {large} blocks", size, nbytes, before[op], after[op])
         for op in before
     ]
 

@@ -1,7 +1,7 @@
 """Prompts to fill a store with: keys of fresh random tokens, and blocks of random bytes."""
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
@@ -52,6 +52,30 @@ def prompts_for(store: Depot, block_bytes: int, batch_bytes: int) -> Prompts:
     blocks = max(1, batch_bytes // block_bytes)
     space = store.namespace(model=f"bench-{block_bytes}", layout=layout_for(block_bytes))
     return Prompts(space, blocks, pieces(filled(blocks * block_bytes), block_bytes))
+
+
+@dataclass(slots=True)
+class StoreUnderTest:
+    """Each work moves the same bytes: `set_bytes`, in `count` prompts."""
+
+    store: Depot
+    prompts: Prompts
+    count: int
+    targets: list[Bytes]
+    current: list[list[BlockKey]] = field(default_factory=list)
+    """The set put last."""
+
+    @classmethod
+    def of(cls, store: Depot, block_bytes: int, batch_bytes: int, set_bytes: int) -> Self:
+        """Sets of about `set_bytes`, in prompts of about `batch_bytes`."""
+        prompts = prompts_for(store, block_bytes, batch_bytes)
+        prompt_bytes = prompts.blocks * block_bytes
+        targets = pieces(filled(prompt_bytes, seed=1), block_bytes)
+        return cls(store, prompts, max(1, set_bytes // prompt_bytes), targets)
+
+    @property
+    def set_bytes(self) -> int:
+        return self.count * self.prompts.blocks * self.prompts.space.block_bytes
 
 
 def fill_index(store: Store, space: NamespaceHandle, count: int, seed: int = 1) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from kvdepot.cli import output
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         show(found, as_json=args.json)
         return 0 if found.ok else 1
     with output.Progress(f"repairing {args.path}") as line:
-        done = repair(args.path, progress=Watcher(line))
+        done = repair(args.path, progress=partial(follow, line))
     left = watched_audit(args.path)
     if args.json:
         before = found.as_dict()["findings"]
@@ -46,20 +47,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if left.ok else 1
 
 
-class Watcher:
-    """Lets a line of progress follow the bytes that were looked at."""
-
-    def __init__(self, line: output.Progress) -> None:
-        self._line = line
-
-    def __call__(self, done: int, total: int) -> None:
-        self._line.total = total
-        self._line.advance(done - self._line.done)
+def follow(line: output.Progress, done: int, total: int) -> None:
+    line.total = total
+    line.advance(done - line.done)
 
 
 def watched_audit(path: Path) -> AuditReport:
     with output.Progress(f"checking {path}") as line:
-        return audit(path, progress=Watcher(line))
+        return audit(path, progress=partial(follow, line))
 
 
 def show(report: AuditReport, *, as_json: bool) -> None:

@@ -103,57 +103,55 @@ def state_of(drive: dict[str, Any]) -> str:
 def add(store: Depot, args: argparse.Namespace) -> int:
     with waiting(f"making {args.path} ready"):
         store.add_drive(args.tier, args.path)
-    tell(
+    return changed(
+        args,
         {"tier": args.tier, "added": str(args.path.absolute())},
         f"{args.tier}: {args.path} takes its share from now on",
-        args,
+        f"add {args.path.absolute()} to {args.tier}.path",
     )
-    return remind(f"add {args.path.absolute()} to {args.tier}.path", args)
 
 
 def drain(store: Depot, args: argparse.Namespace) -> int:
     held = used_bytes(store, args)
     with waiting(f"draining {args.path}", held, lambda: held - used_bytes(store, args)):
         moved = store.drain_drive(args.tier, args.path)
-    tell(
+    return changed(
+        args,
         {"tier": args.tier, "drained": str(args.path.absolute()), "moved": moved},
         f"{args.tier}: {moved:,} blocks moved; {args.path} can be taken away",
-        args,
+        f"take {args.path.absolute()} out of {args.tier}.path",
     )
-    return remind(f"take {args.path.absolute()} out of {args.tier}.path", args)
 
 
 def resize(store: Depot, args: argparse.Namespace) -> int:
     with waiting(f"resizing {args.tier}"):
         store.resize(args.tier, args.capacity)
     room = store.stats()["tiers"][args.tier]["capacity_bytes"]
-    tell(
+    return changed(
+        args,
         {"tier": args.tier, "capacity_bytes": room},
         f"{args.tier}: has {format_bytes(room)} now",
-        args,
+        f'set {args.tier}.capacity = "{exact_bytes(args.capacity)}"',
     )
-    return remind(f'set {args.tier}.capacity = "{exact_bytes(args.capacity)}"', args)
 
 
 def set_mode(store: Depot, args: argparse.Namespace) -> int:
     store.set_write_mode(args.tier, args.mode)
-    tell(
-        {"tier": args.tier, "write_mode": args.mode}, f"{args.tier}: {args.mode} from now on", args
+    return changed(
+        args,
+        {"tier": args.tier, "write_mode": args.mode},
+        f"{args.tier}: {args.mode} from now on",
+        f'set {args.tier}.write_mode = "{args.mode}"',
     )
-    return remind(f'set {args.tier}.write_mode = "{args.mode}"', args)
 
 
-def tell(facts: dict[str, Any], text: str, args: argparse.Namespace) -> None:
+def changed(args: argparse.Namespace, facts: dict[str, Any], text: str, setting: str) -> int:
+    """Say what was changed; and that it is not in the settings, which the next start reads."""
     if args.json:
         output.document(facts)
     else:
         output.data(text)
-
-
-def remind(what: str, args: argparse.Namespace) -> int:
-    """What was changed is not in the settings, and the next start reads those."""
-    if not args.json:
-        output.say(f"hint: for the next start, {what}")
+        output.say(f"hint: for the next start, {setting}")
     return 0
 
 

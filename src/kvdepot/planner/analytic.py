@@ -67,7 +67,7 @@ def wait_for(rate: float, mean_s: float, square_s: float) -> Wait | None:
 def waits_longer(first: Wait, second: Wait, times: Times) -> Times:
     """The chance that both waits together take longer than each of `times`."""
     times_s = np.maximum(times, 0.0)
-    one, two = _tail(first, times_s), _tail(second, times_s)
+    one, two = _tail(first.rate, times_s), _tail(second.rate, times_s)
     both = _both(first.rate, second.rate, times_s)
     chance = (
         first.busy * (1.0 - second.busy) * one
@@ -77,18 +77,14 @@ def waits_longer(first: Wait, second: Wait, times: Times) -> Times:
     return np.where(times < 0.0, 1.0, chance)
 
 
-def _tail(wait: Wait, times_s: Times) -> Times:
-    if not np.isfinite(wait.rate):
-        return np.zeros_like(times_s)
-    return np.exp(-wait.rate * times_s)
+def _tail(rate: float, times_s: Times) -> Times:
+    return np.exp(-rate * times_s) if np.isfinite(rate) else np.zeros_like(times_s)
 
 
 def _both(first: float, second: float, times_s: Times) -> Times:
     """The tail of the sum of two exponential times with these rates."""
-    if not np.isfinite(first):
-        return np.zeros_like(times_s) if not np.isfinite(second) else np.exp(-second * times_s)
-    if not np.isfinite(second):
-        return np.exp(-first * times_s)
+    if not (np.isfinite(first) and np.isfinite(second)):
+        return _tail(min(first, second), times_s)
     if abs(first - second) < 1e-6 * first:
         return (1.0 + first * times_s) * np.exp(-first * times_s)
     slow = second * np.exp(-first * times_s) - first * np.exp(-second * times_s)

@@ -153,17 +153,10 @@ def bill_of(findings: Findings, machines: Machines, parts: Parts) -> Bill:
         device = parts.tiers[name]
         owners = 1 if name in SHARED else machines.nodes
         life = life_years(device, units * owners, writes[name])
-        used.append((owners, UsedTier(device, units, life)))
+        # What is shared is bought once: each node bears its part.
+        used.append(UsedTier(device, units * owners / machines.nodes, life))
     tokens = (findings.tokens_asked + findings.tokens_answered) / seconds * 3600.0
     per_node = machines.workers_per_node * machines.tp
     servers = Servers(gpu, per_node, machines.nodes, watts)
-    cost = cost_of(parts, servers, [_share(one, owners, machines) for owners, one in used], tokens)
+    cost = cost_of(parts, servers, used, tokens)
     return Bill(watts, watts * gpus * seconds / 3.6e6, writes, cost)
-
-
-def _share(used: UsedTier, owners: int, machines: Machines) -> UsedTier:
-    """What is shared is bought once: each node bears its part."""
-    if owners == machines.nodes:
-        return used
-    part = used.units / machines.nodes
-    return UsedTier(used.device, part, used.life_years)

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     own = [path for tier in settings.file_tiers for path in tier.path] if settings else []
     paths = args.paths or own or [Path.cwd(), Path("/tmp")]
     emulated = set(drives.emulated_paths(settings)) if settings else set()
-    facts = machine.read_machine(nvidia_smi=machine.find_nvidia_smi())
+    facts = machine.read_machine(nvidia_smi=shutil.which("nvidia-smi"))
     checks = [
         *software_checks(read_native()),
         *machine_checks(facts),

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import secrets
-import shutil
 import stat
 import subprocess
 import time
@@ -170,10 +169,6 @@ def list_far_nodes(root: Path) -> list[int]:
     )
 
 
-def find_nvidia_smi() -> str | None:
-    return shutil.which("nvidia-smi")
-
-
 def read_text(path: Path) -> str:
     """The stripped content, or empty where there is no such file or it may not be read."""
     try:
@@ -198,12 +193,11 @@ def kib(text: str) -> int:
 
 
 def read_memory_limit(root: Path) -> int:
-    unlimited = 1 << 63
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         text = read_text(root / "sys/fs/cgroup" / name)
         if text.isdigit():
             return int(text)
-    return unlimited
+    return 1 << 63
 
 
 def read_huge_pages(root: Path, memory: dict[str, str]) -> HugePages:
