@@ -171,11 +171,7 @@ def _reason(name: str, outcome: MixOutcome) -> str:
             return f"the GPUs are busy {outcome.gpu_busy:.0%} of the time, with {computed}"
         case "first step":
             return "all weights pass through the GPU once for a token: faster GPU memory helps"
-    slowest = max(outcome.tiers, key=lambda use: (use.read_busy + use.write_busy, use.hit_share))
-    return _tier_reason(slowest)
-
-
-def _tier_reason(use: TierUse) -> str:
+    use = max(outcome.tiers, key=lambda one: (one.read_busy + one.write_busy, one.hit_share))
     what = {"units": f"its {use.units} units", "network": "the node's network"}
     limit = what.get(use.limited_by, "the links into the GPUs")
     return (

@@ -9,7 +9,6 @@ from typing import Final
 import numpy as np
 
 from kvdepot.errors import ConfigError
-from kvdepot.index.table import Rows
 from kvdepot.policy.eviction import order_named
 from kvdepot.sim.arrivals import ArrivalTimes, MultiTurn
 from kvdepot.sim.drives import DriveSpeed, Pipe, SimulatedDrives
@@ -100,7 +99,10 @@ class SimulatedFleet:
             self._add_node(shared)
         self._route = route_named(setup.route, setup.seed)
         self._served: list[ServedRequest] = []
-        self._preload()
+        for name, blocks in setup.preload.items():
+            for tier in self._tiers:
+                if tier.name == name:
+                    tier.take_in(np.array(blocks, dtype=np.int64))
 
     def run(self, arrivals: ArrivalTimes, progress: Callable[[int], None]) -> Findings:
         """Serve all requests. `progress` is called now and then with how many are done."""
@@ -158,13 +160,6 @@ class SimulatedFleet:
         return TimedTier(
             tier.name, blocks, index, order, drives, setup.block_bytes, memory=tier.memory
         )
-
-    def _preload(self) -> None:
-        for name, blocks in self._setup.preload.items():
-            rows: Rows = np.array(blocks, dtype=np.int64)
-            for tier in self._tiers:
-                if tier.name == name:
-                    tier.take_in(rows)
 
     def _findings(self) -> Findings:
         start_s = min((one.arrival_s for one in self._served), default=0.0)

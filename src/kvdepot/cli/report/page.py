@@ -19,11 +19,8 @@ def page(title: str, lead: str, parts: Iterable[str], *, heading: str = "") -> s
 
 def section(title: str, *parts: str, caption: str = "") -> str:
     said = [paragraph(caption, "caption")] if caption else []
-    return "\n".join([f"<h2>{escape(title)}</h2>", *said, *map(_framed, parts)])
-
-
-def _framed(part: str) -> str:
-    return f'<div class="plot">{part}</div>' if part.startswith("<svg") else part
+    framed = (f'<div class="plot">{p}</div>' if p.startswith("<svg") else p for p in parts)
+    return "\n".join([f"<h2>{escape(title)}</h2>", *said, *framed])
 
 
 def paragraph(words: str, style: str = "", *, strong: str = "") -> str:

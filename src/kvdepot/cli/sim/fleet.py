@@ -111,7 +111,8 @@ def run(args: argparse.Namespace, load: Load) -> int:
         workload, arrivals = talks.workload(args.block_tokens), Conversations(talks, args.seed)
     done = simulate(machines, parts, workload, arrivals)
     if args.report is not None:
-        page = fleet_page(_title(args), done.findings, done.bill, machines)
+        title = args.trace.name if args.trace else f"{args.workload}, {args.users} users"
+        page = fleet_page(title, done.findings, done.bill, machines)
         args.report.write_text(page, encoding="utf-8")
     if args.json:
         output.document(as_dict(done))
@@ -185,10 +186,6 @@ def simulate(
         findings = fleet.run(arrivals, lambda done: line.advance(done - line.done))
     elapsed_s = time.perf_counter() - started_s
     return Simulation(machines, findings, bill_of(findings, machines, parts), elapsed_s)
-
-
-def _title(args: argparse.Namespace) -> str:
-    return args.trace.name if args.trace is not None else f"{args.workload}, {args.users} users"
 
 
 def as_dict(done: Simulation) -> dict[str, Any]:

@@ -21,10 +21,6 @@ GAP_S: Final = 60.0
 _UNKNOWN: Final = -1
 
 
-def looks_like(fields: Fields) -> bool:
-    return "requests" in fields and "block_size" in fields
-
-
 @dataclass(frozen=True, slots=True)
 class Replay:
     """How sessions follow each other, and how many trace blocks make one of ours."""

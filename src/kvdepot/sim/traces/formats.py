@@ -65,7 +65,7 @@ def _reader(path: Path, line: str, replay: agent_sessions.Replay) -> Reader:
             raise TraceError(str(path), 1, str(error), hint=FORMATS_HINT) from error
         if "hash_ids" in fields and "input_length" in fields:
             reader = _read_mooncake
-        elif agent_sessions.looks_like(fields):
+        elif "requests" in fields and "block_size" in fields:
             return partial(agent_sessions.read, replay=replay)
         elif fields.get("format") == FORMAT:
             reader = _read_recording
