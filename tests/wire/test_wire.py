@@ -87,19 +87,20 @@ def test_frames_are_bounded() -> None:
 
 
 def test_every_answer_about_a_full_frame_of_keys_fits() -> None:
-    keys = messages.KeyBatch(bytes(32 * KEYS_MAX))
-    assert len(keys) == len(keys.list()) == len(keys.words()) == KEYS_MAX
-    pack(FrameKind.FETCH, 1, messages.Fetch(0, 0, False, 0.0).body() + keys.raw)
+    raw = bytes(32 * KEYS_MAX)
+    assert len(messages.key_list(raw)) == len(messages.key_words(raw)) == KEYS_MAX
+    pack(FrameKind.FETCH, 1, messages.Fetch(0, 0, False, 0.0).body() + raw)
     for dtype in (messages.PLACE_DTYPE, messages.ARRIVAL_DTYPE, messages.SLOT_DTYPE):
         pack(FrameKind.LEASED, 1, messages.with_table(1, np.zeros(KEYS_MAX, dtype)))
     with pytest.raises(WireError):
-        messages.KeyBatch(bytes(32 * (KEYS_MAX + 1)))
+        messages.key_words(bytes(32 * (KEYS_MAX + 1)))
 
 
 def test_keys_travel_as_they_are() -> None:
     keys = [BlockKey(os.urandom(32)) for _ in range(5)]
-    assert messages.KeyBatch.of(keys).list() == keys
-    assert messages.KeyBatch.of(keys).words().tobytes() == b"".join(keys)
+    raw = b"".join(keys)
+    assert messages.key_list(raw) == keys
+    assert messages.key_words(raw).tobytes() == raw
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0])

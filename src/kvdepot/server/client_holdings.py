@@ -8,6 +8,7 @@ ends like any other, since the kernel closes its sockets.
 import itertools
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from kvdepot.core.block import Put
@@ -41,12 +42,12 @@ class ClientHoldings:
         self._holds: dict[int, Hold] = {}
         self._slots: dict[int, dict[int, NewBlock]] = {}
         self._hints: dict[int, Hint] = {}
-        self._over = False
+        self.over = False
 
     def join(self, channel: Channel) -> bool:
         """Add a connection. False: the session is over, or has enough of them."""
         with self._lock:
-            if self._over or len(self._channels) >= self._limits.connections:
+            if self.over or len(self._channels) >= self._limits.connections:
                 return False
             self._channels.add(channel)
             return True
@@ -68,25 +69,13 @@ class ClientHoldings:
         self._mapped.abandon([offer for part in slots.values() for offer in part.values()])
         return True
 
-    def hang_up(self) -> None:
+    def hang_up(self, how: Callable[[Channel], None] = Channel.hang_up) -> None:
         """The session is over: serve it no more. What it holds stays until its sockets close."""
         with self._lock:
-            self._over = True
+            self.over = True
             channels = list(self._channels)
         for channel in channels:
-            channel.hang_up()
-
-    def cut(self) -> None:
-        """End all connections now."""
-        with self._lock:
-            self._over = True
-            channels = list(self._channels)
-        for channel in channels:
-            channel.cut()
-
-    @property
-    def over(self) -> bool:
-        return self._over
+            how(channel)
 
     def lease(self, keys: Keys) -> tuple[int, Hold]:
         """Lease the resident prefix of keys; of nothing when the client holds too much."""

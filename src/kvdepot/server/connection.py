@@ -118,7 +118,7 @@ class Connection:
         if self._client is not None:
             self._client.hang_up()
             self.channel.drain(LINGER_S)
-            self._client.cut()
+            self._client.hang_up(Channel.cut)
         self.end()
 
     def _greet(self) -> RequestHandler | None:

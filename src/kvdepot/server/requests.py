@@ -1,23 +1,27 @@
 """Serves the requests of one connection, one after the other."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from kvdepot.core.config import Config
-from kvdepot.errors import ConfigError, KVDepotError, WireError
-from kvdepot.server.admin import AdminRequests
+from kvdepot.core.order import SessionState
+from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
 from kvdepot.server.client_holdings import ClientHoldings
-from kvdepot.server.hints import HintRequests
 from kvdepot.server.limits import TAKE_TIMEOUT_S
 from kvdepot.store.mapped import BlockSize, Hold, MappedBlocks, MappedStore
+from kvdepot.store.read.prefetch import Hint
+from kvdepot.store.sessions import checked_name
 from kvdepot.store.store import Store
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Channel, Flag, Frame, FrameKind
 
 _AS_CONFIGURED: Final = 2
+_HINT_WAIT_S_MAX: Final = 10.0
+"""A thread waits this long for a hint at most; the client asks again."""
 _INDEX: Final = np.dtype("<u4")
 _LEASE: Final = np.dtype("<u8")
 
@@ -62,8 +66,20 @@ class RequestHandler:
             FrameKind.CHECK: self._check,
             FrameKind.STATS: self._stats,
             FrameKind.HAS_SECRET: self._has_secret,
-            **HintRequests(channel, client, mapped).handlers,
-            **AdminRequests(channel, store).handlers,
+            FrameKind.HINT: self._hint,
+            FrameKind.HINT_SESSION: self._hint_session,
+            FrameKind.AWAIT_HINT: self._await_hint,
+            FrameKind.CANCEL_HINT: self._cancel_hint,
+            FrameKind.SESSION: self._session,
+            FrameKind.CHANGE: self._change,
+        }
+        self._changes: Final[dict[str, Callable[[str, str], int | None]]] = {
+            "set_write_mode": store.set_write_mode,
+            "add_drive": store.add_drive,
+            "drain_drive": store.drain_drive,
+            "resize": store.resize,
+            "record": lambda _, path: store.record(path),
+            "stop_recording": lambda *_: store.stop_recording(),
         }
 
     def serve(self, frame: Frame) -> None:
@@ -80,20 +96,19 @@ class RequestHandler:
         head, description = messages.split(messages.Register, frame.body)
         size = BlockSize(head.block_bytes, head.chunk_bytes)
         try:
-            _check_json(description)
+            _parse_json(description, "a description")
             self._mapped.register(head.tag, size, description)
         except ConfigError as error:
-            refusal = {"path": error.path, "reason": str(error), "hint": error.hint}
-            self._channel.send(FrameKind.REFUSED, frame.serial, json.dumps(refusal).encode())
+            self._refuse(frame, error.path, error)
         else:
             self._number(frame, 1)
 
     def _match(self, frame: Frame) -> None:
-        keys = messages.KeyBatch(bytes(frame.body))
-        self._channel.send(FrameKind.TIERS, frame.serial, self._mapped.match(keys.words()))
+        tiers = self._mapped.match(messages.key_words(bytes(frame.body)))
+        self._channel.send(FrameKind.TIERS, frame.serial, tiers)
 
     def _lease(self, frame: Frame) -> None:
-        number, hold = self._client.lease(messages.KeyBatch(bytes(frame.body)).words())
+        number, hold = self._client.lease(messages.key_words(bytes(frame.body)))
         self._tell_where(frame, number, hold)
 
     def _where(self, frame: Frame) -> None:
@@ -126,7 +141,7 @@ class RequestHandler:
 
     def _fetch(self, frame: Frame) -> None:
         head, raw = messages.split(messages.Fetch, frame.body)
-        keys = messages.KeyBatch(raw).words()
+        keys = messages.key_words(raw)
         span = (head.start, head.stop)
         if span != (0, 0) and head.start >= head.stop:
             raise WireError(f"bytes {head.start} to {head.stop}")
@@ -163,10 +178,8 @@ class RequestHandler:
         flags = (Flag.LENT if lent else 0) | (Flag.LAST if number else 0)
         flags |= Flag.VERIFIED if arrivals.verified else 0
         self._channel.send(FrameKind.ARRIVED, serial, messages.with_table(number, rows), flags)
-        if lent:
-            self._await_taken(serial)
-
-    def _await_taken(self, serial: int) -> None:
+        if not lent:
+            return
         answer = self._channel.receive(TAKE_TIMEOUT_S)
         if answer is None:
             raise ClientGoneError("the client is gone")
@@ -179,9 +192,8 @@ class RequestHandler:
     def _reserve(self, frame: Frame) -> None:
         head, raw = messages.split(messages.Seconds, frame.body)
         timeout_s = messages.checked_timeout(head.timeout_s)
-        keys = messages.KeyBatch(raw).words()
         pad = bool(frame.flags & Flag.PAD)
-        number, offers, answers = self._client.reserve(keys, timeout_s, pad=pad)
+        number, offers, answers = self._client.reserve(messages.key_words(raw), timeout_s, pad=pad)
         rows = np.empty(len(answers), messages.SLOT_DTYPE)
         rows["outcome"] = [messages.PUT_CODES[answer] for answer in answers]
         rows["location"] = [
@@ -198,16 +210,13 @@ class RequestHandler:
         self._client.abandon(messages.Number.parse(frame.body).value)
 
     def _touch(self, frame: Frame) -> None:
-        keys = messages.KeyBatch(bytes(frame.body)).list()
-        self._number(frame, self._store.touch(keys))
+        self._number(frame, self._store.touch(messages.key_list(bytes(frame.body))))
 
     def _remove(self, frame: Frame) -> None:
-        keys = messages.KeyBatch(bytes(frame.body)).list()
-        self._number(frame, self._store.remove(keys))
+        self._number(frame, self._store.remove(messages.key_list(bytes(frame.body))))
 
     def _remove_namespace(self, frame: Frame) -> None:
-        tag = messages.checked_tag(bytes(frame.body))
-        self._number(frame, self._store.remove_tag(tag))
+        self._number(frame, self._store.remove_tag(messages.checked_tag(bytes(frame.body))))
 
     def _flush(self, frame: Frame) -> None:
         timeout_s = messages.checked_timeout(messages.Seconds.parse(frame.body).timeout_s)
@@ -216,8 +225,7 @@ class RequestHandler:
         self._channel.send(FrameKind.FLUSHED, frame.serial, answer.body())
 
     def _check(self, frame: Frame) -> None:
-        deep = bool(messages.Number.parse(frame.body).value)
-        report = self._store.check(deep=deep)
+        report = self._store.check(deep=bool(messages.Number.parse(frame.body).value))
         self._channel.send_text(frame.serial, json.dumps(report.as_dict()).encode())
 
     def _stats(self, frame: Frame) -> None:
@@ -232,9 +240,95 @@ class RequestHandler:
         secret = known is not None and (known.secret_file is not None or known.secret_hex)
         self._number(frame, int(bool(secret)))
 
+    def _hint(self, frame: Frame) -> None:
+        head, raw = messages.split(messages.Seconds, frame.body)
+        deadline_s = messages.checked_timeout(head.timeout_s)
+        keys = messages.key_words(raw)
+        may = self._client.may_hint()
+        self._hinted(frame, *(self._mapped.hint(keys, deadline_s) if may else (None, 0)))
 
-def _check_json(description: bytes) -> None:
+    def _hint_session(self, frame: Frame) -> None:
+        head, raw = messages.split(messages.Named, frame.body)
+        deadline_s = messages.checked_timeout(head.deadline_s)
+        name = _session_name(raw)
+        may = self._client.may_hint()
+        answer = self._mapped.hint_session(head.tag, name, deadline_s) if may else (None, 0)
+        self._hinted(frame, *answer)
+
+    def _hinted(self, frame: Frame, hint: Hint | None, resident: int) -> None:
+        number, wanted = (self._client.keep_hint(hint), hint.wanted) if hint is not None else (0, 0)
+        answer = messages.Hinted(number, resident, wanted)
+        self._channel.send(FrameKind.HINTED, frame.serial, answer.body())
+
+    def _await_hint(self, frame: Frame) -> None:
+        asked = messages.AwaitHint.parse(frame.body)
+        timeout_s = min(_HINT_WAIT_S_MAX, messages.checked_timeout(asked.timeout_s))
+        hint = self._client.hint(asked.number)
+        ended = hint is None or hint.wait(timeout_s)
+        answer = messages.Brought(ended, 0 if hint is None else hint.brought)
+        self._channel.send(FrameKind.BROUGHT, frame.serial, answer.body())
+
+    def _cancel_hint(self, frame: Frame) -> None:
+        hint = self._client.hint(messages.Number.parse(frame.body).value)
+        if hint is not None:
+            hint.cancel()
+
+    def _session(self, frame: Frame) -> None:
+        head, raw = messages.split(messages.Told, frame.body)
+        if head.state not in (SessionState.ALIVE, SessionState.PENDING, SessionState.CLOSED):
+            raise WireError(f"a session in state {head.state}")
+        name = _session_name(raw[: head.name_bytes])
+        words = messages.key_words(raw[head.name_bytes :])
+        if (words[:, 0] != np.frombuffer(head.tag, np.uint64)).any():
+            raise WireError("a session with keys of another namespace")
+        keys = words if len(words) else None
+        state = SessionState(head.state)
+        self._number(frame, self._mapped.tell(head.tag, name, keys, state, head.start))
+
+    def _change(self, frame: Frame) -> None:
+        """Change the store. For the daemon's own user and root only."""
+        said = _parse_json(bytes(frame.body), "a change")
+        if not isinstance(said, dict) or set(said) != {"call", "tier", "value"}:
+            raise WireError("a change of another form")
+        if not all(isinstance(part, str) for part in said.values()):
+            raise WireError("a change of another form")
+        if said["call"] not in self._changes:
+            raise WireError(f"an unknown change {said['call']!r:.40}")
+        try:
+            self._check_may_change()
+            result = self._changes[said["call"]](said["tier"], said["value"])
+        except StateError:
+            raise
+        except (KVDepotError, OSError, ValueError) as error:
+            self._refuse(frame, getattr(error, "path", "") or said["tier"], error)
+        else:
+            self._number(frame, result or 0)
+
+    def _check_may_change(self) -> None:
+        """By the user at the other end, as the kernel knows it."""
+        peer = self._channel.peer()
+        if peer.uid not in (0, os.getuid()):
+            raise ConfigError(
+                "daemon",
+                f"user {peer.uid} may use the store, not change its tiers",
+                hint=f"ask as root, or as the daemon's user ({os.getuid()})",
+            )
+
+    def _refuse(self, frame: Frame, path: str, error: Exception) -> None:
+        hint = getattr(error, "hint", "")
+        refusal = {"path": str(path), "reason": str(error)[:2000], "hint": hint}
+        self._channel.send(FrameKind.REFUSED, frame.serial, json.dumps(refusal).encode())
+
+
+def _parse_json(text: bytes, what: str) -> Any:
     try:
-        json.loads(description)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise WireError("a description that is no JSON") from error
+        raise WireError(f"{what} that is no JSON") from error
+
+
+def _session_name(raw: bytes) -> str:
+    try:
+        return checked_name(messages.checked_text(raw, "a session's name"))
+    except ConfigError as error:
+        raise WireError(str(error)) from error

@@ -6,7 +6,6 @@ Keys travel as they are, 32 bytes each, one after the other.
 
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
@@ -40,28 +39,16 @@ PUT_CODES: Final = {put: code for code, put in enumerate(PUTS)}
 Array = npt.NDArray[Any]
 
 
-class KeyBatch:
-    """Keys as they travel, checked for their number and length."""
+def key_words(raw: bytes) -> npt.NDArray[np.uint64]:
+    """Keys as they travel, four words each. WireError for a wrong length, or for too many."""
+    if len(raw) % KEY_BYTES or len(raw) > KEYS_MAX * KEY_BYTES:
+        raise WireError(f"{len(raw)} bytes are not a batch of keys")
+    return np.frombuffer(raw, np.uint64).reshape(-1, 4)
 
-    def __init__(self, raw: bytes) -> None:
-        if len(raw) % KEY_BYTES or len(raw) > KEYS_MAX * KEY_BYTES:
-            raise WireError(f"{len(raw)} bytes are not a batch of keys")
-        self.raw = raw
 
-    @classmethod
-    def of(cls, keys: Sequence[BlockKey]) -> Self:
-        return cls(b"".join(keys))
-
-    def __len__(self) -> int:
-        return len(self.raw) // KEY_BYTES
-
-    def list(self) -> list[BlockKey]:
-        raw = self.raw
-        return [BlockKey(raw[at : at + KEY_BYTES]) for at in range(0, len(raw), KEY_BYTES)]
-
-    def words(self) -> npt.NDArray[np.uint64]:
-        """Four words each, as the index wants them."""
-        return np.frombuffer(self.raw, np.uint64).reshape(-1, 4)
+def key_list(raw: bytes) -> list[BlockKey]:
+    """`key_words`, each key for itself."""
+    return [BlockKey(words.tobytes()) for words in key_words(raw)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +73,6 @@ class Hello(Fixed):
     """The first frame of every connection. This form never changes."""
 
     FORM = struct.Struct("<8sHHHHI16s")
-
     magic: bytes
     protocol: int
     format: int
@@ -104,7 +90,6 @@ class Welcome(Fixed):
     """The daemon's answer: what a client must know. Descriptors come with it in a new session."""
 
     FORM = struct.Struct("<16sIIddQQQBB6x")
-
     token: bytes
     pid: int
     block_tokens: int
@@ -124,7 +109,6 @@ class Deliver(Fixed):
     """Bring leased blocks start <= i < stop to memory. `verify` 2: as configured."""
 
     FORM = struct.Struct("<QIIBd")
-
     lease: int
     start: int
     stop: int
@@ -137,7 +121,6 @@ class Fetch(Fixed):
     """Head of FETCH; keys follow. `start` and `stop` in bytes of the payload, both 0: all of it."""
 
     FORM = struct.Struct("<QQBd")
-
     start: int
     stop: int
     verify: bool
@@ -149,7 +132,6 @@ class Register(Fixed):
     """Head of REGISTER; the description follows, as JSON."""
 
     FORM = struct.Struct("<8sQQ")
-
     tag: bytes
     block_bytes: int
     chunk_bytes: int
@@ -160,7 +142,6 @@ class Seconds(Fixed):
     """A timeout: FLUSH; head of RESERVE, where keys follow."""
 
     FORM = struct.Struct("<d")
-
     timeout_s: float
 
 
@@ -169,7 +150,6 @@ class Number(Fixed):
     """A count, an id or a yes."""
 
     FORM = struct.Struct("<Q")
-
     value: int
 
 
@@ -178,7 +158,6 @@ class Flushed(Fixed):
     """Answer to FLUSH."""
 
     FORM = struct.Struct("<BQQ")
-
     ok: bool
     waiting: int
     given_up: int
@@ -189,7 +168,6 @@ class Named(Fixed):
     """Head of HINT_SESSION; the name follows, as UTF-8."""
 
     FORM = struct.Struct("<8sd")
-
     tag: bytes
     deadline_s: float
 
@@ -202,7 +180,6 @@ class Told(Fixed):
     """
 
     FORM = struct.Struct("<8sBBI")
-
     tag: bytes
     state: int
     name_bytes: int
@@ -214,7 +191,6 @@ class Hinted(Fixed):
     """Answer to HINT and HINT_SESSION: the hint's number, 0 if there is nothing to bring."""
 
     FORM = struct.Struct("<QII")
-
     number: int
     resident: int
     """Leading blocks that are in the store."""
@@ -225,7 +201,6 @@ class Hinted(Fixed):
 @dataclass(frozen=True, slots=True)
 class AwaitHint(Fixed):
     FORM = struct.Struct("<Qd")
-
     number: int
     timeout_s: float
 
@@ -235,7 +210,6 @@ class Brought(Fixed):
     """Answer to AWAIT_HINT."""
 
     FORM = struct.Struct("<BQ")
-
     ended: bool
     brought: int
 
