@@ -15,8 +15,7 @@ from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import EngineKind, Files
 from kvdepot.tiers.log.hdd import HardDriveTier
-from kvdepot.tiers.log.medium import DirectIo
-from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.medium import DirectIo, MountSettings
 from kvdepot.tiers.log.tier import LogTier
 
 CAPACITY_BYTES = 4 << 20

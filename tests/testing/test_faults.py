@@ -26,7 +26,7 @@ from kvdepot.testing.faults import (
 )
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
 from kvdepot.tiers.device.files import EngineKind, Ops, aligned, io_ops
-from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.tier import LogTier
 
 PAGE = 4096

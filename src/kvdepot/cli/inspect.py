@@ -98,7 +98,7 @@ def inspect(path: Path, drive: Drive) -> Inspection:
     return Inspection(
         path=str(path),
         format=FORMAT,
-        uuid=str(uuid.UUID(bytes=drive.settings.store)),
+        uuid=str(uuid.UUID(bytes=drive.store)),
         segment_bytes=drive.settings.segment_bytes,
         held_bytes=drive.held_bytes(),
         free_slots=len(drive.free),

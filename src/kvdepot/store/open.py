@@ -30,7 +30,7 @@ from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.hdd import HardDriveTier
-from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.tier import LogTier
 from kvdepot.tiers.memory.arena import Arena
 from kvdepot.tiers.memory.dax import open_device

@@ -17,7 +17,7 @@ from kvdepot.testing.contract import load, store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import make_image, make_key, make_load
 from kvdepot.tiers.device.breaker import RetryPauses
-from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.tier import LogTier
 
 SEGMENT_BYTES = 128 << 10

@@ -16,7 +16,7 @@ from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import make_image, make_key, make_load, payload_for
 from kvdepot.tiers.device.files import Files, Ops, io_ops
 from kvdepot.tiers.log.hdd import DriveReads, Elevator, HardDriveTier
-from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.medium import MountSettings
 
 BLOCK = 4096
 NBYTES = 20_000

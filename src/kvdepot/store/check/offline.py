@@ -24,7 +24,8 @@ from kvdepot.errors import FormatError
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.mount import MountSettings, mount
+from kvdepot.tiers.log.medium import MountSettings
+from kvdepot.tiers.log.mount import mount
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 from kvdepot.tiers.log.segments import Numbers
 
@@ -109,9 +110,9 @@ def read_drive(drive: Drive) -> tuple[Contents, list[Recovered]]:
 
 
 def reader_of(drive: Drive, slot: int) -> SegmentReader:
-    settings = drive.settings
     fd, base = drive.medium.extent(slot)
-    return SegmentReader(drive.files, fd, base, settings.segment_bytes, slot, settings.store)
+    segment_bytes = drive.settings.segment_bytes
+    return SegmentReader(drive.files, fd, base, segment_bytes, slot, drive.store)
 
 
 def examine(reader: SegmentReader, segment_id: int, entries: Entries, pace: Pace) -> list[str]:

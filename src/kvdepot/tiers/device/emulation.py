@@ -15,9 +15,6 @@ from kvdepot.core.tier import Pending
 from kvdepot.native import READ
 from kvdepot.tiers.device.files import EngineKind, Files, Ops
 
-Position = tuple[int, int]
-"""A descriptor and an offset in it."""
-
 
 @dataclass(slots=True)
 class EmulatedHead:
@@ -25,7 +22,8 @@ class EmulatedHead:
 
     model: EmulateConfig
     free_at_s: float = 0.0
-    at: Position = (-1, 0)
+    at: tuple[int, int] = (-1, 0)
+    """A descriptor and an offset in it."""
     slowdown: float = 1.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -84,7 +84,8 @@ class Gauge:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._running = 0
+        self.running = 0
+        """Calls under way."""
         self._peak = 0
         self._began_s = 0.0
         self._busy_s = 0.0
@@ -103,21 +104,16 @@ class Gauge:
         self.queued_bytes = 0
         """Reads that were asked for and have not ended."""
 
-    @property
-    def running(self) -> int:
-        """Calls under way."""
-        return self._running
-
     def begin(self, nbytes: int = 0, *, trial: bool = False) -> None:
         """Reads begin. `trial`: what was before does not count."""
         with self._lock:
-            if trial and not self._running:
+            if trial and not self.running:
                 self._begin_anew()
             self.queued_bytes += nbytes
-            if not self._running:
+            if not self.running:
                 self._began_s = self._clock.now()
-            self._running += 1
-            self._peak = max(self._peak, self._running)
+            self.running += 1
+            self._peak = max(self._peak, self.running)
 
     def end(self, work_bytes: int, reads: int, asked: int = 0, *, trial: bool = False) -> bool:
         """Reads have ended. False: the drive has become slow.
@@ -126,7 +122,7 @@ class Gauge:
         """
         with self._lock:
             now_s = self._clock.now()
-            self._running -= 1
+            self.running -= 1
             self.queued_bytes -= asked
             self._busy_s += now_s - self._began_s
             self._began_s = now_s
@@ -156,7 +152,7 @@ class Gauge:
 
     def _begin_anew(self) -> None:
         self._busy_s, self._work_bytes, self._reads, self._calls = 0.0, 0, 0, 0
-        self._peak = self._running
+        self._peak = self.running
 
     def _measured(self, asked_bytes: int) -> float:
         """What the drive read when it was measured, where that can be compared."""

@@ -9,11 +9,10 @@ import threading
 from dataclasses import replace
 from typing import Any, Final
 
-from kvdepot.codec.segment import Superblock
 from kvdepot.core.clock import Clock
 from kvdepot.core.endurance import DAY_S, Endurance
 from kvdepot.tiers.device.breaker import Breaker
-from kvdepot.tiers.log.medium import Medium
+from kvdepot.tiers.log.medium import Medium, known_superblock
 
 _PARTS: Final = 64
 """In how many parts a full bucket is taken, each with a write of the superblock."""
@@ -36,7 +35,7 @@ class Wear:
 
     def _kept(self, daily_bytes: int) -> Endurance:
         """What the superblock says, where it does."""
-        known = self._superblock()
+        known = known_superblock(self._medium)
         if known is None or not known.budget_at_s:
             return Endurance.full(daily_bytes, self._opened_s)
         at_s = min(known.budget_at_s, self._opened_s)
@@ -84,7 +83,7 @@ class Wear:
             return
         left_bytes = self.level_bytes - taken_bytes
         try:
-            known = self._superblock()
+            known = known_superblock(self._medium)
             if known is not None:
                 at_s = self._budget.at_s
                 kept = replace(known, budget_bytes=left_bytes, budget_at_s=at_s)
@@ -109,8 +108,3 @@ class Wear:
         budget = {"daily_bytes": self._budget.daily_bytes, "bucket_bytes": self.bucket_bytes}
         budget["level_bytes"] = self.level_bytes
         return {**facts, **{name: round(value) for name, value in budget.items()}}
-
-    def _superblock(self) -> Superblock | None:
-        page = self._medium.read_superblock()
-        known = Superblock.parse(page) if page is not None else None
-        return known if isinstance(known, Superblock) else None

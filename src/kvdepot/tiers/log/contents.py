@@ -18,18 +18,15 @@ from kvdepot.tiers.log.recovery import Recovered
 Array = npt.NDArray[Any]
 
 
-Recoveries = list[list[Recovered]]
-"""Of each drive, the segments that were found."""
-
-
 def read_contents(
     drives: Sequence[Drive],
     first_drive: int = 0,
     *,
     others: Sequence[Drive] = (),
     mirrored: bool = False,
-) -> tuple[Contents, Recoveries]:
-    """Recover drives, numbered from `first_drive`, fill their notes, count what is alive.
+) -> tuple[Contents, list[list[Recovered]]]:
+    """Recover drives, numbered from `first_drive`, fill their notes, count what is alive. Also
+    returns the segments that were found, for each drive.
 
     The drives are read at the same time. What `others` say of removals counts too. `mirrored`: of
     several records of a block the newest on a second drive is alive as well.

@@ -8,28 +8,26 @@ Locks, in this order: `_turn` (places, new and released segments; held over writ
 `_syncing` (one fsync at a time), `_books` (all fields; held for an instant).
 """
 
-import contextlib
 import errno
-import logging
 import os
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
 from kvdepot.codec.segment import SegmentHeader, footer_bytes, pack_entry
-from kvdepot.core.clock import Clock, WallClock
+from kvdepot.core.clock import Clock
+from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import DriveFacts, Purpose
 from kvdepot.native import READ, WRITE, address_of
-from kvdepot.tiers.device.breaker import Breaker, RetryPauses
+from kvdepot.tiers.device.breaker import Breaker
 from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops
 from kvdepot.tiers.device.speed import Gauge
 from kvdepot.tiers.device.wear import Wear
-from kvdepot.tiers.log.medium import Medium
+from kvdepot.tiers.log.medium import Medium, MountSettings
 from kvdepot.tiers.log.notes import Notes
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 from kvdepot.tiers.log.segments import (
@@ -45,44 +43,34 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
 _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
-_LOGGED_MAX: Final = 6
-_LOGGED_S: Final = 60.0
-"""At most `_LOGGED_MAX` changes of a drive are logged in this time."""
-_log: Final = logging.getLogger("kvdepot.tiers")
-
-
-@dataclass(frozen=True, slots=True)
-class DriveSettings:
-    """What a drive needs to know."""
-
-    segment_bytes: int
-    slots_max: int
-    store: bytes
-    fsync: str
-    write_timeout_s: float
-    writable: bool = True
-    pauses: RetryPauses = field(default_factory=RetryPauses)
-    daily_bytes: int = 0
-    wall: Clock = field(default_factory=WallClock)
 
 
 class Drive:
     """Appends records to segments on one medium."""
 
     def __init__(
-        self, medium: Medium, files: Files, settings: DriveSettings, numbers: Numbers, clock: Clock
+        self,
+        medium: Medium,
+        files: Files,
+        settings: MountSettings,
+        store: bytes,
+        slots_max: int,
+        numbers: Numbers,
+        clock: Clock,
     ) -> None:
         self.medium = medium
         self.files = files
         self.settings = settings
+        self.store = store
+        self.slots_max = slots_max
         self.breaker = Breaker(clock, settings.pauses, changed=self._log_change)
         self.gauge = Gauge(clock)
         self.notes = Notes(self)
-        self.wear = Wear(medium, self.breaker, settings.daily_bytes, settings.wall)
+        daily_bytes = settings.daily_bytes if settings.writable else 0
+        self.wear = Wear(medium, self.breaker, daily_bytes, settings.wall)
         self._growth = Breaker(clock, settings.pauses)
         """Open while the disk has no room for one more segment."""
-        self._clock = clock
-        self._logged_at_s: deque[float] = deque(maxlen=_LOGGED_MAX)
+        self._log = RateLimitedLog("kvdepot.tiers", clock.now)
         self.segments: dict[int, Segment] = {}
         self.free: list[int] = []
         self.damage: list[str] = []
@@ -121,7 +109,7 @@ class Drive:
 
     def _shrink(self, found: list[Recovered]) -> list[Recovered]:
         """Give up the oldest segments where the capacity is smaller than it was."""
-        surplus = len(self.segments) + len(self.free) - self.settings.slots_max
+        surplus = len(self.segments) + len(self.free) - self.slots_max
         if surplus <= 0 or not self.settings.writable:
             return found
         oldest = sorted(found, key=lambda recovered: recovered.segment_id)
@@ -152,7 +140,7 @@ class Drive:
     def _recover_slot(self, slot: int) -> Recovered | None:
         fd, base = self.medium.extent(slot)
         settings = self.settings
-        reader = SegmentReader(self.files, fd, base, settings.segment_bytes, slot, settings.store)
+        reader = SegmentReader(self.files, fd, base, settings.segment_bytes, slot, self.store)
         try:
             found = reader.recover()
         except OSError as error:
@@ -179,8 +167,12 @@ class Drive:
         Several threads may append: places are given out one after the other, writes overlap.
         """
         full: list[Segment] = []
-        with self._wait_turn() as mine:
-            runs = self._reserve(images, purpose, keep_sequence, full) if mine else []
+        runs: list[SegmentWrites] = []
+        if self._turn.acquire(timeout=self.settings.write_timeout_s):  # else the medium stalls
+            try:
+                runs = self._reserve(images, purpose, keep_sequence, full)
+            finally:
+                self._turn.release()
         written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
         if self.settings.fsync == "always" and written and not self.sync():
             written = {}
@@ -191,7 +183,9 @@ class Drive:
                 if self._to_be_sealed(run.segment):
                     full.append(run.segment)
         for segment in full:
-            self._seal(segment)
+            self._finish(segment, sealed=True)
+            with self._books:
+                segment.runs -= 1
         return results
 
     def _reserve(
@@ -283,24 +277,7 @@ class Drive:
         segment.runs += 1
         return True
 
-    def _seal(self, segment: Segment) -> None:
-        """Write the footer of a segment from `_to_be_sealed`. No lock held."""
-        self._finish(segment, sealed=True)
-        with self._books:
-            segment.runs -= 1
-
-    @contextlib.contextmanager
-    def _wait_turn(self) -> Iterator[bool]:
-        """The right to append. False: another thread has it, and the medium does not answer."""
-        mine = self._turn.acquire(timeout=self.settings.write_timeout_s)
-        try:
-            yield mine
-        finally:
-            if mine:
-                self._turn.release()
-
     def _judge(self, codes: Sequence[int]) -> None:
-        """Tell the breaker how a batch went."""
         bad = [-code for code in codes if code < 0]
         if not bad:
             self.breaker.succeeded(by_writing=True)
@@ -331,9 +308,7 @@ class Drive:
             if before is not None and self._to_be_sealed(before):
                 full.append(before)
         segment = Segment(self._numbers.segment_id(), slot)
-        header = SegmentHeader(
-            segment.segment_id, slot, self.settings.segment_bytes, self.settings.store
-        )
+        header = SegmentHeader(segment.segment_id, slot, self.settings.segment_bytes, self.store)
         try:
             fd, base = self.medium.extent(slot)
             self.files.write(fd, base, header.pack())
@@ -364,14 +339,14 @@ class Drive:
 
     def _new_slot(self) -> int | None:
         taken = {*self.segments, *self.free}
-        if len(taken) >= self.settings.slots_max or not self._growth.allows():
+        if len(taken) >= self.slots_max or not self._growth.allows():
             return None
         slot = next(n for n in range(len(taken) + 1) if n not in taken)
         try:
             self.medium.create(slot, self.settings.segment_bytes)
         except OSError as error:
             if self._growth.closed:
-                _log.warning("%s: no further segment: %s", self.medium.label, error.strerror)
+                self._log.warning("%s: no further segment: %s", self.medium.label, error.strerror)
             self._growth.failed(str(error.strerror), at_once=True)
             if error.errno not in _FULL or len(taken) < 2:
                 self.breaker.failed(str(error.strerror), at_once=True)
@@ -396,7 +371,7 @@ class Drive:
             retired=self.retired,
             retry_in_s=0.0 if up else self.breaker.health().retry_in_s,
             segment_bytes=self.settings.segment_bytes,
-            segments_max=self.settings.slots_max,
+            segments_max=self.slots_max,
             spare_segments=self.spare_slots(),
             record_bytes_max=self.record_bytes_max,
             read_bytes_per_s=profile.read_bytes_per_s if profile and profile.direct_io else 0.0,
@@ -407,11 +382,8 @@ class Drive:
 
     def describe(self) -> dict[str, Any]:
         """In plain values, for `stats`."""
-        health, gauge, segment_bytes = (
-            self.breaker.health(),
-            self.gauge,
-            self.settings.segment_bytes,
-        )
+        health, gauge = self.breaker.health(), self.gauge
+        segment_bytes = self.settings.segment_bytes
         return {
             "path": self.medium.label,
             "healthy": health.ok,
@@ -420,7 +392,7 @@ class Drive:
             "draining": self.draining,
             "drained": self.retired,
             "used_bytes": self.live_bytes(),
-            "capacity_bytes": self.settings.slots_max * segment_bytes,
+            "capacity_bytes": self.slots_max * segment_bytes,
             "retry_in_s": round(health.retry_in_s, 3),
             "segments": len(self.segments),
             "free_segments": len(self.free),
@@ -442,12 +414,9 @@ class Drive:
             return spare > 0 or (spare == 0 and fits)
 
     def spare_slots(self) -> int:
-        """Segments that can still be opened without reclaiming one.
-
-        A full disk has only its free ones.
-        """
+        """Segments that can be opened without reclaiming one; a full disk has only free ones."""
         with self._books:
-            creatable = self.settings.slots_max - len(self.segments) - len(self.free)
+            creatable = self.slots_max - len(self.segments) - len(self.free)
             return len(self.free) + (max(0, creatable) if self._growth.closed else 0)
 
     def sealed(self) -> list[Segment]:
@@ -475,10 +444,7 @@ class Drive:
                 self.free.append(slot)
 
     def lend(self) -> Segment | None:
-        """A free segment that nothing is written to until it is given back (`take_back`).
-
-        None: there is none to spare.
-        """
+        """A free segment for the caller alone until `take_back`; None: there is none to spare."""
         with self._turn:
             slot = None if self.lost or self.draining else self._take_slot(self._kept_back)
             if slot is None:
@@ -596,13 +562,12 @@ class Drive:
     def resize(self, slots_max: int) -> None:
         """Have room for so many segments; those that are too many go one by one (`trim`)."""
         with self._turn, self._books:
-            slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
-            self.settings = replace(self.settings, slots_max=slots_max)
+            self.slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
 
     def trim(self) -> bool:
         """Give free segments that are too many back. False: there are still too many."""
         with self._turn:
-            while len(self.segments) + len(self.free) > self.settings.slots_max:
+            while len(self.segments) + len(self.free) > self.slots_max:
                 if not self.free:
                     return False
                 with self._books:
@@ -651,9 +616,7 @@ class Drive:
             if self.segments.get(segment.slot) is not segment:
                 return
             fd, base = self.medium.extent(segment.slot)
-            offset, footer, trailer = closing_pages(
-                segment, nbytes, self.settings.store, sealed=sealed
-            )
+            offset, footer, trailer = closing_pages(segment, nbytes, self.store, sealed=sealed)
         with self._turn:
             self.wear.spend(PAGE + len(footer) + len(trailer))
         try:
@@ -675,15 +638,10 @@ class Drive:
             self.breaker.failed(_GONE, at_once=True)
 
     def _log_change(self, reason: str) -> None:
-        """Log that the drive is down or works again; of a drive that flaps, not every time."""
-        now_s, logged = self._clock.now(), self._logged_at_s
-        if len(logged) == _LOGGED_MAX and now_s - logged[0] < _LOGGED_S:
-            return
-        logged.append(now_s)
         if reason:
-            _log.warning("%s: the drive is down: %s", self.medium.label, reason)
+            self._log.warning("%s: the drive is down: %s", self.medium.label, reason)
         else:
-            _log.info("%s: the drive works again", self.medium.label)
+            self._log.info("%s: the drive works again", self.medium.label)
 
 
 assert HEAD_BYTES == PAGE and record_bytes(0) == PAGE

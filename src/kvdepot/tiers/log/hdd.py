@@ -24,7 +24,7 @@ from kvdepot.native import COPY
 from kvdepot.tiers.device.files import Files, Ops
 from kvdepot.tiers.device.survey import HEAD
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.mount import MountSettings
+from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.tier import LogTier, Places, PlannedReads
 
 _SEEK_BYTES: Final = 4 << 20
@@ -246,10 +246,9 @@ class HardDriveTier(LogTier):
         self, loads: Sequence[Load], timeout_s: float, done: Callable[[], None]
     ) -> QueuedLoads:
         planned = self._plan(loads)
-        if not planned.asked:
-            done()
-            return QueuedLoads(self, planned, timeout_s, [])
         parts = self._queue(planned.ops, planned.locations, timeout_s, planned.expected, done)
+        if not parts:
+            done()
         return QueuedLoads(self, planned, timeout_s, parts)
 
     def collect_loads(self, loads: QueuedLoads) -> Loaded:

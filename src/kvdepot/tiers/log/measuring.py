@@ -109,7 +109,7 @@ class Measuring:
             return False
         if self._mode == "always":
             return True
-        large = settings.slots_max * settings.segment_bytes >= WORTH_BYTES
+        large = drive.slots_max * settings.segment_bytes >= WORTH_BYTES
         return large and drive.medium.direct and drive.gauge.profile is None
 
     def _begin(self) -> bool:

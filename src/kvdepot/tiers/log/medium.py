@@ -9,13 +9,15 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import Superblock, pack_slots
+from kvdepot.core.clock import Clock, WallClock
 from kvdepot.errors import ConfigError, FormatError, StoreBusyError
+from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.device.files import Files
 
 DirectIo = Literal["auto", "always", "never"]
@@ -63,18 +65,35 @@ class Medium(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
-    """How a medium is opened; `tier` is named where it cannot be."""
+class MountSettings:
+    """How drives are opened and used."""
 
-    tier: str
-    direct: DirectIo
-    writable: bool
+    capacity_bytes: int
+    segment_bytes: int
+    """Of a new drive; one that holds a store keeps its own."""
+    direct_io: DirectIo = "auto"
+    fsync: str = "flush"
+    write_timeout_s: float = 10.0
+    pauses: RetryPauses = field(default_factory=RetryPauses)
+    writable: bool = True
+    tier: str = "ssd"
+    daily_bytes: int = 0
+    """What may be written to each drive in a day; 0: no limit."""
+    wall: Clock = field(default_factory=WallClock)
+    profile: Literal["auto", "always", "never"] = "auto"
+    """Whether drives are measured: see tiers.log.measuring."""
+    mirrored: bool = False
+    """Whether a second copy of a block on another drive is of use."""
 
-    def setting(self, name: str) -> str:
-        return f"{self.tier}.{name}"
+
+def known_superblock(medium: Medium) -> Superblock | None:
+    """What the medium says of itself; None where that is missing, damaged or of another format."""
+    page = medium.read_superblock()
+    found = Superblock.parse(page) if page is not None else None
+    return found if isinstance(found, Superblock) else None
 
 
-def open_medium(path: Path, files: Files, access: Access) -> Medium:
+def open_medium(path: Path, files: Files, settings: MountSettings) -> Medium:
     """The medium at `path`: a block device, or a directory (made if its parent exists)."""
     try:
         mode = path.stat().st_mode
@@ -82,13 +101,13 @@ def open_medium(path: Path, files: Files, access: Access) -> Medium:
         mode = stat.S_IFDIR
     except OSError as error:
         reason = f"cannot use {path}: {error.strerror}"
-        raise ConfigError(access.setting("path"), reason) from error
+        raise ConfigError(f"{settings.tier}.path", reason) from error
     if stat.S_ISBLK(mode):
-        return DeviceMedium(path, files, access)
+        return DeviceMedium(path, files, settings)
     if not stat.S_ISDIR(mode):
         reason = f"{path} is neither a directory nor a block device"
-        raise ConfigError(access.setting("path"), reason)
-    return DirectoryMedium(path, files, access)
+        raise ConfigError(f"{settings.tier}.path", reason)
+    return DirectoryMedium(path, files, settings)
 
 
 def _point_to_nothing(fd: int) -> None:
@@ -116,12 +135,12 @@ def _lock(fd: int, label: str) -> None:
 class DirectoryMedium:
     """One file a slot, of fixed size, reused in place."""
 
-    def __init__(self, path: Path, files: Files, access: Access) -> None:
+    def __init__(self, path: Path, files: Files, settings: MountSettings) -> None:
         self.label = str(path)
         self._path = path
         self._files = files
-        self._access = access
-        self._writable = access.writable
+        self._tier = settings.tier
+        self._writable = settings.writable
         self._fds: dict[int, int] = {}
         self._parted: list[int] = []
         """Descriptors of slots that are gone: they point to nothing."""
@@ -135,11 +154,11 @@ class DirectoryMedium:
         else:
             self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._device = path.stat().st_dev
-        self.direct = access.direct != "never" and self._accepts_direct()
-        if access.direct == "always" and not self.direct:
+        self.direct = settings.direct_io != "never" and self._accepts_direct()
+        if settings.direct_io == "always" and not self.direct:
             self.close()
             raise ConfigError(
-                access.setting("direct_io"),
+                f"{settings.tier}.direct_io",
                 f"{path} does not support O_DIRECT",
                 hint='direct_io = "auto"',
             )
@@ -213,10 +232,8 @@ class DirectoryMedium:
         return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
 
     def restorable(self) -> bool:
-        """Whether the directory can be used anew.
-
-        It is there, or its parent is, on the same disk; or the same store is there on a disk that
-        the system calls by another name now.
+        """True: the directory or its parent is there on the same disk, or the same store is there
+        on a disk that the system calls by another name now.
         """
         for place in (self._path, self._path.parent):
             try:
@@ -228,11 +245,10 @@ class DirectoryMedium:
 
     def _store_there(self) -> str:
         try:
-            page = self.read_superblock()
+            found = known_superblock(self)
         except OSError:
             return ""
-        found = Superblock.parse(page) if page is not None else None
-        return found.store if isinstance(found, Superblock) else ""
+        return found.store if found is not None else ""
 
     def first_pages(self) -> Iterator[bytes]:
         """The first page of every segment file."""
@@ -262,10 +278,8 @@ class DirectoryMedium:
 
         After a file is made and before one is removed: a crash leaves a file too many at most.
         """
-        page = self.read_superblock()
-        known = Superblock.parse(page) if page is not None else None
-        slots = pack_slots(self._fds)
-        if isinstance(known, Superblock) and known.slots != slots:
+        known, slots = known_superblock(self), pack_slots(self._fds)
+        if known is not None and known.slots != slots:
             self.write_superblock(replace(known, slots=slots))
 
     def _prepare(self) -> None:
@@ -276,7 +290,7 @@ class DirectoryMedium:
             )
         except OSError as error:
             raise ConfigError(
-                self._access.setting("path"),
+                f"{self._tier}.path",
                 f"cannot write to {self._path}: {error.strerror}",
                 hint="make the parent directory, check permissions, or open with mode='r'",
             ) from error
@@ -312,12 +326,12 @@ class DirectoryMedium:
 class DeviceMedium:
     """Extents of a block device: the superblock in the first page, slot n at (n + 1) segments."""
 
-    def __init__(self, path: Path, files: Files, access: Access) -> None:
+    def __init__(self, path: Path, files: Files, settings: MountSettings) -> None:
         self.label = str(path)
-        self.direct = access.direct != "never"
+        self.direct = settings.direct_io != "never"
         self._files = files
         self._segment_bytes = 0
-        flags = (os.O_RDWR | os.O_EXCL) if access.writable else os.O_RDONLY
+        flags = (os.O_RDWR | os.O_EXCL) if settings.writable else os.O_RDONLY
         try:
             self._fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
         except OSError as error:
@@ -326,10 +340,10 @@ class DeviceMedium:
                     self.label, "the system or another process (mounted?)"
                 ) from error
             reason = f"cannot open {path}: {error.strerror}"
-            raise ConfigError(access.setting("path"), reason) from error
+            raise ConfigError(f"{settings.tier}.path", reason) from error
         files.attach(self._fd, self.label)
         self._size = os.lseek(self._fd, 0, os.SEEK_END)
-        if access.writable:
+        if settings.writable:
             try:
                 _lock(self._fd, self.label)
             except StoreBusyError:

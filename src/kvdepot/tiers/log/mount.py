@@ -4,25 +4,23 @@ import struct
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
-from kvdepot.core.clock import Clock, WallClock
+from kvdepot.core.clock import Clock
 from kvdepot.errors import ConfigError, FormatError
-from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.drive import Drive, DriveSettings
+from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.medium import (
-    Access,
     DeviceMedium,
-    DirectIo,
     DirectoryMedium,
     Medium,
+    MountSettings,
     open_medium,
 )
 from kvdepot.tiers.log.segments import Numbers
@@ -38,63 +36,24 @@ _PREFIX: Final = struct.Struct("<QII")
 """How the header page begins in every format: checksum, magic, version."""
 
 
-@dataclass(frozen=True, slots=True)
-class MountSettings:
-    """How drives are opened."""
-
-    capacity_bytes: int
-    segment_bytes: int
-    direct_io: DirectIo = "auto"
-    fsync: str = "flush"
-    write_timeout_s: float = 10.0
-    pauses: RetryPauses = field(default_factory=RetryPauses)
-    writable: bool = True
-    tier: str = "ssd"
-    daily_bytes: int = 0
-    """What may be written to each drive in a day; 0: no limit."""
-    wall: Clock = field(default_factory=WallClock)
-    profile: Literal["auto", "always", "never"] = "auto"
-    """Whether drives are measured: see tiers.log.measuring."""
-    mirrored: bool = False
-    """Whether a second copy of a block on another drive is of use."""
-
-
 def mount(
     path: Path, files: Files, settings: MountSettings, numbers: Numbers, clock: Clock
 ) -> Drive:
-    """Open the drive at `path`.
-
-    Raises ConfigError, FormatError or StoreBusyError; then nothing is held.
-    """
-    access = Access(settings.tier, settings.direct_io, settings.writable)
-    medium = open_medium(path, files, access)
+    """Open a drive. Raises ConfigError, FormatError or StoreBusyError; then nothing is held."""
+    medium = open_medium(path, files, settings)
     try:
         superblock, damage = _superblock(medium, files, settings)
         slots = _slots(medium, superblock, settings)
     except OSError as error:
         medium.close()
         reason = f"cannot use {path}: {error.strerror}"
-        raise ConfigError(access.setting("path"), reason) from error
+        raise ConfigError(f"{settings.tier}.path", reason) from error
     except (ConfigError, FormatError):
         medium.close()
         raise
-    drive = Drive(
-        medium,
-        files,
-        DriveSettings(
-            segment_bytes=superblock.segment_bytes,
-            slots_max=slots,
-            store=uuid.UUID(superblock.store).bytes,
-            fsync=settings.fsync,
-            write_timeout_s=settings.write_timeout_s,
-            pauses=settings.pauses,
-            writable=settings.writable,
-            daily_bytes=settings.daily_bytes if settings.writable else 0,
-            wall=settings.wall,
-        ),
-        numbers,
-        clock,
-    )
+    settings = replace(settings, segment_bytes=superblock.segment_bytes)
+    store = uuid.UUID(superblock.store).bytes
+    drive = Drive(medium, files, settings, store, slots, numbers, clock)
     drive.damage += damage
     return drive
 
@@ -187,13 +146,9 @@ def _first_pages(medium: Medium, files: Files) -> Iterator[bytes]:
             words = np.ascontiguousarray(pages[:, 8:12]).view("<u4")[:, 0]
             for index in np.flatnonzero(words == HEADER_MAGIC).tolist():
                 page = bytes(pages[index])
-                if _stands_at(page, start + index * PAGE):
+                header, at = SegmentHeader.parse(page), start + index * PAGE
+                # A header that is not where it says it is belongs to a block's data.
+                if header is None or (header.slot + 1) * header.segment_bytes == at:
                     yield page
             if whole < _STRETCH:
                 return
-
-
-def _stands_at(page: bytes, offset: int) -> bool:
-    """Whether a header on a device is where it says it is: others are part of a block's data."""
-    header = SegmentHeader.parse(page)
-    return header is None or (header.slot + 1) * header.segment_bytes == offset

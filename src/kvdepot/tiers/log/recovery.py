@@ -186,7 +186,9 @@ class SegmentReader:
         while offset + HEAD_BYTES <= limit:
             if offset + HEAD_BYTES > window_at + len(window):
                 window_at = offset
-                window = self._pages(offset, min(_STRETCH, limit - offset))
+                nbytes = min(_STRETCH, limit - offset)
+                window = self.files.read(self.fd, self.base + offset, nbytes)
+                window = window[: len(window) // PAGE * PAGE]  # the file may be cut off
                 if len(window) < HEAD_BYTES:
                     return
             at = self._next_head(window, offset - window_at)
@@ -194,11 +196,9 @@ class SegmentReader:
             if at >= len(window):
                 continue
             head = parse_head(window[at:])
-            if head is None or segment_id not in (None, head.segment_id):
-                offset += PAGE
-                continue
-            nbytes = record_bytes(head.payload_bytes)
-            if offset + nbytes > limit:
+            nbytes = record_bytes(head.payload_bytes) if head is not None else 0
+            ours = head is not None and segment_id in (None, head.segment_id)
+            if head is None or not ours or offset + nbytes > limit:
                 offset += PAGE
                 continue
             image = window[at : at + nbytes]
@@ -210,17 +210,9 @@ class SegmentReader:
             yield offset, head
             offset += nbytes
 
-    def _pages(self, offset: int, nbytes: int) -> memoryview:
-        """Whole pages from `offset` on; fewer where the file is cut off."""
-        data = self.files.read(self.fd, self.base + offset, nbytes)
-        return data[: len(data) // PAGE * PAGE]
-
     @staticmethod
     def _next_head(window: memoryview, at: int) -> int:
-        """Position at or after `at` of the next page that begins like a head.
-
-        The window's end if none.
-        """
+        """The next page, from `at` on, that begins like a head; the window's end if none does."""
         if len(window) - at < HEAD_BYTES:
             return len(window)
         if window[at + 8 : at + 12] == _MAGIC_BYTES:

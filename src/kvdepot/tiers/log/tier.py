@@ -57,7 +57,8 @@ from kvdepot.tiers.device.survey import FLASH
 from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.measuring import Measuring
-from kvdepot.tiers.log.mount import MountSettings, mount
+from kvdepot.tiers.log.medium import MountSettings
+from kvdepot.tiers.log.mount import mount
 from kvdepot.tiers.log.segments import Numbers
 from kvdepot.tiers.memory.memory import Memory
 
@@ -102,10 +103,7 @@ class PlannedReads:
 
 
 class LogTier:
-    """A file tier: `ssd`, or what `settings.tier` says.
-
-    Implements core.tier.Tier and core.tier.ChangesDrives.
-    """
+    """A tier of log-structured drives. Implements core.tier.Tier and core.tier.ChangesDrives."""
 
     survey_limits = FLASH
 
@@ -385,10 +383,8 @@ class LogTier:
         ]
 
     def remember(self, tag: bytes, description: bytes) -> bool:
-        unaware = [
-            drive for drive in self.drives if tag not in drive.notes.spaces and not drive.retired
-        ]
-        done = [drive.notes.remember(tag, description) for drive in unaware]
+        notes = [one.notes for one in self.drives if not one.retired]
+        done = [each.remember(tag, description) for each in notes if tag not in each.spaces]
         return all(done)
 
     def descriptions(self) -> dict[bytes, bytes]:
@@ -499,9 +495,7 @@ class LogTier:
 
     def usage(self) -> Usage:
         return Usage(
-            capacity_bytes=sum(
-                d.settings.slots_max * d.settings.segment_bytes for d in self.drives
-            ),
+            capacity_bytes=sum(d.slots_max * d.settings.segment_bytes for d in self.drives),
             used_bytes=sum(drive.live_bytes() for drive in self.drives),
             held_bytes=sum(drive.held_bytes() for drive in self.drives),
         )
