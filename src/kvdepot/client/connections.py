@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-import numpy as np
-
 from kvdepot.codec.record import VERSION as RECORD_VERSION
 from kvdepot.core.clock import Clock
 from kvdepot.core.depot import NamespaceHandle
@@ -201,12 +199,6 @@ class Connections:
         if self._over or not all(link.is_open() for link in links):
             raise DaemonAwayError("the daemon went while its blocks were read")
 
-    def release(self, numbers: list[int]) -> None:
-        """End leases."""
-        held = [number for number in numbers if number]
-        if held:
-            self.tell(FrameKind.RELEASE, np.array(held, "<u8").tobytes())
-
     def enter(self) -> None:
         """The memory is in use until `leave`."""
         with self._changed:
@@ -238,7 +230,10 @@ class Connections:
 
     def _borrow(self) -> Link:
         with self._changed:
-            if not self._changed.wait_for(self._can_borrow, _WAIT_S) or self._over:
+            free = self._changed.wait_for(
+                lambda: self._over or self._idle or len(self._links) < _LINKS_MAX, _WAIT_S
+            )
+            if not free or self._over:
                 raise DaemonAwayError("no connection is free")
             if self._idle:
                 return self._idle.pop()
@@ -248,9 +243,6 @@ class Connections:
                 raise DaemonAwayError(str(error)) from error
             self._links.append(link)
             return link
-
-    def _can_borrow(self) -> bool:
-        return self._over or bool(self._idle) or len(self._links) < _LINKS_MAX
 
 
 class Reconnector:
@@ -311,10 +303,7 @@ class Reconnector:
             yield connections, link
 
     def register(self, space: NamespaceHandle) -> None:
-        """Tell the daemon, and every later one, of a namespace. ConfigError when it refuses.
-
-        Without a daemon it is told later.
-        """
+        """Tell this daemon, if there is one, and every later one of a namespace, or ConfigError."""
         try:
             with self.link() as (_, link):
                 _register(link, space, self.call_s)
@@ -364,20 +353,17 @@ class Reconnector:
         try:
             with connections.link() as link:
                 for space in self._spaces.values():
-                    self._register_again(link, space)
+                    try:
+                        _register(link, space, self.call_s)
+                    except ConfigError as error:
+                        # It may have less room; it then answers REFUSED and absent by itself.
+                        self.reason = str(error)
         except DaemonAwayError:
             connections.end()
             raise
         self._pause_s = _PAUSE_FIRST_S
         self._counts["attached"] += 1
         return connections
-
-    def _register_again(self, link: Link, space: NamespaceHandle) -> None:
-        """A new daemon may have less room; it then answers REFUSED and absent by itself."""
-        try:
-            _register(link, space, self.call_s)
-        except ConfigError as error:
-            self.reason = str(error)
 
 
 def _register(link: Link, space: NamespaceHandle, call_s: float) -> None:

@@ -63,10 +63,7 @@ class Getter:
     def _ask(
         self, span: tuple[int, int], reads: Sequence[BlockRead], *, again: bool
     ) -> tuple[list[Got], list[int]]:
-        """The answers, and which blocks were not what their checksums say.
-
-        `again`: the daemon is to verify all of them itself.
-        """
+        """The answers, and which blocks are damaged. `again`: the daemon verifies all itself."""
         head = messages.Fetch(*span, again, self._timeout_s)
         keys = b"".join([read.key for read in reads])
         serial = self._link.send(FrameKind.FETCH, head.body() + keys)
@@ -108,10 +105,7 @@ class Getter:
     def _take_parts(
         self, arrivals: Array, reads: Sequence[BlockRead], *, verify: bool
     ) -> list[int]:
-        """`_take_whole` for ranges of layers.
-
-        Where a range shares a chunk with others, that is verified first.
-        """
+        """`_take_whole` for ranges of layers. A chunk shared with others is verified first."""
         ops: list[tuple[Any, ...]] = []
         partial: list[tuple[Any, ...]] = []
         indices = []

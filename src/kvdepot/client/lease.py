@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.client.get import AWAY, answers_of, arrivals_of, batches, keys_of, payload_in
 from kvdepot.core.block import BlockKey, Got
@@ -75,9 +77,7 @@ class RemoteLease(Lease):
         verify: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Got]:
-        """If the daemon goes meanwhile all answers are false, also for blocks that were handed
-        over.
-        """
+        """If the daemon goes meanwhile all answers are false, also those for delivered blocks."""
         self._check()
         asked = range(len(self.keys))[start:stop]
         reads = self._namespaces.whole_reads(self.keys[asked.start : asked.stop])
@@ -119,7 +119,9 @@ class RemoteLease(Lease):
 
     def _release(self) -> None:
         if self._connections is not None:
-            self._connections.release([part.number for part in self._parts])
+            numbers = np.array([part.number for part in self._parts if part.number], "<u8")
+            if len(numbers):
+                self._connections.tell(FrameKind.RELEASE, numbers.tobytes())
             self._connections.leave()
 
     def _look_again(self, connections: Connections, part: LeasedBatch) -> None:

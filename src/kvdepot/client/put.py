@@ -24,9 +24,8 @@ _WAVE_BYTES: Final = 64 << 20
 
 
 class RemotePutter:
-    """Serves `put` over one connection.
-
-    Offers go in waves; the seal of one and the reservation of the next travel together.
+    """Serves `put` over one connection, in waves: the seal of one and the reservation of the next
+    travel together.
     """
 
     def __init__(self, connections: Connections, link: Link, timeout_s: float) -> None:
@@ -37,10 +36,7 @@ class RemotePutter:
         self._sealing: int | None = None
 
     def store(self, offers: Sequence[NewBlock], outcomes: list[Put]) -> None:
-        """Append an outcome for each offer.
-
-        DaemonAwayError: those that are there hold, nothing can be said of the others.
-        """
+        """Append an outcome for each offer. DaemonAwayError: only those that are there hold."""
         settled: list[Put] = []
         while len(outcomes) + len(settled) < len(offers):
             wave = _wave(offers, len(outcomes) + len(settled))
@@ -180,13 +176,8 @@ def _reserved_of(frame: Frame, count: int) -> tuple[int, list[Put], dict[int, in
     if not 0 < len(codes) <= count or max(codes) >= len(messages.PUTS):
         raise DaemonAwayError("outcomes that make no sense")
     answers = [messages.PUTS[code] for code in codes]
-    slots = {
-        index: location
-        for index, (location, answer) in enumerate(
-            zip(rows["location"].tolist(), answers, strict=True)
-        )
-        if answer is Put.STORED
-    }
+    places = rows["location"].tolist()
+    slots = {at: places[at] for at, answer in enumerate(answers) if answer is Put.STORED}
     return number, answers, slots
 
 

@@ -85,12 +85,11 @@ class RemoteStore(Depot):
         self._check_open()
         keys, buffers = list(keys), list(buffers)
         offers = self._namespaces.new_blocks(keys, buffers)
-        if timeout_s is None:
-            timeout_s = self._welcome.put_timeout_s
+        limit_s = self._welcome.put_timeout_s if timeout_s is None else timeout_s
         outcomes: list[Put] = []
         try:
             with self._daemon.link() as (connections, link):
-                RemotePutter(connections, link, timeout_s).store(offers, outcomes)
+                RemotePutter(connections, link, limit_s).store(offers, outcomes)
         except DaemonAwayError:
             self._daemon.count_away()
         return outcomes + [Put.THROTTLED] * (len(offers) - len(outcomes))
@@ -100,18 +99,17 @@ class RemoteStore(Depot):
     ) -> RemoteReservation:
         """All THROTTLED without a daemon."""
         self._check_open()
-        if timeout_s is None:
-            timeout_s = self._welcome.put_timeout_s
+        limit_s = self._welcome.put_timeout_s if timeout_s is None else timeout_s
         offers = self._namespaces.empty_blocks(keys)
-        try:
-            with self._daemon.link() as (connections, link):
-                outcomes, found = reserve(connections, link, offers, timeout_s)
-                if found:
-                    connections.enter()
-        except DaemonAwayError:
-            self._daemon.count_away()
-            return RemoteReservation(None, offers, [Put.THROTTLED] * len(offers), [])
-        return RemoteReservation(connections if found else None, offers, outcomes, found)
+
+        def ask(connections: Connections, link: Link) -> RemoteReservation:
+            outcomes, found = reserve(connections, link, offers, limit_s)
+            if found:
+                connections.enter()
+            return RemoteReservation(connections if found else None, offers, outcomes, found)
+
+        throttled = [Put.THROTTLED] * len(offers)
+        return self._ask(ask, RemoteReservation(None, offers, throttled, []))
 
     @property
     def memory(self) -> tuple[memoryview, ...]:
@@ -135,13 +133,11 @@ class RemoteStore(Depot):
         self._check_open()
         keys, intos = list(keys), list(intos)
         reads = self._namespaces.reads(keys, intos, layers)
-        if timeout_s is None:
-            timeout_s = self._welcome.read_timeout_s
-
-        def fetch(connections: Connections, link: Link) -> list[Got]:
-            return Getter(connections, link, timeout_s).fetch(reads)
-
-        return self._ask(fetch, [AWAY] * len(reads)) if reads else []
+        limit_s = self._welcome.read_timeout_s if timeout_s is None else timeout_s
+        if not reads:
+            return []
+        away = [AWAY] * len(reads)
+        return self._ask(lambda to, link: Getter(to, link, limit_s).fetch(reads), away)
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """Empty without a daemon."""
@@ -164,17 +160,17 @@ class RemoteStore(Depot):
         """Of nothing without a daemon."""
         self._check_open()
         checked(keys)
-        try:
-            with self._daemon.link() as (connections, link):
-                parts = lease_blocks(connections, link, keys)
-                if parts:
-                    connections.enter()
-        except DaemonAwayError:
-            self._daemon.count_away()
-            return RemoteLease([], [], None, self._namespaces, self._check_open)
-        held = list(keys[: parts[-1].stop]) if parts else []
-        owner = connections if parts else None
-        return RemoteLease(held, parts, owner, self._namespaces, self._check_open)
+        nothing = RemoteLease([], [], None, self._namespaces, self._check_open)
+
+        def ask(connections: Connections, link: Link) -> RemoteLease:
+            parts = lease_blocks(connections, link, keys)
+            if not parts:
+                return nothing
+            connections.enter()
+            held = list(keys[: parts[-1].stop])
+            return RemoteLease(held, parts, connections, self._namespaces, self._check_open)
+
+        return self._ask(ask, nothing)
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
         """0 without a daemon."""

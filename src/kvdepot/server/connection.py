@@ -60,13 +60,9 @@ class Connection:
             elif frame.kind in QUICK:
                 self._serve(frame)
             else:
-                self._daemon.run_in_thread(self, partial(self._serve_frames, frame))
+                self._daemon.run_in_thread(self, partial(self.serve_frames, frame))
         except (WireError, *_BROKEN) as error:  # BlockingIOError: it does not read its answers
             self._daemon.run_in_thread(self, partial(self._drop_client, error))
-
-    def serve_new(self) -> None:
-        """Greet a new client and serve what follows. Blocks; in a worker thread."""
-        self._serve_frames(None)
 
     def end(self) -> None:
         """Close, and release what the client holds if this was its last connection."""
@@ -77,8 +73,11 @@ class Connection:
         self.channel.close()
         self._daemon.ended(self)
 
-    def _serve_frames(self, frame: Frame | None) -> None:
-        """Serve a frame, or greet, then what follows soon; then back to the loop."""
+    def serve_frames(self, frame: Frame | None = None) -> None:
+        """Serve a frame, or greet a new client, then what follows soon; then back to the loop.
+
+        Blocks; in a worker thread.
+        """
         self.channel.is_patient = True
         try:
             if frame is None:

@@ -183,7 +183,7 @@ class Daemon:
             connected.close()
             return
         self.counters.count("connections")
-        self._workers.run(connection.serve_new)
+        self._workers.run(connection.serve_frames)
 
 
 class WorkerThreads:

@@ -4,7 +4,7 @@ import threading
 
 
 class ManualClock:
-    """Seconds that pass when somebody advances them, or sleeps on them. Thread-safe."""
+    """Seconds that pass only by `sleep` and `advance`. Thread-safe."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

@@ -53,7 +53,7 @@ class DaemonProcess:
         said = self._process.stdout.readline()
         if not said:
             self._process.wait()
-            raise AssertionError(f"the daemon did not start: {self._errors()}")
+            raise AssertionError(f"the daemon did not start: {self._log.read_text()}")
         assert json.loads(said)["ready"]
 
     def stop(self) -> int:
@@ -61,8 +61,7 @@ class DaemonProcess:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         status = self._process.wait(_STOP_S)
-        errors = self._errors()
-        assert "Traceback" not in errors, errors
+        self._check_log()
         return status
 
     def kill(self) -> None:
@@ -70,8 +69,7 @@ class DaemonProcess:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-        errors = self._errors()
-        assert "Traceback" not in errors, errors
+        self._check_log()
 
     def pause(self) -> None:
         """Let it hang until `resume`. All its threads have stopped when this returns."""
@@ -89,11 +87,10 @@ class DaemonProcess:
             self.resume()
             self.kill()
 
-    def _errors(self) -> str:
-        assert self._process is not None
-        assert self._process.stdout is not None
+    def _check_log(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
         self._process.stdout.close()
-        return self._log.read_text()
+        assert "Traceback" not in (errors := self._log.read_text()), errors
 
 
 class DaemonStore(RemoteStore):

@@ -177,14 +177,12 @@ class FaultyFiles(Files):
                 fault.effect.release()
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
-        """See Files.run."""
         effects = [self._meet(*_describe(op)) for op in ops]
         if not any(effects):
             return super().run(ops, timeout_s)
         return self._apply_all(ops, effects, time.monotonic() + timeout_s)
 
     def read(self, fd: int, offset: int, nbytes: int) -> memoryview:
-        """See Files.read."""
         effect = self._meet(Call.READ, fd, offset, nbytes)
         self._before(effect)
         data = super().read(fd, offset, nbytes)
@@ -193,33 +191,28 @@ class FaultyFiles(Files):
         return data
 
     def write(self, fd: int, offset: int, data: bytes) -> None:
-        """See Files.write."""
         effect = self._meet(Call.WRITE, fd, offset, len(data))
         self._before(effect)
-        if isinstance(effect, Tear):
-            self._tear(fd, offset, data, effect)
-        elif isinstance(effect, Kill) and effect.when == "torn":
-            self._tear(fd, offset, data, Tear(len(data) // 2, kill=True))
+        torn = _torn(effect, len(data) // 2)
+        if torn is not None:
+            write_part(fd, offset, data, torn.nbytes)
+            _end(torn)
         super().write(fd, offset, data)
         self._after(effect)
 
     def sync(self, fd: int) -> None:
-        """See Files.sync."""
         effect = self._meet(Call.SYNC, fd, 0, 0)
         self._before(effect)
         super().sync(fd)
         self._after(effect)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """See Files.allocate."""
         effect = self._meet(Call.ALLOCATE, fd, 0, nbytes)
         self._before(effect)
-        if isinstance(effect, Tear):
-            super().allocate(fd, effect.nbytes)
-            _end(effect)
-        elif isinstance(effect, Kill) and effect.when == "torn":
-            super().allocate(fd, nbytes // 2 // PAGE * PAGE or PAGE)
-            kill_process()
+        torn = _torn(effect, nbytes // 2 // PAGE * PAGE or PAGE)
+        if torn is not None:
+            super().allocate(fd, torn.nbytes)
+            _end(torn)
         super().allocate(fd, nbytes)
         self._after(effect)
 
@@ -249,10 +242,6 @@ class FaultyFiles(Files):
         if isinstance(effect, Kill):
             kill_process()
 
-    def _tear(self, fd: int, offset: int, data: bytes, tear: Tear) -> None:
-        write_part(fd, offset, data, tear.nbytes)
-        _end(tear)
-
     def _apply_all(self, ops: Ops, effects: list[Effect | None], deadline: float) -> Pending | None:
         """Run a batch in order, applying effects; "without" and stalls come after all else."""
         late = _LateBatch(self, [], deadline)
@@ -281,9 +270,9 @@ class FaultyFiles(Files):
             return None
         if isinstance(effect, Corrupt):
             return self._apply_corrupt(op, effect, deadline)
-        if isinstance(effect, Tear) or (isinstance(effect, Kill) and effect.when == "torn"):
+        torn = _torn(effect, int(op["nbytes"][0]) // 2)
+        if torn is not None:
             data = bytes(view_at(int(op["address"][0]), int(op["nbytes"][0])))
-            torn = effect if isinstance(effect, Tear) else Tear(len(data) // 2, kill=True)
             write_part(int(op["fd"][0]), int(op["offset"][0]), data, torn.nbytes)
             if torn.kill:
                 kill_process()
@@ -364,7 +353,13 @@ def kill_process() -> NoReturn:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _end(tear: Tear) -> None:
+def _torn(effect: Effect | None, half: int) -> Tear | None:
+    if isinstance(effect, Kill) and effect.when == "torn":
+        return Tear(half, kill=True)
+    return effect if isinstance(effect, Tear) else None
+
+
+def _end(tear: Tear) -> NoReturn:
     if tear.kill:
         kill_process()
     raise OSError(tear.code, os.strerror(tear.code))

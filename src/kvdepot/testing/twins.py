@@ -268,14 +268,9 @@ class WrappedTier:
         self.describe_drives = inner.describe_drives
 
     def append(
-        self,
-        drive: int,
-        images: Sequence[memoryview],
-        purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
+        self, drive: int, images: Sequence[memoryview], *more: Any, **named: Any
     ) -> list[int | None]:
-        return self.inner.append(drive, images, purpose, keep_sequence=keep_sequence)
+        return self.inner.append(drive, images, *more, **named)
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         return self.inner.load(loads, timeout_s)
@@ -436,15 +431,10 @@ class SlowTier(WrappedTier):
         self._sleep = sleep
 
     def append(
-        self,
-        drive: int,
-        images: Sequence[memoryview],
-        purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
+        self, drive: int, images: Sequence[memoryview], *more: Any, **named: Any
     ) -> list[int | None]:
         self._sleep(self.delay_s)
-        return super().append(drive, images, purpose, keep_sequence=keep_sequence)
+        return self.inner.append(drive, images, *more, **named)
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         if loads and self.delay_s > timeout_s:
@@ -481,14 +471,9 @@ class CountingTier(WrappedTier):
         self._lock = threading.Lock()
 
     def append(
-        self,
-        drive: int,
-        images: Sequence[memoryview],
-        purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
+        self, drive: int, images: Sequence[memoryview], *more: Any, **named: Any
     ) -> list[int | None]:
-        locations = super().append(drive, images, purpose, keep_sequence=keep_sequence)
+        locations = self.inner.append(drive, images, *more, **named)
         kept = [image for image, at in zip(images, locations, strict=True) if at is not None]
         self._count("append", len(kept), sum(map(len, kept)))
         return locations
