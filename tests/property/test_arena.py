@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvdepot.tiers.memory.arena import NOBODY, Arena
+from kvdepot.tiers.memory.arena import UNOWNED, Arena
 
 CAPACITY = 4 << 20
 PAGE = 4096
@@ -72,7 +72,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         assert self.arena.used_bytes == sum(size for size, _ in self.taken.values())
         slabs = self.arena.slabs()
-        owners = [owner for slab in slabs for owner in slab.owners if owner != NOBODY]
+        owners = [owner for slab in slabs for owner in slab.owners if owner != UNOWNED]
         assert sorted(owners) == sorted(owner for _, owner in self.taken.values())
         assert all(len(slab.free) < len(slab.owners) for slab in slabs), "an empty slab is kept"
         for slab in slabs:

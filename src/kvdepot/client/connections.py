@@ -67,14 +67,12 @@ class Link:
         return self._serial
 
     def follow_up(self, serial: int, kind: FrameKind) -> None:
-        """Send something that belongs to a request under way."""
         try:
             self._channel.send(kind, serial)
         except OSError as error:
             raise DaemonAwayError(str(error)) from error
 
     def answer(self, serial: int, limit_s: float) -> Frame:
-        """The next answer to a request."""
         try:
             frame = self._channel.receive(limit_s)
         except (OSError, WireError) as error:
@@ -110,7 +108,6 @@ class Link:
 
 
 def expect(frame: Frame, kind: FrameKind) -> Frame:
-    """The frame, if it is of a kind."""
     if frame.kind is not kind:
         raise DaemonAwayError(f"{frame.kind.name} instead of {kind.name}")
     return frame
@@ -434,7 +431,6 @@ def _refused(path: str, frame: Frame) -> DaemonError:
 
 
 def _refusal_of(frame: Frame) -> ConfigError:
-    """What the daemon said about a setting."""
     said = _json_of(frame)
     path = str(said.get("path", "daemon"))
     reason = str(said.get("reason", "refused")).removeprefix(f"{path}: ")

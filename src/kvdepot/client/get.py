@@ -167,7 +167,6 @@ def address_in(memory: Memory, location: int, payload_bytes: int) -> int:
 
 
 def payload_in(memory: Memory, location: int, payload_bytes: int) -> memoryview:
-    """The payload of a slot, in place."""
     start = address_in(memory, location, payload_bytes) - memory.address + HEAD_BYTES
     return memory.view[start : start + payload_bytes]
 

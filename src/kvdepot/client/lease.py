@@ -142,7 +142,6 @@ class RemoteLease(Lease):
 def lease_blocks(
     connections: Connections, link: Link, keys: Sequence[BlockKey]
 ) -> list[LeasedBatch]:
-    """Lease the resident prefix of keys."""
     found = []
     for part in batches(keys):
         frame = link.call(FrameKind.LEASE, keys_of(keys, part), connections.call_s)
@@ -177,7 +176,6 @@ def _receive(link: Link, serial: int, limit_s: float, take: Callable[[Frame], ob
 
 
 def _places_of(frame: Frame, count: int) -> Any:
-    """What LEASED says of `count` blocks."""
     rows = messages.table(frame.body, messages.PLACE_DTYPE)[1]
     if frame.kind is not FrameKind.LEASED or len(rows) != count:
         raise DaemonAwayError("places that make no sense")

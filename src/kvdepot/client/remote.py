@@ -195,9 +195,7 @@ class RemoteStore(Depot):
         *,
         tenant: str = "",
     ) -> int:
-        """0 without a daemon. Names are the daemon's, for all its clients that
-        have the same namespaces; they outlive this client, not the daemon.
-        """
+        """0 without a daemon. The daemon has the names, for all clients of the same namespaces."""
         self._check_open()
         session_state, name = state_of(state), checked_name(name)
         for key in checked(keys or ()):
@@ -319,7 +317,6 @@ class RemoteStore(Depot):
             raise StoreClosedError("the store is closed")
 
     def _ask(self, call: Callable[[Connections, Link], Answer], away: Answer) -> Answer:
-        """The daemon's answer, or that for when it is away."""
         try:
             with self._daemon.link() as (connections, link):
                 return call(connections, link)

@@ -1,8 +1,8 @@
 """Everything that makes the bytes of one block useless to another: the namespace.
 
-Two namespaces that differ in any field share no key. With a tenant secret nobody without it can
-compute, and so probe for, that tenant's keys. Without one (`secret=b""`) tenants are kept apart by
-name only: whoever knows the names can compute the keys.
+Two namespaces that differ in any field share no key. A tenant's secret is needed to
+compute, and so to probe for, that tenant's keys. Without one (`secret=b""`) tenants are kept apart
+by name only: the names are enough to compute the keys.
 
     root      = BLAKE2b-512(key=secret, person="kvdepot-space-v1")(encoded fields)
     tag       = BLAKE2b-64(person="kvdepot-tag-v1")(root)

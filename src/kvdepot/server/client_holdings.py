@@ -106,7 +106,6 @@ class ClientHoldings:
         return hold
 
     def release(self, numbers: list[int]) -> None:
-        """End leases."""
         with self._lock:
             holds = [self._holds.pop(number, None) for number in numbers]
         for hold in holds:
@@ -133,7 +132,6 @@ class ClientHoldings:
         return number, offers, answers
 
     def seal(self, number: int, indices: list[int]) -> None:
-        """Make blocks of reserved slots that the client has filled."""
         with self._lock:
             slots = self._slots.get(number, {})
             if len(set(indices)) != len(indices) or any(index not in slots for index in indices):
@@ -150,7 +148,6 @@ class ClientHoldings:
         self._mapped.abandon(list(slots.values()))
 
     def may_hint(self) -> bool:
-        """Whether the client has few enough hints under way."""
         with self._lock:
             under_way = sum(not hint.wait(0.0) for hint in self._hints.values())
         if under_way >= self._limits.hints:
@@ -175,7 +172,6 @@ class ClientHoldings:
             return self._hints.get(number)
 
     def describe(self) -> dict[str, Any]:
-        """For `stats`."""
         with self._lock:
             return {
                 "pid": self.peer.pid,

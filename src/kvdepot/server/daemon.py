@@ -40,18 +40,13 @@ Job = Callable[[], None]
 _log: Final = RateLimitedLog("kvdepot.server")
 
 
-def shared(config: Config) -> Config:
-    """The configuration with memory that other processes can map."""
-    return replace(config, dram=replace(config.dram, shared=True))
-
-
 class Daemon:
     """Serves the store of `config` on a listener, from `run` until `stop`."""
 
     def __init__(
         self, config: Config, listener: Listener, limits: ClientLimits | None = None
     ) -> None:
-        self.config = shared(config)
+        self.config = replace(config, dram=replace(config.dram, shared=True))
         self.store: Store = assemble(self.config)
         self.mapped = self.store.mapped()
         self.limits = limits or ClientLimits()
@@ -119,12 +114,10 @@ class Daemon:
         return client if client is not None and client.join(channel) else None
 
     def forget(self, client: ClientHoldings) -> None:
-        """A client has ended."""
         with self._changed:
             self._clients.pop(client.token, None)
 
     def ended(self, connection: Connection) -> None:
-        """Nothing is left of a connection."""
         with self._changed:
             self._connections.discard(connection)
             self._changed.notify_all()

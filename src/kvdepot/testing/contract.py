@@ -467,7 +467,6 @@ class _User(threading.Thread):
 
 
 def image_of(key: BlockKey, payload_bytes: int = PAYLOAD_BYTES) -> memoryview:
-    """The image of a key with its right payload."""
     return make_image(key, payload_for(key, payload_bytes))
 
 
@@ -521,7 +520,6 @@ def store(tier: Tier, keys: Sequence[BlockKey], payload_bytes: int = PAYLOAD_BYT
 
 
 def load(tier: Tier, key: BlockKey, location: int, payload_bytes: int = PAYLOAD_BYTES) -> bytes:
-    """The whole payload of a block that must be there."""
     wanted = make_load(key, location, payload_bytes)
     assert tier.load([wanted], TIMEOUT_S) == ([Outcome.OK], None)
     return loaded(wanted)

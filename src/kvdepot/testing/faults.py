@@ -57,7 +57,6 @@ class Operation:
 
     @property
     def path(self) -> str:
-        """The file it is about."""
         return os.readlink(f"/proc/self/fd/{self.fd}")
 
 

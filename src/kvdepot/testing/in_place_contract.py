@@ -22,7 +22,6 @@ from kvdepot.testing.store_contract import (
 
 
 def fill(store: Depot, keys: list[BlockKey]) -> list[Put]:
-    """Reserve, fill and seal."""
     with store.reserve(keys, timeout_s=WAIT_S) as slots:
         for index, key in enumerate(keys):
             view = slots.view(index)

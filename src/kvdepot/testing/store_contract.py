@@ -447,7 +447,6 @@ class LikeADictionary(RuleBasedStateMachine):
 
 
 def space_too_large(store: Depot) -> NamespaceHandle:
-    """A namespace whose blocks fit nowhere."""
     return store.namespace(model="m", layout=KVLayout.opaque(1 << 30, TOKENS))
 
 

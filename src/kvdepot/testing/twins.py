@@ -447,8 +447,6 @@ class SlowTier(WrappedTier):
 
 @dataclass(frozen=True, slots=True)
 class _Countdown:
-    """Pending until a time."""
-
     ends_at_s: float
     clock: Clock
     sleep: Callable[[float], None]

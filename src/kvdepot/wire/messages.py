@@ -243,7 +243,6 @@ def checked_timeout(timeout_s: float) -> float:
 
 
 def checked_tag(tag: bytes) -> bytes:
-    """A namespace's tag, or WireError."""
     if len(tag) != TAG_BYTES:
         raise WireError(f"a tag of {len(tag)} bytes")
     return tag

@@ -9,7 +9,7 @@ import pytest
 
 import kvdepot
 from kvdepot.codec.record import PAGE, record_bytes
-from kvdepot.tiers.memory.arena import CHUNK, NOBODY, Arena, slab_chunks
+from kvdepot.tiers.memory.arena import CHUNK, UNOWNED, Arena, slab_chunks
 from kvdepot.tiers.memory.memory import Memory
 
 CAPACITY = 8 << 20
@@ -56,9 +56,9 @@ class TestSlots:
         assert first is not None and second is not None
         arena.set_owner(second, 13)
         (slab,) = arena.slabs()
-        assert sorted(owner for owner in slab.owners if owner != NOBODY) == [11, 13]
+        assert sorted(owner for owner in slab.owners if owner != UNOWNED) == [11, 13]
         arena.free(first)
-        assert [owner for owner in slab.owners if owner != NOBODY] == [13]
+        assert [owner for owner in slab.owners if owner != UNOWNED] == [13]
 
     def test_a_slab_without_users_gives_its_memory_to_another_class(self, arena: Arena) -> None:
         slots = fill(arena, PAGE)

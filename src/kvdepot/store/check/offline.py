@@ -56,7 +56,7 @@ class AuditReport(CheckReport):
 
 @dataclass(slots=True)
 class Pace:
-    """Counts bytes for whoever watches."""
+    """Counts bytes for a progress display."""
 
     watcher: Progress | None
     total: int = 0

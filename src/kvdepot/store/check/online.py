@@ -15,7 +15,7 @@ from kvdepot.native import VERIFY, address_of
 from kvdepot.store.state.lower_tier import LowerTier, SecondCopies
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier
-from kvdepot.tiers.memory.arena import NOBODY
+from kvdepot.tiers.memory.arena import UNOWNED
 
 _READY = int(CopyState.READY)
 _BATCH = 256
@@ -52,7 +52,7 @@ def _check_memory(memory: ArenaTier, report: CheckReport) -> None:
     owned: Counter[int] = Counter()
     for slab in arena.slabs():
         for owner in slab.owners:
-            if owner not in (NOBODY, TEMPORARY):
+            if owner not in (UNOWNED, TEMPORARY):
                 owned[owner] += 1
     holders = np.flatnonzero(memory.copies.state.array != 0).tolist()
     for row in holders:

@@ -16,7 +16,7 @@ from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
-from kvdepot.tiers.memory.arena import NOBODY, Arena, Slab
+from kvdepot.tiers.memory.arena import UNOWNED, Arena, Slab
 
 if TYPE_CHECKING:
     from kvdepot.store.state.state import StoreState
@@ -157,7 +157,7 @@ class SlotAllocator:
         if start is None or stamps[start : start + chunks].max() >= colder_than:
             return False
         for slab in arena.slabs_in(start, chunks):
-            for row in [owner for owner in slab.owners if owner != NOBODY]:
+            for row in [owner for owner in slab.owners if owner != UNOWNED]:
                 self._evict_subtree(row)
         return True
 
@@ -191,7 +191,7 @@ class SlotAllocator:
 
     def _slab_stamp(self, slab: Slab, newest: dict[int, int]) -> int:
         """How hot a slab is: as its hottest block; a slot that is being filled holds it."""
-        owners = [row for row in slab.owners if row != NOBODY]
+        owners = [row for row in slab.owners if row != UNOWNED]
         return max((newest.get(row, HELD) for row in owners), default=FREE)
 
     def _evict_subtree(self, row: int) -> None:

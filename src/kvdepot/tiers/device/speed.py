@@ -135,7 +135,6 @@ class Gauge:
             return self._slow_in_a_row < (1 if trial else 2)
 
     def _is_slow(self, trial: bool) -> bool:
-        """Compare, and begin anew."""
         self.bytes_per_s = self._work_bytes / max(self._busy_s, 1e-9)
         sizes = (self._work_bytes // self._reads, self._work_bytes // self._calls, self._peak)
         self._compare(sizes[1])

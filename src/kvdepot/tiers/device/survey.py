@@ -87,10 +87,7 @@ class Survey:
     def __init__(
         self, files: Files, place: tuple[int, int, int], limits: SurveyLimits, *, writes: bool
     ) -> None:
-        """`place`: a descriptor, an offset and how many bytes from there on are ours to use.
-
-        At least `SURVEY_BYTES_MIN` of them.
-        """
+        """`place`: descriptor, offset, and how many bytes are ours, at least `SURVEY_BYTES_MIN`."""
         self._files = files
         self._fd, self._base, nbytes = place
         self._region_bytes = max(_UNIT, min(nbytes, _REGION_MAX) // _UNIT * _UNIT)

@@ -356,7 +356,6 @@ class Drive:
 
     @property
     def record_bytes_max(self) -> int:
-        """The largest record that a segment can take."""
         return self.settings.segment_bytes - PAGE - footer_bytes(1)
 
     def facts(self) -> DriveFacts:
@@ -489,7 +488,6 @@ class Drive:
         return segment, starts.tolist(), ops, memory
 
     def try_superblock(self) -> None:
-        """Read the superblock, and tell the breaker how that went."""
         try:
             self.medium.read_superblock()
         except OSError as error:

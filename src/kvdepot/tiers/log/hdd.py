@@ -112,7 +112,6 @@ class Elevator:
             reads.released.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Wait for the thread to end."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -349,7 +348,6 @@ class HardDriveTier(LogTier):
 
 
 def _copy(ops: Ops) -> None:
-    """Copy what was read to where it is wanted."""
     wanted = ops[ops["copy_target"] != 0]
     columns = [
         wanted[name].tolist() for name in ("payload_address", "copy_target", "payload_bytes")

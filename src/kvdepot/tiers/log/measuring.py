@@ -62,7 +62,6 @@ class Measuring:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to measure."""
         return self._current is None and not self._waiting
 
     def work(self, is_quiet: Callable[[], bool]) -> float:

@@ -251,7 +251,6 @@ class DirectoryMedium:
         return found.store if found is not None else ""
 
     def first_pages(self) -> Iterator[bytes]:
-        """The first page of every segment file."""
         for path in sorted(self._path.glob("segment-*.kvs")):
             with path.open("rb") as file:
                 yield file.read(PAGE)

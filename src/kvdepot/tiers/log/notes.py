@@ -51,7 +51,6 @@ class Notes:
         return Profile.parse(found[1]) if found else None
 
     def keep_profile(self, profile: Profile) -> bool:
-        """Record how fast the drive is. False: it could not be written."""
         return self.remember(PROFILE_TAG, profile.pack())
 
     def remove(self, removals: Sequence[Removal], purpose: Purpose = Purpose.NOTE) -> bool:

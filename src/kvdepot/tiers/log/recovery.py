@@ -170,7 +170,6 @@ class SegmentReader:
         return bytes(self.files.read(self.fd, self.base + trailer.footer_offset, padded)[:length])
 
     def _extend(self, found: Recovered) -> None:
-        """Add the records behind the tail."""
         more = []
         for offset, head in self.records(found.segment_id, found.tail):
             more.append((head.key, offset // PAGE, head.kind, head.payload_bytes, head.sequence, 0))

@@ -14,10 +14,8 @@ _CARRY_RESERVE_MAX: Final = 256 << 10
 
 
 def kept_back(purpose: Purpose, segment_bytes: int, *, last: bool) -> int:
-    """Room in a segment that is not for this purpose.
-
-    Each segment has some for notes alone, so that removals can be recorded on a full drive; the
-    last one that can be opened has some for notes that a reclaim must carry.
+    """Room in a segment that is not for this purpose: in each some for notes alone, so that
+    removals can be recorded on a full drive; in the last some for notes that a reclaim must carry.
     """
     notes = 0 if purpose.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
     carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)

@@ -282,10 +282,8 @@ class LogTier:
         return int(ops["nbytes"].sum())
 
     def register_memory(self, memory: Memory) -> bool:
-        """Tell the I/O engine about memory that transfers will use, where the machine lets it.
-
-        The memory must be faulted in: pinning it is then cheap. Every ring pins it anew, so very
-        large memory is left alone.
+        """Pin memory for the I/O engine, where the machine lets it. It must be faulted in: pinning
+        is then cheap. Every ring pins it anew, so very large memory is left alone.
         """
         if memory.nbytes > _REGISTERED_MAX:
             return False

@@ -21,7 +21,7 @@ CHUNK: Final = 64 << 10
 _SLAB_MIN: Final = 1 << 20
 _SLAB_SLOTS_MAX: Final = 64
 _WASTE_MAX: Final = 0.02
-NOBODY: Final = -1
+UNOWNED: Final = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,6 @@ class Arena:
         return self.memory.address
 
     def image(self, location: int, nbytes: int) -> memoryview:
-        """The bytes of a slot."""
         return self.memory.view[location : location + nbytes]
 
     def slot_bytes(self, nbytes: int) -> int:
@@ -110,10 +109,9 @@ class Arena:
         return slab.start * CHUNK + slot * slot_bytes
 
     def free(self, location: int) -> None:
-        """Give a slot back."""
         slab = self._slab(location)
         slot = (location - slab.start * CHUNK) // slab.slot_bytes
-        slab.owners[slot] = NOBODY
+        slab.owners[slot] = UNOWNED
         slab.free.append(slot)
         self._free_slots[slab.slot_bytes] += 1
         self.used_bytes -= slab.slot_bytes
@@ -132,7 +130,6 @@ class Arena:
         return slots * slot_bytes
 
     def set_owner(self, location: int, owner: int) -> None:
-        """A slot changes hands."""
         slab = self._slab(location)
         slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes] = owner
 
@@ -151,7 +148,6 @@ class Arena:
         return self._sizes[slot_bytes]
 
     def slabs_in(self, start: int, chunks: int) -> list[Slab]:
-        """The slabs that lie in a stretch of chunks."""
         starts = np.unique(self._slab_of_chunk[start : start + chunks])
         return [self._slab_at[int(at)] for at in starts if at >= 0]
 
@@ -172,7 +168,7 @@ class Arena:
         if start is None:
             return None
         slots = chunks * CHUNK // slot_bytes
-        slab = Slab(start, chunks, slot_bytes, [NOBODY] * slots, list(range(slots - 1, -1, -1)))
+        slab = Slab(start, chunks, slot_bytes, [UNOWNED] * slots, list(range(slots - 1, -1, -1)))
         self._taken[start : start + chunks] = True
         self._free_chunks -= chunks
         self._free_slots[slot_bytes] += slots

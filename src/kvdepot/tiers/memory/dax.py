@@ -10,10 +10,7 @@ from kvdepot.errors import ConfigError
 
 
 def open_device(setting: str, path: Path, nbytes: int) -> int:
-    """A descriptor of at least `nbytes` that can be mapped, ours alone until it is closed.
-
-    ConfigError where there is none.
-    """
+    """A descriptor that can be mapped, ours alone until it is closed. ConfigError if too small."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

@@ -32,6 +32,11 @@ class Memory:
     direct I/O into 4 KiB pages reaches about half the rate.
     """
 
+    huge = False
+    fd = -1
+    _collapse = False
+    _closed = False
+    _toucher: threading.Thread | None = None
     _parts: tuple[tuple[int, int], ...] = ()
     """Descriptors that are mapped, and how much of each."""
 
@@ -47,8 +52,6 @@ class Memory:
         limit = memory_limit()
         if self.nbytes > limit:
             raise OSError(errno.ENOMEM, f"{nbytes} bytes asked for, this machine has {limit}")
-        self.huge = False
-        self.fd = -1
         if huge_pages != "never":
             self._try_hugetlb()
         if not self.huge and huge_pages == "always":
@@ -72,7 +75,6 @@ class Memory:
         """
         memory = cls.__new__(cls)
         memory.nbytes = sum(nbytes for _, nbytes in parts)
-        memory.huge, memory.fd, memory._collapse = False, -1, False
         for fd, nbytes in parts:
             if dax.size_of(fd) < nbytes or nbytes % HUGE_BYTES:
                 _close_all(parts)
@@ -86,7 +88,7 @@ class Memory:
         """Memory of one NUMA node, on transparent huge pages where there are any; or OSError."""
         memory = cls.__new__(cls)
         memory.nbytes = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
-        memory.huge, memory.fd, memory._collapse = False, -1, shared
+        memory._collapse = shared
         memory._map_plain(shared=shared)
         memory._map.madvise(mmap.MADV_HUGEPAGE)
         memory._start()
@@ -103,8 +105,6 @@ class Memory:
         self.view = whole[skip : skip + self.nbytes]
         self.address, _ = address_of(self.view, writable=True)
         self._stop = threading.Event()
-        self._toucher: threading.Thread | None = None
-        self._closed = False
 
     def prefault(self, then: Callable[[], object]) -> None:
         """Touch all pages in the background, because the first touch is slow; then call `then`."""
@@ -128,7 +128,6 @@ class Memory:
         return bool(libc.mlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes)) == 0)
 
     def stop(self) -> None:
-        """End the prefaulting."""
         self._stop.set()
         if self._toucher is not None:
             self._toucher.join()
@@ -221,9 +220,8 @@ class Memory:
         return True
 
     def _make_huge(self, offset: int, length: int) -> None:
-        """Huge pages for shared memory, where the kernel gives none at the first touch.
-
-        A page of each is touched, then they are collapsed; where that fails they stay small.
+        """Touch a page of each, then collapse them: shared memory has no huge pages at
+        the first touch. Where that fails they stay small.
         """
         for at in range(offset, offset + length, HUGE_BYTES):
             self._advise(at, _PAGE, _MADV_POPULATE_WRITE)

@@ -58,7 +58,6 @@ def bind(address: int, nbytes: int, node: int) -> None:
 
 
 def _nodes() -> dict[int, int]:
-    """Nodes that have memory, and how much."""
     found: dict[int, int] = {}
     for folder in _NODES.glob("node[0-9]*"):
         for line in (folder / "meminfo").read_text().splitlines():
