@@ -9,8 +9,15 @@ from tests.support.cxl_world import settle
 from kvdepot.core.depot import Depot
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.testing.in_place_contract import InPlaceContract
-from kvdepot.testing.store_contract import OpenDepot, StoreContract, prompt, put, small, space_of
+from kvdepot.testing.store_contract import (
+    InPlaceContract,
+    OpenDepot,
+    StoreContract,
+    prompt,
+    put,
+    small,
+    space_of,
+)
 
 
 @pytest.fixture(params=["private", "shared", "device"])

@@ -7,8 +7,7 @@ import pytest
 
 from kvdepot.core.depot import Depot
 from kvdepot.store.open import open_store
-from kvdepot.testing.in_place_contract import InPlaceContract
-from kvdepot.testing.store_contract import OpenDepot, StoreContract, small
+from kvdepot.testing.store_contract import InPlaceContract, OpenDepot, StoreContract, small
 
 
 @pytest.fixture(params=[False, True], ids=["private", "shared"])

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.testing.in_place_contract import InPlaceContract
-from kvdepot.testing.store_contract import OpenDepot, StoreContract, small
+from kvdepot.testing.store_contract import InPlaceContract, OpenDepot, StoreContract, small
 
 
 @pytest.fixture

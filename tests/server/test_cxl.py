@@ -11,10 +11,10 @@ import kvdepot
 from kvdepot.core.depot import Arrival, Depot
 from kvdepot.testing.daemons import DaemonStore, open_daemon
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.in_place_contract import InPlaceContract
 from kvdepot.testing.store_contract import (
     BLOCK_BYTES,
     LAYERS,
+    InPlaceContract,
     OpenDepot,
     StoreContract,
     prompt,

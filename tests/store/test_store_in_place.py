@@ -1,5 +1,5 @@
 """Offloading and onboarding in place, where the store is our own; the laws that every store obeys
-are in kvdepot.testing.in_place_contract."""
+are in kvdepot.testing.store_contract."""
 
 import errno
 import threading
@@ -14,8 +14,7 @@ from kvdepot.core.config import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
-from kvdepot.testing.in_place_contract import Collector, expected, fill
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, space_of
+from kvdepot.testing.store_contract import BLOCK_BYTES, Collector, expected, fill, prompt, space_of
 
 
 def config(path: Path | None, dram: int = 4 << 20) -> kvdepot.Config:

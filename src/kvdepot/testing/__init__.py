@@ -1,7 +1,7 @@
 """What a tier's author and a store's tester need, shipped with the package.
 
 contract   the laws of core.tier.Tier as a test class to subclass (needs pytest and Hypothesis)
-store_contract, in_place_contract   the laws of a store, embedded or a daemon's, the same way
+store_contract   the laws of a store, embedded or a daemon's, the same way
 daemons    daemons in processes of their own, to be stopped, killed and started again
 twins      a memory tier; faulty, slow and counting wrappers around any tier
 faults     errors, torn writes, stalls and kills between a drive and its disk
