@@ -13,8 +13,8 @@ from kvdepot.cli import output
 from kvdepot.cli.arguments import add_store_settings, count, parse_settings
 from kvdepot.core import config
 from kvdepot.core.units import format_bytes
+from kvdepot.server.client_holdings import ClientLimits
 from kvdepot.server.daemon import Daemon
-from kvdepot.server.limits import ClientLimits
 from kvdepot.server.listener import Listener
 from kvdepot.wire.frames import PROTOCOL
 

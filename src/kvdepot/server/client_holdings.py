@@ -1,4 +1,4 @@
-"""What one client holds: leases, reserved slots and hints, from its first connection to its last.
+"""What one client holds and may hold: leases, slots, hints; from its first connection to its last.
 
 The connections of a session live and die together: when one ends, for whatever reason, the daemon
 hangs up on the others, and when the last is gone everything is given back. A client that was killed
@@ -9,17 +9,62 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from kvdepot.core.block import Put
 from kvdepot.errors import WireError
 from kvdepot.index.table import Keys
-from kvdepot.server.limits import ClientLimits, ServerCounters
 from kvdepot.store.mapped import Hold, MappedStore
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.write.put import NewBlock
 from kvdepot.wire.frames import Channel, Peer
 from kvdepot.wire.messages import TOKEN_BYTES
+
+HELLO_TIMEOUT_S: Final = 5.0
+"""A connection that does not say who it is for this long is closed."""
+TAKE_TIMEOUT_S: Final = 10.0
+"""A client that does not take what it was lent for this long is given up."""
+LINGER_S: Final = 30.0
+"""After a client was hung up on, it may have this long to let go of what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """Beyond these, connections are refused, leases are empty, reservations are throttled, and
+    hints bring nothing.
+    """
+
+    clients: int = 64
+    connections: int = 16
+    """Of one client."""
+    leases: int = 4096
+    """Leases of one client at a time."""
+    leased: int = 1 << 20
+    """Blocks in them."""
+    slots: int = 1 << 16
+    """Slots reserved by one client at a time."""
+    hints: int = 64
+    """Hints of one client under way at a time."""
+
+
+class ServerCounters:
+    """What happened so far, counted. Thread-safe."""
+
+    NAMES: Final = ("sessions", "connections", "requests", "refused", "malformed", "limited")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(self.NAMES, 0)
+
+    def count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+    def as_dict(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
 
 NO_LEASE = 0
 """The number of a lease or a reservation of nothing."""

@@ -13,8 +13,7 @@ from kvdepot.codec.record import VERSION as RECORD_VERSION
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.errors import StoreClosedError, WireError
-from kvdepot.server.client_holdings import ClientHoldings
-from kvdepot.server.limits import HELLO_TIMEOUT_S, LINGER_S
+from kvdepot.server.client_holdings import HELLO_TIMEOUT_S, LINGER_S, ClientHoldings
 from kvdepot.server.requests import ClientGoneError, RequestHandler
 from kvdepot.wire import messages
 from kvdepot.wire.frames import PROTOCOL, Channel, Frame, FrameKind

@@ -20,9 +20,8 @@ import kvdepot
 from kvdepot.core.config import Config
 from kvdepot.core.depot import FlushReport
 from kvdepot.core.log import RateLimitedLog
-from kvdepot.server.client_holdings import ClientHoldings
+from kvdepot.server.client_holdings import ClientHoldings, ClientLimits, ServerCounters
 from kvdepot.server.connection import Connection
-from kvdepot.server.limits import ClientLimits, ServerCounters
 from kvdepot.server.listener import Listener
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store

@@ -10,8 +10,7 @@ import numpy as np
 from kvdepot.core.config import Config
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
-from kvdepot.server.client_holdings import ClientHoldings
-from kvdepot.server.limits import TAKE_TIMEOUT_S
+from kvdepot.server.client_holdings import TAKE_TIMEOUT_S, ClientHoldings
 from kvdepot.store.mapped import BlockSize, Hold, MappedBlocks, MappedStore
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions import checked_name

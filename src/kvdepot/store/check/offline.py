@@ -23,11 +23,10 @@ from kvdepot.core.tier import Contents
 from kvdepot.errors import FormatError
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.contents import read_contents
-from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.drive import Drive, Numbers
 from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.mount import mount
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
-from kvdepot.tiers.log.segments import Numbers
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes there are."""

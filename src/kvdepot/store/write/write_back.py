@@ -139,7 +139,8 @@ class WriteBack:
             _log.warning("%s: %d blocks were not written", self._lower.name, job.given_up)
         with state.lock:
             self._lower.shares.done(drive, nbytes)
-        self._room.keep_spare(drive)
+        if not self._lower.tier.drive(drive).spare_segments:
+            self._room.keep_spare(drive)
         with state.lock:
             self._busy[drive] -= 1
             state.work.notify_all()

@@ -47,11 +47,10 @@ class Breaker:
         self._is_slow = False
         self._reason = ""
         self.errors = 0
-
-    @property
-    def closed(self) -> bool:
+        self.closed = True
         """Whether the medium works, as far as is known."""
-        return not self._pause_s
+        self.troubled = False
+        """Whether it is open or has counted an error: `succeeded` has something to do."""
 
     def allows(self) -> bool:
         """Whether to try now. When open and the pause is over, True for one caller per pause."""
@@ -74,6 +73,7 @@ class Breaker:
                 self._in_a_row = 0
                 self._pause_s = 0.0
                 self._reason = ""
+                self.closed, self.troubled = True, False
             if was_open and self._changed is not None:
                 self._changed("")
 
@@ -86,6 +86,7 @@ class Breaker:
         with self._lock:
             self.errors += 1
             self._in_a_row += 1
+            self.troubled = True
             if self._in_a_row < self._tolerance and not at_once and not self._pause_s:
                 return
             if self._pause_s and not self._trying:
@@ -96,6 +97,7 @@ class Breaker:
             was_open = self._pause_s > 0
             doubled = self._pause_s * 2 or self._pauses.initial_s
             self._pause_s = min(doubled, self._pauses.max_s)
+            self.closed = False
             self._retry_at = self._clock.now() + self._pause_s
         if not was_open and self._changed is not None:
             self._changed(reason)

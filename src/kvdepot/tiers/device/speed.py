@@ -85,6 +85,7 @@ class Gauge:
         self._clock = clock
         self._lock = threading.Lock()
         self.running = 0
+        """Calls that wait for reads of the drive now."""
         """Calls under way."""
         self._peak = 0
         self._began_s = 0.0

@@ -30,6 +30,7 @@ class Wear:
         self._opened_s = wall.now()
         self._lock = threading.Lock()
         self._budget = self._kept(daily_bytes) if daily_bytes else None
+        self.limited = daily_bytes > 0
         self._taken_bytes = 0.0
         """Taken out of what the superblock says, and not written yet."""
 
@@ -42,10 +43,6 @@ class Wear:
         found = Endurance(daily_bytes, known.budget_bytes, at_s)
         found.fill(self._opened_s)
         return found
-
-    @property
-    def has_budget(self) -> bool:
-        return self._budget is not None
 
     @property
     def bucket_bytes(self) -> float:

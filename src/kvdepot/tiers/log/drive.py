@@ -12,17 +12,17 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
-from kvdepot.codec.segment import SegmentHeader, footer_bytes, pack_entry
+from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, pack_entry
 from kvdepot.core.clock import Clock
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import DriveFacts, Purpose
-from kvdepot.native import READ, WRITE, address_of
+from kvdepot.native import READ, WRITE, address_of, checksum
 from kvdepot.tiers.device.breaker import Breaker
 from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops
 from kvdepot.tiers.device.speed import Gauge
@@ -30,19 +30,98 @@ from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium, MountSettings
 from kvdepot.tiers.log.notes import Notes
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
-from kvdepot.tiers.log.segments import (
-    Appended,
-    Numbers,
-    Segment,
-    SegmentWrites,
-    closing_pages,
-    kept_back,
-)
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
 _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
+_NOTE_RESERVE_MAX: Final = 64 << 10
+_CARRY_RESERVE_MAX: Final = 256 << 10
+
+
+def kept_back(purpose: Purpose, segment_bytes: int, *, last: bool) -> int:
+    """Room in a segment that is not for this purpose: in each some for notes alone, so that
+    removals can be recorded on a full drive; in the last some for notes that a reclaim must carry.
+    """
+    notes = 0 if purpose.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
+    carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)
+    return notes + (carried if last and purpose is not Purpose.CARRY else 0)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One extent in use."""
+
+    segment_id: int
+    slot: int
+    tail: int = PAGE
+    sealed: bool = False
+    live_bytes: int = 0
+    live_count: int = 0
+    entries: list[bytes] = field(default_factory=list)
+    """Footer entries, as packed bytes; emptied when the segment is sealed."""
+    count: int = 0
+    runs: int = 0
+    """Writes under way; a segment is sealed when it is full and they have ended."""
+    extent: tuple[int, int] = (-1, 0)
+    """Descriptor of its file, and where it begins there."""
+    unentered: int = 0
+    """Blocks that were given a place but are in no index yet, so that they look dead."""
+
+
+def closing_pages(
+    segment: Segment, segment_bytes: int, store: bytes, *, sealed: bool
+) -> tuple[int, bytes, bytes]:
+    """Where a segment's footer begins, the footer, and the trailer, which is its last page."""
+    footer = b"".join(segment.entries)
+    segment.count = len(footer) // ENTRY.itemsize
+    offset = segment_bytes - footer_bytes(segment.count)
+    trailer = Trailer(
+        segment.segment_id, segment.slot, segment_bytes, offset,
+        segment.tail, segment.count, sealed, checksum(footer), store,
+    )  # fmt: skip
+    return offset, footer.ljust(segment_bytes - PAGE - offset, b"\0"), trailer.pack()
+
+
+@dataclass(slots=True)
+class SegmentWrites:
+    """Records that go into one segment: the number of each image and its offset."""
+
+    segment: Segment
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Where a record went."""
+
+    slot: int
+    page: int
+    segment_id: int
+
+
+class Numbers:
+    """Segment ids and record sequences of a tier: each is given out once, and they rise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segment_id = 1
+        self._sequence = 1
+
+    def raise_to(self, segment_id: int, sequence: int) -> None:
+        with self._lock:
+            self._segment_id = max(self._segment_id, segment_id + 1)
+            self._sequence = max(self._sequence, sequence + 1)
+
+    def segment_id(self) -> int:
+        with self._lock:
+            self._segment_id += 1
+            return self._segment_id - 1
+
+    def sequence(self) -> int:
+        with self._lock:
+            self._sequence += 1
+            return self._sequence - 1
 
 
 class Drive:
@@ -102,6 +181,7 @@ class Drive:
                 continue
             found.append(recovered)
             segment = Segment(recovered.segment_id, slot, recovered.tail, recovered.sealed)
+            segment.extent = self.medium.extent(slot)
             segment.count = len(recovered.entries)
             self.segments[slot] = segment
         self.free.sort(reverse=True)
@@ -197,7 +277,7 @@ class Drive:
     ) -> list[SegmentWrites]:
         """Give images their places, as far as there is room; `full` gets what is to be sealed."""
         closed = self.retired or (self.draining and not purpose.is_note)
-        if self.lost or closed or not self.breaker.allows():
+        if self.lost or closed or not (self.breaker.closed or self.breaker.allows()):
             return []
         if not self.medium.intact():
             self.lose()
@@ -220,8 +300,15 @@ class Drive:
                 segment.tail += len(image)
                 segment.count += 1
                 segment.unentered += not purpose.is_note
-        self.wear.spend(sum(len(images[index]) for run in runs for index, _ in run.places))
+        self._spend(sum(len(images[index]) for run in runs for index, _ in run.places))
         return runs
+
+    def _spend(self, nbytes: int) -> None:
+        """Bytes are about to be written."""
+        if self.wear.limited:
+            self.wear.spend(nbytes)
+        else:
+            self.wear.written_bytes += nbytes
 
     def _write(
         self, runs: list[SegmentWrites], images: Sequence[memoryview], *, wait: bool
@@ -229,7 +316,7 @@ class Drive:
         """Write what was given a place; for each image whether it is on disk. No lock held."""
         rows = []
         for run in runs:
-            fd, base = self.medium.extent(run.segment.slot)
+            fd, base = run.segment.extent
             rows += [(index, fd, base + offset) for index, offset in run.places]
         ops = io_ops(len(rows))
         ops["opcode"] = WRITE
@@ -280,7 +367,8 @@ class Drive:
     def _judge(self, codes: Sequence[int]) -> None:
         bad = [-code for code in codes if code < 0]
         if not bad:
-            self.breaker.succeeded(by_writing=True)
+            if self.breaker.troubled:
+                self.breaker.succeeded(by_writing=True)
             return
         for code in bad:
             self.breaker.failed(
@@ -308,6 +396,7 @@ class Drive:
             if before is not None and self._to_be_sealed(before):
                 full.append(before)
         segment = Segment(self._numbers.segment_id(), slot)
+        segment.extent = self.medium.extent(slot)
         header = SegmentHeader(segment.segment_id, slot, self.settings.segment_bytes, self.store)
         try:
             fd, base = self.medium.extent(slot)
@@ -364,7 +453,7 @@ class Drive:
         return DriveFacts(
             label=self.medium.label,
             up=up,
-            takes_blocks=usable and not self.wear.spent,
+            takes_blocks=usable and not (self.wear.limited and self.wear.spent),
             lost=self.lost,
             draining=self.draining,
             retired=self.retired,
@@ -449,6 +538,7 @@ class Drive:
             if slot is None:
                 return None
             lent = Segment(self._numbers.segment_id(), slot)
+            lent.extent = self.medium.extent(slot)
             with self._books:
                 self.segments[slot] = lent
             return lent
@@ -456,7 +546,7 @@ class Drive:
     def take_back(self, lent: Segment, written_bytes: int = 0) -> None:
         """The segment is free again, after so much was written to it."""
         with self._turn:
-            self.wear.spend(written_bytes)
+            self._spend(written_bytes)
             if self.segments.get(lent.slot) is lent:
                 self.release(lent.slot)
 
@@ -616,7 +706,7 @@ class Drive:
             fd, base = self.medium.extent(segment.slot)
             offset, footer, trailer = closing_pages(segment, nbytes, self.store, sealed=sealed)
         with self._turn:
-            self.wear.spend(PAGE + len(footer) + len(trailer))
+            self._spend(PAGE + len(footer) + len(trailer))
         try:
             with self._syncing:
                 self._sync_slot(segment.slot)

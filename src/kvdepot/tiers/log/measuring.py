@@ -13,8 +13,7 @@ from kvdepot.codec.record import PAGE
 from kvdepot.core.clock import Clock
 from kvdepot.tiers.device.speed import Profile
 from kvdepot.tiers.device.survey import SURVEY_BYTES_MIN, Survey, SurveyLimits
-from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.segments import Segment
+from kvdepot.tiers.log.drive import Drive, Segment
 
 ProfileMode = Literal["auto", "always", "never"]
 WORTH_BYTES: Final = 1 << 30

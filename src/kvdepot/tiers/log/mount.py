@@ -15,7 +15,7 @@ from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superbloc
 from kvdepot.core.clock import Clock
 from kvdepot.errors import ConfigError, FormatError
 from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.drive import Drive, Numbers
 from kvdepot.tiers.log.medium import (
     DeviceMedium,
     DirectoryMedium,
@@ -23,7 +23,6 @@ from kvdepot.tiers.log.medium import (
     MountSettings,
     open_medium,
 )
-from kvdepot.tiers.log.segments import Numbers
 
 _BLANK_BYTES: Final = 128 << 10
 _SLOTS_MIN: Final = 3

@@ -55,11 +55,10 @@ from kvdepot.tiers.device.files import Files, Ops, io_ops
 from kvdepot.tiers.device.speed import PROFILE_TAG
 from kvdepot.tiers.device.survey import FLASH
 from kvdepot.tiers.log.contents import read_contents
-from kvdepot.tiers.log.drive import Drive
+from kvdepot.tiers.log.drive import Drive, Numbers
 from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.mount import mount
-from kvdepot.tiers.log.segments import Numbers
 from kvdepot.tiers.memory.memory import Memory
 
 _log: Final = logging.getLogger("kvdepot.tiers")
@@ -192,7 +191,8 @@ class LogTier:
 
     def _plan(self, loads: Sequence[Load]) -> PlannedReads:
         involved = {drive_of(load.location) for load in loads}
-        allowed = {index for index in involved if self.drives[index].breaker.allows()}
+        breakers = {index: self.drives[index].breaker for index in involved}
+        allowed = {index for index, one in breakers.items() if one.closed or one.allows()}
         rows: list[tuple[Any, ...]] = []
         asked: list[int] = []
         expected = bytearray(_IDENTITY_BYTES * len(loads))
@@ -204,7 +204,7 @@ class LogTier:
                 continue
             at = _IDENTITY_BYTES * index
             expected[at : at + _IDENTITY_BYTES] = identity(Kind.BLOCK, load.key, segment.segment_id)
-            rows.append(_read_op(load, *drive.medium.extent(segment.slot), expected_at + at))
+            rows.append(_read_op(load, *segment.extent, expected_at + at))
             asked.append(index)
         ops = io_ops(len(rows))
         if rows:
@@ -427,7 +427,7 @@ class LogTier:
         return self.drives[drive].facts()
 
     def write_budget(self) -> WriteBudget | None:
-        if not any(drive.wear.has_budget for drive in self.drives):
+        if not any(drive.wear.limited for drive in self.drives):
             return None
         usable = [one for one in self.drives if one.breaker.closed and not one.draining]
         return WriteBudget(
@@ -526,7 +526,8 @@ class LogTier:
 
     def _judge(self, drive: Drive, code: int) -> None:
         if code == 0:
-            drive.breaker.succeeded()
+            if drive.breaker.troubled:
+                drive.breaker.succeeded()
         elif code == -errno.ETIMEDOUT:
             drive.breaker.failed("reads do not finish", at_once=True)
         elif code != -errno.EBADMSG:
