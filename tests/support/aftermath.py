@@ -154,9 +154,12 @@ def judge_residency(plan: Plan, promises: Promises) -> None:
             named = store.match([key]).tiers
             into = bytearray(len(payload_of(key)))
             got = store.get(key, into)
-            # Read-ahead may have brought it to memory in between.
+            # In between read-ahead may have brought it to memory, or a reclaim have dropped the
+            # copy in the faster tier: then that is what `match` says now.
+            now = store.match([key]).tiers
             ahead = bool(named) and got.tier == "dram"
-            assert ahead or (got.tier,) == (named or (None,)), f"{key.hex()}: {named}, but {got}"
+            said = {*(named or (None,)), *(now if named else ())}
+            assert ahead or got.tier in said, f"{key.hex()}: {named}, {now}, but {got}"
             assert got.tier is None or into == payload_of(key)
 
 
