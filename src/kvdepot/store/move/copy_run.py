@@ -7,7 +7,6 @@ A removed block that is still leased can be moved. Its record keeps its old sequ
 removal that was recorded covers it until the new one is, which is before the old copy goes.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Final
 
 from kvdepot.codec.copy_ops import transfers
 from kvdepot.codec.record import parse_own, record_bytes
+from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import Purpose, Removal
 from kvdepot.native import COPY, address_of
 from kvdepot.store.state.lower_tier import LowerTier
@@ -30,7 +30,7 @@ _STAGING_S: Final = 1.0
 _NOTE_TRIES: Final = 3
 _NOTE_BYTES: Final = 32 << 10
 """Room that a note of removals can take."""
-_log = logging.getLogger("kvdepot.store")
+_log = RateLimitedLog("kvdepot.store")
 
 MakeRoom = Callable[[LowerTier, int, int], bool]
 """Tier, drive and bytes: do what lets a refused append succeed. False: nothing helps."""

@@ -5,7 +5,6 @@ verifies each block and copies it to its target while the next ones are in fligh
 corrupt, failed or late is a miss; the others are delivered.
 """
 
-import logging
 import queue
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from kvdepot.codec.copy_ops import copy_op, transfers
 from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.block import BlockKey, CopyState, Got
 from kvdepot.core.depot import Arrival, Sink
+from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive_of
 from kvdepot.index.table import NONE
 from kvdepot.native import address_of
@@ -43,7 +43,7 @@ _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""
 _LOOK_AGAIN_S: Final = 0.5
 _WAIT_MAX_S: Final = 60.0
-_log = logging.getLogger("kvdepot.store")
+_log = RateLimitedLog("kvdepot.store")
 
 
 @dataclass(slots=True)

@@ -4,13 +4,13 @@ A block that cannot be written is given up: it stays in memory as long as there 
 and `flush` tells. So a failed disk makes the store smaller, never slower or stuck.
 """
 
-import logging
 import threading
 from collections import Counter
 from typing import Final
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.depot import FlushReport
+from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import pack_location
 from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.move.copy_run import CopyJob, Piece, RecordMover
@@ -29,7 +29,7 @@ _YIELD_S: Final = 0.1
 _PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
 """Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
-_log = logging.getLogger("kvdepot.store")
+_log = RateLimitedLog("kvdepot.store")
 
 
 class WriteDown(CopyJob):
