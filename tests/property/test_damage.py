@@ -95,7 +95,8 @@ class Bench:
 
     def damage(self, name: str, rng: random.Random) -> None:
         self.damaged = True
-        file = rng.choice(sorted(self.path.iterdir()))
+        # A superblock that is being replaced is there for an instant only.
+        file = rng.choice([one for one in sorted(self.path.iterdir()) if one.suffix != ".new"])
         size = file.stat().st_size
         note(f"{name} {file.name}")
         with file.open("r+b") as opened:
