@@ -4,6 +4,7 @@ import multiprocessing
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -65,7 +66,8 @@ class DaemonPlan:
 def daemon_store(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[Depot, str]]:
     """The store of a daemon in a process of its own, and its address."""
     directory.mkdir(exist_ok=True)
-    address = directory / "s"
+    short = Path(tempfile.mkdtemp(prefix="kvdepot-"))  # a socket's path has 107 bytes at most
+    address = short / "s"
     command = [sys.executable, "-m", "kvdepot", "serve", "--json", "--socket", str(address)]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
@@ -84,6 +86,7 @@ def daemon_store(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple
         process.terminate()
         process.communicate()
         shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(short, ignore_errors=True)
 
 
 def both(directory: Path, settings: Mapping[str, Any], scope: ExitStack) -> tuple[Store, Depot]:

@@ -24,6 +24,7 @@ from kvdepot.core.depot import (
 )
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
+from kvdepot.core.tier import Removal
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.check.online import check_store
@@ -35,6 +36,7 @@ from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.sessions import Sessions, by_tag, checked_name, state_of
+from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.stats import describe
 from kvdepot.store.trace_recorder import TraceRecorder
@@ -317,16 +319,24 @@ class Store(Depot):
             rows = find_rows()
             state.doom(rows)
             state.counters.removed += len(rows)
-            removals = [
-                (lower, [lower.tier.removal(key, whole_namespace=whole_namespace) for key in keys])
-                for lower in tiers
-            ]
+            removals = self._removals(tiers, keys, whole_namespace=whole_namespace)
             state.written.wait_for(
                 lambda: not state.is_being_written(filter(state.catalog.is_doomed, rows)), limit_s
             )
+            if not find_rows():  # not put again meanwhile: what was written since is covered too
+                removals = self._removals(tiers, keys, whole_namespace=whole_namespace)
         for lower, notes in removals:
             self._drives.mover.record_removals(lower, notes)
         return len(rows)
+
+    def _removals(
+        self, tiers: Sequence[LowerTier], keys: Sequence[BlockKey], *, whole_namespace: bool
+    ) -> list[tuple[LowerTier, list[Removal]]]:
+        """Notes that cover every record of the keys that exists now."""
+        return [
+            (lower, [lower.tier.removal(key, whole_namespace=whole_namespace) for key in keys])
+            for lower in tiers
+        ]
 
     def _not_in_memory(self, prompts: Sequence[Sequence[BlockKey]]) -> list[BlockKey]:
         """What of prompts could come to memory, the heads of all of them first."""

@@ -28,6 +28,10 @@ _TRIES_MAX: Final = 8
 _STAGING_S: Final = 1.0
 """How long to wait for memory to read into."""
 _NOTE_TRIES: Final = 3
+_NOTE_TRIES_MAX: Final = 20
+_NOTE_PAUSE_S: Final = 0.01
+_NOTE_WAIT_S: Final = 1.0
+"""How long to wait for a drive that is left alone for a moment, where no drive has a removal."""
 _NOTE_BYTES: Final = 32 << 10
 """Room that a note of removals can take."""
 _log = RateLimitedLog("kvdepot.store")
@@ -185,13 +189,22 @@ class RecordMover:
         """Record removals on every drive of a tier: older copies may lie on any. Takes the lock
         only to count.
         """
-        failed = target.tier.erase(removals) if removals else []
-        for _ in range(_NOTE_TRIES):
+        state, tier = self._state, target.tier
+        failed = tier.erase(removals) if removals else []
+        deadline_s = state.clock.now() + _NOTE_WAIT_S
+        for tries in range(_NOTE_TRIES_MAX):
             if not failed:
                 return
             for drive in failed if make_room else ():
                 self._make_room(target, drive, _NOTE_BYTES)
-            failed = target.tier.erase(removals, failed)
+            if len(failed) == tier.drive_count():  # one drive is enough: wait for the first
+                retry_s = min(tier.drive(drive).retry_in_s for drive in failed)
+                if state.clock.now() + retry_s > deadline_s:
+                    break
+                state.closing.wait(max(retry_s, _NOTE_PAUSE_S))
+            elif tries >= _NOTE_TRIES:
+                break
+            failed = tier.erase(removals, failed)
         if failed:
             with self._state.lock:
                 self._state.counters.removal_unrecorded += 1
