@@ -170,6 +170,8 @@ class RecordMover:
         """
         left = readable = self._read(job, piece)
         for drive in drives:
+            if not left:
+                break
             left = self._append(job, piece, left, drive, make_room)
             for _ in range(_TRIES_MAX):
                 if not left or make_room is None:
@@ -177,8 +179,6 @@ class RecordMover:
                 if not make_room(job.target, drive, max(len(image) for _, image in left)):
                     break
                 left = self._append(job, piece, left, drive, make_room)
-            if not left:
-                break
         with self._state.lock:
             self._give_up(job, piece, [row for row, _ in left])
         return len(left) < len(readable) or not readable
@@ -191,13 +191,14 @@ class RecordMover:
         """
         state, tier = self._state, target.tier
         failed = tier.erase(removals) if removals else []
+        used = sum(not tier.drive(drive).retired for drive in range(tier.drive_count()))
         deadline_s = state.clock.now() + _NOTE_WAIT_S
         for tries in range(_NOTE_TRIES_MAX):
             if not failed:
                 return
             for drive in failed if make_room else ():
                 self._make_room(target, drive, _NOTE_BYTES)
-            if len(failed) == tier.drive_count():  # one drive is enough: wait for the first
+            if len(failed) == used:  # one drive is enough: wait for the first
                 retry_s = min(tier.drive(drive).retry_in_s for drive in failed)
                 if state.clock.now() + retry_s > deadline_s:
                     break
