@@ -3,6 +3,7 @@
 KVDepotError
   ConfigError            the caller's configuration is wrong; nothing was started
   FormatError            a store on disk cannot be used: newer format, or not a store
+  UnsafePathError        a file or folder that other users own, or may change
   StoreBusyError         another process has the store open for writing
   DaemonError            no daemon can be used, or started, on a socket
   WireError              what came over a daemon's socket makes no sense
@@ -44,6 +45,14 @@ class FormatError(KVDepotError):
     def __init__(self, path: str, reason: str, *, hint: str = "") -> None:
         super().__init__(f"{path}: {reason}", hint=hint)
         self.path = path
+
+
+class UnsafePathError(KVDepotError):
+    """What lies at `path` is, or could be, under the control of another user."""
+
+    def __init__(self, path: object, reason: str, *, hint: str = "") -> None:
+        super().__init__(f"{path}: {reason}", hint=hint)
+        self.path = str(path)
 
 
 class StoreBusyError(KVDepotError):

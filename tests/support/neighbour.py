@@ -1,0 +1,45 @@
+"""Another user of this machine: runs code as a user of another number. Only root can."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+NEIGHBOURS = (65534, 12345)
+needs_neighbour = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs a second user, which only root can be: run as root"
+)
+_BECOME = """
+import ctypes, errno, fcntl, json, mmap, os, signal, socket, stat, struct, sys, tempfile, threading
+from pathlib import Path
+import kvdepot, kvdepot.client.open, kvdepot.server.daemon, kvdepot.cli.main, kvdepot.cli.serve
+os.setgroups([])
+os.setgid({uid})
+os.setuid({uid})
+os.chdir("/")
+"""
+
+
+def as_neighbour(code: str, *arguments: object, uid: int = NEIGHBOURS[0]) -> str:
+    """What the code prints when another user runs it; the last line of its error if it fails."""
+    command = [sys.executable, "-c", _BECOME.format(uid=uid) + code, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return ended.stdout.strip() or ended.stderr.strip().rpartition("\n")[2]
+
+
+def start_neighbour(
+    code: str, *arguments: object, uid: int = NEIGHBOURS[0]
+) -> "subprocess.Popen[str]":
+    """`as_neighbour` in the background; the caller ends it."""
+    command = [sys.executable, "-c", _BECOME.format(uid=uid) + code, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def shared_folder() -> "tempfile.TemporaryDirectory[str]":
+    """A folder where everybody may make files, like the system's own for temporary ones."""
+    folder = tempfile.TemporaryDirectory(prefix="kvdepot-shared-", dir="/dev/shm")
+    Path(folder.name).chmod(0o1777)
+    return folder
