@@ -6,13 +6,15 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.support.waiting import until
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import SystemClock
-from kvdepot.core.tier import Outcome
+from kvdepot.core.tier import Outcome, segment_of
 from kvdepot.testing.contract import load, store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import make_image, make_key, make_load
@@ -186,3 +188,68 @@ def test_recovery_after_a_crash_is_logged(tmp_path: Path, caplog: pytest.LogCapt
     (said,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "ssd: 1 blocks in 1 segments" in said.getMessage()
     assert said.getMessage().endswith("1 were scanned after a crash")
+
+
+def on_second(tier: LogTier, number: int) -> list[int]:
+    """Store a block on the second drive."""
+    (place,) = tier.append(1, [block(number)])
+    assert place is not None
+    tier.count(place, 12_000)
+    return [place]
+
+
+def test_a_note_that_is_being_written_keeps_its_file_while_the_drive_goes(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
+    on_second(tier, 1)
+    stall = Stall()
+    fault = files.add(
+        Fault(Call.RUN_WRITE, stall, where=lambda operation: "second" in operation.path)
+    )
+    failed: list[int] = []
+    removal = tier.removal(make_key(1))
+    remover = threading.Thread(target=lambda: failed.extend(tier.erase([removal])))
+    remover.start()
+    until(lambda: fault.hits == 1)
+    retire = threading.Thread(target=tier.retire, args=[1])
+    retire.start()
+    until(lambda: tier.drive(1).retired)
+    tier.start_drain(1)  # waits for what has the drive's lock
+    assert list((tmp_path / "second").glob("segment-*")), "removed under a write"
+    assert not tier.erase([removal]), "a removal meets a drive that is about to go"
+    stall.release()
+    remover.join()
+    retire.join()
+    assert not failed and not list((tmp_path / "second").glob("segment-*"))
+    assert tier.flush()
+    tier.close()
+
+
+def test_a_reclaim_may_end_after_its_drive_has_gone(tmp_path: Path, files: FaultyFiles) -> None:
+    """As when a removal makes room on a drive whose drain ends meanwhile."""
+    tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
+    (place,) = on_second(tier, 1)
+    drive = tier.drives[1]
+    segment = drive.segments[segment_of(place)]
+    tier.retire(1)
+    drive.segments[segment.slot] = segment  # looked up a moment ago
+    image = make_image(make_key(1), bytes(12_000))
+    assert tier.read_records([make_key(1)], [place], [image]) == [False]
+    del drive.segments[segment.slot]
+    drive.release(segment.slot)
+    assert tier.release(1, segment.slot)
+    tier.close()
+
+
+def test_descriptions_can_be_read_while_others_are_written(tier: LogTier) -> None:
+    spaces = tier.drives[0].notes.spaces
+
+    class Growing(dict[bytes, tuple[int, bytes]]):
+        def items(self) -> Any:
+            for pair in super().items():
+                spaces[bytes([100 + len(spaces)] * 8)] = (1, b"{}")
+                yield pair
+
+    spaces = tier.drives[0].notes.spaces = Growing({b"\1" * 8: (1, b"{}")})
+    assert b"\1" * 8 in tier.descriptions()

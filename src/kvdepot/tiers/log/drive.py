@@ -157,6 +157,8 @@ class Drive:
         self._syncing = threading.Lock()
         self._turn = threading.RLock()
         self._books = threading.RLock()
+        self._settled = threading.Condition(self._books)
+        """A write has ended: a drive that is to be given back looks again."""
         self._active: Segment | None = None
         self._unsynced: set[int] = set()
         """Slots that were written to since they were last made durable."""
@@ -266,6 +268,8 @@ class Drive:
             self._finish(segment, sealed=True)
             with self._books:
                 segment.runs -= 1
+        with self._settled:
+            self._settled.notify_all()
         return results
 
     def _reserve(
@@ -399,7 +403,7 @@ class Drive:
         segment.extent = self.medium.extent(slot)
         header = SegmentHeader(segment.segment_id, slot, self.settings.segment_bytes, self.store)
         try:
-            fd, base = self.medium.extent(slot)
+            fd, base = segment.extent
             self.files.write(fd, base, header.pack())
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
@@ -522,7 +526,9 @@ class Drive:
         """A segment's extent is free for reuse; what it held is gone, also after a restart."""
         with self._turn:
             with self._books:
-                segment = self.segments.pop(slot)
+                segment = self.segments.pop(slot, None)
+                if segment is None:
+                    return  # the drive was given back meanwhile
                 if segment is self._active:
                     self._active = None
                 self._unsynced.discard(slot)
@@ -566,7 +572,7 @@ class Drive:
         segment = max(list(self.segments.values()), key=lambda one: one.tail, default=None)
         if segment is None or segment.tail <= PAGE:
             return None
-        fd, base = self.medium.extent(segment.slot)
+        fd, base = segment.extent
         whole = min(_TRIAL_BYTES, segment.tail - PAGE)
         starts = np.arange(PAGE, PAGE + whole, _TRIAL_UNIT)
         memory = aligned(whole)
@@ -669,9 +675,18 @@ class Drive:
             self.draining = True
 
     def retire(self) -> None:
-        """Give everything back and close the files: the drive can be unmounted."""
+        """Give everything back and close the files: the drive can be unmounted.
+
+        Notes that are being written have their files until they are, or until the time is over.
+        """
         with self._turn:
             self.draining = self.retired = True
+        with self._settled:
+            self._settled.wait_for(
+                lambda: not any(segment.runs for segment in self.segments.values()),
+                self.settings.write_timeout_s,
+            )
+        with self._turn:
             for slot in list(self.segments):
                 self.release(slot)
             self.resize(0)
@@ -703,7 +718,7 @@ class Drive:
         with self._books:
             if self.segments.get(segment.slot) is not segment:
                 return
-            fd, base = self.medium.extent(segment.slot)
+            fd, base = segment.extent
             offset, footer, trailer = closing_pages(segment, nbytes, self.store, sealed=sealed)
         with self._turn:
             self._spend(PAGE + len(footer) + len(trailer))

@@ -299,7 +299,7 @@ class LogTier:
         for index, (drive, location) in enumerate(zip(drives, locations, strict=True)):
             segment = drive.segments.get(segment_of(location))
             if segment is not None and drive in allowed:
-                fd, base = drive.medium.extent(segment.slot)
+                fd, base = segment.extent
                 asked.append((index, segment.segment_id))
                 rows.append((fd, base + page_of(location) * PAGE, *address_of(images[index])))
         ops = io_ops(len(rows))
@@ -351,10 +351,11 @@ class LogTier:
             drive.close()
             raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
         drive.resume(found)
-        for tag, description in self.descriptions().items():
-            drive.notes.remember(tag, description)
         self._paths.append(path)
         self.drives.append(drive)
+        for tag, description in self.descriptions().items():
+            if tag not in drive.notes.spaces:
+                drive.notes.remember(tag, description)
         return len(self.drives) - 1
 
     def index_of(self, path: Path) -> int:
@@ -386,7 +387,8 @@ class LogTier:
         return all(done)
 
     def descriptions(self) -> dict[bytes, bytes]:
-        known = {tag: text for one in self.drives for tag, (_, text) in one.notes.spaces.items()}
+        spaces = [one.notes.spaces.copy() for one in self.drives]  # others add to them meanwhile
+        known = {tag: text for one in spaces for tag, (_, text) in one.items()}
         known.pop(PROFILE_TAG, None)
         return known
 
@@ -416,8 +418,7 @@ class LogTier:
     def release(self, drive: int, slot: int) -> bool:
         if not self.carry_notes(drive, slot):
             return False
-        if slot in self.drives[drive].segments:
-            self.drives[drive].release(slot)
+        self.drives[drive].release(slot)
         return True
 
     def drive_count(self) -> int:
