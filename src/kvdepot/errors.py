@@ -2,6 +2,7 @@
 
 KVDepotError
   ConfigError            the caller's configuration is wrong; nothing was started
+  DriveError             a ConfigError: a drive cannot be used as it is; others may be
   FormatError            a store on disk cannot be used: newer format, or not a store
   UnsafePathError        a file or folder that other users own, or may change
   StoreBusyError         another process has the store open for writing
@@ -37,6 +38,10 @@ class ConfigError(KVDepotError, ValueError):
     def __init__(self, path: str, reason: str, *, hint: str = "") -> None:
         super().__init__(f"{path}: {reason}", hint=hint)
         self.path = path
+
+
+class DriveError(ConfigError):
+    """A drive cannot be used: gone, read-only, or something else lies in its place."""
 
 
 class FormatError(KVDepotError):

@@ -19,7 +19,7 @@ from kvdepot.core.config import (
     load,
 )
 from kvdepot.core.tier import Tier
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import ConfigError, DriveError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
@@ -86,6 +86,7 @@ def assemble(
                 given = files.share() if files is not None and tiers else files
                 tiers.append(_open_tier(settings, given, mode, wall or WallClock()))
             held.append(tiers[-1])
+        _require_a_drive(tiers)
         dram = config.dram
         arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
         held.append(arena)
@@ -120,6 +121,19 @@ def assemble(
         cxl.memory.prefault(bool)
     arenas = [arena, cxl] if cxl else [arena]
     return Store(StoreState(config, clock, catalog, arenas, staging, lower_tiers, return_times))
+
+
+def _require_a_drive(tiers: Sequence[Tier]) -> None:
+    """Raise where no drive at all could be mounted. One of several may be missing."""
+    logs = [tier for tier in tiers if isinstance(tier, LogTier)]
+    reasons = [error for tier in logs for error in tier.left_out.values()]
+    if len(logs) < len(tiers) or len(reasons) < sum(tier.drive_count() for tier in logs):
+        return
+    if len(reasons) == 1:
+        raise reasons[0]
+    if reasons:
+        told = "; ".join(map(str, reasons))
+        raise DriveError(f"{logs[0].name}.path", f"no drive works: {told}", hint=reasons[0].hint)
 
 
 def _take_in(lower_tiers: Sequence[LowerTier]) -> None:

@@ -104,8 +104,8 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
 
 def read_drive(drive: Drive) -> tuple[Contents, list[Recovered]]:
     """What a drive holds. Raises FileNotFoundError where a writer takes files away meanwhile."""
-    contents, (recovered,) = read_contents([drive])
-    return contents, recovered
+    recovered = drive.recover()
+    return read_contents([drive], [recovered]), recovered
 
 
 def reader_of(drive: Drive, slot: int) -> SegmentReader:

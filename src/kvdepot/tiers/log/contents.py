@@ -1,7 +1,6 @@
 """What the drives of a log tier hold when it is opened, as arrays: fast for millions of blocks."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,19 +19,18 @@ Array = npt.NDArray[Any]
 
 def read_contents(
     drives: Sequence[Drive],
+    recovered: Sequence[Sequence[Recovered]],
     first_drive: int = 0,
     *,
     others: Sequence[Drive] = (),
     mirrored: bool = False,
-) -> tuple[Contents, list[list[Recovered]]]:
-    """Recover drives, numbered from `first_drive`, fill their notes, count what is alive. Also
-    returns the segments that were found, for each drive.
+) -> Contents:
+    """The blocks in the segments that were recovered of drives, numbered from `first_drive`. Fills
+    the drives' notes and counts what is alive.
 
-    The drives are read at the same time. What `others` say of removals counts too. `mirrored`: of
-    several records of a block the newest on a second drive is alive as well.
+    What `others` say of removals counts too. `mirrored`: of several records of a block the newest
+    on a second drive is alive as well.
     """
-    with ThreadPoolExecutor(max(1, len(drives)), "kvdepot-recovery") as threads:
-        recovered = list(threads.map(Drive.recover, drives))
     parts = [np.zeros(0, ENTRY)]
     places = [np.zeros(0, np.int64)]
     for index, segments in enumerate(recovered):
@@ -59,8 +57,7 @@ def read_contents(
         second_of, seconds = second_of[same], seconds[same]
     counted = np.concatenate([locations[newest], locations[seconds]])
     _count(drives, counted, np.concatenate([sizes, sizes[second_of]]), first_drive)
-    found = Contents(words[newest], locations[newest], sizes, second_of, locations[seconds])
-    return found, recovered
+    return Contents(words[newest], locations[newest], sizes, second_of, locations[seconds])
 
 
 def _seconds(words: Array, locations: Array, alive: Array, newest: Array) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ from typing import Final, Literal, Protocol
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import Superblock, pack_slots
 from kvdepot.core.clock import Clock, WallClock
-from kvdepot.errors import ConfigError, FormatError, StoreBusyError
+from kvdepot.errors import ConfigError, DriveError, FormatError, StoreBusyError
 from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.device.files import Files
 
@@ -101,12 +101,12 @@ def open_medium(path: Path, files: Files, settings: MountSettings) -> Medium:
         mode = stat.S_IFDIR
     except OSError as error:
         reason = f"cannot use {path}: {error.strerror}"
-        raise ConfigError(f"{settings.tier}.path", reason) from error
+        raise DriveError(f"{settings.tier}.path", reason) from error
     if stat.S_ISBLK(mode):
         return DeviceMedium(path, files, settings)
     if not stat.S_ISDIR(mode):
         reason = f"{path} is neither a directory nor a block device"
-        raise ConfigError(f"{settings.tier}.path", reason)
+        raise DriveError(f"{settings.tier}.path", reason)
     return DirectoryMedium(path, files, settings)
 
 
@@ -288,7 +288,7 @@ class DirectoryMedium:
                 self._path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
         except OSError as error:
-            raise ConfigError(
+            raise DriveError(
                 f"{self._tier}.path",
                 f"cannot write to {self._path}: {error.strerror}",
                 hint="make the parent directory, check permissions, or open with mode='r'",
@@ -339,7 +339,7 @@ class DeviceMedium:
                     self.label, "the system or another process (mounted?)"
                 ) from error
             reason = f"cannot open {path}: {error.strerror}"
-            raise ConfigError(f"{settings.tier}.path", reason) from error
+            raise DriveError(f"{settings.tier}.path", reason) from error
         files.attach(self._fd, self.label)
         self._size = os.lseek(self._fd, 0, os.SEEK_END)
         if settings.writable:

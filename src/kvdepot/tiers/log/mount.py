@@ -1,5 +1,6 @@
 """Opening one drive: what it says about itself, or what its segments say where that is lost."""
 
+import errno
 import struct
 import uuid
 from collections import Counter
@@ -13,7 +14,7 @@ import numpy as np
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
 from kvdepot.core.clock import Clock
-from kvdepot.errors import ConfigError, FormatError
+from kvdepot.errors import ConfigError, DriveError, FormatError
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.drive import Drive, Numbers
 from kvdepot.tiers.log.medium import (
@@ -38,7 +39,10 @@ _PREFIX: Final = struct.Struct("<QII")
 def mount(
     path: Path, files: Files, settings: MountSettings, numbers: Numbers, clock: Clock
 ) -> Drive:
-    """Open a drive. Raises ConfigError, FormatError or StoreBusyError; then nothing is held."""
+    """Open a drive. Raises ConfigError, FormatError or StoreBusyError; then nothing is held.
+
+    DriveError and FormatError are the drive's fault, and concern no other drive.
+    """
     medium = open_medium(path, files, settings)
     try:
         superblock, damage = _superblock(medium, files, settings)
@@ -46,7 +50,7 @@ def mount(
     except OSError as error:
         medium.close()
         reason = f"cannot use {path}: {error.strerror}"
-        raise ConfigError(f"{settings.tier}.path", reason) from error
+        raise DriveError(f"{settings.tier}.path", reason) from error
     except (ConfigError, FormatError):
         medium.close()
         raise
@@ -54,6 +58,61 @@ def mount(
     store = uuid.UUID(superblock.store).bytes
     drive = Drive(medium, files, settings, store, slots, numbers, clock)
     drive.damage += damage
+    return drive
+
+
+class AbsentMedium:
+    """In place of a medium that cannot be opened: holds nothing, and may be tried again."""
+
+    direct = False
+
+    def __init__(self, path: Path) -> None:
+        self.label = str(path)
+
+    def read_superblock(self) -> bytes | None:
+        return None
+
+    def write_superblock(self, superblock: Superblock) -> None:
+        raise self._gone()
+
+    def open_slots(self, segment_bytes: int) -> list[int]:
+        return []
+
+    def slots_max(self, segment_bytes: int) -> int:
+        return 0
+
+    def create(self, slot: int, segment_bytes: int) -> None:
+        raise self._gone()
+
+    def remove(self, slot: int) -> None:
+        """There are no slots."""
+
+    def extent(self, slot: int) -> tuple[int, int]:
+        raise self._gone()
+
+    def intact(self) -> bool:
+        return False
+
+    def restorable(self) -> bool:
+        return True
+
+    def detach(self) -> None:
+        """Nothing is open."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _gone(self) -> OSError:
+        return OSError(errno.ENODEV, "the drive is not there", self.label)
+
+
+def leave_out(
+    path: Path, reason: str, files: Files, settings: MountSettings, numbers: Numbers, clock: Clock
+) -> Drive:
+    """In place of a drive that cannot be mounted: lost, until `mount` succeeds."""
+    drive = Drive(AbsentMedium(path), files, settings, bytes(16), 0, numbers, clock)
+    drive.lost = True
+    drive.breaker.failed(reason, at_once=True)
     return drive
 
 

@@ -7,6 +7,7 @@ A location is (drive, slot, page) in one integer. Which segment makes room is de
 import errno
 import logging
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -49,7 +50,7 @@ from kvdepot.core.tier import (
     page_of,
     segment_of,
 )
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import ConfigError, DriveError, FormatError, KVDepotError
 from kvdepot.native import READ, address_of
 from kvdepot.tiers.device.files import Files, Ops, io_ops
 from kvdepot.tiers.device.speed import PROFILE_TAG
@@ -58,7 +59,8 @@ from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive, Numbers
 from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.medium import MountSettings
-from kvdepot.tiers.log.mount import mount
+from kvdepot.tiers.log.mount import leave_out, mount
+from kvdepot.tiers.log.recovery import Recovered
 from kvdepot.tiers.memory.memory import Memory
 
 _log: Final = logging.getLogger("kvdepot.tiers")
@@ -109,12 +111,17 @@ class LogTier:
     def __init__(
         self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock
     ) -> None:
-        """Open the drives at `paths`. Takes over `files`: closes it, also when this raises."""
+        """Open the drives at `paths`. Takes over `files`: closes it, also when this raises.
+
+        A drive that cannot be used is left out (`left_out`) and tried again later.
+        """
         self.name = settings.tier
         self.writable = settings.writable
         self.drives: list[Drive] = []
         self._former: list[Drive] = []
         """Drives that were mounted anew."""
+        self.left_out: dict[int, KVDepotError] = {}
+        """Why drives could not be mounted, by their number, until they are."""
         self._paths = list(paths)
         self._files = files
         self._settings = settings
@@ -129,22 +136,15 @@ class LogTier:
             writable=settings.writable,
         )
         try:
-            for index in range(len(self._paths)):
-                self.drives.append(self._mount(index))
             self._contents = self._recover()
         except KVDepotError:
             self.close()
             raise
-        except OSError as error:
-            self.close()
-            full = error.errno == errno.ENOSPC
-            hint = "make room on the disk, or give another path" if full else ""
-            reason = f"cannot open the store: {error}"
-            raise ConfigError(f"{self.name}.path", reason, hint=hint) from error
 
     def _recover(self) -> Contents:
         started_s = self._clock.now()
-        contents, found = read_contents(self.drives, mirrored=self._settings.mirrored)
+        found = self._open_drives()
+        contents = read_contents(self.drives, found, mirrored=self._settings.mirrored)
         segments = [segment for recovered in found for segment in recovered]
         scanned = sum(segment.scanned for segment in segments)
         _log.log(
@@ -165,6 +165,45 @@ class LogTier:
             for drive, recovered in zip(self.drives, found, strict=True):
                 drive.resume(recovered)
         return contents
+
+    def _open_drives(self) -> list[list[Recovered]]:
+        """Mount all drives at the same time, and tell what is in their segments. Raises where the
+        settings are wrong or another process has a drive; then `drives` has those that are open.
+        """
+        with ThreadPoolExecutor(max(1, len(self._paths)), "kvdepot-recovery") as threads:
+            opening = [threads.submit(self._open_drive, path) for path in self._paths]
+        fatal: KVDepotError | None = None
+        found: list[list[Recovered]] = []
+        for index, future in enumerate(opening):
+            try:
+                drive, segments = future.result()
+            except (DriveError, FormatError) as error:
+                self.left_out[index] = error
+                drive, segments = self._leave_out(index, error), []
+            except KVDepotError as error:
+                fatal = fatal or error
+                continue
+            self.drives.append(drive)
+            found.append(segments)
+        if fatal is not None:
+            raise fatal
+        return found
+
+    def _open_drive(self, path: Path) -> tuple[Drive, list[Recovered]]:
+        """Mount a drive and read its segments. Raises as `mount`; then nothing is held."""
+        drive = mount(path, self._files, self._settings, self._numbers, self._clock)
+        try:
+            return drive, drive.recover()
+        except OSError as error:
+            drive.medium.close()
+            full = error.errno == errno.ENOSPC
+            hint = "make room on the disk, or give another path" if full else ""
+            reason = f"cannot open the store: {error}"
+            raise DriveError(f"{self.name}.path", reason, hint=hint) from error
+
+    def _leave_out(self, index: int, error: KVDepotError) -> Drive:
+        path, reason = self._paths[index], str(error)
+        return leave_out(path, reason, self._files, self._settings, self._numbers, self._clock)
 
     def append(
         self,
@@ -331,13 +370,19 @@ class LogTier:
             return None
         forget()
         lost.medium.detach()
-        fresh = self._mount(drive)
+        try:
+            fresh, found = self._open_drive(self._paths[drive])
+        except KVDepotError as error:
+            lost.breaker.failed(str(error), at_once=True)
+            raise
         fresh.wear.take_over(lost.wear)
         self._former.append(lost)
         others = [other for other in self.drives if other is not lost]
-        contents, (found,) = read_contents([fresh], first_drive=drive, others=others)
-        fresh.resume(found)
+        contents = read_contents([fresh], [found], first_drive=drive, others=others)
+        if self.writable:
+            fresh.resume(found)
         self.drives[drive] = fresh
+        self.left_out.pop(drive, None)
         _log.info("%s: mounted again, %d blocks", fresh.medium.label, len(contents.locations))
         return contents
 
@@ -345,8 +390,8 @@ class LogTier:
         setting = f"{self.name}.path"
         if path in self._paths or len(self._paths) > DRIVES_MAX:
             raise ConfigError(setting, f"{path} is in use, or there are too many drives")
-        drive = mount(path, self._files, self._settings, self._numbers, self._clock)
-        contents, (found,) = read_contents([drive])
+        drive, found = self._open_drive(path)
+        contents = read_contents([drive], [found])
         if len(contents.words) or drive.notes.removals or drive.notes.spaces:
             drive.close()
             raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
@@ -485,7 +530,8 @@ class LogTier:
         self._measuring.stop()
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        done = [drive.sync(timeout_s) for drive in self.drives]
+        present = [drive for at, drive in enumerate(self.drives) if at not in self.left_out]
+        done = [drive.sync(timeout_s) for drive in present]
         return all(done)
 
     def count(self, location: int, payload_bytes: int) -> None:
@@ -521,9 +567,6 @@ class LogTier:
         for drive in [*self.drives, *self._former]:
             drive.close()
         self._files.close()
-
-    def _mount(self, index: int) -> Drive:
-        return mount(self._paths[index], self._files, self._settings, self._numbers, self._clock)
 
     def _judge(self, drive: Drive, code: int) -> None:
         if code == 0:
