@@ -1,11 +1,15 @@
-"""All I/O of a drive goes through here: batches by the native engine, single pages by the OS.
+"""All I/O of a drive goes through here: batches by the native engine, single pages and everything
+that changes a directory by the OS.
 
-One seam, so that tests can put faults, delays and kills between a drive and its disk
-(kvdepot.testing.faults), and so that nothing else in the tiers calls the OS.
+One seam, so that tests can put faults, delays, kills and power cuts between a drive and its disk
+(kvdepot.testing.faults, kvdepot.testing.power), and so that nothing else in the tiers calls the OS.
 """
 
+import errno
 import mmap
 import os
+import stat
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +34,9 @@ def aligned(nbytes: int) -> memoryview:
 
 
 class Files:
-    """I/O on open descriptors. Raises OSError; batches report errors in their `result` column."""
+    """Files and directories of drives. Raises OSError; batches report errors in their `result`
+    column. What is made is for its owner alone.
+    """
 
     def __init__(self, kind: EngineKind = "auto", depth: int = 32, timeout_s: float = 10.0) -> None:
         self.engine = open_engine(kind, depth=depth)
@@ -40,6 +46,54 @@ class Files:
 
     emulated = False
     """Whether these are drives that the machine does not have (tiers.emulation)."""
+
+    def open_file(self, path: Path, flags: int) -> int:
+        """Open a regular file, or make it; ELOOP for a symlink, EINVAL for anything else.
+
+        A FIFO or a device in place of the file is not waited for.
+        """
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        os.set_blocking(fd, True)
+        return fd
+
+    def open_directory(self, path: Path, flags: int = 0) -> int:
+        """For `sync_directory`, and to tell whether it is still there."""
+        return os.open(path, flags | os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def open_device(self, path: Path, flags: int) -> int:
+        """Open a block device; its name may be a symlink."""
+        return os.open(path, flags | os.O_CLOEXEC)
+
+    def make_directory(self, path: Path) -> None:
+        """Make it durably, unless it exists."""
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            return
+        parent_fd = self.open_directory(path.parent)
+        try:
+            self.sync_directory(parent_fd)
+        finally:
+            os.close(parent_fd)
+
+    def unlink(self, path: Path) -> None:
+        """Take a file out of its directory, if it is there."""
+        path.unlink(missing_ok=True)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Give a file another name of the same directory, in place of what has that name."""
+        os.replace(source, target)
+
+    def sync_directory(self, fd: int) -> None:
+        """What was made, renamed and unlinked in a directory so far survives a power cut."""
+        os.fsync(fd)  # fdatasync need not write a new name down
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Give a file another size."""
+        os.ftruncate(fd, nbytes)
 
     def attach(self, fd: int, drive: str) -> None:
         """Know that a descriptor belongs to a drive."""
@@ -98,7 +152,7 @@ class Files:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            os.ftruncate(fd, nbytes)
+            self.truncate(fd, nbytes)
 
     def share(self) -> "Files":
         """The same for one holder more; the last to close it does so."""
@@ -111,4 +165,4 @@ class Files:
             self.engine.close()
 
 
-_UNSUPPORTED = frozenset({22, 38, 95})  # EINVAL, ENOSYS, EOPNOTSUPP
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})

@@ -145,14 +145,14 @@ class DirectoryMedium:
         self._parted: list[int] = []
         """Descriptors of slots that are gone: they point to nothing."""
         self._lock_fd = -1
-        """Of the lock, or where nothing is locked of the directory: tells whether it is gone."""
+        self._directory_fd = -1
         self._store = ""
         if self._writable:
             self._prepare()
         elif not path.is_dir():
             raise FormatError(self.label, "there is no store here")
         else:
-            self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._directory_fd = files.open_directory(path)
         self._device = path.stat().st_dev
         self.direct = settings.direct_io != "never" and self._accepts_direct()
         if settings.direct_io == "always" and not self.direct:
@@ -165,19 +165,20 @@ class DirectoryMedium:
 
     def read_superblock(self) -> bytes | None:
         try:
-            return (self._path / "superblock").read_bytes()
+            return self._first_page("superblock")
         except FileNotFoundError:
             return None
 
     def write_superblock(self, superblock: Superblock) -> None:
-        partial = self._path / "superblock.new"
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        files, partial = self._files, self._path / "superblock.new"
+        fd = files.open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            self._files.write(fd, 0, superblock.pack())
-            self._files.sync(fd)
+            files.write(fd, 0, superblock.pack())
+            files.sync(fd)
         finally:
             os.close(fd)
-        os.replace(partial, self._path / "superblock")
+        files.replace(partial, self._path / "superblock")
+        files.sync_directory(self._directory_fd)
 
     def open_slots(self, segment_bytes: int) -> list[int]:
         slots = []
@@ -191,7 +192,7 @@ class DirectoryMedium:
                         raise
                     continue  # the writer beside us has just removed it
                 if self._writable and os.fstat(self._fds[slot]).st_size != segment_bytes:
-                    os.ftruncate(self._fds[slot], segment_bytes)
+                    self._files.truncate(self._fds[slot], segment_bytes)
                 slots.append(slot)
         self._store = self._store_there()
         if self._writable:
@@ -206,18 +207,20 @@ class DirectoryMedium:
         self._fds[slot] = fd
         try:
             self._files.allocate(fd, segment_bytes)
+            self._files.sync_directory(self._directory_fd)
             self._register()
         except OSError:
             del self._fds[slot]
             os.close(fd)
-            os.unlink(self._name(slot))
+            self._files.unlink(self._name(slot))
             raise
 
     def remove(self, slot: int) -> None:
         fd = self._fds.pop(slot)
         self._parted.append(fd)
         self._register()
-        self._name(slot).unlink(missing_ok=True)
+        self._files.unlink(self._name(slot))
+        self._files.sync_directory(self._directory_fd)
         _point_to_nothing(fd)
 
     def extent(self, slot: int) -> tuple[int, int]:
@@ -225,7 +228,7 @@ class DirectoryMedium:
 
     def intact(self) -> bool:
         try:
-            ours = os.fstat(self._lock_fd)
+            ours = os.fstat(self._lock_fd if self._writable else self._directory_fd)
             there = os.stat(self._path / "lock" if self._writable else self._path)
         except OSError:
             return False
@@ -252,8 +255,14 @@ class DirectoryMedium:
 
     def first_pages(self) -> Iterator[bytes]:
         for path in sorted(self._path.glob("segment-*.kvs")):
-            with path.open("rb") as file:
-                yield file.read(PAGE)
+            yield self._first_page(path.name)
+
+    def _first_page(self, name: str) -> bytes:
+        fd = self._files.open_file(self._path / name, os.O_RDONLY)
+        try:
+            return bytes(self._files.read(fd, 0, PAGE))
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         for fd in [*self._fds.values(), *self._parted]:
@@ -268,9 +277,10 @@ class DirectoryMedium:
         self._unlock()
 
     def _unlock(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        for fd in (self._lock_fd, self._directory_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self._directory_fd = -1
 
     def _register(self) -> None:
         """Write down which slots there are, so that a check can tell when a file is gone.
@@ -283,11 +293,11 @@ class DirectoryMedium:
 
     def _prepare(self) -> None:
         try:
-            self._path.mkdir(exist_ok=True)
-            self._lock_fd = os.open(
-                self._path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            self._files.make_directory(self._path)
+            self._directory_fd = self._files.open_directory(self._path)
+            self._lock_fd = self._files.open_file(self._path / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
+            self._unlock()
             raise DriveError(
                 f"{self._tier}.path",
                 f"cannot write to {self._path}: {error.strerror}",
@@ -296,25 +306,28 @@ class DirectoryMedium:
         try:
             _lock(self._lock_fd, self.label)
         except StoreBusyError:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._unlock()
             raise
         os.truncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-        (self._path / "superblock.new").unlink(missing_ok=True)
+        self._files.unlink(self._path / "superblock.new")
 
     def _accepts_direct(self) -> bool:
-        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
         probe = self._path / "lock"
         try:
-            os.close(os.open(probe if probe.exists() else self._path, flags))
+            if probe.exists():
+                fd = self._files.open_file(probe, os.O_RDONLY | os.O_DIRECT)
+            else:
+                fd = self._files.open_directory(self._path, os.O_DIRECT)
         except OSError:
             return False
+        os.close(fd)
         return True
 
     def _open(self, slot: int, flags: int) -> int:
-        flags |= os.O_CLOEXEC | (os.O_RDWR if self._writable else os.O_RDONLY)
-        fd = os.open(self._name(slot), flags | (os.O_DIRECT if self.direct else 0), 0o600)
+        flags |= os.O_RDWR if self._writable else os.O_RDONLY
+        flags |= os.O_DIRECT if self.direct else 0
+        fd = self._files.open_file(self._name(slot), flags)
         self._files.attach(fd, self.label)
         return fd
 
@@ -332,7 +345,7 @@ class DeviceMedium:
         self._segment_bytes = 0
         flags = (os.O_RDWR | os.O_EXCL) if settings.writable else os.O_RDONLY
         try:
-            self._fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
+            self._fd = files.open_device(path, flags | (os.O_DIRECT if self.direct else 0))
         except OSError as error:
             if error.errno == errno.EBUSY:
                 raise StoreBusyError(
