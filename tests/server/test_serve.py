@@ -16,6 +16,7 @@ from tests.support.daemon_clients import StartDaemon
 from tests.support.waiting import eventually
 
 import kvdepot
+from kvdepot.cli.main import main
 from kvdepot.client import connections
 from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
@@ -117,11 +118,25 @@ def test_mistakes_are_explained_and_leave_nothing(tmp_path: Path) -> None:
         (["--socket", str(path), *TINY, "--clients", "0"], "--clients"),
         (["--socket", str(tmp_path / "none" / "d.sock"), *TINY], "No such file"),
         (["--socket", str(tmp_path / ("x" * 120)), *TINY], "at most"),
-        (["--config", "x"], "--socket"),
     ]
     for arguments, named in cases:
         assert named in refused(*arguments)
         assert not path.exists()
+
+
+def test_by_default_it_listens_in_the_runtime_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with serve("--json", *TINY) as process:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert ready["socket"] == str(tmp_path / "kvdepot" / "depot.sock")
+        assert (tmp_path / "kvdepot").stat().st_mode & 0o777 == 0o700
+        assert main(["tiers", "list"]) == 0
+        process.terminate()
+        process.communicate()
 
 
 def test_systemd_is_told_when_it_is_ready(tmp_path: Path) -> None:

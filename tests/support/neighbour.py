@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ _BECOME = """
 import ctypes, errno, fcntl, json, mmap, os, signal, socket, stat, struct, sys, tempfile, threading
 from pathlib import Path
 import kvdepot, kvdepot.client.open, kvdepot.server.daemon, kvdepot.cli.main, kvdepot.cli.serve
+from kvdepot.wire.frames import Channel, FrameKind
+from tests.support.raw_client import hello
 os.setgroups([])
 os.setgid({uid})
 os.setuid({uid})
@@ -30,12 +34,19 @@ def as_neighbour(code: str, *arguments: object, uid: int = NEIGHBOURS[0]) -> str
     return ended.stdout.strip() or ended.stderr.strip().rpartition("\n")[2]
 
 
-def start_neighbour(
+@contextmanager
+def neighbour_running(
     code: str, *arguments: object, uid: int = NEIGHBOURS[0]
-) -> "subprocess.Popen[str]":
-    """`as_neighbour` in the background; the caller ends it."""
+) -> Iterator[Callable[[], str]]:
+    """`as_neighbour` beside the test, killed at the end; gives what reads its next line."""
     command = [sys.executable, "-c", _BECOME.format(uid=uid) + code, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield lambda: (process.stdout.readline() if process.stdout else "").strip()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def shared_folder() -> "tempfile.TemporaryDirectory[str]":

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+import kvdepot
+from kvdepot.core.depot import Depot
+from kvdepot.core.private import runtime_folder
 from kvdepot.errors import ConfigError
 
 Value = TypeVar("Value")
@@ -48,6 +51,36 @@ def explained(parse: Callable[[str], Value]) -> Callable[[str], Value]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parsed
+
+
+def add_daemon(parser: argparse.ArgumentParser) -> None:
+    """Which daemon a command is for; `open_daemon` opens its store."""
+    add_socket(parser, "of the daemon: kvdepot serve")
+    parser.add_argument(
+        "--daemon-user",
+        default="",
+        metavar="USER",
+        help="trust a daemon of this user, not only your own and root's",
+    )
+
+
+def add_socket(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument(
+        "--socket",
+        type=Path,
+        metavar="PATH",
+        help=f"{text} (default: kvdepot/depot.sock in your runtime directory)",
+    )
+
+
+def socket_path(args: argparse.Namespace) -> Path:
+    path: Path | None = args.socket
+    return path or runtime_folder(args.env) / "depot.sock"
+
+
+def open_daemon(args: argparse.Namespace) -> Depot:
+    """The store of the daemon that `add_daemon`'s options name."""
+    return kvdepot.open(f"unix:{socket_path(args)}", daemon_user=args.daemon_user)
 
 
 def add_store_settings(parser: argparse.ArgumentParser) -> None:

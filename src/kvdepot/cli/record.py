@@ -5,9 +5,8 @@ import contextlib
 import time
 from pathlib import Path
 
-import kvdepot
 from kvdepot.cli import output
-from kvdepot.cli.arguments import explained
+from kvdepot.cli.arguments import add_daemon, explained, open_daemon
 from kvdepot.core.depot import Depot
 from kvdepot.core.units import parse_duration
 
@@ -22,9 +21,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "daemon's own user and root.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="to write; must not exist")
-    parser.add_argument(
-        "--socket", type=Path, metavar="PATH", required=True, help="of the daemon: kvdepot serve"
-    )
+    add_daemon(parser)
     parser.add_argument(
         "--for",
         type=explained(parse_duration),
@@ -36,7 +33,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    store = kvdepot.open(f"unix:{args.socket}")
+    store = open_daemon(args)
     try:
         store.record(args.file)
         try:

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.cli import output
-from kvdepot.cli.arguments import add_store_settings, count, parse_settings
+from kvdepot.cli.arguments import (
+    add_socket,
+    add_store_settings,
+    count,
+    parse_settings,
+    socket_path,
+)
 from kvdepot.core import config
+from kvdepot.core.private import make_private_folder
 from kvdepot.core.units import format_bytes
 from kvdepot.server.client_holdings import ClientLimits
 from kvdepot.server.daemon import Daemon
@@ -29,9 +36,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "as unix:PATH. Runs in the foreground until SIGTERM or Ctrl-C, then writes everything down "
         "and exits: 0 if all of it is on disk, else 1. A second signal ends it at once.",
     )
-    parser.add_argument(
-        "--socket", type=Path, metavar="PATH", required=True, help="where clients connect"
-    )
+    add_socket(parser, "where clients connect")
     add_store_settings(parser)
     parser.add_argument(
         "--group", default="", metavar="NAME", help="let this group connect too, not only the owner"
@@ -51,7 +56,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     settings = config.load(args.config, env=args.env, overrides=parse_settings(args.settings))
-    listener = Listener(args.socket, args.group)
+    path = socket_path(args)
+    if args.socket is None:
+        make_private_folder(path.parent)
+    listener = Listener(path, args.group)
     try:
         daemon = Daemon(settings, listener, ClientLimits(clients=args.clients))
     except BaseException:
@@ -60,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     for number in STOPPING:
         signal.signal(number, lambda *_: stop(daemon))
     listener.listen()
-    announce(daemon, args)
+    announce(daemon, path, args)
     daemon.run()
     output.say("stopping: writing down what waits")
     report = daemon.close()
@@ -78,18 +86,18 @@ def stop(daemon: Daemon) -> None:
     daemon.stop()
 
 
-def announce(daemon: Daemon, args: argparse.Namespace) -> None:
+def announce(daemon: Daemon, path: Path, args: argparse.Namespace) -> None:
     """Say that clients can connect: to people, scripts and systemd."""
     stats = daemon.store.stats()
     if args.json:
-        facts = {"ready": True, "socket": str(args.socket), "pid": os.getpid()}
+        facts = {"ready": True, "socket": str(path), "pid": os.getpid()}
         line({**facts, "protocol": PROTOCOL, "blocks": stats["blocks"]})
     else:
         memory = format_bytes(stats["tiers"]["dram"]["capacity_bytes"])
         if slower := stats["tiers"].get("cxl"):
             memory += f" and {format_bytes(slower['capacity_bytes'])} of {slower['source']} as cxl"
         output.data(
-            f"ready: unix:{args.socket}, {stats['blocks']:,} blocks, {memory} of memory, "
+            f"ready: unix:{path}, {stats['blocks']:,} blocks, {memory} of memory, "
             f"process {os.getpid()}"
         )
     output.flush()

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import kvdepot
 from kvdepot.cli import output
-from kvdepot.cli.arguments import explained
+from kvdepot.cli.arguments import add_daemon, explained, open_daemon
 from kvdepot.cli.report.tables import Table
 from kvdepot.core.depot import Depot
 from kvdepot.core.units import exact_bytes, format_bytes, parse_bytes
@@ -43,9 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def add_verb(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
-    parser.add_argument(
-        "--socket", type=Path, metavar="PATH", required=True, help="of the daemon: kvdepot serve"
-    )
+    add_daemon(parser)
     output.add_json_flag(parser)
     return parser
 
@@ -63,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "resize": resize,
         "mode": set_mode,
     }
-    store = kvdepot.open(f"unix:{args.socket}")
+    store = open_daemon(args)
     try:
         return verbs[args.verb](store, args)
     finally:

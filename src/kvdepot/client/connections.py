@@ -8,6 +8,7 @@ So the daemon never reuses a slot that is still read or written here.
 
 import json
 import os
+import pwd
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from kvdepot.wire import messages
 from kvdepot.wire.frames import PROTOCOL, Channel, Flag, Frame, FrameKind
 
 HELLO_TIMEOUT_S: Final = 2.0
+ROOT: Final = 0
 _LINKS_MAX: Final = 8
 """Connections of a client; calls beyond them wait for one."""
 _WAIT_S: Final = 30.0
@@ -116,14 +118,17 @@ def expect(frame: Frame, kind: FrameKind) -> Frame:
 class Connections:
     """What one attachment to a daemon consists of. Thread-safe."""
 
-    def __init__(self, path: str, call_s: float, count_away: Callable[[], None]) -> None:
+    def __init__(
+        self, path: str, call_s: float, count_away: Callable[[], None], daemon_uid: int
+    ) -> None:
         """See `connect` for what it raises."""
         self.path = path
+        self._daemon_uid = daemon_uid
         self.call_s = call_s
         """How much longer than asked for an answer may take."""
         self.count_away = count_away
         """A call was answered without the daemon."""
-        link, (*arena_fds, staging_fd) = connect(path, messages.NO_TOKEN)
+        link, (*arena_fds, staging_fd) = connect(path, messages.NO_TOKEN, daemon_uid)
         self.welcome = link.welcome
         sizes = (self.welcome.arena_bytes, self.welcome.cxl_bytes)
         try:
@@ -235,7 +240,7 @@ class Connections:
             if self._idle:
                 return self._idle.pop()
             try:
-                link, _ = connect(self.path, self.welcome.token)
+                link, _ = connect(self.path, self.welcome.token, self._daemon_uid)
             except DaemonError as error:
                 raise DaemonAwayError(str(error)) from error
             self._links.append(link)
@@ -249,8 +254,10 @@ class Reconnector:
     was long enough ago; otherwise it is answered at once, as a miss.
     """
 
-    def __init__(self, path: str, clock: Clock, call_s: float) -> None:
+    def __init__(self, path: str, clock: Clock, call_s: float, daemon_uid: int = ROOT) -> None:
         self.path = path
+        self._daemon_uid = daemon_uid
+        """A user whose daemon is trusted, beside this process's own and root."""
         self.call_s = call_s
         """How much longer than asked for an answer may take."""
         self.reason = ""
@@ -345,7 +352,7 @@ class Reconnector:
 
     def _attach(self) -> Connections:
         """Lock held."""
-        connections = Connections(self.path, self.call_s, self.count_away)
+        connections = Connections(self.path, self.call_s, self.count_away, self._daemon_uid)
         self.reason = ""
         try:
             with connections.link() as link:
@@ -369,16 +376,19 @@ def _register(link: Link, space: NamespaceHandle, call_s: float) -> None:
     link.number(FrameKind.REGISTER, head.body() + description, call_s)
 
 
-def connect(path: str, token: bytes) -> tuple[Link, list[int]]:
+def connect(path: str, token: bytes, daemon_uid: int) -> tuple[Link, list[int]]:
     """A new connection and, for a new client, the descriptors of the daemon's memory.
 
-    DaemonAwayError when no daemon answers, DaemonError when it is one that cannot be used.
+    Nothing is sent before it is known whose daemon it is. DaemonAwayError when no daemon answers,
+    DaemonError when it is one that cannot be used.
     """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.settimeout(HELLO_TIMEOUT_S)
         connected.connect(path)
-        return _greet(path, Channel(connected), token)
+        channel = Channel(connected)
+        _check_trusted(path, channel.peer().uid, daemon_uid)
+        return _greet(path, channel, token)
     except (OSError, WireError) as error:
         connected.close()
         reason = getattr(error, "strerror", None) or str(error)
@@ -386,6 +396,21 @@ def connect(path: str, token: bytes) -> tuple[Link, list[int]]:
     except DaemonError:
         connected.close()
         raise
+
+
+def _check_trusted(path: str, uid: int, daemon_uid: int) -> None:
+    """DaemonError for the daemon of another user, who could read all that is put there."""
+    if uid in (os.geteuid(), ROOT, daemon_uid):
+        return
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = str(uid)
+    raise DaemonError(
+        path,
+        f"the daemon is run by user {name}, not by user {os.geteuid()} or root",
+        hint=f"if it may see all that is put there: daemon_user={name!r} (--daemon-user {name})",
+    )
 
 
 def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:

@@ -134,6 +134,9 @@ class Connection:
             self._refuse(frame.serial, f"the client speaks {versions(*theirs)}")
             return None
         daemon = self._daemon
+        if not daemon.admits(self.channel):
+            self._refuse(frame.serial, f"user {self.channel.peer().uid} may not use it")
+            return None
         client = daemon.join_client(hello.token, self.channel)
         if client is None:
             self._refuse(frame.serial, "there are too many clients, or the session is over")

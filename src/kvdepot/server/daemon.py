@@ -106,11 +106,16 @@ class Daemon:
         """The client that a new connection belongs to; made if it asks for a new session."""
         with self._changed:
             client = self._clients.get(token)
+            if client is not None and client.peer.uid != channel.peer().uid:
+                return None
             if token == NO_TOKEN and len(self._clients) < self.limits.clients:
                 client = ClientHoldings(self.mapped, self.limits, self.counters, channel.peer())
                 self._clients[client.token] = client
                 self.counters.count("sessions")
         return client if client is not None and client.join(channel) else None
+
+    def admits(self, channel: Channel) -> bool:
+        return self._listener.admits(channel)
 
     def forget(self, client: ClientHoldings) -> None:
         with self._changed:

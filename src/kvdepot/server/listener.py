@@ -15,7 +15,9 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from kvdepot.core.private import open_private_file
 from kvdepot.errors import ConfigError, DaemonError
+from kvdepot.wire.frames import Channel
 
 _BACKLOG: Final = 64
 _PATH_BYTES_MAX: Final = 107
@@ -59,6 +61,12 @@ class Listener:
                 return None
             raise
 
+    def admits(self, channel: Channel) -> bool:
+        """Whether the user at the other end may be served: the daemon's own, root, the group's."""
+        if channel.peer().uid in (0, os.geteuid()):
+            return True
+        return self._gid >= 0 and self._gid in channel.peer_groups()
+
     def close(self) -> None:
         """Stop listening and remove the socket. The lock file stays: removing it would race."""
         if self._lock < 0:
@@ -90,7 +98,7 @@ def _take_lock(path: Path) -> int:
     """A descriptor that has the lock, or DaemonError: a daemon is there."""
     name = path.with_name(path.name + _LOCK)
     try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_private_file(name, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         hint = "make the directory first" if error.errno == errno.ENOENT else ""
         raise DaemonError(str(path), f"{name}: {error.strerror}", hint=hint) from error

@@ -39,6 +39,9 @@ SEND_TIMEOUT_S: Final = 10.0
 _AT_ONCE: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 _TIMEVAL: Final = struct.Struct("@ll")
 _CREDENTIALS: Final = struct.Struct("@iII")
+_SO_PEERGROUPS: Final = 59
+_GROUPS_MAX: Final = 256
+"""More do not fit in what Python can ask the kernel for."""
 _GONE: Final = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 _DESCRIPTORS_MAX: Final = 3
 TEXT_BYTES_MAX: Final = 64 << 20
@@ -250,6 +253,14 @@ class Channel:
     def peer(self) -> Peer:
         raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return Peer(*_CREDENTIALS.unpack(raw))
+
+    def peer_groups(self) -> set[int]:
+        """The groups of who is at the other end, as the kernel knows them."""
+        found = array.array("I")
+        room = _GROUPS_MAX * found.itemsize
+        with contextlib.suppress(OSError):  # too many: its first group has to do
+            found.frombytes(self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, room))
+        return {self.peer().gid, *found}
 
     def hang_up(self) -> None:
         """Send nothing more; the other side sees the end. What it still sends can be received."""

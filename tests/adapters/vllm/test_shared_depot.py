@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from kvdepot.adapters.vllm import shared_depot
 from kvdepot.adapters.vllm.config import ConnectorConfig, read
 from kvdepot.core.layout import KVLayout
-from kvdepot.errors import DaemonError
+from kvdepot.errors import DaemonError, UnsafePathError
 
 
 def settings(folder: Path, **more: object) -> ConnectorConfig:
@@ -45,6 +45,35 @@ def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     config = settings(tmp_path, socket=str(tmp_path / "d.sock"))
     with pytest.raises(DaemonError, match="neither a directory"):
         shared_depot.open_depot(config, one_process=False)
+
+
+def test_no_daemon_is_started_where_another_user_may_write(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o1777)
+    config = settings(tmp_path, socket=str(tmp_path / "run" / "d.sock"))
+    with pytest.raises(UnsafePathError, match="may be written by other users"):
+        shared_depot.open_depot(config, one_process=False)
+
+
+def test_a_link_in_place_of_the_lock_truncates_nothing(tmp_path: Path) -> None:
+    (tmp_path / "diary").write_text("mine")
+    for name in ("d.lock", "d.toml", "d.log"):
+        (tmp_path / name).symlink_to(tmp_path / "diary")
+        config = settings(tmp_path, socket=str(tmp_path / "d.sock"))
+        with pytest.raises(UnsafePathError, match="symbolic link"):
+            shared_depot.open_depot(config, one_process=False)
+        assert (tmp_path / "diary").read_text() == "mine"
+        (tmp_path / name).unlink()
+
+
+def test_the_default_place_is_this_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    path = shared_depot.default_socket(settings(tmp_path))
+    own = (tmp_path / "home", Path(f"/run/user/{os.getuid()}"))
+    assert any(path.is_relative_to(folder) for folder in own)
+    assert path != shared_depot.default_socket(settings(tmp_path / "other"))
 
 
 def test_a_daemon_is_started_once_and_stays(tmp_path: Path) -> None:

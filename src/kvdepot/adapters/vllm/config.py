@@ -52,6 +52,9 @@ class ConnectorConfig:
     daemon: Literal["auto", "never"] = "auto"
     """Whether a daemon is started when none answers."""
 
+    daemon_user: str = ""
+    """A user, by name or number, whose daemon is trusted beside vLLM's own and root."""
+
     tenant: str = ""
     """The tenant that owns the blocks."""
 

@@ -12,7 +12,6 @@ import os
 import selectors
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +22,12 @@ import kvdepot
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
 from kvdepot.core.config_loader import to_toml
 from kvdepot.core.depot import Depot
+from kvdepot.core.private import (
+    make_private_folder,
+    open_private_file,
+    runtime_folder,
+    write_private_file,
+)
 from kvdepot.errors import ConfigError, DaemonError
 
 START_S: Final = 120.0
@@ -73,7 +78,11 @@ def embedded_name(config: ConnectorConfig) -> str:
 
 
 def default_socket(config: ConnectorConfig) -> Path:
-    """Where the daemon of a depot is found by default: one place for each set of disks."""
+    """Where the daemon of a depot is found by default: one place for each set of disks.
+
+    In this user's runtime folder as the system makes it; the environment is not asked, since all
+    processes must find the same place.
+    """
     disks = config.depot.file_tiers
     if not disks:
         raise ConfigError(
@@ -83,7 +92,7 @@ def default_socket(config: ConnectorConfig) -> Path:
         )
     paths = "\n".join(str(path.resolve()) for disk in disks for path in disk.path)
     digest = hashlib.blake2b(paths.encode(), digest_size=8).hexdigest()
-    return Path(tempfile.gettempdir()) / f"kvdepot-{os.getuid()}" / f"{digest}.sock"
+    return runtime_folder({}) / f"{digest}.sock"
 
 
 def hold(name: str, opener: Callable[[], Depot]) -> SharedDepot:
@@ -96,28 +105,40 @@ def hold(name: str, opener: Callable[[], Depot]) -> SharedDepot:
 
 
 def _attach(path: Path, config: ConnectorConfig) -> Depot:
-    """Attach to the daemon on a socket; start one if none answers and that is allowed."""
-    address = f"unix:{path}"
+    """Attach to the daemon on a socket; start one if none is there and that is allowed.
+
+    One is started only in a folder of this user alone, where no other user can put a daemon or its
+    settings in place of ours.
+    """
+
+    def attach() -> Depot:
+        return kvdepot.open(f"unix:{path}", tenants=config.tenants, daemon_user=config.daemon_user)
+
     if config.daemon == "never":
-        return kvdepot.open(address, tenants=config.tenants)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
+        return attach()
+    with contextlib.suppress(DaemonError):
+        return attach()
+    make_private_folder(path.parent)
+    lock = open_private_file(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+    try:
         # Of the processes that want to start a daemon, one at a time.
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            return kvdepot.open(address, tenants=config.tenants)
+            return attach()
         except DaemonError:
             start_daemon(path, config)
-        return kvdepot.open(address, tenants=config.tenants)
+        return attach()
+    finally:
+        os.close(lock)
 
 
 def start_daemon(path: Path, config: ConnectorConfig, timeout_s: float = START_S) -> int:
     """Start `kvdepot serve` on a socket; its process id when it is ready, else a DaemonError."""
     settings = path.with_suffix(".toml")
-    settings.write_text(to_toml(config.depot))
+    write_private_file(settings, to_toml(config.depot).encode())
     log = path.with_suffix(".log")
     command = [sys.executable, "-m", "kvdepot", "serve"]
-    with log.open("wb") as errors:
+    with os.fdopen(open_private_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as errors:
         process = subprocess.Popen(
             [*command, "--config", str(settings), "--socket", str(path)],
             stdin=subprocess.DEVNULL,

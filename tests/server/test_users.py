@@ -1,0 +1,108 @@
+"""Two users on one machine: a daemon, its clients, and a neighbour who is neither."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.neighbour import (
+    NEIGHBOURS,
+    as_neighbour,
+    needs_neighbour,
+    neighbour_running,
+    shared_folder,
+)
+
+import kvdepot
+from kvdepot.errors import DaemonError, UnsafePathError
+from kvdepot.server.listener import Listener
+from kvdepot.testing.daemons import DaemonProcess
+from kvdepot.testing.store_contract import small
+
+LISTEN = """
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listening.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o777)
+listening.listen()
+print("listening", flush=True)
+connected, _ = listening.accept()
+print(len(connected.recv(1 << 16)), flush=True)
+"""
+GREET = """
+connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connected.connect(sys.argv[1])
+channel = Channel(connected)
+channel.send(FrameKind.HELLO, 1, hello())
+frame, descriptors = channel.receive_with(60.0)
+print(frame.kind.name, len(descriptors))
+"""
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder where everybody may make files."""
+    with shared_folder() as folder:
+        yield Path(folder)
+
+
+@needs_neighbour
+@pytest.mark.parametrize("uid", NEIGHBOURS)
+def test_nothing_is_said_to_a_neighbours_daemon(public: Path, uid: int) -> None:
+    path = public / "depot.sock"
+    with neighbour_running(LISTEN, path, uid=uid) as heard:
+        assert heard() == "listening"
+        with pytest.raises(DaemonError, match="is run by user") as caught:
+            kvdepot.open(f"unix:{path}")
+        assert "daemon_user=" in caught.value.hint
+        assert heard() == "0", "it was told something"
+
+
+@needs_neighbour
+def test_a_neighbours_daemon_is_used_where_it_is_named(public: Path) -> None:
+    path, uid = public / "depot.sock", NEIGHBOURS[0]
+    with neighbour_running(LISTEN, path, uid=uid) as heard:
+        assert heard() == "listening"
+        with pytest.raises(DaemonError, match="no daemon answers"):
+            kvdepot.open(f"unix:{path}", daemon_user=str(uid))
+        assert int(heard()) > 0
+
+
+@needs_neighbour
+@pytest.mark.parametrize("uid", NEIGHBOURS)
+def test_a_daemon_serves_no_neighbour_whatever_the_sockets_mode(public: Path, uid: int) -> None:
+    with DaemonProcess(public, small(public / "kv")) as daemon:
+        assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o600
+        assert "Permission denied" in as_neighbour(GREET, daemon.socket, uid=uid)
+        daemon.socket.chmod(0o777)
+        assert as_neighbour(GREET, daemon.socket, uid=uid) == "REFUSED 0"
+        with kvdepot.open(daemon.address) as store:
+            assert store.stats()["daemon"]["counters"]["refused"] == 1
+
+
+@needs_neighbour
+def test_a_daemon_serves_its_group(public: Path) -> None:
+    member, other = NEIGHBOURS
+    with DaemonProcess(public, small(public / "kv"), "--group", "nogroup") as daemon:
+        assert as_neighbour(GREET, daemon.socket, uid=member) == "WELCOME 2"
+        daemon.socket.chmod(0o777)
+        assert as_neighbour(GREET, daemon.socket, uid=other) == "REFUSED 0"
+
+
+@needs_neighbour
+def test_a_neighbours_lock_and_socket_are_not_used(public: Path) -> None:
+    path = public / "depot.sock"
+    as_neighbour("Path(sys.argv[1]).touch(0o666)", f"{path}.lock")
+    with pytest.raises(UnsafePathError, match="belongs to user"):
+        Listener(path)
+
+
+def test_a_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "diary").write_text("mine")
+    (tmp_path / "depot.sock.lock").symlink_to(tmp_path / "diary")
+    with pytest.raises(UnsafePathError, match="symbolic link"):
+        Listener(tmp_path / "depot.sock")
+    (tmp_path / "depot.sock.lock").unlink()
+    (tmp_path / "depot.sock.lock").hardlink_to(tmp_path / "diary")
+    with pytest.raises(UnsafePathError, match="2 names"):
+        Listener(tmp_path / "depot.sock")
+    assert (tmp_path / "diary").read_text() == "mine"
