@@ -12,6 +12,7 @@ its log in `--place`; those that are compared run side by side and are asked in 
              and CUDA graphs, bf16 and fp8 KV; from memory, from disk in a new process, with garbage
     memory   the first token of 21,000, 8B shape: from our memory, vLLM's OffloadingConnector,
              vLLM's own prefix hit, computed
+    verified the first token from our memory, verified beside the copy and not verified, in turns
     decode   how long sequences decode while their KV is offloaded, and while it is not
     disk     the first token from disk, beside raw reads of the same bytes
     decide   the same with `decide` on, beside the recompute
@@ -36,7 +37,8 @@ BLOCK_TOKENS = 256
 HIT = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
 SHORT = 6 * BLOCK_TOKENS + 5
-PARTS = ["same", "memory", "decode", "disk", "decide"]
+PARTS = ["same", "memory", "verified", "decode", "disk", "decide"]
+SPEED = {"memory", "decode", "disk", "decide"}
 KINDS = [
     (backend, eager, kv)
     for backend in ("FLASH_ATTN", "TRITON_ATTN")
@@ -227,8 +229,7 @@ def _judge(
 class Bench:
     """The engines of the speed parts, opened when they are needed, imported before."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        names = ("plain", "kvdepot", "offloading", "decide", "disk")
+    def __init__(self, args: argparse.Namespace, names: Sequence[str]) -> None:
         self.args = args
         self.engines = {name: Engine(name, args.place) for name in names}
 
@@ -257,8 +258,42 @@ def ready(*engines: Engine) -> None:
         say(f"{engine.name}: open in {engine.end()['seconds']:.0f} s")
 
 
+def verified(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
+    """One engine, asked in turns; three series, of which each has a median of its pairs."""
+    bench = Bench(args, ("verified",))
+    extra = {"dram": args.dram, "block_tokens": args.block_tokens, "decide": False}
+    engine = bench.begin("verified", connector="kvdepot", extra={"load_timeout": "60s", **extra})
+    ready(engine)
+    for seed in (1, 900):
+        engine.again(seed)
+    engine.do("flush")
+    for series in range(3):
+        seen: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        loads: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(-2, args.rounds):
+            for on in (True, False) if turn % 2 else (False, True):
+                engine.do("verify", on=on)
+                engine.ask(1)  # the device is awake
+                engine.do("figures")
+                answer = engine.again(1)
+                assert answer["cached"] == HIT, answer["cached"]
+                if turn >= 0:
+                    seen[on].append(answer)
+                    loads[on].append(engine.do("figures")["load_seconds:dram"])
+        found = ratios(seen[True], seen[False])
+        notes[f"verified {series}"] = {"seen": seen, "loads": loads}
+        rows.add(
+            "first token from memory, verified / not verified",
+            found,
+            "≤ 1.03",
+            statistics.median(found) <= 1.03,
+            seconds={str(on): middle(all_) for on, all_ in seen.items()},
+            load_seconds={str(on): statistics.median(all_) for on, all_ in loads.items()},
+        )
+
+
 def speed(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
-    bench = Bench(args)
+    bench = Bench(args, ("plain", "kvdepot", "offloading", "decide", "disk"))
     plain, depots = bench.begin("plain"), bench.ours("kvdepot")
     space = {"cpu_bytes_to_use": 16 << 30}
     vllm = bench.begin("offloading", connector="vllm", extra=space)
@@ -508,7 +543,9 @@ def main() -> int:
             args.json.write_text(json.dumps(told, indent=1))
 
     rows.save = save
-    for part, wanted in ((same, "same" in args.parts), (speed, args.parts != ["same"])):
+    asked = set(args.parts)
+    parts = ((same, "same" in asked), (verified, "verified" in asked), (speed, asked & SPEED))
+    for part, wanted in parts:
         try:
             if wanted:
                 part(args, rows, notes)

@@ -177,6 +177,11 @@ class Engine:
         self._side._saves = on
         return {}
 
+    def verify(self, on: bool) -> dict[str, Any]:
+        """Whether hits in memory are verified (`dram.verify`), from now on."""
+        object.__setattr__(self._store._state.config.dram, "verify", on)
+        return {}
+
     def garbage(self, on: bool) -> dict[str, Any]:
         """The control: all pages get the first block's bytes.
 

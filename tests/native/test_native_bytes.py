@@ -135,6 +135,29 @@ def test_transfer_notices_one_wrong_bit(native: ModuleType) -> None:
     assert ops["result"] == -errno.EBADMSG
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("wrong", [None, 0, 5 << 20, (7 << 20) - 1])
+def test_threads_share_a_transfer(native: ModuleType, threads: int, wrong: int | None) -> None:
+    """Two ops of several shares each, one of them with a bit flipped somewhere, or not."""
+    sizes, chunk = (7 << 20, (3 << 20) + 100), 65536
+    sources = [np.arange(size, dtype=np.uint32).astype(np.uint8) for size in sizes]
+    targets = [np.zeros_like(source) for source in sources]
+    tables = [np.zeros(-(-size // chunk), np.uint64) for size in sizes]
+    for source, table in zip(sources, tables, strict=True):
+        native.chunk_checksums(source, chunk, table)
+    if wrong is not None:
+        sources[0][wrong] ^= 1
+    ops = np.zeros(2, TRANSFER_DTYPE)
+    ops["source"] = [source.ctypes.data for source in sources]
+    ops["target"] = [target.ctypes.data for target in targets]
+    ops["table"] = [table.ctypes.data for table in tables]
+    ops["nbytes"], ops["chunk_bytes"], ops["mode"] = sizes, chunk, VERIFY
+    native.transfer(ops, threads)
+    assert ops["result"].tolist() == [0 if wrong is None else -errno.EBADMSG, 0]
+    good = range(2) if wrong is None else range(1, 2)
+    assert all(np.array_equal(targets[at], sources[at]) for at in good)
+
+
 def test_transfer_without_chunks_is_a_copy(native: ModuleType) -> None:
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     ops = _one_transfer(source=source.ctypes.data, target=target.ctypes.data, nbytes=100, mode=COPY)

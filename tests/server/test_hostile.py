@@ -48,7 +48,7 @@ NONSENSE: list[tuple[FrameKind, bytes]] = [
     (FrameKind.WHERE, b""),
     (FrameKind.RELEASE, Number(99).body()),
     (FrameKind.RELEASE, b"odd"),
-    (FrameKind.DELIVER, Deliver(99, 0, 1, 0, 1.0).body()),
+    (FrameKind.DELIVER, Deliver(99, 0, 1, False, 1.0).body()),
     (FrameKind.DELIVER, b"short"),
     (FrameKind.FETCH, b"short"),
     (FrameKind.FETCH, Fetch(0, 0, False, NAN).body() + KEY),

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.codec.copy_ops import copy_op, transfers, verified_ops
-from kvdepot.codec.record import HEAD_BYTES, PAGE, TABLE_OFFSET, record_bytes
+from kvdepot.codec.record import HEAD_BYTES, PAGE, TABLE_OFFSET, holds_key, record_bytes
 from kvdepot.core.block import ANSWERS, MISS, BlockKey, Got
 from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
 from kvdepot.store.read.disk_reads import BlockRead
@@ -20,7 +20,7 @@ AWAY: Final = Got(None, "failed")
 """The answer for every block while there is no daemon."""
 _FROM_MEMORY: Final = ANSWERS[0]
 _FROM_CXL: Final = Got("cxl")
-_CORRUPT: Final = Got(None, "corrupt")
+CORRUPT: Final = Got(None, "corrupt")
 Array = npt.NDArray[Any]
 
 
@@ -57,7 +57,7 @@ class Getter:
         # The daemon sees for itself: it drops the damaged copy and looks for another.
         found, lost = self._ask(span, [reads[index] for index in damaged], again=True)
         for at, index in enumerate(damaged):
-            answers[index] = _CORRUPT if at in lost else found[at]
+            answers[index] = CORRUPT if at in lost else found[at]
         return answers
 
     def _ask(
@@ -73,7 +73,7 @@ class Getter:
             number, arrivals = arrivals_of(frame, len(reads))
             verify = self._connections.welcome.verify and not flags & Flag.VERIFIED
             take = self._take_whole if span == (0, 0) else self._take_parts
-            damaged += take(arrivals, reads, verify=bool(verify))
+            damaged += {*take(arrivals, reads, verify=bool(verify)), *self._wrong(arrivals, reads)}
             if flags & Flag.LAST:
                 answers = _only(arrivals, len(reads), self._connections.welcome)
                 break
@@ -85,6 +85,15 @@ class Getter:
         if number:
             self._link.send(FrameKind.RELEASE, messages.Number(number).body())
         return answers, damaged
+
+    def _wrong(self, arrivals: Array, reads: Sequence[BlockRead]) -> list[int]:
+        """Blocks that have come whose slots hold another."""
+        views = (self._connections.arena.view, self._connections.staging.view)
+        return [
+            index
+            for location, index, staged in arrivals.tolist()
+            if not holds_key(views[staged], location, reads[index].key)
+        ]
 
     def _take_whole(
         self, arrivals: Array, reads: Sequence[BlockRead], *, verify: bool

@@ -3,20 +3,19 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
-from kvdepot.client.get import AWAY, answers_of, arrivals_of, batches, keys_of, payload_in
+from kvdepot.client.get import AWAY, CORRUPT, answers_of, arrivals_of, batches, keys_of, payload_in
+from kvdepot.codec.record import holds_key
 from kvdepot.core.block import BlockKey, Got
 from kvdepot.core.depot import Arrival, Lease, Sink
 from kvdepot.errors import LeaseError
 from kvdepot.store.namespaces import Namespaces
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Flag, Frame, FrameKind
-
-_AS_CONFIGURED: Final = 2
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ class RemoteLease(Lease):
         *,
         start: int = 0,
         stop: int | None = None,
-        verify: bool | None = None,
+        beside: bool = False,
         timeout_s: float | None = None,
     ) -> list[Got]:
         """If the daemon goes meanwhile all answers are false, also those for delivered blocks."""
@@ -87,16 +86,20 @@ class RemoteLease(Lease):
             return answers
         if timeout_s is None:
             timeout_s = connections.welcome.read_timeout_s
-        how = _AS_CONFIGURED if verify is None else int(verify)
+        wrong: set[int] = set()
 
         def hand_over(frame: Frame, first: int, count: int) -> None:
             arrivals = []
             for location, index, staged in arrivals_of(frame, count)[1].tolist():
                 memory = connections.staging if staged else connections.arena
-                nbytes = reads[first - asked.start + index].payload_bytes
-                view = payload_in(memory, location, nbytes).toreadonly()
+                read = reads[first - asked.start + index]
+                view = payload_in(memory, location, read.payload_bytes).toreadonly()
+                if not holds_key(memory.view, location, read.key):
+                    wrong.add(first - asked.start + index)
+                    continue
                 arrivals.append(Arrival(first + index, view, not staged))
-            sink(arrivals)
+            if arrivals:
+                sink(arrivals)
 
         try:
             with connections.link() as link:
@@ -105,7 +108,7 @@ class RemoteLease(Lease):
                     if first >= last:
                         continue
                     span = (first - part.start, last - part.start)
-                    body = messages.Deliver(part.number, *span, how, timeout_s).body()
+                    body = messages.Deliver(part.number, *span, beside, timeout_s).body()
                     serial = link.send(FrameKind.DELIVER, body)
                     take = partial(hand_over, first=first, count=last - first)
                     frame = _receive(link, serial, timeout_s + connections.call_s, take)
@@ -115,7 +118,7 @@ class RemoteLease(Lease):
         except DaemonAwayError:
             connections.count_away()
             return [AWAY] * len(asked)
-        return answers
+        return [CORRUPT if at in wrong else answer for at, answer in enumerate(answers)]
 
     def _release(self) -> None:
         if self._connections is not None:

@@ -13,10 +13,10 @@ from kvdepot.native import COPY, FILL, TRANSFER_DTYPE, VERIFY, chunk_checksums, 
 _WORDS: Final = TRANSFER_DTYPE.itemsize // 8
 
 
-def transfers(rows: Sequence[tuple[Any, ...]]) -> npt.NDArray[Any]:
+def transfers(rows: Sequence[tuple[Any, ...]], threads: int = 1) -> npt.NDArray[Any]:
     """Run a batch of native.TRANSFER_DTYPE rows; returns their results."""
     words = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * _WORDS)
-    transfer(words)
+    transfer(words, threads)
     return words[::_WORDS]
 
 

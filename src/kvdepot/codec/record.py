@@ -36,6 +36,7 @@ _HEAD: Final = struct.Struct("<QIHH32sQQIHHQQI")
 _IDENTITY: Final = struct.Struct("<IHH32sQ")
 _PLACE: Final = struct.Struct("<QQ")
 _U64: Final = struct.Struct("<Q")
+_KEY_AT: Final = 16
 
 
 class Kind(IntEnum):
@@ -126,6 +127,11 @@ def parse_own(image: memoryview) -> tuple[int, bytes, int, int]:
     """Kind, key, sequence and payload bytes of a record this process wrote itself. No checks."""
     fields = _HEAD.unpack_from(image, 0)
     return fields[3], fields[4], fields[6], fields[10]
+
+
+def holds_key(memory: memoryview, at: int, key: BlockKey) -> bool:
+    """Whether the record at `at` names this key. Whether it is intact is another question."""
+    return bytes(memory[at + _KEY_AT : at + _KEY_AT + KEY_BYTES]) == key
 
 
 def own_chunk_bytes(image: memoryview, key: BlockKey, payload_bytes: int) -> int:

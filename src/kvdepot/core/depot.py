@@ -148,17 +148,20 @@ class Lease(ABC):
         *,
         start: int = 0,
         stop: int | None = None,
-        verify: bool | None = None,
+        beside: bool = False,
         timeout_s: float | None = None,
     ) -> list[Got]:
         """Onboard without a copy: hand leased blocks, start <= i < stop, to `sink` in place.
 
         `sink` gets lists of Arrivals, in this thread, as blocks come: those in memory first, then
-        what is read from disk, verified. One answer for each block asked for; a block with a false
-        answer was not handed over. Returns after `timeout_s` (default ssd.read_timeout) plus the
-        sink's own time. `verify` says whether blocks in memory are verified too (default
-        dram.verify). What the sink raises is passed on; the lease goes on. Not a further use: the
-        lease has counted it.
+        what is read from disk, all verified (blocks in memory unless dram.verify is off). One
+        answer for each block asked for; a block with a false answer was not handed over. Returns
+        after `timeout_s` (default ssd.read_timeout) plus the sink's own time. What the sink raises
+        is passed on; the lease goes on. Not a further use: the lease has counted it.
+
+        `beside`: blocks in memory are handed over while several threads still verify them. The
+        sink may copy them, but only the answer says whether a copy is good, and a block that was
+        not may be handed over a second time, from another tier.
         """
 
     @abstractmethod

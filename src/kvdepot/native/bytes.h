@@ -66,7 +66,8 @@ struct transfer_op {
     uint64_t source, target, nbytes, chunk_bytes, table, mode;
 };
 enum { TRANSFER_COPY, TRANSFER_FILL, TRANSFER_VERIFY };
-void transfer_run(struct transfer_op *ops, size_t count);
+/* `threads` share the work, the caller's included; they end with the call. */
+void transfer_run(struct transfer_op *ops, size_t count, int threads);
 
 /* One chunk of a verified copy; target may be NULL. 0 or -EBADMSG. */
 int verify_chunk(uint8_t *target, const uint8_t *source, size_t nbytes, uint64_t expected,

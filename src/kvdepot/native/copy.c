@@ -1,7 +1,10 @@
 /* Copies of memory: whole ranges with checksums in the same pass, and strided rows. */
+#define _GNU_SOURCE
 #include "bytes.h"
 
 #include <errno.h>
+#include <pthread.h>
+#include <signal.h>
 
 void copy_bytes(uint8_t *target, const uint8_t *source, size_t nbytes, int stream)
 {
@@ -48,13 +51,86 @@ static void transfer_one(struct transfer_op *op, int stream)
     }
 }
 
-void transfer_run(struct transfer_op *ops, size_t count)
+/* Threads that work on one batch, and how far they have come: whole chunks of an op at a time. */
+struct shared_run {
+    pthread_mutex_t mutex;
+    struct transfer_op *ops;
+    size_t count, op;
+    uint64_t at;
+    int stream;
+};
+
+enum { SHARE_BYTES = 2 << 20, THREADS_MAX = 64 };
+
+/* The next part, as an op of its own, and which op it is of; 0 when none is left. */
+static int take_part(struct shared_run *run, struct transfer_op *part, struct transfer_op **whole)
+{
+    pthread_mutex_lock(&run->mutex);
+    int found = run->op < run->count;
+    if (found) {
+        struct transfer_op *op = *whole = &run->ops[run->op];
+        uint64_t unit = op->chunk_bytes ? op->chunk_bytes : SHARE_BYTES;
+        uint64_t n = (SHARE_BYTES + unit - 1) / unit * unit, left = op->nbytes - run->at;
+        *part = *op;
+        part->source += run->at;
+        part->target += op->target ? run->at : 0;
+        part->table += op->chunk_bytes ? run->at / op->chunk_bytes * sizeof(uint64_t) : 0;
+        part->nbytes = left < n ? left : n;
+        run->at += part->nbytes;
+        if (run->at >= op->nbytes) {
+            run->op++;
+            run->at = 0;
+        }
+    }
+    pthread_mutex_unlock(&run->mutex);
+    return found;
+}
+
+static void *share(void *argument)
+{
+    struct shared_run *run = argument;
+    struct transfer_op part, *whole;
+    while (take_part(run, &part, &whole)) {
+        transfer_one(&part, run->stream);
+        if (part.result)
+            __atomic_store_n(&whole->result, part.result, __ATOMIC_RELAXED);
+    }
+    return NULL;
+}
+
+static void run_shared(struct shared_run *run, int threads)
+{
+    pthread_t started[THREADS_MAX];
+    int count = 0;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_mutex_init(&run->mutex, NULL);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals stay with the interpreter's threads */
+    while (count < threads - 1 && count < THREADS_MAX &&
+           pthread_create(&started[count], NULL, share, run) == 0)
+        count++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    share(run);
+    while (count > 0)
+        pthread_join(started[--count], NULL);
+    pthread_mutex_destroy(&run->mutex);
+}
+
+void transfer_run(struct transfer_op *ops, size_t count, int threads)
 {
     uint64_t total = 0;
     for (size_t i = 0; i < count; i++)
         total += ops[i].target ? ops[i].nbytes : 0;
+    int stream = total >= STREAM_BATCH_BYTES;
+    if (threads > 1) {
+        struct shared_run run = {.ops = ops, .count = count, .stream = stream};
+        for (size_t i = 0; i < count; i++)
+            ops[i].result = 0;
+        run_shared(&run, threads);
+        return;
+    }
     for (size_t i = 0; i < count; i++)
-        transfer_one(&ops[i], total >= STREAM_BATCH_BYTES);
+        transfer_one(&ops[i], stream);
 }
 
 void gather_pieces(uint8_t *target, const struct strided *pieces, size_t count, int stream)

@@ -73,10 +73,10 @@ static PyObject *native_checksum(PyObject *module, PyObject *object)
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-static void run_transfers(struct transfer_op *ops, size_t count, uint64_t nbytes)
+static void run_transfers(struct transfer_op *ops, size_t count, uint64_t nbytes, int threads)
 {
     PyThreadState *state = nbytes < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
-    transfer_run(ops, count);
+    transfer_run(ops, count, threads);
     if (state)
         PyEval_RestoreThread(state);
 }
@@ -101,7 +101,7 @@ static PyObject *native_chunk_checksums(PyObject *module, PyObject *args)
         else {
             struct transfer_op op = {0, (uintptr_t)source.buf, 0, nbytes, chunk_bytes,
                                      (uintptr_t)target.buf, TRANSFER_FILL};
-            run_transfers(&op, 1, nbytes);
+            run_transfers(&op, 1, nbytes, 1);
             result = Py_NewRef(Py_None);
         }
         PyBuffer_Release(&target);
@@ -110,11 +110,14 @@ static PyObject *native_chunk_checksums(PyObject *module, PyObject *args)
     return result;
 }
 
-static PyObject *native_transfer(PyObject *module, PyObject *object)
+static PyObject *native_transfer(PyObject *module, PyObject *args)
 {
+    PyObject *object;
+    int threads = 1;
     Py_buffer view;
     (void)module;
-    if (hold_records(object, &view, 1, sizeof(struct transfer_op)) < 0)
+    if (!PyArg_ParseTuple(args, "O|i", &object, &threads) ||
+        hold_records(object, &view, 1, sizeof(struct transfer_op)) < 0)
         return NULL;
     struct transfer_op *ops = view.buf;
     size_t count = (size_t)view.len / sizeof *ops;
@@ -128,7 +131,7 @@ static PyObject *native_transfer(PyObject *module, PyObject *object)
             return NULL;
         }
     }
-    run_transfers(ops, count, total);
+    run_transfers(ops, count, total, threads);
     PyBuffer_Release(&view);
     Py_RETURN_NONE;
 }
@@ -506,7 +509,7 @@ static PyMethodDef functions[] = {
     {"address_of", KEYWORDS(native_address_of), NULL},
     {"checksum", native_checksum, METH_O, NULL},
     {"chunk_checksums", native_chunk_checksums, METH_VARARGS, NULL},
-    {"transfer", native_transfer, METH_O, NULL},
+    {"transfer", native_transfer, METH_VARARGS, NULL},
     {"gather", native_gather, METH_VARARGS, NULL},
     {"scatter", native_scatter, METH_VARARGS, NULL},
     {"uring_available", native_uring_available, METH_NOARGS, NULL},

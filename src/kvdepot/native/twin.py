@@ -54,8 +54,10 @@ def chunk_checksums(source: Any, chunk_bytes: int, target_u64: Any) -> None:
     target.view("<u8")[:] = checksums_of(data, chunk_bytes)
 
 
-def transfer(ops: Any) -> None:
+def transfer(ops: Any, threads: int = 1) -> None:
     """Run a batch of copies, a writable buffer of TRANSFER_DTYPE, each byte read once.
+
+    In C so many `threads` share the work, whole chunks each; here the caller's does it all.
 
     Afterwards every `result` is 0, or -EBADMSG for a VERIFY that found another checksum; its target
     is then undefined. In C a batch of 1 MiB or more is stored past the cache.

@@ -18,7 +18,6 @@ from kvdepot.store.store import Store
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Channel, Flag, Frame, FrameKind
 
-_AS_CONFIGURED: Final = 2
 _HINT_WAIT_S_MAX: Final = 10.0
 """A thread waits this long for a hint at most; the client asks again."""
 _INDEX: Final = np.dtype("<u4")
@@ -126,16 +125,13 @@ class RequestHandler:
 
     def _deliver(self, frame: Frame) -> None:
         asked = messages.Deliver.parse(frame.body)
-        if asked.verify > _AS_CONFIGURED:
-            raise WireError(f"verify {asked.verify}")
         keys = self._client.held(asked.lease).words[asked.start : asked.stop]
-        verify = None if asked.verify == _AS_CONFIGURED else bool(asked.verify)
         timeout_s = messages.checked_timeout(asked.timeout_s)
 
         def arrive(arrivals: MappedBlocks, _: bool) -> None:
             self._announce(frame.serial, arrivals)
 
-        answers = self._mapped.deliver(keys, timeout_s, verify, arrive)
+        answers = self._mapped.deliver(keys, timeout_s, arrive, beside=bool(asked.beside))
         self._done(frame, asked.lease, answers)
 
     def _fetch(self, frame: Frame) -> None:

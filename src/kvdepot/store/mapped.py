@@ -191,10 +191,12 @@ class MappedStore:
             self._reader.after_read([wants[index] for index in sorted(wants)])
         return bytes(answers)
 
-    def deliver(self, keys: Keys, timeout_s: float, verify: bool | None, arrive: Arrive) -> bytes:
+    def deliver(
+        self, keys: Keys, timeout_s: float, arrive: Arrive, *, beside: bool = False
+    ) -> bytes:
         """`Lease.deliver` for blocks that the caller holds: not a further use of them."""
         answers = bytearray([_ABSENT]) * len(keys)
-        plan = ReadPlan(self._wants(keys, _ALL), timeout_s, verify, hold=None)
+        plan = ReadPlan(self._wants(keys, _ALL), timeout_s, None, hold=None, beside=beside)
         self._read(plan, arrive, answers)
         return bytes(answers)
 
@@ -380,6 +382,7 @@ class MappedStore:
             plan.timeout_s,
             verify=plan.verify,
             sink=sink,
+            beside=plan.beside,
             counts_as_use=hold is not None and not plan.is_rest,
             read_ahead=not plan.is_rest,
         )
@@ -408,6 +411,8 @@ class ReadPlan:
     """None: the caller has a lease, which has counted the use."""
     is_rest: bool = False
     """`fetch` has served other blocks of the same call from memory, and counted the use of all."""
+    beside: bool = False
+    """See Lease.deliver."""
 
 
 def _want(words: Array, size: BlockSize | None, span: Span) -> BlockRead:

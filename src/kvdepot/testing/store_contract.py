@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvdepot.codec.record import HEAD_BYTES
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.depot import Arrival, Depot, NamespaceHandle
 from kvdepot.core.layout import KVLayout
@@ -465,6 +466,16 @@ def spoil(store: Depot, payload: bytes) -> None:
     raise AssertionError("the block is not in memory")
 
 
+def swap_slots(store: Depot, one: bytes, other: bytes) -> None:
+    """Exchange two blocks in memory, heads and all: as if the index had mixed up their places."""
+    memory = store.memory[0]
+    places = [bytes(memory).find(payload) - HEAD_BYTES for payload in (one, other)]
+    assert min(places) >= 0, "the blocks are not in memory"
+    spans = [slice(at, at + HEAD_BYTES + len(one)) for at in places]
+    kept = [bytes(memory[span]) for span in spans]
+    memory[spans[0]], memory[spans[1]] = kept[1], kept[0]
+
+
 def fill(store: Depot, keys: list[BlockKey]) -> list[Put]:
     with store.reserve(keys, timeout_s=WAIT_S) as slots:
         for index, key in enumerate(keys):
@@ -633,17 +644,37 @@ class InPlaceContract(OpenedStore):
         assert store.stats()["staging_bytes"] == 0
         assert store.check()
 
-    def test_damage_in_memory_is_seen_only_when_asked_for(self, store: Depot) -> None:
+    @pytest.mark.parametrize("beside", [False, True])
+    def test_damage_in_memory_is_no_success(self, store: Depot, beside: bool) -> None:
         keys = prompt(space_of(store), 1, 2)
         fill(store, keys)
         assert store.flush()
         spoil(store, payload_for(keys[1], BLOCK_BYTES))
         with store.lease(keys) as lease:
-            assert all(lease.deliver(lambda _: None, verify=False))
             sink = Collector()
-            answers = lease.deliver(sink)
+            answers = lease.deliver(sink, beside=beside)
             assert answers[0] and not answers[1] and answers[1].reason == "corrupt"
-            assert list(sink.got) == [0]
+            assert beside or list(sink.got) == [0], "only a checked block is handed over"
+            assert sink.got[0] == payload_for(keys[0], BLOCK_BYTES)
+
+    @pytest.mark.parametrize("how", ["get", "deliver", "beside"])
+    def test_a_slot_that_holds_another_block_is_no_success(self, store: Depot, how: str) -> None:
+        keys = prompt(space_of(store), 1, 3)
+        fill(store, keys)
+        assert store.flush()
+        swap_slots(store, *(payload_for(keys[at], BLOCK_BYTES) for at in (0, 2)))
+        into = [bytearray(BLOCK_BYTES) for _ in keys]
+        sink = Collector()
+        if how == "get":
+            answers = store.get_many(keys, into)
+            sink.got.update({at: bytes(into[at]) for at, answer in enumerate(answers) if answer})
+        else:
+            with store.lease(keys) as lease:
+                answers = lease.deliver(sink, beside=how == "beside", timeout_s=WAIT_S)
+        assert answers[1]
+        for at, answer in enumerate(answers):
+            assert not answer or sink.got[at] == payload_for(keys[at], BLOCK_BYTES)
+            assert at == 1 or answer.tier != "dram", "the swapped slots are not served"
 
     def test_what_the_sink_raises_is_passed_on_and_nothing_is_held(self, depot: OpenDepot) -> None:
         with depot() as store:

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 from kvdepot.errors import WireError
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """Raised when a frame changes its meaning. Both sides must have the same."""
 
 FRAME_BYTES_MAX: Final = 64 << 10

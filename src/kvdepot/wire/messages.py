@@ -106,13 +106,14 @@ class Welcome(Fixed):
 
 @dataclass(frozen=True, slots=True)
 class Deliver(Fixed):
-    """Bring leased blocks start <= i < stop to memory. `verify` 2: as configured."""
+    """Bring leased blocks start <= i < stop to memory."""
 
     FORM = struct.Struct("<QIIBd")
     lease: int
     start: int
     stop: int
-    verify: int
+    beside: bool
+    """Announce those in memory while they are verified."""
     timeout_s: float
 
 

@@ -15,6 +15,8 @@ import torch
 from tests.support.zoo import SERVED, build, padded, tokens
 
 from kvdepot.adapters.hf import DepotModel, attach
+from kvdepot.adapters.hf import model as hf_model
+from kvdepot.adapters.tensors import HostMover
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import (
     Call,
@@ -70,6 +72,27 @@ def test_a_batch_from_disk(model: Any, open_depot: OpenDepot) -> None:
         expected = model.generate(**batch, **GREEDY, pad_token_id=0)
         assert torch.equal(again.generate(**batch, **GREEDY, pad_token_id=0), expected)
         assert all(set(row.fetched) == {"ssd"} for row in again.last.rows)
+
+
+class CudaStandIn(HostMover):
+    """Copies in host memory, and says that its tensors are on a GPU: no CUDA device is needed."""
+
+    device = torch.device("cuda")
+
+
+def test_a_flipped_bit_in_memory_is_recomputed_on_a_gpu_too(
+    model: Any, memory: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tokens(PROMPT)
+    expected = model.generate(ids, **GREEDY)
+    monkeypatch.setattr(hf_model, "open_mover", lambda *_: CudaStandIn())
+    with attach(model, memory, block_tokens=BLOCK) as served:
+        served.generate(ids, **GREEDY)
+        served.flush()
+        for chunk in range(0, len(memory.memory[0]), 4096):
+            memory.memory[0][chunk + 100] ^= 1  # one bit in every page of the arena
+        assert torch.equal(served.generate(ids, **GREEDY), expected)
+        assert fetched(served) == {}
 
 
 def is_record(operation: Operation) -> bool:

@@ -122,10 +122,10 @@ class Loader:
             now = time.monotonic() - started
             arrived_s.update((one.index, now) for one in arrivals)
 
-        # To check what lies in memory takes the processor longer than the bus takes to move it.
-        verify = False if self._cache.mover.device.type == "cuda" else None
+        # While the bus is busy the processor's cores verify; only then is a block a success.
+        beside = self._cache.mover.device.type == "cuda"
         with self._own_stream(start_after), self._store.lease(keys) as lease:
-            got = lease.deliver(sink, verify=verify, timeout_s=job.timeout_s)
+            got = lease.deliver(sink, beside=beside, timeout_s=job.timeout_s)
         answers = [*got, *[Got(None, "absent")] * (len(keys) - len(got))]
         times = []
         for tier in sorted({answer.tier for answer in answers if answer.tier is not None}):

@@ -72,6 +72,8 @@ class ReadCall:
     sink: Sink | None = None
     is_prefetch: bool = False
     """No caller waits for it."""
+    beside: bool = False
+    """The sink gets blocks in memory while they are verified."""
     tried: dict[int, set[int]] = field(default_factory=dict)
     """Locations where a block could not be read, by index."""
     rescued: set[int] = field(default_factory=set)

@@ -46,7 +46,7 @@ class StoreLease(Lease):
         *,
         start: int = 0,
         stop: int | None = None,
-        verify: bool | None = None,
+        beside: bool = False,
         timeout_s: float | None = None,
     ) -> list[Got]:
         self._check()
@@ -63,7 +63,7 @@ class StoreLease(Lease):
                 return []
             target = shifted if part.start else sink
             return self._reader.fetch(
-                reads, timeout_s, verify=verify, sink=target, counts_as_use=False
+                reads, timeout_s, sink=target, beside=beside, counts_as_use=False
             )
 
     def _release(self) -> None:

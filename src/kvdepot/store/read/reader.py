@@ -1,10 +1,12 @@
 """Onboarding: from memory at once, else from drives (disk_reads.py), within a deadline."""
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from kvdepot.codec.copy_ops import copy_op, transfers, verified_ops
-from kvdepot.codec.record import record_bytes
+from kvdepot.codec.copy_ops import copy_op, read_op, transfers, verified_ops
+from kvdepot.codec.record import holds_key, record_bytes
 from kvdepot.core.block import MISS, CopyState, Got
 from kvdepot.core.depot import Sink
 from kvdepot.index.table import NONE
@@ -16,6 +18,10 @@ from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 _READY: Final = int(CopyState.READY)
 _FILLING: Final = int(CopyState.FILLING)
 _CACHED_BYTES: Final = 16 << 20
+_CHECKS_MAX: Final = 4
+"""Calls that have blocks verified beside their sinks at the same time; others wait for a turn."""
+_CHECK_THREADS_MAX: Final = 8
+"""On an H200's host this many read memory faster than its bus does."""
 _WAIT_SHARE: Final = 0.5
 """Of the time that is left, how long to wait for another call that reads the same block."""
 
@@ -26,12 +32,15 @@ class Reader:
     def __init__(self, state: StoreState, slots: SlotAllocator, late: OverdueReads) -> None:
         self._state = state
         self._disks = DiskReads(state, slots, late)
+        self._checks = ThreadPoolExecutor(_CHECKS_MAX, "kvdepot-check")
+        self._check_threads = min(_CHECK_THREADS_MAX, os.cpu_count() or 1)
         self.after_read: Callable[[Sequence[BlockRead]], None] | None = None
         """Told of every read that a caller asked for (read-ahead)."""
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
         self._disks.close()
+        self._checks.shutdown()
 
     def fetch(
         self,
@@ -40,6 +49,7 @@ class Reader:
         *,
         verify: bool | None = None,
         sink: Sink | None = None,
+        beside: bool = False,
         is_prefetch: bool = False,
         counts_as_use: bool = True,
         read_ahead: bool = True,
@@ -48,6 +58,7 @@ class Reader:
 
         Blocks without a target go to `sink` as they arrive; what it raises is passed on. `verify`
         is for what lies in memory (default: as configured); from drives everything is verified.
+        `beside`: see Lease.deliver.
         `is_prefetch`: no caller waits for it, and it does not count as a use. `counts_as_use`:
         false where the use was counted already. `read_ahead`: false for a part of a call, where
         the caller calls `after_read` for the whole.
@@ -56,7 +67,7 @@ class Reader:
         if verify is None:
             verify = state.config.dram.verify
         deadline = state.clock.now() + timeout_s
-        call = ReadCall(reads, [MISS] * len(reads), deadline, verify, sink, is_prefetch)
+        call = ReadCall(reads, [MISS] * len(reads), deadline, verify, sink, is_prefetch, beside)
         in_memory: list[int] = []
         elsewhere: list[int] = []
         held: list[int] = []
@@ -124,15 +135,48 @@ class Reader:
     ) -> list[int]:
         """Serve hits in leased slots. Returns those that failed verification and are elsewhere too.
 
-        What is verified and then read in place by the sink goes in small parts, so that the sink
-        finds it in the processor's cache.
+        A slot that holds another block is never served. What is verified and then read in place by
+        the sink goes in small parts, so that the sink finds it in the processor's cache.
         """
+        view, reads = memory.arena.memory.view, call.reads
+        pairs = list(zip(hits, places, strict=True))
+        wrong = [index for index, place in pairs if not holds_key(view, place, reads[index].key)]
+        if wrong:
+            pairs = [pair for pair in pairs if pair[0] not in wrong]
+            hits, places = [index for index, _ in pairs], [place for _, place in pairs]
+        return self._give_up(call, memory, wrong) + self._serve(call, memory, hits, places)
+
+    def _serve(
+        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
+    ) -> list[int]:
+        """`_from_memory` for slots that name the right keys."""
         if not (call.verify and call.sink is not None and hits):
             return self._copy_out(call, memory, hits, places)
+        if call.beside:
+            return self._check_beside(call, memory, hits, places)
         count = max(1, _CACHED_BYTES // max(call.reads[index].payload_bytes for index in hits))
         starts = range(0, len(hits), count)
         parts = [(hits[at : at + count], places[at : at + count]) for at in starts]
         return [index for part in parts for index in self._copy_out(call, memory, *part)]
+
+    def _check_beside(
+        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
+    ) -> list[int]:
+        """Hand hits over while other threads verify them."""
+        ops = []
+        for index, place in zip(hits, places, strict=True):
+            read = call.reads[index]
+            size = read.payload_bytes
+            ops.append(read_op(memory.address + place, 0, 0, size, read.chunk_bytes))
+        check = self._checks.submit(transfers, ops, self._check_threads)
+        try:
+            self._hand_over(call, memory, hits, places)
+        finally:  # the slots are leased until here
+            codes = check.result().tolist()
+        for index in hits:
+            call.results[index] = memory.served
+        bad = [index for index, code in zip(hits, codes, strict=True) if code]
+        return self._give_up(call, memory, bad)
 
     def _copy_out(
         self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
@@ -163,20 +207,30 @@ class Reader:
             transfers(partial)
         bad = {index for index, code in zip(asked, codes, strict=True) if code}
         if call.sink is not None:
-            call.hand_over(
-                [
-                    (
-                        index,
-                        memory.arena.image(place, record_bytes(reads[index].payload_bytes)),
-                        True,
-                    )
-                    for index, place in zip(hits, places, strict=True)
-                    if index not in bad and not reads[index].target
-                ]
-            )
+            good = [
+                (index, place)
+                for index, place in zip(hits, places, strict=True)
+                if index not in bad and not reads[index].target
+            ]
+            self._hand_over(call, memory, [index for index, _ in good], [at for _, at in good])
+        return self._give_up(call, memory, list(bad))
+
+    def _hand_over(
+        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
+    ) -> None:
+        image, reads = memory.arena.image, call.reads
+        call.hand_over(
+            [
+                (index, image(place, record_bytes(reads[index].payload_bytes)), True)
+                for index, place in zip(hits, places, strict=True)
+            ]
+        )
+
+    def _give_up(self, call: ReadCall, memory: ArenaTier, bad: list[int]) -> list[int]:
+        """These are not what was asked for. Returns those that a slower tier has."""
         for index in bad:
-            results[index] = CORRUPT
-        return [index for index in bad if self._quarantine(memory, reads[index].row)]
+            call.results[index] = CORRUPT
+        return [index for index in bad if self._quarantine(memory, call.reads[index].row)]
 
     def _quarantine(self, memory: ArenaTier, row: int) -> bool:
         """Drop a damaged copy in memory. True: a slower tier has another one."""

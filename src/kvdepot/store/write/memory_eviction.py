@@ -69,11 +69,14 @@ class ArenaTier:
         self.leaves.enter(row, self.arena.slot_bytes(record_bytes(self.catalog.nbytes[row])))
 
     def drop(self, row: int, *, keep_slot: bool = False) -> int:
-        """Drop a block's copy and, unless asked not to, free its slot. Returns the slot."""
+        """Drop a block's copy and, unless asked not to, free its slot. Returns the slot.
+
+        A slot that is another block's, after a wrong entry in the index, stays that block's.
+        """
         if self.copies.ready(row):
             self.leaves.leave(row)
         location = self.copies.drop(row)
-        if not keep_slot:
+        if not keep_slot and self.arena.owner(location) == row:
             self.arena.free(location)
         return location
 

@@ -133,6 +133,10 @@ class Arena:
         slab = self._slab(location)
         slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes] = owner
 
+    def owner(self, location: int) -> int:
+        slab = self._slab(location)
+        return slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes]
+
     def has_others(self, nbytes: int) -> bool:
         """Whether there are slabs of another size class than this one's."""
         return any(slot_bytes != self.slot_bytes(nbytes) for slot_bytes in self._slab_counts)
