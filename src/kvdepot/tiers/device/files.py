@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +42,9 @@ class Files:
     def __init__(self, kind: EngineKind = "auto", depth: int = 32, timeout_s: float = 10.0) -> None:
         self.engine = open_engine(kind, depth=depth)
         self._timeout_s = timeout_s
-        self._adrift: list[tuple[Pending, object]] = []
+        self._adrift: list[tuple[Pending, list[tuple[int, int, int]], object]] = []
+        """I/O that missed its deadline: what it writes to (descriptor, start, stop), its memory."""
+        self._adrift_lock = threading.Lock()
         self._holders = 1
 
     emulated = False
@@ -132,15 +135,28 @@ class Files:
         ops["fd"], ops["opcode"] = fd, SYNC
         self._run_one(ops, None)
 
-    def keep(self, pending: Pending, memory: object) -> None:
-        """Hold on to memory that the kernel may still read, until it has let go of it."""
-        self._adrift = [part for part in self._adrift if not part[0].wait(0.0)]
-        self._adrift.append((pending, memory))
+    def keep(self, pending: Pending, ops: Ops, memory: object) -> None:
+        """Hold on to memory that the kernel may still use, until it has let go of it."""
+        writes = ops[ops["opcode"] == WRITE]
+        starts, stops = writes["offset"], writes["offset"] + writes["nbytes"]
+        places = list(zip(writes["fd"].tolist(), starts.tolist(), stops.tolist(), strict=True))
+        with self._adrift_lock:
+            self._adrift.append((pending, places, memory))
+
+    def may_still_write(self, fd: int, start: int, stop: int) -> bool:
+        """Whether a write that missed its deadline may arrive there yet."""
+        with self._adrift_lock:
+            self._adrift = [part for part in self._adrift if not part[0].wait(0.0)]
+            return any(
+                fd == written and start < last and first < stop
+                for _, places, _ in self._adrift
+                for written, first, last in places
+            )
 
     def _run_one(self, ops: Ops, memory: object) -> None:
         pending = self.engine.run(ops, self._timeout_s)
         if pending is not None:
-            self.keep(pending, memory)
+            self.keep(pending, ops, memory)
         code = -int(ops["result"][0])
         if code:
             raise OSError(code, os.strerror(code))

@@ -121,7 +121,7 @@ class Survey:
         pending = self._files.run(ops, _STALL_S)
         seconds = max(1e-9, now() - started_s)
         if pending is not None:
-            self._files.keep(pending, self._memory)
+            self._files.keep(pending, ops, self._memory)
         failed = next((-code for code in ops["result"].tolist() if code), 0)
         if failed:
             raise OSError(failed, os.strerror(failed))

@@ -332,7 +332,7 @@ class Drive:
         if pending is not None:
             self.breaker.failed("writes do not finish", at_once=True)
             if not wait:
-                self.files.keep(pending, images)
+                self.files.keep(pending, ops, images)
             while wait and not pending.wait(60.0):
                 self.breaker.failed("writes do not finish", at_once=True)
         codes: list[int] = ops["result"].tolist()

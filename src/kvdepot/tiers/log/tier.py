@@ -518,7 +518,7 @@ class LogTier:
         places = [pack_location(index, segment.slot, start // PAGE) for start in starts]
         pending, slow = self._timed_read([drive], ops, places, _TRIAL_TIMEOUT_S, memory)
         if pending is not None:
-            self._files.keep(pending, (memory, ops))
+            self._files.keep(pending, ops, memory)
         bad = next((code for code in ops["result"].tolist() if code), 0)
         if bad or not slow:
             self._judge(drive, bad)

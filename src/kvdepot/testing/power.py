@@ -1,0 +1,432 @@
+"""A device that forgets: what a power cut leaves of files, in one process and in milliseconds.
+
+    files = PowerFiles(random.Random(seed))
+    store = assemble(config, files=files)
+    ...                                   # put, flush, remove, drain: on real files
+    files.cut()                           # from any thread, at any moment
+    store.close()                         # quick: every operation fails now and changes nothing
+    store = assemble(config, files=PowerFiles(random.Random(seed + 1)))
+
+Reads see every write at once, as from a page cache. What was written and not yet synced is
+remembered with what was there before, and `cut` leaves of it what a power cut could:
+
+- a page of a write is kept, lost, or torn between two sectors; of several writes to one page any
+  may be the last that arrived; pages are independent of each other, in whatever order they came;
+- a new size of a file is kept or lost;
+- a name that was made, renamed or unlinked is kept or lost, unless its directory was synced since.
+
+With `late`, that share of the writes is not carried out: they end in ETIMEDOUT, stay with the
+kernel, and arrive when it lets go of them: during a later operation, when their `Pending` is waited
+for, or at the cut, over whatever has been written and synced there meanwhile. They may also be lost.
+
+`sync` and `sync_directory` do not reach the disk itself, so that cuts are quick. `seams` says which
+of the two count: a test that takes one away shows that a store needs it.
+"""
+
+import contextlib
+import errno
+import os
+import random
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from kvdepot.codec.record import PAGE
+from kvdepot.core.tier import Pending
+from kvdepot.native import SYNC, WRITE
+from kvdepot.native.memory import view_at
+from kvdepot.tiers.device.files import EngineKind, Files, Ops, io_ops
+
+Seam = Literal["sync", "sync_directory"]
+FileId = tuple[int, int]
+"""Device and inode."""
+
+_SECTOR: Final = 512
+_KEPT_SHARES: Final = (0.0, 0.1, 0.5, 0.9, 1.0)
+"""How much of a file's unsynced pages arrives: a file has one of these at a cut."""
+_TORN: Final = 0.1
+_LET_GO: Final = 0.02
+"""How likely a late write arrives during another operation."""
+_GRAVES: Final = ".unsynced"
+
+
+@dataclass(slots=True)
+class UnsyncedFile:
+    """What a file has that a power cut may take."""
+
+    fd: int
+    """A descriptor of our own, through the page cache."""
+    size: int
+    """As it was when it was last synced."""
+    versions: dict[int, list[bytes]] = field(default_factory=dict)
+    """By number of the page: what is durable, then what was written since."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameChange:
+    """A change of a directory: from now on `name` is this file, or none."""
+
+    name: str
+    file: FileId | None
+    before: str = ""
+    """The name it had, if it was renamed."""
+
+
+@dataclass(slots=True)
+class UnsyncedNames:
+    """What a directory has that a power cut may take."""
+
+    durable: dict[str, FileId] = field(default_factory=dict)
+    """Names that were there when it was last synced, of those that changed since."""
+    changes: list[NameChange] = field(default_factory=list)
+    graves: dict[FileId, Path] = field(default_factory=dict)
+    """Where files are kept whose last name was taken."""
+
+
+@dataclass(eq=False, slots=True)
+class LateWrites:
+    """Writes that missed their deadline. Implements core.tier.Pending."""
+
+    files: "PowerFiles"
+    writes: list[tuple[int, int, bytes]]
+    """A descriptor of our own, an offset, the bytes."""
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.files.let_go(self, now=timeout_s > 0)
+
+
+class PowerFiles(Files):
+    """Files whose power can be cut, once. Thread-safe; what changes a disk goes one by one."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        kind: EngineKind = "auto",
+        depth: int = 32,
+        timeout_s: float = 10.0,
+        *,
+        late: float = 0.0,
+        seams: frozenset[Seam] = frozenset({"sync", "sync_directory"}),
+    ) -> None:
+        super().__init__(kind, depth, timeout_s)
+        self._rng = rng
+        self.late = late
+        """Share of the writes that miss their deadline."""
+        self._seams = seams
+        self._lock = threading.RLock()
+        self._files: dict[FileId, UnsyncedFile] = {}
+        self._names: dict[Path, UnsyncedNames] = {}
+        self._late: list[LateWrites] = []
+        self.off = False
+        """The power was cut."""
+        self.writes = 0
+        """Operations that changed the disk, so far: to choose a moment by."""
+        self.cut_at = 0
+        """Cut by itself before the write of this number; 0: not."""
+
+    def cut(self) -> None:
+        """Leave what a power cut could leave. Every later operation fails with EIO."""
+        with self._lock:
+            if self.off:
+                return
+            self.off = True
+            for unsynced in self._files.values():
+                self._lose_pages(unsynced)
+            for late in self._late:
+                for fd, offset, data in late.writes:
+                    if self._rng.random() < 0.5:
+                        os.pwrite(fd, data, offset)
+                    os.close(fd)
+            for directory, names in self._names.items():
+                self._lose_names(directory, names)
+            for unsynced in self._files.values():
+                os.close(unsynced.fd)
+            self._files.clear()
+            self._names.clear()
+            self._late.clear()
+
+    def run(self, ops: Ops, timeout_s: float) -> Pending | None:
+        if not (ops["opcode"] == WRITE).any():
+            self._check()
+            if not (ops["opcode"] == SYNC).any():
+                return super().run(ops, timeout_s)
+        try:
+            with self._changing():
+                return self._run_writes(ops, timeout_s)
+        except OSError:
+            ops["result"] = -errno.EIO
+            return None
+
+    def _run_writes(self, ops: Ops, timeout_s: float) -> Pending | None:
+        late = LateWrites(self, [])
+        results = []
+        for op in ops:
+            fd, offset, nbytes = int(op["fd"]), int(op["offset"]), int(op["nbytes"])
+            if int(op["opcode"]) == WRITE:
+                data = bytes(view_at(int(op["address"]), nbytes))
+                results.append(self._write(fd, offset, data, late))
+            elif int(op["opcode"]) == SYNC:
+                self._synced(fd)
+                results.append(0)
+            else:
+                results.append(1)
+        rest = ops[[result == 1 for result in results]]
+        pending = super().run(rest, timeout_s) if len(rest) else None
+        done = iter(rest["result"].tolist())
+        ops["result"] = [next(done) if result == 1 else result for result in results]
+        assert pending is None, "reads and writes of one batch are never late together"
+        if not late.writes:
+            return None
+        self._late.append(late)
+        return late
+
+    def read(self, fd: int, offset: int, nbytes: int) -> memoryview:
+        self._check()
+        return super().read(fd, offset, nbytes)
+
+    def write(self, fd: int, offset: int, data: bytes) -> None:
+        with self._changing():
+            late = LateWrites(self, [])
+            code = -self._write(fd, offset, data, late)
+            if late.writes:
+                self._late.append(late)
+                self.keep(late, _write_op(fd, offset, len(data)), data)
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    def sync(self, fd: int) -> None:
+        with self._changing():
+            self._synced(fd)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        with self._changing():
+            self._unsynced(fd)
+            os.ftruncate(fd, nbytes)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        with self._changing():
+            self._unsynced(fd)
+            super().allocate(fd, nbytes)
+
+    def open_file(self, path: Path, flags: int) -> int:
+        if not flags & (os.O_CREAT | os.O_TRUNC):
+            self._check()
+            return super().open_file(path, flags)
+        with self._changing():
+            known = path.exists()
+            fd = super().open_file(path, flags & ~os.O_TRUNC)
+            if not known:
+                self._change(path.parent, NameChange(path.name, _file_id(fd)))
+            if flags & os.O_TRUNC:
+                self._unsynced(fd)
+                os.ftruncate(fd, 0)
+            return fd
+
+    def open_directory(self, path: Path, flags: int = 0) -> int:
+        self._check()
+        return super().open_directory(path, flags)
+
+    def open_device(self, path: Path, flags: int) -> int:
+        self._check()
+        return super().open_device(path, flags)
+
+    def make_directory(self, path: Path) -> None:
+        self._check()
+        super().make_directory(path)
+
+    def unlink(self, path: Path) -> None:
+        with self._changing():
+            if path.exists():
+                self._bury(path)
+                self._change(path.parent, NameChange(path.name, None))
+
+    def replace(self, source: Path, target: Path) -> None:
+        with self._changing():
+            moved = _path_id(source)
+            if target.exists():
+                self._bury(target)
+            self._note_durable(source.parent, source.name, moved)
+            self._change(target.parent, NameChange(target.name, moved, source.name))
+            super().replace(source, target)
+
+    def sync_directory(self, fd: int) -> None:
+        with self._changing():
+            if "sync_directory" not in self._seams:
+                return
+            directory = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            names = self._names.pop(directory, None)
+            if names is not None:
+                _clear_graves(directory, names)
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            if not self._holders and not self.off:  # the kernel has written it all down
+                for late in list(self._late):
+                    self._land(late)
+                for directory, names in self._names.items():
+                    _clear_graves(directory, names)
+                for unsynced in self._files.values():
+                    os.close(unsynced.fd)
+                self._files.clear()
+                self._names.clear()
+
+    def let_go(self, late: LateWrites, *, now: bool) -> bool:
+        """Whether late writes have ended; `now` they do."""
+        with self._lock:
+            if late in self._late and now:
+                self._land(late)
+            return late not in self._late
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """An operation changes the disk; it may be the one that the power does not outlast."""
+        with self._lock:
+            self._check()
+            self.writes += 1
+            if self.writes == self.cut_at:
+                self.cut()
+                self._check()
+            for late in [one for one in self._late if self._rng.random() < _LET_GO]:
+                self._land(late)
+            yield
+
+    def _check(self) -> None:
+        if self.off:
+            raise OSError(errno.EIO, "the power is off")
+
+    def _write(self, fd: int, offset: int, data: bytes, late: LateWrites) -> int:
+        """Write, or leave it with the kernel; the result as of an operation."""
+        if self.late and self._rng.random() < self.late:
+            late.writes.append((_reopened(fd), offset, data))
+            return -errno.ETIMEDOUT
+        try:
+            self._put(self._unsynced(fd), offset, data)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+        return 0
+
+    def _put(self, file: UnsyncedFile, offset: int, data: bytes) -> None:
+        """Put bytes (whole pages) on disk, remembering what they cover."""
+        assert offset % PAGE == 0
+        for start in range(0, len(data), PAGE):
+            page, new = (offset + start) // PAGE, data[start : start + PAGE].ljust(PAGE, b"\0")
+            if page not in file.versions:
+                file.versions[page] = [os.pread(file.fd, PAGE, page * PAGE).ljust(PAGE, b"\0")]
+            file.versions[page].append(new)
+        os.pwrite(file.fd, data, offset)
+
+    def _land(self, late: LateWrites) -> None:
+        """Late writes arrive."""
+        self._late.remove(late)
+        for fd, offset, data in late.writes:
+            self._put(self._unsynced(fd), offset, data)
+            os.close(fd)
+
+    def _unsynced(self, fd: int) -> UnsyncedFile:
+        """The record of a file that is about to change."""
+        file_id = _file_id(fd)
+        if file_id not in self._files:
+            self._files[file_id] = UnsyncedFile(_reopened(fd), os.fstat(fd).st_size)
+        return self._files[file_id]
+
+    def _synced(self, fd: int) -> None:
+        if "sync" in self._seams:
+            unsynced = self._files.pop(_file_id(fd), None)
+            if unsynced is not None:
+                os.close(unsynced.fd)
+
+    def _change(self, directory: Path, change: NameChange) -> None:
+        names = self._names.setdefault(directory.resolve(), UnsyncedNames())
+        names.changes.append(change)
+
+    def _note_durable(self, directory: Path, name: str, file: FileId) -> None:
+        """A name is about to go: unless it was made since the last sync, it is durable."""
+        names = self._names.setdefault(directory.resolve(), UnsyncedNames())
+        if not any(name in (change.name, change.before) for change in names.changes):
+            names.durable[name] = file
+
+    def _bury(self, path: Path) -> None:
+        """Keep a file whose name is taken, for the case that it comes back."""
+        file, directory = _path_id(path), path.parent.resolve()
+        self._note_durable(directory, path.name, file)
+        grave = directory / _GRAVES / f"{file[1]}"
+        grave.parent.mkdir(exist_ok=True)
+        os.replace(path, grave)
+        self._names[directory].graves[file] = grave
+
+    def _lose_pages(self, file: UnsyncedFile) -> None:
+        if stat.S_ISREG(os.fstat(file.fd).st_mode) and self._rng.random() < 0.5:
+            os.ftruncate(file.fd, max(file.size, 0))
+        size, share = os.fstat(file.fd).st_size, self._rng.choice(_KEPT_SHARES)
+        regular = stat.S_ISREG(os.fstat(file.fd).st_mode)
+        for page, versions in file.versions.items():
+            if regular and page * PAGE >= size:
+                continue
+            last = len(versions) - 1
+            at = self._rng.randrange(1, last + 1) if self._rng.random() < share else 0
+            left = versions[at]
+            if at and self._rng.random() < _TORN:
+                cut = self._rng.randrange(1, PAGE // _SECTOR) * _SECTOR
+                left = versions[at][:cut] + versions[at - 1][cut:]
+            os.pwrite(file.fd, left, page * PAGE)
+
+    def _lose_names(self, directory: Path, names: UnsyncedNames) -> None:
+        """Names as they would be after a cut: of the changes, some."""
+        share = self._rng.choice(_KEPT_SHARES)
+        wanted: dict[str, FileId | None] = dict(names.durable)
+        for change in names.changes:
+            wanted.setdefault(change.name, None)
+            if self._rng.random() >= share:
+                continue
+            wanted[change.name] = change.file
+            if change.before and wanted.get(change.before) == change.file:
+                wanted[change.before] = None
+        found = {_path_id(path): path for path in directory.iterdir() if path.is_file()}
+        found.update(names.graves)
+        there = {name: file for name, file in wanted.items() if file is not None and file in found}
+        spare = directory / _GRAVES
+        spare.mkdir(exist_ok=True)
+        for name in wanted:
+            path = directory / name
+            if path.exists():
+                grave = spare / f"{_path_id(path)[1]}"
+                found[_path_id(path)] = grave
+                os.replace(path, grave)
+        for name, file in there.items():
+            if not (directory / name).exists():
+                os.link(found[file], directory / name)
+        for grave in spare.iterdir():
+            grave.unlink()
+        spare.rmdir()
+
+
+def _clear_graves(directory: Path, names: UnsyncedNames) -> None:
+    for grave in names.graves.values():
+        grave.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (directory / _GRAVES).rmdir()
+
+
+def _write_op(fd: int, offset: int, nbytes: int) -> Ops:
+    ops = io_ops(1)
+    ops["fd"], ops["opcode"], ops["offset"], ops["nbytes"] = fd, WRITE, offset, nbytes
+    return ops
+
+
+def _file_id(fd: int) -> FileId:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def _path_id(path: Path) -> FileId:
+    status = path.stat(follow_symlinks=False)
+    return status.st_dev, status.st_ino
+
+
+def _reopened(fd: int) -> int:
+    """The same file through the page cache."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
