@@ -17,7 +17,7 @@ remembered with what was there before, and `cut` leaves of it what a power cut c
 
 With `late`, that share of the writes is not carried out: they end in ETIMEDOUT, stay with the
 kernel, and arrive when it lets go of them: during a later operation, when their `Pending` is waited
-for, or at the cut, over whatever has been written and synced there meanwhile. They may also be lost.
+for, or at the cut, over whatever has been written and synced there meanwhile. Or they are lost.
 
 `sync` and `sync_directory` do not reach the disk itself, so that cuts are quick. `seams` says which
 of the two count: a test that takes one away shows that a store needs it.
