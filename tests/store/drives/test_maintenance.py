@@ -1,5 +1,7 @@
 """Drives are added, drained and resized while the store is in use."""
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -133,6 +135,62 @@ class TestDrain:
         (tmp_path / "link").symlink_to(tmp_path / "a")
         assert store.drain_drive("ssd", tmp_path / "link") >= 0
         assert drive(store, 0)["drained"]
+
+
+class TestManyChanges:
+    """Drives come and go for weeks: descriptors and threads do not add up."""
+
+    def test_descriptors_and_threads_stay_as_many(self, tmp_path: Path) -> None:
+        with kvdepot.open(**two_drives(tmp_path)) as store:
+            paths = [tmp_path / "a", tmp_path / "b"]
+            fill(store, 0, 6)
+            seen = []
+            for number in range(24):
+                if number % 2:
+                    store.resize("ssd", "8MiB")
+                    store.resize("ssd", "16MiB")
+                else:
+                    paths.append(tmp_path / f"drive-{number}")
+                    store.add_drive("ssd", paths[-1])
+                    gone = paths.pop(0)
+                    store.drain_drive("ssd", gone)
+                    assert not open_below(gone)
+                chains = fill(store, 10 * number, 2)
+                store.inspect().drop_from_memory()
+                assert whole(store, chains) == [True] * 2
+                seen.append(spare_descriptors())
+            assert max(seen[4:]) <= max(seen[:4]), seen
+            names = [thread.name.partition("_")[0] for thread in threading.enumerate()]
+            ours = {name for name in names if name.startswith("kvdepot-ssd")}
+            assert len(ours) <= 3 * 3, "two writers and a pool of readers for each of three drives"
+            assert store.check().ok
+
+    def test_a_drained_drive_can_be_added_again(self, store: Store, tmp_path: Path) -> None:
+        chains = fill(store, 0, 10)
+        for name in ("a", "b", "a"):
+            store.drain_drive("ssd", tmp_path / name)
+            store.add_drive("ssd", tmp_path / name)
+        assert len(store.stats()["tiers"]["ssd"]["drives"]) == 2
+        assert whole(store, chains + fill(store, 100, 5)) == [True] * 15
+
+
+def targets() -> list[str]:
+    """What the descriptors of this process point to."""
+    folder, found = Path("/proc/self/fd"), []
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(folder / name))
+    return found
+
+
+def open_below(path: Path) -> list[str]:
+    return [target for target in targets() if target.startswith(f"{path}/")]
+
+
+def spare_descriptors() -> int:
+    """Neither of a segment that there is nor of a ring of the I/O engine."""
+    used = [target for target in targets() if "io_uring" in target or "segment-" in target]
+    return len(targets()) - len(used) + sum("(deleted)" in target for target in used)
 
 
 class TestAdd:

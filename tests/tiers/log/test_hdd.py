@@ -188,3 +188,29 @@ def test_an_exception_fails_one_round_and_the_next_is_read() -> None:
     assert second.results.tolist() == [0]
     elevator.close()
     files.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["answer", "read"])
+def test_an_exception_ends_a_round_and_not_the_drive(where: str) -> None:
+    files = Recorder()
+    files.go.set()
+    elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
+    bad = request([1])
+
+    def raises() -> None:
+        raise MemoryError
+
+    if where == "answer":
+        bad.at_end = raises
+    else:
+        bad.places = np.zeros(2, np.int64)  # more places than reads: an IndexError
+    elevator.submit(bad)
+    assert bad.answered.wait(60.0)
+    assert bad.wait(60.0), "its memory is free"
+    good = request([2])
+    elevator.submit(good)
+    assert good.wait(60.0)
+    assert not good.results.any()
+    elevator.close()
+    files.close()

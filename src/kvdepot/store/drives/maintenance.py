@@ -78,6 +78,7 @@ class DriveMaintenance:
         with self._change:
             drive = drives.add(path)
             with self._state.lock:
+                lower.forget_drive(drive)  # the number may have been another drive's
                 threads = self.write_backs[lower].add_threads()
                 self._threads += threads
                 _look_for_room_again(lower)

@@ -6,10 +6,13 @@ One seam, so that tests can put faults, delays, kills and power cuts between a d
 """
 
 import errno
+import itertools
 import mmap
 import os
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +37,78 @@ def aligned(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, round_up(max(nbytes, 1))))
 
 
+class Descriptors:
+    """When a descriptor may be closed: its number must not be given to another file while a read
+    or write that was planned with it may still come. Thread-safe.
+
+    Who plans I/O says so (`use`) before it looks descriptors up. One that is given up points to
+    nothing at once, so that its disk can be unmounted, and is closed when everything that was
+    under way at that moment has ended.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._users: dict[int, Pending | None] = {}
+        """What is under way, by number; with what outlives its call."""
+        self._given_up: list[tuple[int, int]] = []
+        """Descriptors, with the number of the moment they were given up."""
+        self._lock = threading.Lock()
+
+    def begin(self) -> int:
+        """Descriptors are about to be looked up and used, until `end`."""
+        number = next(self._numbers)
+        self._users[number] = None
+        return number
+
+    def end(self, number: int, pending: Pending | None = None) -> None:
+        """The use that `begin` has numbered is over, but for what is pending."""
+        if pending is not None:
+            self._users[number] = pending
+            self._forget_ended()
+        else:
+            del self._users[number]
+        if self._given_up:
+            self._close_unused()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        number = self.begin()
+        try:
+            yield
+        finally:
+            self.end(number)
+
+    def give_up(self, fd: int) -> None:
+        """Close a descriptor, as soon as it is not in use. Its file is closed now."""
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(null, fd, inheritable=False)
+        os.close(null)
+        with self._lock:
+            self._given_up.append((next(self._numbers), fd))
+        self._close_unused()
+
+    def close(self) -> None:
+        """Close what was given up; nothing may be under way."""
+        with self._lock:
+            left, self._given_up = self._given_up, []
+        for _, fd in left:
+            os.close(fd)
+
+    def _forget_ended(self) -> None:
+        for number, pending in list(self._users.items()):
+            if pending is not None and pending.wait(0.0):
+                self._users.pop(number, None)
+
+    def _close_unused(self) -> None:
+        self._forget_ended()
+        with self._lock:
+            oldest = min(list(self._users), default=next(self._numbers))
+            unused = [fd for number, fd in self._given_up if number < oldest]
+            self._given_up = [one for one in self._given_up if one[0] > oldest]
+        for fd in unused:
+            os.close(fd)
+
+
 class Files:
     """Files and directories of drives. Raises OSError; batches report errors in their `result`
     column. What is made is for its owner alone.
@@ -46,6 +121,7 @@ class Files:
         """I/O that missed its deadline: what it writes to (descriptor, start, stop), its memory."""
         self._adrift_lock = threading.Lock()
         self._holders = 1
+        self.descriptors = Descriptors()
 
     emulated = False
     """Whether these are drives that the machine does not have (tiers.emulation)."""
@@ -142,6 +218,7 @@ class Files:
         places = list(zip(writes["fd"].tolist(), starts.tolist(), stops.tolist(), strict=True))
         with self._adrift_lock:
             self._adrift.append((pending, places, memory))
+        self.descriptors.end(self.descriptors.begin(), pending)
 
     def may_still_write(self, fd: int, start: int, stop: int) -> bool:
         """Whether a write that missed its deadline may arrive there yet."""
@@ -179,6 +256,7 @@ class Files:
         self._holders -= 1
         if not self._holders:
             self.engine.close()
+            self.descriptors.close()
 
 
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})

@@ -199,7 +199,7 @@ class Drive:
         dropped = oldest[: surplus - len(spare)]
         for slot in [*spare, *(recovered.slot for recovered in dropped)]:
             if self.segments.pop(slot, None) is not None:
-                self._wipe(slot)
+                self._wipe(self.medium.extent(slot))
             try:
                 self.medium.remove(slot)
             except OSError as error:
@@ -248,6 +248,15 @@ class Drive:
 
         Several threads may append: places are given out one after the other, writes overlap.
         """
+        with self.files.descriptors.use():
+            return self._append(images, purpose, keep_sequence)
+
+    def _append(
+        self,
+        images: Sequence[memoryview],
+        purpose: Purpose,
+        keep_sequence: Sequence[bool] | None,
+    ) -> list[Appended | None]:
         full: list[Segment] = []
         runs: list[SegmentWrites] = []
         if self._turn.acquire(timeout=self.settings.write_timeout_s):  # else the medium stalls
@@ -524,7 +533,7 @@ class Drive:
 
     def release(self, slot: int) -> None:
         """A segment's extent is free for reuse; what it held is gone, also after a restart."""
-        with self._turn:
+        with self._turn, self.files.descriptors.use():
             with self._books:
                 segment = self.segments.pop(slot, None)
                 if segment is None:
@@ -533,7 +542,7 @@ class Drive:
                     self._active = None
                 self._unsynced.discard(slot)
                 self._unproven.discard(slot)
-            self._wipe(slot)
+            self._wipe(segment.extent)
             with self._books:
                 self.free.append(slot)
 
@@ -600,9 +609,9 @@ class Drive:
                 segment.live_count += records
                 segment.unentered -= max(0, records)
 
-    def _wipe(self, slot: int) -> None:
+    def _wipe(self, extent: tuple[int, int]) -> None:
         """Make a segment unreadable, so that what was dropped does not come back."""
-        fd, base = self.medium.extent(slot)
+        fd, base = extent
         try:
             self.files.write(fd, base, bytes(PAGE))
         except OSError as error:
@@ -622,8 +631,9 @@ class Drive:
                 return False
             with self._books:
                 slots = list(self._unsynced)
-            for slot in slots:
-                self._sync_slot(slot)
+            with self.files.descriptors.use():
+                for slot in slots:
+                    self._sync_slot(slot)
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
             return False
@@ -692,6 +702,14 @@ class Drive:
             self.resize(0)
             self.trim()
             self.medium.detach()
+
+    def abandon(self) -> None:
+        """Close the files of a drive that was lost: it is about to be mounted anew."""
+        with self._books:
+            self.segments.clear()
+            self._unsynced.clear()
+            self._active = None
+        self.medium.detach()
 
     def held_bytes(self) -> int:
         with self._books:

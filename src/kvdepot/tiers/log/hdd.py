@@ -5,11 +5,13 @@ by place and reads it from one end to the other, so that many readers cost one s
 for each of their blocks. What comes later has the next round.
 """
 
+import contextlib
 import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +53,8 @@ class DriveReads:
     """In use until the reads have ended, beside what `ops` point to."""
     at_end: Callable[[], None] = _nothing
     """Called when the reads are answered, or given up in the queue."""
+    at_release: Callable[[], None] = _nothing
+    """Called when the I/O engine has let go of them, or never gets them."""
     results: npt.NDArray[Any] = field(init=False)
     left: int = field(init=False)
     abandoned: bool = False
@@ -70,15 +74,24 @@ class DriveReads:
         return self.released.wait(timeout_s)
 
     def answer(self) -> None:
-        self.at_end()
-        self.answered.set()
+        try:
+            self.at_end()
+        finally:
+            self.answered.set()
+
+    def release(self) -> None:
+        if not self.released.is_set():
+            self.released.set()
+            self.at_release()
 
     def fail(self) -> None:
         """Answer with EIO what was not read."""
-        if not self.answered.is_set():
-            self.results[self.results == -errno.ETIMEDOUT] = -errno.EIO
-            self.answer()
-        self.released.set()
+        try:
+            if not self.answered.is_set():
+                self.results[self.results == -errno.ETIMEDOUT] = -errno.EIO
+                self.answer()
+        finally:
+            self.release()
 
 
 class Elevator:
@@ -108,8 +121,8 @@ class Elevator:
             if queued:
                 self._queue.remove(reads)
         if queued:
+            reads.release()
             reads.answer()
-            reads.released.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
         thread = self._thread
@@ -122,18 +135,25 @@ class Elevator:
 
     def _run(self) -> None:
         taken: list[DriveReads] = []
+        over = False
         try:
             while taken := self._next_round():
                 for batch in self._batches(taken):
                     self._read(batch)
+            over = True
         finally:
-            if taken:  # an exception ends this thread: the round fails, and another thread goes on
-                for reads in taken:
-                    reads.fail()
-                with self._lock:
-                    self._thread = None
-                    if self._queue:
-                        self._start()
+            if not over:
+                self._fail_round(taken)
+
+    def _fail_round(self, taken: Sequence[DriveReads]) -> None:
+        """An exception ends this thread: another one goes on, and the round fails, all of it."""
+        with self._lock:
+            self._thread = None
+            if self._queue:
+                self._start()
+        with contextlib.ExitStack() as each:
+            for reads in taken:
+                each.callback(reads.fail)
 
     def _next_round(self) -> list[DriveReads]:
         """What waits, up to the length of a round. Nothing: the thread is to end."""
@@ -181,12 +201,14 @@ class Elevator:
             reads.left -= 1
             if not reads.left:
                 done.append(reads)
+        try:
+            for reads in done:
+                reads.answer()
+        finally:  # no memory is given back that the kernel may still write to
+            while late is not None and not late.wait(_SLICE_S):
+                pass
         for reads in done:
-            reads.answer()
-        while late is not None and not late.wait(_SLICE_S):
-            pass
-        for reads in done:
-            reads.released.set()
+            reads.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +266,9 @@ class HardDriveTier(LogTier):
     def submit(
         self, loads: Sequence[Load], timeout_s: float, done: Callable[[], None]
     ) -> QueuedLoads:
-        planned = self._plan(loads)
-        parts = self._queue(planned.ops, planned.locations, timeout_s, planned.expected, done)
+        with self._files.descriptors.use():
+            planned = self._plan(loads)
+            parts = self._queue(planned.ops, planned.locations, timeout_s, planned.expected, done)
         if not parts:
             done()
         return QueuedLoads(self, planned, timeout_s, parts)
@@ -296,6 +319,7 @@ class HardDriveTier(LogTier):
             mine_ops = ops[mine]
             mine_ops["copy_target"] = 0
             reads = DriveReads(mine_ops, places[mine], deadline_s, memory)
+            reads.at_release = partial(self._files.descriptors.end, self._files.descriptors.begin())
             part = QueuedPart(self._elevator(number), mine, reads, [])
             self._time_until_answered(self.drives[number], part, count_down)
             parts.append(part)

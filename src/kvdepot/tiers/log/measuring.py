@@ -35,6 +35,8 @@ class MeasuredDrive:
     drive: Drive
     survey: Survey
     lent: Segment | None
+    use: int
+    """Of the segment's descriptor (Descriptors), until it is given back."""
 
 
 class Measuring:
@@ -80,12 +82,17 @@ class Measuring:
     def stop(self) -> None:
         """Give back what a drive has lent."""
         current, self._current = self._current, None
-        if current is not None and current.lent is not None:
+        if current is None:
+            return
+        if current.lent is not None:
             current.drive.take_back(current.lent, current.survey.written_bytes)
+        current.drive.files.descriptors.end(current.use)
 
     def _find_new(self) -> None:
         """Give drives the profile that their log has; queue those that are to be measured."""
-        for drive in self._drives():
+        there = self._drives()
+        self._known.intersection_update(there)
+        for drive in there:
             if drive in self._known or drive.lost:
                 continue
             self._known.add(drive)
@@ -125,17 +132,20 @@ class Measuring:
         return False
 
     def _open(self, drive: Drive) -> MeasuredDrive | None:
+        descriptors = drive.files.descriptors
+        use = descriptors.begin()
         lent = drive.lend()
         segment = lent or max(drive.sealed(), key=lambda one: one.tail, default=None)
-        if segment is None:
-            return None
-        end = segment.tail if lent is None else drive.settings.segment_bytes - PAGE
-        if end - PAGE < (_READ_ONLY_BYTES_MIN if lent is None else SURVEY_BYTES_MIN):
-            return None
-        fd, base = drive.medium.extent(segment.slot)
-        place = (fd, base + PAGE, end - PAGE)
-        survey = Survey(drive.files, place, self._limits, writes=lent is not None)
-        return MeasuredDrive(drive, survey, lent)
+        least = _READ_ONLY_BYTES_MIN if lent is None else SURVEY_BYTES_MIN
+        if segment is not None:
+            end = segment.tail if lent is None else drive.settings.segment_bytes - PAGE
+            if end - PAGE >= least:
+                fd, base = segment.extent
+                place = (fd, base + PAGE, end - PAGE)
+                survey = Survey(drive.files, place, self._limits, writes=lent is not None)
+                return MeasuredDrive(drive, survey, lent, use)
+        descriptors.end(use)
+        return None
 
     def _step(self, is_quiet: Callable[[], bool]) -> None:
         current = self._current

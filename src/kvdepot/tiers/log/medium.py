@@ -49,7 +49,7 @@ class Medium(Protocol):
         """Give a slot's space back to the medium."""
 
     def extent(self, slot: int) -> tuple[int, int]:
-        """Descriptor and base offset of a slot."""
+        """Descriptor and base offset of a slot; after `detach`, a descriptor that is none."""
 
     def intact(self) -> bool:
         """False when the medium was taken away underfoot."""
@@ -110,13 +110,6 @@ def open_medium(path: Path, files: Files, settings: MountSettings) -> Medium:
     return DirectoryMedium(path, files, settings)
 
 
-def _point_to_nothing(fd: int) -> None:
-    """Close a descriptor's file but not the descriptor: a read may be about to use its number."""
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    os.dup2(null, fd, inheritable=False)
-    os.close(null)
-
-
 def _lock(fd: int, label: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,8 +135,6 @@ class DirectoryMedium:
         self._tier = settings.tier
         self._writable = settings.writable
         self._fds: dict[int, int] = {}
-        self._parted: list[int] = []
-        """Descriptors of slots that are gone: they point to nothing."""
         self._lock_fd = -1
         self._directory_fd = -1
         self._store = ""
@@ -217,14 +208,15 @@ class DirectoryMedium:
 
     def remove(self, slot: int) -> None:
         fd = self._fds.pop(slot)
-        self._parted.append(fd)
-        self._register()
-        self._files.unlink(self._name(slot))
-        self._files.sync_directory(self._directory_fd)
-        _point_to_nothing(fd)
+        try:
+            self._register()
+            self._files.unlink(self._name(slot))
+            self._files.sync_directory(self._directory_fd)
+        finally:
+            self._files.descriptors.give_up(fd)
 
     def extent(self, slot: int) -> tuple[int, int]:
-        return self._fds[slot], 0
+        return self._fds.get(slot, -1), 0
 
     def intact(self) -> bool:
         try:
@@ -265,15 +257,15 @@ class DirectoryMedium:
             os.close(fd)
 
     def close(self) -> None:
-        for fd in [*self._fds.values(), *self._parted]:
+        for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
-        self._parted.clear()
         self._unlock()
 
     def detach(self) -> None:
-        for fd in self._fds.values():
-            _point_to_nothing(fd)
+        fds, self._fds = self._fds, {}
+        for fd in fds.values():
+            self._files.descriptors.give_up(fd)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -399,7 +391,8 @@ class DeviceMedium:
 
     def detach(self) -> None:
         if self._fd >= 0:
-            _point_to_nothing(self._fd)
+            self._files.descriptors.give_up(self._fd)
+            self._fd = -1
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -118,8 +118,6 @@ class LogTier:
         self.name = settings.tier
         self.writable = settings.writable
         self.drives: list[Drive] = []
-        self._former: list[Drive] = []
-        """Drives that were mounted anew."""
         self.left_out: dict[int, KVDepotError] = {}
         """Why drives could not be mounted, by their number, until they are."""
         self._paths = list(paths)
@@ -220,12 +218,17 @@ class LogTier:
         ]
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
-        planned = self._plan(loads)
-        if not planned.asked:
-            return planned.outcomes, None
-        pending, slow = self._timed_read(
-            planned.drives, planned.ops, planned.locations, timeout_s, planned.expected
-        )
+        descriptors, pending = self._files.descriptors, None
+        use = descriptors.begin()
+        try:
+            planned = self._plan(loads)
+            if not planned.asked:
+                return planned.outcomes, None
+            pending, slow = self._timed_read(
+                planned.drives, planned.ops, planned.locations, timeout_s, planned.expected
+            )
+        finally:
+            descriptors.end(use, pending)
         return self._answer(planned, timeout_s, pending, slow)
 
     def _plan(self, loads: Sequence[Load]) -> PlannedReads:
@@ -331,6 +334,12 @@ class LogTier:
     def read_records(
         self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
     ) -> list[bool]:
+        with self._files.descriptors.use():
+            return self._read_records(keys, locations, images)
+
+    def _read_records(
+        self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
+    ) -> list[bool]:
         drives = [self.drives[drive_of(location)] for location in locations]
         allowed = {drive for drive in dict.fromkeys(drives) if drive.breaker.allows()}
         asked = []
@@ -369,14 +378,13 @@ class LogTier:
         if not lost.medium.restorable() or not lost.breaker.allows():
             return None
         forget()
-        lost.medium.detach()
+        lost.abandon()
         try:
             fresh, found = self._open_drive(self._paths[drive])
         except KVDepotError as error:
             lost.breaker.failed(str(error), at_once=True)
             raise
         fresh.wear.take_over(lost.wear)
-        self._former.append(lost)
         others = [other for other in self.drives if other is not lost]
         contents = read_contents([fresh], [found], first_drive=drive, others=others)
         if self.writable:
@@ -388,23 +396,28 @@ class LogTier:
 
     def add(self, path: Path) -> int:
         setting = f"{self.name}.path"
-        if path in self._paths or len(self._paths) > DRIVES_MAX:
-            raise ConfigError(setting, f"{path} is in use, or there are too many drives")
+        free = [index for index, drive in enumerate(self.drives) if drive.retired]
+        if path in [one for index, one in enumerate(self._paths) if index not in free]:
+            raise ConfigError(setting, f"{path} is in use")
+        if not free and len(self.drives) >= DRIVES_MAX:
+            raise ConfigError(setting, f"there are {DRIVES_MAX} drives, and no more can be")
         drive, found = self._open_drive(path)
         contents = read_contents([drive], [found])
         if len(contents.words) or drive.notes.removals or drive.notes.spaces:
             drive.close()
             raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
         drive.resume(found)
-        self._paths.append(path)
-        self.drives.append(drive)
+        index = free[0] if free else len(self.drives)  # the number of a drive that has gone
+        self._paths[index : index + 1] = [path]
+        self.drives[index : index + 1] = [drive]
         for tag, description in self.descriptions().items():
             if tag not in drive.notes.spaces:
                 drive.notes.remember(tag, description)
-        return len(self.drives) - 1
+        return index
 
     def index_of(self, path: Path) -> int:
-        for index, known in enumerate(self._paths):
+        by_use = sorted(enumerate(self._paths), key=lambda one: self.drives[one[0]].retired)
+        for index, known in by_use:
             if known == path or known.resolve() == path.resolve():
                 return index
         raise ConfigError(f"{self.name}.path", f"{path} is not one of this store's drives")
@@ -507,6 +520,10 @@ class LogTier:
 
     def _try_out(self, index: int) -> None:
         """Write to and read from a drive whose pause is over, so that no request has to."""
+        with self._files.descriptors.use():
+            self._write_and_read(index)
+
+    def _write_and_read(self, index: int) -> None:
         drive = self.drives[index]
         if not drive.breaker.allows() or (self.writable and not drive.try_to_write()):
             return
@@ -564,7 +581,7 @@ class LogTier:
         if self._closed:
             return
         self._closed = True
-        for drive in [*self.drives, *self._former]:
+        for drive in self.drives:
             drive.close()
         self._files.close()
 
