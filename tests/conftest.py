@@ -1,7 +1,8 @@
 """What every test gets: Hypothesis profiles, a folder, a printed seed, a look for leftover threads.
 
 A `tmp_path` is in memory: on disk most tests would only wait for fsync. It is on disk for slow
-tests, for tests that are about disks (ON_DISK), and for all with --on-disk, as in ./dev ci.
+tests, for tests that are about disks (ON_DISK, and what is marked so), and for all with --on-disk,
+as in ./dev ci.
 """
 
 import os
@@ -25,14 +26,14 @@ from kvdepot.testing.store_contract import OpenDepot
 THREAD_PREFIX = "kvdepot"
 THREADS_END_WITHIN_S = 60.0
 TESTS = Path(__file__).parent
-ON_DISK = ("contract", "e2e", "native", "stress", "tiers")
+ON_DISK = ("e2e", "native", "stress", "tiers")
 MEMORY = Path("/dev/shm")
 MEMORY_FREE_BYTES = 4 << 30
 """What must be free there."""
 MEMORY_PREFIX = "kvdepot-tests-"
 
 # Machines are shared and noisy: time limits per example would only report the neighbours.
-settings.register_profile("dev", deadline=None, print_blob=True, max_examples=50)
+settings.register_profile("dev", deadline=None, print_blob=True, max_examples=25)
 settings.register_profile(
     "ci",
     deadline=None,
@@ -81,7 +82,8 @@ def tmp_path(
 ) -> Iterator[Path]:
     node = request.node
     about_disks = node.path.relative_to(TESTS).parts[0] in ON_DISK
-    if memory_folder is None or about_disks or node.get_closest_marker("slow"):
+    marked = node.get_closest_marker("slow") or node.get_closest_marker("disk")
+    if memory_folder is None or about_disks or marked:
         yield tmp_path
         return
     name = re.sub(r"\W", "_", node.name)[:30]

@@ -19,7 +19,7 @@ from kvdepot.tiers.log.medium import DirectIo, MountSettings
 from kvdepot.tiers.log.tier import LogTier
 
 CAPACITY_BYTES = 4 << 20
-LOG_BYTES = 8 << 20
+LOG_BYTES = 4 << 20
 SEGMENT_BYTES = 256 << 10
 URING = uring_available()[0]
 
@@ -107,6 +107,7 @@ class TestLogTierOnTwoDrives(LogTierContract):
     drives = 2
 
 
+@pytest.mark.disk
 class TestLogTierDirect(LogTierContract):
     direct = "always"
 
@@ -115,6 +116,7 @@ class TestLogTierInPython(LogTierContract):
     engine = "python"
 
 
+@pytest.mark.disk
 class TestLogTierDirectInPython(LogTierContract):
     engine = "python"
     direct = "always"
@@ -125,6 +127,7 @@ class TestLogTierByRing(LogTierContract):
     engine = "uring"
 
 
+@pytest.mark.disk
 @pytest.mark.skipif(not URING, reason="io_uring is not available")
 class TestLogTierDirectByRingOnTwoDrives(LogTierContract):
     engine = "uring"

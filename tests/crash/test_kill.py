@@ -147,5 +147,6 @@ def test_kill_in_the_middle_of_each_phase(
     assert killed >= PHASE_KILLS // 2
 
 
-def test_kill_at_random_instants(forks: Children, tmp_path: Path, seed: int) -> None:
-    kill_at_random_instants(forks, tmp_path, seed, runs=20)
+@pytest.mark.parametrize("runs", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_kill_at_random_instants(forks: Children, tmp_path: Path, seed: int, runs: int) -> None:
+    kill_at_random_instants(forks, tmp_path, seed, runs)

@@ -261,7 +261,7 @@ def test_calls_of_many_threads_all_end_when_the_daemon_does(daemon: DaemonProces
 
         def work() -> None:
             try:
-                while not ended.wait(0.002):
+                while not ended.wait(0.02):
                     tiers(store, keys)
                     put(store, keys)
             except BaseException as error:

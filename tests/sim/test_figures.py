@@ -44,6 +44,7 @@ def test_lru_has_the_known_figures(conversation: Workload) -> None:
 
 
 @needs_traces
+@pytest.mark.slow
 def test_a_cache_without_end_hits_what_can_be_hit(conversation: Workload) -> None:
     assert ratio(conversation, "lru", "dram=inf") == pytest.approx(0.374, abs=0.001)
     assert ratio(conversation, "optimal", "dram=inf") == ratio(conversation, "lru", "dram=inf")

@@ -119,10 +119,10 @@ def read_all(path: Path, store: Closed, **settings: Any) -> set[BlockKey]:
 
 
 def get_all(store: Store, keys: list[BlockKey]) -> set[BlockKey]:
+    targets = [bytearray(BLOCK_BYTES) for _ in keys]
     found = set()
-    for key in keys:
-        target = bytearray(BLOCK_BYTES)
-        if store.get(key, target):
+    for key, target, got in zip(keys, targets, store.get_many(keys, targets), strict=True):
+        if got:
             assert bytes(target) == payload_for(key, BLOCK_BYTES), "a wrong byte"
             found.add(key)
     return found

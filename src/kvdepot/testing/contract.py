@@ -35,6 +35,7 @@ from kvdepot.testing.images import loaded, make_image, make_key, make_load, payl
 
 TIMEOUT_S: Final = 30.0
 PAYLOAD_BYTES: Final = 4 * PAGE - 100
+AT_ONCE: Final = 8
 SIZES: Final = (1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, PAYLOAD_BYTES, 16 * PAGE)
 
 Reopen = Callable[[], Tier]
@@ -529,10 +530,10 @@ def fill(tier: Tier, first: int = 0) -> dict[BlockKey, int]:
     """Store blocks until there is no room; where each of them is."""
     kept: dict[BlockKey, int] = {}
     most = tier.usage().capacity_bytes // record_bytes(PAYLOAD_BYTES) + 1
-    for number in range(first, first + most):
-        key = make_key(number)
-        (location,) = put(tier, [image_of(key)])
-        if location is None:
+    for number in range(first, first + most, AT_ONCE):
+        keys = [make_key(number + offset) for offset in range(AT_ONCE)]
+        locations = put(tier, [image_of(key) for key in keys])
+        kept.update({key: at for key, at in zip(keys, locations, strict=True) if at is not None})
+        if None in locations:
             return kept
-        kept[key] = location
     raise AssertionError("the tier stored more than its capacity")
