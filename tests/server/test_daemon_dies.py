@@ -14,7 +14,8 @@ import kvdepot
 from kvdepot.client.connections import Reconnector
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.block import Got, Put
-from kvdepot.core.depot import Arrival
+from kvdepot.core.clock import SystemClock
+from kvdepot.core.depot import Arrival, Durability
 from kvdepot.errors import ConfigError, DaemonError
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.daemons import DaemonProcess
@@ -280,3 +281,35 @@ def test_calls_of_many_threads_all_end_when_the_daemon_does(daemon: DaemonProces
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+def test_flush_is_not_true_for_what_died_with_the_daemon(daemon: DaemonProcess) -> None:
+    with kvdepot.open(daemon.address) as store:
+        space = space_of(store)
+        flushed, lost, sealed = prompt(space, 1, 4), prompt(space, 2, 3), prompt(space, 3, 2)
+        assert all(put(store, flushed)) and store.flush()
+        assert all(put(store, lost))
+        with store.reserve(sealed) as slots:
+            slots.seal()
+        daemon.kill()
+        daemon.start()
+        assert eventually(lambda: len(store.match(flushed)) == 4)
+        report = store.flush()
+        assert not report and report.not_durable == {Durability.DAEMON: 5}
+        assert store.flush(), "told once"
+        assert store.flush(keys=flushed)
+        known = store.flush(keys=[*lost, *sealed]).blocks
+        there = [bool(len(store.match([key]))) for key in [*lost, *sealed]]
+        assert [why is Durability.DURABLE for why in known] == there
+
+
+def test_flush_is_true_after_the_same_daemon_was_lost_for_a_moment(daemon: DaemonProcess) -> None:
+    reconnector = Reconnector(str(daemon.socket), SystemClock(), 5.0)
+    with RemoteStore(reconnector, {}) as store:
+        keys = prompt(space_of(store), 1, 4)
+        assert all(put(store, keys))
+        reconnector.connections().end()
+        assert eventually(lambda: len(store.match(keys)) == 4)
+        assert store.stats()["client"]["lost"] == 1
+        report = store.flush()
+        assert report and report.durable == 4

@@ -127,7 +127,7 @@ class TestPutAndGet:
             keys = prompt(space_of(store), 1, 8)
             assert all(put(store, keys))
             assert tiers(store, keys) == ["dram"] * 8
-            assert store.flush()
+            assert store.flush().complete
             assert store.check()
             assert "ssd" not in store.stats()["tiers"]
 

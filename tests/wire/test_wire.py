@@ -26,13 +26,15 @@ from kvdepot.wire.frames import (
 
 FORMS = [
     messages.Hello(messages.MAGIC, 1, 2, 3, 0, 4, bytes(range(16))),
-    messages.Welcome(bytes(range(16)), 1, 256, 2.0, 0.25, 1 << 40, 1 << 41, 1 << 26, True, False),
+    messages.Welcome(
+        bytes(16), b"i" * 16, 1, 256, 2.0, 0.25, 1 << 40, 1 << 41, 1 << 26, True, False
+    ),
     messages.Deliver(7, 1, 2, True, 0.5),
     messages.Fetch(1, 2, True, 0.5),
     messages.Register(b"12345678", 1 << 30, 1 << 20),
     messages.Seconds(1.5),
     messages.Number(1 << 63),
-    messages.Flushed(True, 3, 4),
+    messages.Flushed(True),
 ]
 
 

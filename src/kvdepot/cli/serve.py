@@ -73,10 +73,11 @@ def run(args: argparse.Namespace) -> int:
     output.say("stopping: writing down what waits")
     report = daemon.close()
     if args.json:
-        line({"stopped": True, "ok": report.ok, "waiting": report.waiting})
+        line({"stopped": True, "ok": report.complete, "waiting": report.waiting})
     else:
-        output.say("stopped" if report else f"stopped; {report.waiting} blocks were not written")
-    return 0 if report else 1
+        left = report.waiting + report.given_up
+        output.say("stopped" if report.complete else f"stopped; {left} blocks were not written")
+    return 0 if report.complete else 1
 
 
 def stop(daemon: Daemon) -> None:

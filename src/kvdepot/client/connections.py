@@ -11,8 +11,10 @@ import os
 import pwd
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from kvdepot.codec.record import VERSION as RECORD_VERSION
@@ -128,6 +130,8 @@ class Connections:
         """How much longer than asked for an answer may take."""
         self.count_away = count_away
         """A call was answered without the daemon."""
+        self.count_stored: Callable[[int], None] = lambda blocks: None
+        """So many blocks were put."""
         link, (*arena_fds, staging_fd) = connect(path, messages.NO_TOKEN, daemon_uid)
         self.welcome = link.welcome
         sizes = (self.welcome.arena_bytes, self.welcome.cxl_bytes)
@@ -268,6 +272,8 @@ class Reconnector:
         self._current: Connections | None = None
         self._pause_s = _PAUSE_FIRST_S
         self._retry_at = 0.0
+        self._unflushed: Counter[bytes] = Counter()
+        """Blocks put to each run of the daemon since the last flush that was true."""
         self._counts = {"attached": 0, "lost": 0, "away": 0}
 
     def begin(self) -> messages.Welcome:
@@ -321,6 +327,23 @@ class Reconnector:
         with self._lock:
             self._counts["away"] += 1
 
+    def _count_stored(self, instance: bytes, blocks: int) -> None:
+        """This run of the daemon has blocks that were not flushed."""
+        with self._lock:
+            self._unflushed[instance] += blocks
+
+    def unflushed(self, connections: Connections) -> tuple[int, int]:
+        """Blocks that this daemon has, and that others before it had, when they went."""
+        with self._lock:
+            mine = self._unflushed[connections.welcome.instance]
+            return mine, self._unflushed.total() - mine
+
+    def told(self, connections: Connections, flushed: int) -> None:
+        """The caller knows that so many are durable, and what went with daemons before."""
+        instance = connections.welcome.instance
+        with self._lock:
+            self._unflushed = Counter({instance: self._unflushed[instance] - flushed})
+
     def describe(self) -> dict[str, Any]:
         with self._lock:
             return {
@@ -353,6 +376,7 @@ class Reconnector:
     def _attach(self) -> Connections:
         """Lock held."""
         connections = Connections(self.path, self.call_s, self.count_away, self._daemon_uid)
+        connections.count_stored = partial(self._count_stored, connections.welcome.instance)
         self.reason = ""
         try:
             with connections.link() as link:

@@ -132,6 +132,7 @@ class RemoteReservation(Reservation):
                     if mine:
                         body = messages.with_table(batch.number, np.array(mine, "<u4"))
                         link.number(FrameKind.SEAL, body, connections.call_s)
+            connections.count_stored(len(chosen))
         except DaemonAwayError:
             connections.count_away()
             for index in chosen:

@@ -5,10 +5,14 @@ say what is different. While the daemon is gone, nothing is found and nothing is
 within `call_timeout`, and `stats` counts it; when it is back, the next call attaches anew.
 """
 
+import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, Reconnector, expect
 from kvdepot.client.get import AWAY, Getter, batches, keys_of
@@ -19,8 +23,10 @@ from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.config import TenantConfig
 from kvdepot.core.depot import (
     CLOSE_TIMEOUT_S,
+    DURABILITY,
     CheckReport,
     Depot,
+    Durability,
     FlushReport,
     Layout,
     Match,
@@ -89,7 +95,10 @@ class RemoteStore(Depot):
         outcomes: list[Put] = []
         try:
             with self._daemon.link() as (connections, link):
-                RemotePutter(connections, link, limit_s).store(offers, outcomes)
+                try:
+                    RemotePutter(connections, link, limit_s).store(offers, outcomes)
+                finally:
+                    connections.count_stored(sum(map(bool, outcomes)))
         except DaemonAwayError:
             self._daemon.count_away()
         return outcomes + [Put.THROTTLED] * (len(offers) - len(outcomes))
@@ -271,10 +280,18 @@ class RemoteStore(Depot):
     def stop_recording(self) -> int:
         return self._change("stop_recording", "", "")
 
-    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
-        """For what all clients have put; false without a daemon."""
+    def flush(
+        self, timeout_s: float = CLOSE_TIMEOUT_S, *, keys: Sequence[BlockKey] | None = None
+    ) -> FlushReport:
+        """For what all clients have put; false without a daemon, and once after it was restarted:
+        what this one had put to it and not flushed may have gone with it.
+        """
         self._check_open()
-        return self._flush(timeout_s)
+        if keys is None:
+            return self._flush(timeout_s)
+        wanted = checked(list(keys))
+        parts = [self._flush_keys(wanted, part, timeout_s) for part in batches(wanted)]
+        return FlushReport.of(itertools.chain(*parts))
 
     def check(self, *, deep: bool = True) -> CheckReport:
         """One finding without a daemon."""
@@ -302,7 +319,7 @@ class RemoteStore(Depot):
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         if self._closed:
-            return FlushReport(True, 0, 0)
+            return FlushReport(True)
         report = self._flush(timeout_s)
         self._closed = True
         self._daemon.end()
@@ -339,13 +356,39 @@ class RemoteStore(Depot):
             ) from error
 
     def _flush(self, timeout_s: float) -> FlushReport:
-        def ask(_: Connections, link: Link) -> FlushReport:
-            body = messages.Seconds(timeout_s).body()
-            frame = link.call(FrameKind.FLUSH, body, timeout_s + CLOSE_TIMEOUT_S)
-            said = messages.Flushed.parse(expect(frame, FrameKind.FLUSHED).body)
-            return FlushReport(bool(said.ok), said.waiting, said.given_up)
+        def ask(connections: Connections, link: Link) -> FlushReport:
+            mine, others = self._daemon.unflushed(connections)
+            complete, raw = self._ask_flush(link, timeout_s, b"")
+            if len(raw) != 8 * len(DURABILITY):
+                raise DaemonAwayError("counts that make no sense")
+            totals = np.frombuffer(raw, "<u8").tolist()
+            counts = Counter(dict(zip(DURABILITY, totals, strict=True)))
+            durable = counts.pop(Durability.DURABLE)
+            counts[Durability.DAEMON] += others
+            report = FlushReport(complete and not others, durable, +counts)
+            self._daemon.told(connections, mine if report.ok else 0)
+            return report
 
-        return self._ask(ask, FlushReport(False, 0, 0))
+        return self._ask(ask, FlushReport(False))
+
+    def _flush_keys(
+        self, keys: Sequence[BlockKey], part: range, timeout_s: float
+    ) -> list[Durability]:
+        """Of a batch of keys; that no daemon answers counts as a failure."""
+
+        def ask(_: Connections, link: Link) -> list[Durability]:
+            codes = self._ask_flush(link, timeout_s, keys_of(keys, part))[1]
+            if len(codes) != len(part) or max(codes, default=0) >= len(DURABILITY):
+                raise DaemonAwayError("answers that make no sense")
+            return [DURABILITY[code] for code in codes]
+
+        return self._ask(ask, [Durability.DAEMON] * len(part))
+
+    def _ask_flush(self, link: Link, timeout_s: float, keys: bytes) -> tuple[bool, bytes]:
+        body = messages.Seconds(timeout_s).body() + keys
+        frame = link.call(FrameKind.FLUSH, body, timeout_s + CLOSE_TIMEOUT_S)
+        head, rest = messages.split(messages.Flushed, expect(frame, FrameKind.FLUSHED).body)
+        return bool(head.complete), rest
 
     def _check_no_secret(self, tenant: str) -> None:
         """Never make keys without a secret for a tenant that has one."""

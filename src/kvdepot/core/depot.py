@@ -6,8 +6,10 @@ Implemented by store.store.Store, in this process, and client.remote.RemoteStore
 
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Final, Protocol, Self
 
 from kvdepot.core.block import BlockKey, Got, Put
@@ -33,18 +35,73 @@ class Match:
         return len(self.tiers)
 
 
+class Durability(StrEnum):
+    """Whether a block survives the end of the process, and why not."""
+
+    DURABLE = "durable"
+    """On a drive, and made durable as configured."""
+    WAITING = "waiting"
+    """Not written, or not made durable, when time ran out."""
+    POLICY = "policy"
+    """The write mode keeps it in memory."""
+    BUDGET = "budget"
+    """The drives have no writes left for it."""
+    READ_ONLY = "read-only"
+    """The store may not write."""
+    NO_DRIVE = "no-drive"
+    """The store has memory only."""
+    FAILED = "failed"
+    """It could not be written, or its drive has failed."""
+    EVICTED = "evicted"
+    """It had to make room on its drive, and is in memory still; or in memory, and is gone."""
+    ABSENT = "absent"
+    """The store does not have it."""
+    DAEMON = "daemon"
+    """It was put to a daemon that is gone since, and may have gone with it."""
+
+
+DURABILITY: Final = tuple(Durability)
+"""A block's durability is its place in here, in the index and between processes."""
+_UNFINISHED: Final = (Durability.WAITING, Durability.FAILED, Durability.DAEMON)
+
+
 @dataclass(frozen=True, slots=True)
 class FlushReport:
-    """Answer to `flush` and `close`. True when everything put before is on disk."""
+    """Answer to `flush` and `close`. True only when all that was asked for is durable."""
 
-    ok: bool
-    waiting: int
-    """Blocks still waiting to be written when time ran out."""
-    given_up: int
-    """Blocks that could not be written since the last flush; they are in memory only, or gone."""
+    complete: bool
+    """Whether everything that the configuration wants on drives is there, and durable."""
+    durable: int = 0
+    """Blocks that are on drives."""
+    not_durable: Mapping[Durability, int] = field(default_factory=dict)
+    """How many blocks are not, by the reason."""
+    blocks: tuple[Durability, ...] = ()
+    """One for each of the keys that were asked for."""
+
+    @classmethod
+    def of(cls, blocks: Iterable[Durability]) -> Self:
+        """The report on these blocks."""
+        found = tuple(blocks)
+        counts = Counter(found)
+        durable = counts.pop(Durability.DURABLE, 0)
+        return cls(not any(counts[why] for why in _UNFINISHED), durable, +counts, found)
 
     def __bool__(self) -> bool:
         return self.ok
+
+    @property
+    def ok(self) -> bool:
+        return self.complete and not self.not_durable
+
+    @property
+    def waiting(self) -> int:
+        """Blocks still waiting to be written when time ran out."""
+        return self.not_durable.get(Durability.WAITING, 0)
+
+    @property
+    def given_up(self) -> int:
+        """Blocks that could not be written; they are in memory only, or gone."""
+        return self.not_durable.get(Durability.FAILED, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,8 +445,16 @@ class Depot(Protocol):
         """`remove_namespace` by the first bytes of its keys."""
 
     @abstractmethod
-    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
-        """Wait until everything put before this call is on disk, and durable as configured."""
+    def flush(
+        self, timeout_s: float = CLOSE_TIMEOUT_S, *, keys: Sequence[BlockKey] | None = None
+    ) -> FlushReport:
+        """Wait until what was put before this call is on disk, and durable as configured.
+
+        True only if all of it is; `not_durable` says how many blocks are not, and why: those in
+        memory, and those that left it unwritten since the last flush. What was on a drive and has
+        made room there does not count. With `keys` it is about these blocks alone, and `blocks`
+        answers for each. What could not be written before is tried again.
+        """
 
     @abstractmethod
     def set_write_mode(self, tier: str, mode: str) -> None:

@@ -4,6 +4,7 @@ The one place where a block's state changes, through the named transitions of co
 bytes, no lock of its own: the store calls it under its lock.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -98,6 +99,11 @@ class Catalog:
         self._doomed = self.table.column(np.uint8, 0)
         self.residency = self.table.column(np.uint8, 0)
         """The tiers where a block is ready, a bit each: the lowest is the fastest."""
+        self.unwritten = self.table.column(np.uint8, 0)
+        """Of blocks that are on no drive and should be, or never were, why: a place in
+        core.depot.DURABILITY; else 0."""
+        self.left_unwritten: Counter[int] = Counter()
+        """How many of them have made room, by the reason."""
         self.tiers = tuple(
             Copies(self.table, name, self.residency, 1 << number)
             for number, name in enumerate((*memories, *files))
@@ -232,6 +238,11 @@ class Catalog:
         """Whether lookups can find the row."""
         return bool(self.nbytes[row]) and not self._doomed[row]
 
+    def live_rows(self) -> Rows:
+        """The rows that lookups find."""
+        rows: Rows = np.flatnonzero((self.residency.array != 0) & (self._doomed.array == 0))
+        return rows
+
     def is_doomed(self, row: int) -> bool:
         return bool(self._doomed[row])
 
@@ -242,6 +253,8 @@ class Catalog:
         if not self._leases[row] and not self.leaves.held(row) and self.is_absent(row):
             if not self._doomed[row]:
                 self._unlink(row)
+                if self.unwritten.view[row]:
+                    self.left_unwritten[self.unwritten.view[row]] += 1
             self.table.free(row)
 
     def _link(self, row: int) -> None:

@@ -162,6 +162,7 @@ class Connection:
         arena_bytes, *cxl_bytes, staging_bytes = mapped.nbytes
         body = messages.Welcome(
             token=client.token,
+            instance=self._daemon.instance,
             pid=os.getpid(),
             block_tokens=config.block_tokens,
             read_timeout_s=config.read_timeout,

@@ -50,6 +50,8 @@ class Daemon:
         self.mapped = self.store.mapped()
         self.limits = limits or ClientLimits()
         self.counters = ServerCounters()
+        self.instance = os.urandom(16)
+        """Of this run: clients know by it that what they had put to another one may be gone."""
         self._listener = listener
         self._workers = WorkerThreads("kvdepot-client")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

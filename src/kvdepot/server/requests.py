@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.core.config import Config
+from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
 from kvdepot.server.client_holdings import TAKE_TIMEOUT_S, ClientHoldings
@@ -214,10 +215,16 @@ class RequestHandler:
         self._number(frame, self._store.remove_tag(messages.checked_tag(bytes(frame.body))))
 
     def _flush(self, frame: Frame) -> None:
-        timeout_s = messages.checked_timeout(messages.Seconds.parse(frame.body).timeout_s)
-        report = self._store.flush(timeout_s)
-        answer = messages.Flushed(report.ok, report.waiting, report.given_up)
-        self._channel.send(FrameKind.FLUSHED, frame.serial, answer.body())
+        head, raw = messages.split(messages.Seconds, frame.body)
+        timeout_s = messages.checked_timeout(head.timeout_s)
+        report = self._store.flush(timeout_s, keys=messages.key_list(raw) if raw else None)
+        body = messages.Flushed(report.complete).body()
+        if raw:
+            body += bytes(map(DURABILITY.index, report.blocks))
+        else:
+            counts = {Durability.DURABLE: report.durable, **report.not_durable}
+            body += np.array([counts.get(why, 0) for why in DURABILITY], "<u8").tobytes()
+        self._channel.send(FrameKind.FLUSHED, frame.serial, body)
 
     def _check(self, frame: Frame) -> None:
         report = self._store.check(deep=bool(messages.Number.parse(frame.body).value))

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,9 +219,11 @@ class Store(Depot):
 
         return self._remove(of_namespace, [space_key(tag)], whole_namespace=True)
 
-    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
+    def flush(
+        self, timeout_s: float = CLOSE_TIMEOUT_S, *, keys: Sequence[BlockKey] | None = None
+    ) -> FlushReport:
         self._state.check_open()
-        return self._flusher.flush(timeout_s)
+        return self._flusher.flush(timeout_s, None if keys is None else checked(list(keys)))
 
     def set_write_mode(self, tier: str, mode: str) -> None:
         with self._state.using():
@@ -278,7 +281,7 @@ class Store(Depot):
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         state = self._state
         if state.closing.is_set():
-            return FlushReport(True, 0, 0)
+            return FlushReport(True)
         report = self._flusher.flush(timeout_s)
         with state.lock:
             state.closing.set()
@@ -295,7 +298,7 @@ class Store(Depot):
         late = not self._late.wait(timeout_s)
         if stuck or late:
             # The kernel or a caller may still use the memory: leave it to the process's end.
-            return FlushReport(False, report.waiting, report.given_up)
+            return replace(report, complete=False)
         for arena in state.all_arenas:
             arena.memory.stop()
         for lower in state.lower_tiers:

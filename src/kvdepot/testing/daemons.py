@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,8 +106,8 @@ class DaemonStore(RemoteStore):
         report = super().close(timeout_s)
         if not self._stopped:
             self._stopped = True
-            ok = self.daemon.stop() == 0 and report.ok
-            report = FlushReport(ok, report.waiting, report.given_up)
+            complete = self.daemon.stop() == 0 and report.complete
+            report = replace(report, complete=complete)
         return report
 
 

@@ -89,8 +89,10 @@ class Hello(Fixed):
 class Welcome(Fixed):
     """The daemon's answer: what a client must know. Descriptors come with it in a new session."""
 
-    FORM = struct.Struct("<16sIIddQQQBB6x")
+    FORM = struct.Struct("<16s16sIIddQQQBB6x")
     token: bytes
+    instance: bytes
+    """Of this run of the daemon: what was put to another one may be gone."""
     pid: int
     block_tokens: int
     read_timeout_s: float
@@ -140,7 +142,7 @@ class Register(Fixed):
 
 @dataclass(frozen=True, slots=True)
 class Seconds(Fixed):
-    """A timeout: FLUSH; head of RESERVE, where keys follow."""
+    """A timeout: head of FLUSH and RESERVE, where keys follow."""
 
     FORM = struct.Struct("<d")
     timeout_s: float
@@ -156,12 +158,12 @@ class Number(Fixed):
 
 @dataclass(frozen=True, slots=True)
 class Flushed(Fixed):
-    """Answer to FLUSH."""
+    """Head of FLUSHED. A count for each of core.depot.DURABILITY follows; or, where keys were asked
+    for, the place of each in it.
+    """
 
-    FORM = struct.Struct("<BQQ")
-    ok: bool
-    waiting: int
-    given_up: int
+    FORM = struct.Struct("<B7x")
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def opened(path: Path, clock: ManualClock, files: Files | None = None, **changes
 def offer(store: Store, number: int, blocks: int = 4) -> list[BlockKey]:
     keys = prompt(space_of(store), number, blocks)
     assert all(put(store, keys))
-    assert store.flush()
+    assert store.flush().complete
     return keys
 
 

@@ -15,6 +15,7 @@ from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import CopyState
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import HddConfig, LowerTierConfig
+from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.tier import Contents, Tier, drive_of, segment_of
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
@@ -23,6 +24,7 @@ from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
 from kvdepot.policy.placing.write_mode import WriteMode
 
+FAILED: Final = DURABILITY.index(Durability.FAILED)
 _WAVE_BYTES: Final = 32 << 20
 _UNEVEN: Final = 1.25
 """Drives whose speeds differ by less count as alike."""
@@ -106,6 +108,7 @@ class LowerTier:
     def enter(self, row: int, location: int) -> None:
         """A block's record is at `location` now: count it, and let reclaim find it."""
         self.tier.count(location, self.catalog.nbytes[row])
+        self.catalog.unwritten.view[row] = 0
         place = (drive_of(location), segment_of(location))
         self.segment_rows.setdefault(place, array("i")).append(row)
         if self.second_copies is not None and self.second_copies.location[row] == NONE:
@@ -176,6 +179,7 @@ class LowerTier:
         for row in np.flatnonzero((places != NONE) & (places >> 56 == drive)).tolist():
             if self.copies.ready(row):
                 self.copies.drop(row)
+                self.catalog.unwritten.view[row] = FAILED
                 self.catalog.forget_if_gone(row)
         for place in [place for place in self.segment_rows if place[0] == drive]:
             del self.segment_rows[place]
@@ -252,6 +256,7 @@ class LowerTier:
         self._take_in_second(rows[surplus], locations[surplus], contents.payload_bytes[surplus])
         known = known[~twice]
         self.copies.seal_many(rows[known], locations[known])
+        self.catalog.unwritten.array[rows[known]] = 0
         new = np.flatnonzero(rows == NONE)
         rows[new] = self.catalog.recover(
             words[new], contents.payload_bytes[new], locations[new], self.copies

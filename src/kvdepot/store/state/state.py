@@ -12,17 +12,28 @@ from typing import Final
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
+from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import promotes, targets
 from kvdepot.store.state.admission import Admission
-from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.store.write.memory_eviction import ArenaTier
 from kvdepot.tiers.memory.arena import Arena
 
+_WAITING, _POLICY, _BUDGET, _READ_ONLY, _NO_DRIVE = map(
+    DURABILITY.index,
+    (
+        Durability.WAITING,
+        Durability.POLICY,
+        Durability.BUDGET,
+        Durability.READ_ONLY,
+        Durability.NO_DRIVE,
+    ),
+)
 TEMPORARY: Final = -2
 """Owner of a slot that belongs to a transfer, not to a block."""
 
@@ -214,6 +225,7 @@ class StoreState:
         for lower in self.lower_tiers:
             if lower.copies.ready(row) and not lower.usable(row):
                 lower.drop(row)
+                self.catalog.unwritten.view[row] = FAILED
 
     def drop_everywhere(self, row: int) -> None:
         """Drop a block that is not in use from every tier."""
@@ -249,7 +261,22 @@ class StoreState:
     def write_new(self, row: int) -> None:
         """A new block in memory waits to be written to the lower tiers that want it."""
         promising = self.admission.learns and self.admission.made(row)
+        self.catalog.unwritten.view[row] = _WAITING
         self._write_to(row, self._targets[promising])
+
+    def give_up_writing(self, row: int, lower: LowerTier) -> None:
+        """A block could not be written to this tier; it is in memory while there is room."""
+        assert self.held()
+        self.counters.write_failed += 1
+        if self.catalog.unwritten.view[row]:
+            self.catalog.unwritten.view[row] = FAILED
+        self.mark_clean(row, lower)
+
+    def write_again(self, row: int) -> None:
+        """A block that could not be written before waits to be written."""
+        assert self.held()
+        if self.catalog.memory.ready(row):
+            self._write_to(row, self._targets[True])
 
     def write_used(self, rows: list[int]) -> None:
         """Blocks were asked for again: those in memory may be worth writing now."""
@@ -295,13 +322,21 @@ class StoreState:
 
     def _write_to(self, row: int, numbers: list[int]) -> None:
         """A block in memory waits to be written to those of these tiers that it may enter."""
+        kept = _POLICY
         if self.admission.learns:
-            numbers = self.admission.sift(row, numbers)
+            wanted, numbers = numbers, self.admission.sift(row, numbers)
+            kept = _BUDGET if wanted and not numbers else _POLICY
         for number in numbers:
             lower = self.lower_tiers[number]
             if lower.writers and lower.copies.absent(row) and row not in lower.tickets:
                 self.last_ticket += 1
                 lower.mark_dirty(row, self.last_ticket, self.clock.now())
+        if self.catalog.unwritten.view[row]:
+            if self.is_dirty(row):
+                kept = _WAITING
+            elif not self.writes_back:
+                kept = _READ_ONLY if self.lower_tiers else _NO_DRIVE
+            self.catalog.unwritten.view[row] = kept
 
     def modes_changed(self) -> None:
         """The write modes of the lower tiers are other ones now."""

@@ -6,16 +6,21 @@ and `flush` tells. So a failed disk makes the store smaller, never slower or stu
 
 import threading
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
+
 from kvdepot.codec.record import record_bytes
-from kvdepot.core.depot import FlushReport
+from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import DURABILITY, Durability, FlushReport
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import pack_location
+from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.move.copy_run import CopyJob, Piece, RecordMover
 from kvdepot.store.move.reclaim import DriveRoom
-from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.state.state import StoreState
 
 _BLOCKS_MAX: Final = 512
@@ -29,6 +34,7 @@ _YIELD_S: Final = 0.1
 _PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
 """Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
+_DURABLE: Final = DURABILITY.index(Durability.DURABLE)
 _log = RateLimitedLog("kvdepot.store")
 
 
@@ -62,8 +68,7 @@ class WriteDown(CopyJob):
             self._returned.append(row)
         else:
             self.given_up += 1
-            self._state.counters.write_failed += 1
-            self._state.mark_clean(row, self.target)
+            self._state.give_up_writing(row, self.target)
 
     def release(self, rows: list[int]) -> None:
         for row in rows:
@@ -243,8 +248,7 @@ class WriteBack:
         state, lower = self._state, self._lower
         lower.dirty.clear()
         for row in [row for row in lower.tickets if lower.copies.absent(row)]:
-            state.counters.write_failed += 1
-            state.mark_clean(row, lower)
+            state.give_up_writing(row, lower)
         state.written.notify_all()
         state.room.notify_all()
 
@@ -263,7 +267,6 @@ class Flusher:
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
-        self._given_up_before = 0
 
     def write_through(self, timeout_s: float) -> None:
         """Where the first lower tier is written through, wait until it has what was put."""
@@ -276,26 +279,80 @@ class Flusher:
             self._do_not_linger(last)
             state.written.wait_for(lambda: (first.oldest_ticket() or last + 1) > last, timeout_s)
 
-    def flush(self, timeout_s: float) -> FlushReport:
-        """Wait until everything put before is written, then until it is durable."""
+    def flush(self, timeout_s: float, keys: Sequence[BlockKey] | None = None) -> FlushReport:
+        """Wait until what was put before is written, then until it is durable; of `keys` alone, if
+        they are given.
+        """
         state = self._state
         deadline = state.clock.now() + timeout_s
         with state.lock:
+            self._try_again()
             last = state.last_ticket
             self._do_not_linger(last)
-            tiers = state.lower_tiers
-            done = state.written.wait_for(
-                lambda: all((lower.oldest_ticket() or last + 1) > last for lower in tiers),
-                timeout_s,
-            )
-            waiting = sum(ticket <= last for lower in tiers for ticket in lower.tickets.values())
-            given_up = state.counters.write_failed - self._given_up_before
-            self._given_up_before = state.counters.write_failed
-        if done:
-            writable = [lower.tier for lower in tiers if lower.tier.writable]
-            synced = [tier.flush(max(0.0, deadline - state.clock.now())) for tier in writable]
-            done = all(synced)
-        return FlushReport(done and not given_up, waiting, given_up)
+            rows = None if keys is None else set(state.catalog.rows(keys))
+            done = state.written.wait_for(lambda: self._is_written(last, rows), timeout_s)
+        unsynced: dict[LowerTier, Durability] = {}
+        for lower in state.lower_tiers:
+            if lower.tier.writable:
+                left_s = max(0.0, deadline - state.clock.now())
+                if not done:
+                    unsynced[lower] = Durability.WAITING
+                elif not lower.tier.flush(left_s):
+                    unsynced[lower] = Durability.FAILED
+        with state.lock:
+            if keys is not None:
+                found = state.catalog.rows(keys)
+                codes = self._durability(np.asarray(found, np.int64), unsynced)
+                return FlushReport.of(DURABILITY[code] for code in codes.tolist())
+            return self._report(last, unsynced)
+
+    def _try_again(self) -> None:
+        """Queue what could not be written before."""
+        state, catalog = self._state, self._state.catalog
+        rows = catalog.live_rows()
+        for row in rows[catalog.unwritten.array[rows] == FAILED].tolist():
+            state.write_again(row)
+
+    def _is_written(self, last: int, rows: set[int] | None) -> bool:
+        tiers = self._state.lower_tiers
+        if rows is not None:
+            tickets = (lower.tickets.get(row, last + 1) for lower in tiers for row in rows)
+            return all(ticket > last for ticket in tickets)
+        return all((lower.oldest_ticket() or last + 1) > last for lower in tiers)
+
+    def _report(self, last: int, unsynced: Mapping[LowerTier, Durability]) -> FlushReport:
+        """On all blocks that were put before the ticket `last` was given out."""
+        tiers = self._state.lower_tiers
+        rows = self._state.catalog.live_rows()
+        later = {row for lower in tiers for row, ticket in lower.tickets.items() if ticket > last}
+        rows = rows[~np.isin(rows, list(later))]
+        totals = np.bincount(self._durability(rows, unsynced), minlength=len(DURABILITY))
+        counts = Counter(dict(zip(DURABILITY, totals.tolist(), strict=True)))
+        counts[Durability.EVICTED] = 0  # it was durable, and has made room
+        for code, gone in self._state.catalog.left_unwritten.items():
+            counts[Durability.FAILED if code == FAILED else Durability.EVICTED] += gone
+        self._state.catalog.left_unwritten.clear()
+        durable = counts.pop(Durability.DURABLE)
+        unfinished = unsynced or counts[Durability.WAITING] or counts[Durability.FAILED]
+        return FlushReport(not unfinished, durable, +counts)
+
+    def _durability(self, rows: Rows, unsynced: Mapping[LowerTier, Durability]) -> Rows:
+        """Places in DURABILITY, of rows as they are now; NONE for what the store does not have."""
+        catalog = self._state.catalog
+        residency = catalog.residency.array[rows]
+        codes: Rows = catalog.unwritten.array[rows].astype(np.int64)
+        on_none = np.ones(len(rows), bool)
+        for lower in [lower for lower in self._state.lower_tiers if lower in unsynced]:
+            here = residency & lower.copies.bit != 0
+            codes[here] = DURABILITY.index(unsynced[lower])
+            on_none &= ~here
+        for lower in [lower for lower in self._state.lower_tiers if lower not in unsynced]:
+            here = residency & lower.copies.bit != 0
+            codes[here] = _DURABLE
+            on_none &= ~here
+        codes[on_none & (codes == _DURABLE)] = DURABILITY.index(Durability.EVICTED)
+        codes[(rows == NONE) | (residency == 0)] = DURABILITY.index(Durability.ABSENT)
+        return codes
 
     def _do_not_linger(self, ticket: int) -> None:
         """Blocks up to this ticket wait no longer for others of their prompt."""
