@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.stores import settings
+from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.core.block import BlockKey
@@ -243,3 +244,33 @@ class TestResize:
         with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
             store.resize("dram", "1GiB")
         assert "start again" in caught.value.hint
+
+
+class TestSmallerWhileLeased:
+    """Leases hold up a resize: it ends after them, and removals are recorded meanwhile."""
+
+    def test_it_shrinks_when_the_leases_have_ended(self, tmp_path: Path) -> None:
+        tree = two_drives(tmp_path, path=str(tmp_path / "a"), capacity="8MiB")
+        with kvdepot.open(**tree) as store:
+            assert isinstance(store, Store)
+            chains = fill(store, 0, 40)
+            store.inspect().drop_from_memory()
+            before = drive(store, 0)["segments"]
+            leases = [store.lease(keys) for keys in chains]
+            held = [key for lease in leases for key in lease]
+            assert before > 28 and len(held) > 100
+            store.resize("ssd", "4MiB")
+            assert drive(store, 0)["segments"] > 16
+            removed = held[:108]
+            for key in removed:
+                assert store.remove(key) == 1
+            assert store.stats()["counters"]["removal_unrecorded"] == 0
+            assert drive(store, 0)["segments"] <= before + 2
+            for lease in leases:
+                lease.release()
+            until(lambda: len(list((tmp_path / "a").glob("segment-*"))) <= 16)
+            assert drive(store, 0)["segments"] + drive(store, 0)["free_segments"] <= 16
+            assert store.check().ok
+        with kvdepot.open(**{**tree, "ssd": {**tree["ssd"], "capacity": "4MiB"}}) as store:
+            space_of(store)
+            assert not any(store.match([key]).tiers for key in removed), "removed blocks are back"

@@ -123,7 +123,7 @@ class DriveMaintenance:
                     )
             for drive, fact in facts:
                 drives.resize(drive, share // fact.segment_bytes)
-                self.rooms[lower].shrink(drive)
+                self.rooms[lower].shrink(drive, lower.config.write_timeout)
             with self._state.lock:
                 _look_for_room_again(lower)
 

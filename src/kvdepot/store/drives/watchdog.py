@@ -1,4 +1,5 @@
-"""Looks after drives: tries those that failed, mounts those that came back, measures new ones.
+"""Looks after drives: tries those that failed, mounts those that came back, measures new ones,
+shrinks those that were made smaller.
 
 Without it a drive would come back only when something is written to it: `match` does not promise
 blocks on a drive that is down, so that no call reads from it.
@@ -53,6 +54,7 @@ class DriveWatchdog:
             lower.tier.probe(drive)
         if lower.tier.drive(drive).lost:
             self._rooms[lower].restore(drive)
+        self._rooms[lower].shrink_again(drive)
 
     def _is_quiet(self) -> bool:
         """Whether no call reads, and nothing waits to be written."""

@@ -48,6 +48,8 @@ class DriveRoom:
         self.reclaimer = Reclaimer(state, lower, mover, demoter)
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         """Held by the thread that reclaims or mounts a drive."""
+        self._shrinking: set[int] = set()
+        """Drives that have more segments than they may."""
 
     def make(self, drive: int, nbytes: int) -> bool:
         """Do what lets a refused append succeed. False: nothing helps."""
@@ -84,13 +86,25 @@ class DriveRoom:
                 if not self.reclaimer.reclaim(drive):
                     return
 
-    def shrink(self, drive: int) -> None:
-        """Reclaim until the drive has no more segments than it may."""
+    def shrink(self, drive: int, timeout_s: float = 0.0) -> None:
+        """Reclaim until the drive has no more segments than it may. What leases hold up, or
+        another thread's reclaim, is left to the watchdog, which tries again.
+        """
         tier = self._lower.tier
         assert isinstance(tier, ChangesDrives)
-        with self._upkeep(drive, None) as mine:
-            while mine and not tier.trim(drive) and self.reclaimer.reclaim(drive):
-                pass
+        self._shrinking.add(drive)
+        with self._upkeep(drive, timeout_s) as mine:
+            while mine and not self._state.closing.is_set():
+                if tier.trim(drive):
+                    self._shrinking.discard(drive)
+                    return
+                if not self.reclaimer.reclaim(drive):
+                    return
+
+    def shrink_again(self, drive: int) -> None:
+        """Go on with what `shrink` could not end."""
+        if drive in self._shrinking:
+            self.shrink(drive)
 
     def restore(self, drive: int, timeout_s: float = 1.0) -> bool:
         """Mount a drive that was lost anew, unless another thread does. True: it can be used."""

@@ -37,6 +37,10 @@ _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
 _NOTE_RESERVE_MAX: Final = 64 << 10
 _CARRY_RESERVE_MAX: Final = 256 << 10
+_FOR_NOTES: Final = 2
+"""Segments that a drive which was made smaller may have for notes, beside those that leases keep:
+one that is written to, and one that can be reclaimed, as notes take less room together.
+"""
 
 
 def kept_back(purpose: Purpose, segment_bytes: int, *, last: bool) -> int:
@@ -142,6 +146,8 @@ class Drive:
         self.settings = settings
         self.store = store
         self.slots_max = slots_max
+        self._slots_still = 0
+        """While there are too many segments, so many are allowed: those in use, and _FOR_NOTES."""
         self.breaker = Breaker(clock, settings.pauses, changed=self._log_change)
         self.gauge = Gauge(clock)
         self.notes = Notes(self)
@@ -441,7 +447,7 @@ class Drive:
 
     def _new_slot(self) -> int | None:
         taken = {*self.segments, *self.free}
-        if len(taken) >= self.slots_max or not self._growth.allows():
+        if len(taken) >= max(self.slots_max, self._slots_still) or not self._growth.allows():
             return None
         slot = next(n for n in range(len(taken) + 1) if n not in taken)
         try:
@@ -517,7 +523,8 @@ class Drive:
     def spare_slots(self) -> int:
         """Segments that can be opened without reclaiming one; a full disk has only free ones."""
         with self._books:
-            creatable = self.slots_max - len(self.segments) - len(self.free)
+            allowed = max(self.slots_max, self._slots_still)
+            creatable = allowed - len(self.segments) - len(self.free)
             return len(self.free) + (max(0, creatable) if self._growth.closed else 0)
 
     def sealed(self) -> list[Segment]:
@@ -545,6 +552,8 @@ class Drive:
             self._wipe(segment.extent)
             with self._books:
                 self.free.append(slot)
+            if self._slots_still:
+                self.trim()
 
     def lend(self) -> Segment | None:
         """A free segment for the caller alone until `take_back`; None: there is none to spare."""
@@ -667,17 +676,23 @@ class Drive:
         """Have room for so many segments; those that are too many go one by one (`trim`)."""
         with self._turn, self._books:
             self.slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
+            self._slots_still = len(self.segments) + _FOR_NOTES
 
     def trim(self) -> bool:
-        """Give free segments that are too many back. False: there are still too many."""
+        """Give free segments that are too many back, but for those that notes may need until
+        there are not. False: there are still too many.
+        """
         with self._turn:
-            while len(self.segments) + len(self.free) > self.slots_max:
+            self._slots_still = min(self._slots_still, len(self.segments) + _FOR_NOTES)
+            if self._slots_still <= self.slots_max or self.retired:
+                self._slots_still = 0
+            while len(self.segments) + len(self.free) > max(self.slots_max, self._slots_still):
                 if not self.free:
                     return False
                 with self._books:
                     slot = self.free.pop()
                 self.medium.remove(slot)
-            return True
+            return len(self.segments) + len(self.free) <= self.slots_max
 
     def start_drain(self) -> None:
         """Give blocks no more places. Those that have one are busy (`is_busy`)."""
