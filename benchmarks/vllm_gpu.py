@@ -13,6 +13,8 @@ its log in `--place`; those that are compared run side by side and are asked in 
     memory   the first token of 21,000, 8B shape: from our memory, vLLM's OffloadingConnector,
              vLLM's own prefix hit, computed
     verified the first token from our memory, verified beside the copy and not verified, in turns
+    restarts the daemon of one engine is killed and restarted while it answers: what fails, and when
+             there are hits again
     decode   how long sequences decode while their KV is offloaded, and while it is not
     disk     the first token from disk, beside raw reads of the same bytes
     decide   the same with `decide` on, beside the recompute
@@ -37,7 +39,7 @@ BLOCK_TOKENS = 256
 HIT = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
 SHORT = 6 * BLOCK_TOKENS + 5
-PARTS = ["same", "memory", "verified", "decode", "disk", "decide"]
+PARTS = ["same", "memory", "verified", "restarts", "decode", "disk", "decide"]
 SPEED = {"memory", "decode", "disk", "decide"}
 KINDS = [
     (backend, eager, kv)
@@ -292,6 +294,66 @@ def verified(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> Non
         )
 
 
+def restarts(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
+    """kill -9 at different moments of a request; requests go on all the while."""
+    from kvdepot.testing.daemons import DaemonProcess
+
+    settings = {
+        "dram": args.dram,
+        "ssd": {"path": str(args.place / "depot-restarts"), "capacity": "20GiB"},
+        "writeback": {"staging": "256MiB"},
+    }
+    seen: list[dict[str, Any]] = []
+    with DaemonProcess(args.place, settings) as daemon:
+        bench = Bench(args, ("restarts",))
+        extra = {"socket": str(daemon.socket), "daemon": "never", "decide": False}
+        extra |= {"block_tokens": args.block_tokens, "load_timeout": "10s"}
+        engine = bench.begin("restarts", connector="kvdepot", extra=extra)
+        ready(engine)
+        wanted = engine.again(1)
+        assert engine.do("flush")["flushed"]
+        assert engine.again(1)["cached"] == HIT
+        before = engine.do("locked")
+        for turn in range(args.rounds):
+            engine.do("forget")
+            engine.begin("ask", seed=1, tokens=PROMPT, answer=8)
+            time.sleep(0.02 * turn)
+            daemon.kill()
+            answers = [engine.end()]
+            answers.append(engine.again(1))
+            started = time.monotonic()
+            daemon.start()
+            ready_s = time.monotonic() - started
+            while answers[-1]["cached"] != HIT and time.monotonic() < started + 60:
+                answers.append(engine.again(1))
+                if answers[-1]["cached"] != HIT:
+                    engine.ask(1000 + len(seen), 3000)  # saved, or left out: never an error
+            hits_s = time.monotonic() - started
+            fine = all(one["tokens"][:1] == wanted["tokens"][:1] for one in answers)
+            locked = engine.do("locked")
+            seen.append({"ready_s": ready_s, "hits_s": hits_s, "fine": fine, "locked": locked})
+            seen[-1]["cached"] = [one["cached"] for one in answers]
+            say(str(seen[-1]))
+    notes["restarts"] = {"before": before, "seen": seen}
+    rows.add(
+        "daemon killed and restarted: seconds from its start to a whole hit",
+        [one["hits_s"] for one in seen],
+        "≤ 10, the same first tokens",
+        all(one["fine"] and one["hits_s"] <= 10 for one in seen),
+    )
+    rows.add(
+        "page-locked memory after / before, and arenas mapped",
+        [one["locked"]["kib"] / before["kib"] for one in seen],
+        "≤ 1.01, the same",
+        all(
+            one["locked"]["kib"] <= 1.01 * before["kib"]
+            and one["locked"]["arenas"] == before["arenas"]
+            for one in seen
+        ),
+        figures=[before, *(one["locked"] for one in seen)],
+    )
+
+
 def speed(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
     bench = Bench(args, ("plain", "kvdepot", "offloading", "decide", "disk"))
     plain, depots = bench.begin("plain"), bench.ours("kvdepot")
@@ -544,7 +606,12 @@ def main() -> int:
 
     rows.save = save
     asked = set(args.parts)
-    parts = ((same, "same" in asked), (verified, "verified" in asked), (speed, asked & SPEED))
+    parts = (
+        (same, "same" in asked),
+        (verified, "verified" in asked),
+        (restarts, "restarts" in asked),
+        (speed, asked & SPEED),
+    )
     for part, wanted in parts:
         try:
             if wanted:

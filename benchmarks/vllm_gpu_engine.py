@@ -4,6 +4,7 @@ Reads one JSON list a line, [what, {arguments}], and answers each with one JSON 
 prints goes to standard error.
 """
 
+import gc
 import json
 import os
 import random
@@ -181,6 +182,14 @@ class Engine:
         """Whether hits in memory are verified (`dram.verify`), from now on."""
         object.__setattr__(self._store._state.config.dram, "verify", on)
         return {}
+
+    def locked(self) -> dict[str, Any]:
+        """Page-locked memory of this process as the kernel counts it, and arenas it has mapped."""
+        gc.collect()
+        lines = Path("/proc/self/status").read_text().splitlines()
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Vm")}
+        arenas = Path("/proc/self/maps").read_text().count("kvdepot-arena")
+        return {"kib": kib["VmLck"] + kib["VmPin"] or 1, "rss_kib": kib["VmRSS"], "arenas": arenas}
 
     def garbage(self, on: bool) -> dict[str, Any]:
         """The control: all pages get the first block's bytes.
