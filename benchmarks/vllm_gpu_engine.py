@@ -184,12 +184,15 @@ class Engine:
         return {}
 
     def locked(self) -> dict[str, Any]:
-        """Page-locked memory of this process as the kernel counts it, and arenas it has mapped."""
+        """What is page-locked by us, resident and mapped. The kernel does not count the first."""
+        from kvdepot.adapters.tensors import pagelock
+
         gc.collect()
-        lines = Path("/proc/self/status").read_text().splitlines()
-        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Vm")}
+        status = Path("/proc/self/status").read_text()
+        resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
         arenas = Path("/proc/self/maps").read_text().count("kvdepot-arena")
-        return {"kib": kib["VmLck"] + kib["VmPin"] or 1, "rss_kib": kib["VmRSS"], "arenas": arenas}
+        locked = sum(nbytes for _, nbytes in pagelock._users)
+        return {"locked": locked, "rss": int(resident.split()[1]), "arenas": arenas}
 
     def garbage(self, on: bool) -> dict[str, Any]:
         """The control: all pages get the first block's bytes.
