@@ -19,22 +19,17 @@ import pytest
 from tests.support.harm import (
     BLOCK_BYTES,
     BLOCKS,
-    HARMS,
     PAGE,
     REMOVED,
     SEGMENT_BYTES,
     Closed,
-    Harm,
     build,
-    flip,
-    flip_some,
     get_all,
     keys_of,
     map_file,
     open_store,
     read_all,
     space_of,
-    swap,
 )
 
 from kvdepot.cli.main import main
@@ -43,6 +38,7 @@ from kvdepot.errors import FormatError, StoreBusyError
 from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
 from kvdepot.testing.images import payload_for
+from kvdepot.testing.torture.damage import HARMS, Harm, flip, flip_some, swap
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +113,7 @@ def test_damage_at_rest(
     rng = random.Random(seed)
     for _ in range(10):
         path = closed.copy(tmp_path / "damaged")
-        harm(path, rng, foreign)
+        harm(path, rng, foreign.path)
         repaired = Path(shutil.copytree(path, tmp_path / "repaired"))
         before = read_all(shutil.copytree(path, tmp_path / "reader"), closed, mode="r")
         assert len(before) <= audit(path).blocks
@@ -145,12 +141,12 @@ def test_damage_while_open(
             more = keys_of(space, chain=3)
             every = [*closed.keys, *closed.removed, *more]
             assert get_all(store, every[:4]) <= set(closed.keys)
-            harm(path, rng, foreign)
+            harm(path, rng, foreign.path)
             get_all(store, rng.sample(every, len(every)))
             for key in more:
                 store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=1.0)
             store.flush(10.0)
-            harm(path, rng, foreign)
+            harm(path, rng, foreign.path)
             get_all(store, rng.sample(every, len(every)))
             store.check()
             store.remove(every[:2])
@@ -224,6 +220,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tests.support.harm import BLOCK_BYTES, keys_of, open_store, space_of
 from kvdepot.testing.images import payload_for
+from kvdepot.testing.torture.damage import HARMS, Harm, flip, flip_some, swap
 store = open_store(Path(sys.argv[1]))
 for key in keys_of(space_of(store), 1):
     store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
@@ -249,9 +246,9 @@ def test_a_repair_that_was_interrupted_can_be_run_again(
     """Stop the repair before every write it makes, in turn."""
     rng = random.Random(seed)
     damaged = closed.copy(tmp_path / "damaged")
-    swap(damaged, random.Random(1), foreign)
+    swap(damaged, random.Random(1), foreign.path)
     for _ in range(3):
-        flip_some(damaged, rng, foreign)
+        flip_some(damaged, rng, foreign.path)
     (damaged / "superblock").unlink(missing_ok=True)
     before = read_all(shutil.copytree(damaged, tmp_path / "reader"), closed, mode="r")
     before -= set(closed.removed)

@@ -1,10 +1,7 @@
-"""A small store, a reader of its files written from docs/formats.md, and ways to damage them."""
+"""A small store to be damaged, and a reader of its files written from docs/formats.md."""
 
-import os
-import random
 import shutil
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,14 +100,6 @@ def map_file(file: Path, live: set[bytes]) -> Used:
     return used
 
 
-def flip(file: Path, offset: int, bit: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        (byte,) = opened.read(1)
-        opened.seek(offset)
-        opened.write(bytes([byte ^ 1 << bit]))
-
-
 def read_all(path: Path, store: Closed, **settings: Any) -> set[BlockKey]:
     """The keys that can be read, each with exactly the right bytes."""
     with open_store(path, **settings) as opened:
@@ -126,69 +115,3 @@ def get_all(store: Store, keys: list[BlockKey]) -> set[BlockKey]:
             assert bytes(target) == payload_for(key, BLOCK_BYTES), "a wrong byte"
             found.add(key)
     return found
-
-
-def truncate(path: Path, rng: random.Random, _: Closed) -> None:
-    file = rng.choice(sorted(path.iterdir()))
-    os.truncate(file, rng.randrange(file.stat().st_size))
-
-
-def extend(path: Path, rng: random.Random, _: Closed) -> None:
-    with rng.choice(sorted(path.iterdir())).open("ab") as file:
-        file.write(rng.randbytes(rng.randrange(1, 3 * PAGE)))
-
-
-def swap(path: Path, rng: random.Random, _: Closed) -> None:
-    one, other = rng.sample(sorted(path.iterdir()), 2)
-    one.rename(path / "between")
-    other.rename(one)
-    (path / "between").rename(other)
-
-
-def delete(path: Path, rng: random.Random, _: Closed) -> None:
-    rng.choice(sorted(path.iterdir())).unlink()
-
-
-def replace(path: Path, rng: random.Random, foreign: Closed) -> None:
-    source = rng.choice(sorted(foreign.path.iterdir()))
-    shutil.copyfile(source, path / source.name)
-
-
-def replace_anew(path: Path, rng: random.Random, foreign: Closed) -> None:
-    """As `replace`, but a new inode: who has the old file open keeps it."""
-    source = rng.choice(sorted(foreign.path.iterdir()))
-    (path / source.name).unlink(missing_ok=True)
-    shutil.copyfile(source, path / source.name)
-
-
-def duplicate(path: Path, rng: random.Random, _: Closed) -> None:
-    one, other = rng.sample(sorted(path.glob("segment-*")), 2)
-    shutil.copyfile(one, other)
-
-
-def zero(path: Path, rng: random.Random, _: Closed) -> None:
-    file = rng.choice(sorted(path.iterdir()))
-    pages = max(1, file.stat().st_size // PAGE)
-    with file.open("r+b") as opened:
-        opened.seek(PAGE * rng.randrange(pages))
-        opened.write(bytes(PAGE))
-
-
-def overwrite(path: Path, rng: random.Random, _: Closed) -> None:
-    file = rng.choice(sorted(path.iterdir()))
-    with file.open("r+b") as opened:
-        opened.seek(rng.randrange(max(1, file.stat().st_size)))
-        opened.write(rng.randbytes(rng.randrange(1, 4 * PAGE)))
-
-
-def flip_some(path: Path, rng: random.Random, _: Closed) -> None:
-    for _count in range(rng.randrange(1, 20)):
-        file = rng.choice(sorted(path.iterdir()))
-        if size := file.stat().st_size:
-            flip(file, rng.randrange(size), rng.randrange(8))
-
-
-Harm = Callable[[Path, random.Random, Closed], None]
-HARMS = [
-    truncate, extend, swap, delete, replace, replace_anew, duplicate, zero, overwrite, flip_some,
-]  # fmt: skip

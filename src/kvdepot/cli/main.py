@@ -46,6 +46,7 @@ COMMANDS = {
     "tiers": Command("kvdepot.cli.tiers", "see and change the tiers of a running daemon"),
     "record": Command("kvdepot.cli.record", "write down what a daemon is asked for, for `sim`"),
     "check": Command("kvdepot.cli.check", "verify a store on disk, and repair it"),
+    "torture": Command("kvdepot.cli.torture", "kill and damage stores of its own; what holds"),
     "inspect": Command("kvdepot.cli.inspect", "what is inside a store on disk"),
     "bench": Command("kvdepot.cli.bench.command", "measure the store against the raw device"),
     "size": Command("kvdepot.cli.plan.size", "how large a model's KV is, how long tiers keep it"),

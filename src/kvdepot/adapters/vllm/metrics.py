@@ -102,6 +102,5 @@ class RateLimitedWarnings:
             if now - self._logged_at.get(text, -WARN_EVERY_S) < WARN_EVERY_S:
                 return False
             self._logged_at[text] = now
-        # As text: a record that a handler keeps would keep the error's frames, and their memory.
-        _logger.warning("kvdepot: %s: %s: %s", text, type(error).__name__, str(error))
+        _logger.warning("kvdepot: %s: %s: %s", text, type(error).__name__, error)
         return True

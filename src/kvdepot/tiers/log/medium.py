@@ -297,12 +297,16 @@ class DirectoryMedium:
             ) from error
         try:
             _lock(self._lock_fd, self.label)
+            os.truncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+            self._files.unlink(self._path / "superblock.new")
         except StoreBusyError:
             self._unlock()
             raise
-        os.truncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-        self._files.unlink(self._path / "superblock.new")
+        except OSError as error:
+            self._unlock()
+            reason = f"cannot write to {self._path}: {error.strerror}"
+            raise DriveError(f"{self._tier}.path", reason) from error
 
     def _accepts_direct(self) -> bool:
         probe = self._path / "lock"

@@ -1,0 +1,137 @@
+"""What a round has done, written so that it outlives its process, and what must hold for that.
+
+A ledger is a file in memory that a parent shares with the children it forks. Each fact is a line,
+written before or after something became true; what a killed child wrote is there.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+Fault = Literal["wrong", "lost", "back", "late", "leaked", "unclean", "error"]
+FAULTS: Final[tuple[Fault, ...]] = (
+    "wrong", "lost", "back", "late", "leaked", "unclean", "error",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Expectation:
+    """What the facts of a round add up to. Of blocks that are in no set nothing is known.
+
+    A removal outlives a kill when `remove` has returned, and a power cut when a flush has returned
+    since, or with `fsync = "always"` at once.
+    """
+
+    must: set[int] = field(default_factory=set)
+    """Blocks that a true flush covered and that were on a drive, by the index, at the end."""
+    apart: set[int] = field(default_factory=set)
+    """Blocks that are on a drive which is away, and must be there when it is back."""
+    flushed: set[int] = field(default_factory=set)
+    """Blocks that a true flush covered since they were put."""
+    removed: set[int] = field(default_factory=set)
+    """Blocks that a removal which returned took away."""
+    synced: set[int] = field(default_factory=set)
+    """Those of them whose removal a true flush covered."""
+    put_bytes: int = 0
+    """Put in this round so far."""
+    snapshot: bool = False
+    """Whether the end told which blocks were on drives."""
+    told: bool = False
+    """Whether the end before the last opening did."""
+    cuts: int = 0
+    damages: int = 0
+    ssds: list[int] = field(default_factory=list)
+    """Drives that were there at the end; empty: as they were at first."""
+    segments: int = 0
+    """Of each SSD at the end; 0: as at first."""
+    shrunk: bool = False
+    """Whether there ever was less room than before."""
+
+    def take(self, fact: dict[str, Any]) -> None:
+        blocks = set(fact["blocks"])
+        match fact["fact"]:
+            case "open":
+                self.told, self.snapshot = self.snapshot, False
+            case "unopened":
+                self.snapshot = self.told
+            case "cut":
+                self.cuts += 1
+            case "damaged":
+                self.damages += fact["count"]
+            case "putting":
+                self.removed -= blocks
+                self.synced -= blocks
+                self.flushed -= blocks
+                self.put_bytes += fact["nbytes"]
+            case "stayed":
+                self.flushed |= blocks
+            case "flushed":
+                self.flushed |= blocks
+                self.synced |= set(fact["removed"]) & self.removed
+            case "removing":
+                self.flushed -= blocks
+                self.must -= blocks
+                self.apart -= blocks
+            case "removed":
+                self.flushed -= blocks
+                self.apart -= blocks
+                self.removed |= blocks
+                if fact["durable"]:
+                    self.synced |= blocks
+            case "residents":
+                self.snapshot = True
+                self.must = self.flushed & blocks
+            case "present":
+                wanted = self.apart | (self.must if self.told else set())
+                self.apart = wanted - blocks - self.removed if fact["away"] else set()
+                self.removed = (
+                    self.synced if fact["cut"] and fact["away"] else self.removed
+                ) - blocks
+                self.synced = set(self.removed)
+                self.flushed = blocks
+                self.must = set(blocks)
+            case "drives":
+                self.ssds, self.segments = fact["ssds"], fact["segments"]
+                self.shrunk = self.shrunk or fact["shrunk"]
+                self.apart.clear()
+
+
+class Ledger:
+    """Facts, in order, and what they add up to. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("kvdepot-torture", os.MFD_CLOEXEC)
+        self._read = 0
+        self._lock = threading.Lock()
+        self.expected = Expectation()
+
+    def write(self, fact: str, blocks: Iterable[int] = (), **more: Any) -> None:
+        line = {"fact": fact, "blocks": sorted(blocks), **more}
+        with self._lock:
+            os.write(self._fd, json.dumps(line).encode() + b"\n")
+            self._take_in()
+
+    def fault(self, kind: Fault, text: str, count: int = 1) -> None:
+        """Something that must not be."""
+        self.write("fault", kind=kind, text=text, count=count)
+
+    def catch_up(self) -> None:
+        """Know what children have written."""
+        with self._lock:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        raw = os.pread(self._fd, os.fstat(self._fd).st_size - self._read, self._read)
+        self._read += len(raw)
+        for line in raw.splitlines():
+            self.expected.take(json.loads(line))
+
+    def everything(self) -> list[dict[str, Any]]:
+        raw = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        return [json.loads(line) for line in raw.splitlines()]
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,461 @@
+"""Rounds of torture: a store worked on until its power is cut, it is killed or damaged, and judged.
+
+    for outcome in torture(folder, seed=1):
+        ...
+
+A round follows from its seed: round `n` of a run that began with seed `s` has the seed `s + n`. It
+runs in children of this process, which itself opens no store and has one thread.
+"""
+
+import faulthandler
+import os
+import random
+import select
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from kvdepot.errors import ConfigError, FormatError
+from kvdepot.store.check.offline import audit
+from kvdepot.store.check.repair import repair
+from kvdepot.store.move import mirror
+from kvdepot.store.store import Store
+from kvdepot.testing.faults import BOUNDARIES, FaultyFiles, Kill, Operation, kill_process
+from kvdepot.testing.faults import Fault as DiskFault
+from kvdepot.testing.power import PowerFiles
+from kvdepot.testing.torture.damage import HARMS, files_in
+from kvdepot.testing.torture.ledger import Ledger
+from kvdepot.testing.torture.workload import StoreSession, Trust, descriptors, threads
+from kvdepot.testing.torture.world import (
+    SEGMENT_BYTES,
+    TierMix,
+    World,
+    all_blocks,
+    read_blocks,
+    residents,
+)
+
+Kind = Literal["cuts", "kills", "damages"]
+KINDS: Final[tuple[Kind, ...]] = ("cuts", "kills", "damages")
+LIVES: Final = 10
+TRIALS: Final = 40
+HUNG_S: Final = 120.0
+_SOON_S: Final = 10.0
+MOMENTS: Final = ("before", "torn", "after", "without")
+
+
+@dataclass(slots=True)
+class RoundOutcome:
+    """What came of one round."""
+
+    kind: Kind
+    seed: int
+    done: int = 0
+    """Cuts, kills or damages."""
+    words: str = ""
+    """The tiers it had, for people."""
+    faults: Counter[str] = field(default_factory=Counter)
+    texts: list[str] = field(default_factory=list)
+    """What was wrong, one line each."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+
+def torture(
+    folder: Path, seed: int, kinds: Sequence[Kind] = KINDS, *, keep: bool = False
+) -> Iterator[RoundOutcome]:
+    """Rounds without end, each in a folder of its own below `folder`."""
+    while True:
+        yield play(folder, seed, kinds[seed % len(kinds)], keep=keep)
+        seed += 1
+
+
+def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOutcome:
+    """One round; its folder is kept where something was wrong and `keep` is set."""
+    chance = random.Random(f"{kind} {seed}")
+    place = folder / f"round-{seed}"
+    world = World(place / "drives", TierMix.draw(chance))
+    place.mkdir(mode=0o700)
+    world.folder.mkdir(mode=0o700)
+    outcome = RoundOutcome(kind, seed, words=world.mix.words)
+    ledger = Ledger()
+    try:
+        world.make_folders()
+        match kind:
+            case "kills":
+                _play_kills(world, ledger, chance, outcome)
+            case "cuts":
+                in_child(ledger, lambda: _play_cuts(world, ledger, chance))
+                ledger.catch_up()
+                outcome.done = ledger.expected.cuts
+            case "damages":
+                in_child(ledger, lambda: _suffer(world, ledger, chance))
+                ledger.catch_up()
+                outcome.done = ledger.expected.damages
+        for fact in ledger.everything():
+            if fact["fact"] == "fault":
+                outcome.faults[fact["kind"]] += fact["count"]
+                outcome.texts.append(f"{fact['kind']}: {fact['text']}")
+    finally:
+        ledger.close()
+        if outcome.ok or not keep:
+            shutil.rmtree(place, ignore_errors=True)
+    return outcome
+
+
+def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: RoundOutcome) -> None:
+    """A store that is opened, judged, worked on and killed, again and again."""
+    for life in range(LIVES):
+        seed = chance.getrandbits(64)
+        _pull_or_bring_back(world, chance)
+        outside_s = chance.uniform(0.0, 0.25) if chance.random() < 0.2 else None
+        code = in_child(ledger, lambda: _live(world, ledger, seed, last=False), outside_s)  # noqa: B023
+        ledger.catch_up()
+        _follow(world, ledger)
+        if code == -signal.SIGKILL:
+            outcome.done += 1
+        else:
+            ledger.fault("error", f"life {life}: exit code {code}")
+            return
+    world.bring_back()
+    seed = chance.getrandbits(64)
+    if code := in_child(ledger, lambda: _live(world, ledger, seed, last=True)):
+        ledger.fault("error", f"the last life: exit code {code}")
+
+
+def _pull_or_bring_back(world: World, chance: random.Random) -> None:
+    """Between two lives: a drive that was away is back, or stays away; or one goes."""
+    if chance.random() < 0.7:
+        world.bring_back()
+    elif len(world.ssds) > 1 and not world.away():
+        world.take_away(chance.choice(world.ssds))
+
+
+def _follow(world: World, ledger: Ledger) -> None:
+    """Know what a child did to the number and size of drives."""
+    expected = ledger.expected
+    world.ssds = expected.ssds or world.ssds
+    world.ssd_segments = expected.segments or world.ssd_segments
+
+
+def in_child(ledger: Ledger, work: Callable[[], None], kill_after_s: float | None = None) -> int:
+    """Do something in a forked process; its exit code, negative for a signal.
+
+    What it raises is a fault in the ledger. It does not outlive HUNG_S.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            faulthandler.register(signal.SIGUSR1, file=2)
+            mirror._LOOK_S = 0.005
+            threading.excepthook = lambda failed: _raised(ledger, failed.exc_value)
+            work()
+            code = 0
+        except BaseException as error:
+            _raised(ledger, error)
+            raise
+        finally:
+            os._exit(code)
+    try:
+        if kill_after_s is not None:
+            time.sleep(kill_after_s)
+            os.kill(pid, signal.SIGKILL)
+        elif not _ends(pid, HUNG_S):
+            ledger.fault("late", f"a process hangs for {HUNG_S:.0f} s; its stacks are on stderr")
+            os.kill(pid, signal.SIGUSR1)
+            _ends(pid, 1.0)
+            os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _ends(pid: int, timeout_s: float) -> bool:
+    """Wait for the end of a child."""
+    fd = os.pidfd_open(pid)
+    try:
+        return bool(select.select([fd], [], [], timeout_s)[0])
+    finally:
+        os.close(fd)
+
+
+def _raised(ledger: Ledger, error: BaseException | None) -> None:
+    """A call has raised what it must not."""
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+    ledger.fault("error", f"{type(error).__name__}: {error} ({' > '.join(places[-8:])})")
+
+
+class LastWords:
+    """Ends this process, after telling which blocks the drives have by the store's index.
+
+    The store's lock is kept from then on: no block leaves between the words and the end.
+    """
+
+    def __init__(self, ledger: Ledger, boundary: int) -> None:
+        self._ledger = ledger
+        self._boundary = boundary
+        self.store: Store | None = None
+
+    def is_due(self, operation: Operation) -> bool:
+        """As `where` of a fault: at this write the end comes."""
+        due = operation.boundary == self._boundary
+        if due:
+            self.say()
+        return due
+
+    def say(self) -> None:
+        if self.store is None:
+            self._ledger.write("unopened")
+        elif self.store.inspect().state.lock.acquire(timeout=10.0):
+            self._ledger.write("residents", residents(self.store))
+
+    def end(self) -> None:
+        self.say()
+        kill_process()
+
+
+def _live(world: World, ledger: Ledger, seed: int, *, last: bool) -> None:
+    """One life of a store, in a child: judge what the life before left, work, and be killed."""
+    chance = random.Random(seed)
+    if chance.random() < 0.3 or last:
+        judge_files(world, ledger)
+    words = LastWords(ledger, chance.randint(1, chance.choice((10, 60, 200))))
+    files: FaultyFiles | None = None
+    way = chance.choice(("boundary", "instant", "end"))
+    before = (descriptors(), threads())
+    if way == "boundary" and not world.mix.emulated and not last:
+        kill = Kill(chance.choice(MOMENTS))
+        fault = DiskFault(BOUNDARIES, kill, where=words.is_due)
+        files = FaultyFiles(world.mix.engine, faults=[fault])
+    ledger.write("open")
+    store = words.store = world.open(files)
+    judge_store(store, world, ledger)
+    if last:
+        store.close()
+        judge_leaks(ledger, *before)
+        judge_files(world, ledger)
+        return
+    if way == "instant":
+        killer = threading.Timer(chance.uniform(0.0, 0.15), words.end)
+        killer.daemon = True
+        killer.start()
+    work = StoreSession(world, store, ledger, chance, Trust())
+    work.run(chance.randint(4, 24))
+    if chance.random() < 0.3:
+        work.close()
+        if chance.random() < 0.5:
+            words.end()
+        words.store = None
+        ledger.write("open")
+        store = words.store = world.open()
+        StoreSession(world, store, ledger, chance, Trust()).run(chance.randint(1, 6))
+    words.end()
+
+
+class TorturedFiles(PowerFiles):
+    """Files whose power is cut, and that tell before which blocks the drives have by the index."""
+
+    def __init__(self, chance: random.Random, mix: TierMix, ledger: Ledger) -> None:
+        late = chance.choice((0.0, 0.0, 0.0, 0.01))
+        super().__init__(random.Random(chance.getrandbits(64)), mix.engine, late=late)
+        self._ledger = ledger
+        self.store: Store | None = None
+
+    def cut(self) -> None:
+        with self._lock:
+            if not self.off:
+                if self.store is None:
+                    self._ledger.write("unopened")
+                else:
+                    self._ledger.write("residents", residents(self.store))
+                self._ledger.write("cut")
+            super().cut()
+
+
+def _play_cuts(world: World, ledger: Ledger, chance: random.Random) -> None:
+    """A store that is opened, judged, worked on and has its power cut, again and again."""
+    before = (descriptors(), threads())
+    for _ in range(LIVES):
+        _pull_or_bring_back(world, chance)
+        _live_until_cut(world, ledger, chance)
+        judge_leaks(ledger, *before)
+    world.bring_back()
+    ledger.write("open")
+    store = world.open()
+    judge_store(store, world, ledger, cut=True)
+    store.close()
+    judge_files(world, ledger)
+    judge_leaks(ledger, *before)
+
+
+def _live_until_cut(world: World, ledger: Ledger, chance: random.Random) -> None:
+    files = TorturedFiles(chance, world.mix, ledger)
+    opening = chance.random() < 0.1
+    if opening:
+        files.cut_at = chance.randint(1, 12)
+    ledger.write("open")
+    try:
+        store = world.open(files)
+    except (ConfigError, FormatError):
+        if not files.off:
+            raise
+        return
+    files.store = store
+    if not files.off:
+        judge_store(store, world, ledger, cut=True, files=files)
+        if world.mix.fsync != "never" and chance.random() < 0.3:
+            judge_files(world, ledger)
+    if not files.cut_at:
+        files.cut_at = files.writes + chance.randint(1, chance.choice((5, 50, 300)))
+    work = StoreSession(world, store, ledger, chance, Trust(files))
+    work.run(chance.randint(4, 24), stop=lambda: files.off)
+    if not files.off and chance.random() < 0.1:
+        work.close()
+    files.cut()
+    work.abandon()
+
+
+def _suffer(world: World, ledger: Ledger, chance: random.Random) -> None:
+    """A closed store, damaged in many ways, each time anew, and looked at."""
+    for name in ("older", "sound"):
+        store = world.open()
+        work = StoreSession(world, store, ledger, chance, Trust())
+        work.run(chance.randint(10, 30))
+        work.close()
+        shutil.copytree(world.folder, world.folder.with_name(name))
+    older, sound = world.folder.with_name("older"), world.folder.with_name("sound")
+    paths = [path for path in (*world.ssd_paths, *world.hdd_paths) if path.is_dir()]
+    names = [f"{path.parent.name}/kv" for path in paths]
+    before = (descriptors(), threads())
+    for _ in range(TRIALS):
+        shutil.rmtree(world.folder)
+        shutil.copytree(sound, world.folder)
+        done = []
+        for _ in range(chance.choice((1, 1, 2, 4, 12))):
+            name, harm = chance.choice(names), chance.choice(HARMS)
+            source = chance.choice((older, older, sound)) / chance.choice(names)
+            if files_in(world.folder / name) and source.is_dir() and files_in(source):
+                harm(world.folder / name, chance, source)
+                done.append(f"{harm.__name__} {name}")
+        ledger.write("damaged", count=len(done), text=", ".join(done))
+        _look_at_damage(world, ledger, chance)
+    judge_leaks(ledger, *before)
+
+
+def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None:
+    """Open, read and check what is damaged: right bytes or a miss, and nothing raises."""
+    paths = [path for path in (*world.ssd_paths, *world.hdd_paths) if path.is_dir()]
+    paths = [path for path in paths if files_in(path)]
+    if paths and chance.random() < 0.15:
+        path = chance.choice(paths)
+        audit(path)
+        if chance.random() < 0.5:
+            repair(path)
+            for finding in audit(path).findings:
+                ledger.fault("unclean", f"after a repair: {finding}")
+    if chance.random() < 0.3:
+        try:
+            store = world.open(mode="r")
+        except FormatError:  # nothing is left that tells of a store
+            return
+    else:
+        store = world.open()
+    _, wrong = read_blocks(store, all_blocks())
+    for block in wrong:
+        ledger.fault("wrong", f"block {block.number} has wrong bytes")
+    work = StoreSession(world, store, ledger, chance, Trust())
+    if chance.random() < 0.2:
+        work.run(3)
+    store.check(deep=chance.random() < 0.2)
+    work.close()
+
+
+def judge_files(world: World, ledger: Ledger) -> None:
+    """The offline check finds nothing. A drive that never came to be has nothing to check."""
+    for path in (*world.ssd_paths, *world.hdd_paths):
+        if (path / "superblock").exists():
+            for finding in audit(path).findings:
+                ledger.fault("unclean", f"{path.parent.name}: {finding}")
+
+
+def judge_store(
+    store: Store,
+    world: World,
+    ledger: Ledger,
+    *,
+    cut: bool = False,
+    files: PowerFiles | None = None,
+) -> None:
+    """Everything that must hold after a store's end, however it came."""
+    expected, blocks = ledger.expected, all_blocks()
+    present = {block.number for block in blocks if store.match([block.key])}
+    away, gone, must = bool(world.away()), expected.removed, must_be_there(world, ledger)
+    if cut:
+        gone = expected.synced
+    if cut and world.mix.fsync == "never":
+        gone, must = set(), set()
+    for number in sorted(present & gone):
+        ledger.fault("back", f"block {number} was removed and is back")
+    for number in sorted(set() if away else must - present):
+        ledger.fault("lost", f"block {number} was flushed and is gone")
+    there = [block for block in blocks if block.number in present]
+    right, wrong = read_blocks(store, there)
+    for block in wrong:
+        ledger.fault("wrong", f"block {block.number} has wrong bytes")
+    if files is not None and files.off:
+        return
+    read = {block.number for block in (*right, *wrong)}
+    for number in sorted(present - read):
+        if store.match([blocks[number].key]):
+            ledger.fault("lost", f"block {number} is there and cannot be read")
+    for finding in store.check(deep=False).findings:
+        ledger.fault("unclean", str(finding))
+    quarantined = store.stats()["counters"]["quarantined"]
+    if quarantined and world.mix.fsync != "never":
+        ledger.fault("unclean", f"{quarantined} blocks were quarantined")
+    ledger.write("present", present, away=away, cut=cut)
+
+
+def must_be_there(world: World, ledger: Ledger) -> set[int]:
+    """Blocks that no capacity can have pushed out: those that the index had at the end; and where
+    all that was ever put fits several times, all that were flushed.
+    """
+    expected, mix = ledger.expected, world.mix
+    there = set(expected.apart)
+    if expected.snapshot:
+        there |= expected.must
+    room = world.ssd_bytes
+    if mix.hdds:
+        room = min(room, mix.hdds * mix.hdd_segments * 2 * SEGMENT_BYTES)
+    copies = 8 if mix.mirror else 4
+    if not expected.shrunk and world.flush_is_complete and copies * expected.put_bytes < room:
+        there |= expected.flushed
+    return there
+
+
+def judge_leaks(ledger: Ledger, before_fds: int, before_threads: list[str]) -> None:
+    """A closed store holds no descriptors and, soon, has no threads."""
+    deadline = time.monotonic() + _SOON_S
+    while True:
+        left = descriptors() - before_fds
+        names = [name for name in threads() if name not in before_threads]
+        if (left <= 0 and not names) or time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    if left > 0:
+        ledger.fault("leaked", f"{left} descriptors stay open", count=left)
+    if names:
+        ledger.fault("leaked", f"threads go on: {', '.join(names)}", count=len(names))

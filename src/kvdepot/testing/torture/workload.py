@@ -1,0 +1,284 @@
+"""What a store goes through until its round's end comes: every kind of call, drawn from a seed."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from kvdepot.core.block import Put
+from kvdepot.core.depot import Lease
+from kvdepot.errors import ConfigError, StoreClosedError
+from kvdepot.store.store import Store
+from kvdepot.testing.power import PowerFiles
+from kvdepot.testing.torture.ledger import Ledger
+from kvdepot.testing.torture.world import (
+    LIMIT_S,
+    SEGMENT_BYTES,
+    SPACES,
+    Block,
+    World,
+    all_blocks,
+    keys_of,
+    prompts,
+    read_blocks,
+    residents,
+)
+
+ALLOWANCE_S: Final = 20.0
+"""How much later than its deadline a call may return: machines are busy."""
+FLUSH_S: Final = 30.0
+Answer = TypeVar("Answer")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate())
+
+
+class StoreSession:
+    """One session with an open store. Facts go to the ledger."""
+
+    def __init__(
+        self, world: World, store: Store, ledger: Ledger, chance: random.Random, trust: "Trust"
+    ) -> None:
+        self.world = world
+        self.store = store
+        self._ledger = ledger
+        self._chance = chance
+        self._trust = trust
+        self._unflushed: set[int] = set()
+        self._removed: set[int] = set()
+        """Since the last flush."""
+        self._leases: list[Lease] = []
+        self._change: threading.Thread | None = None
+        """Drains or resizes beside the other calls."""
+
+    def run(self, steps: int, *, stop: Callable[[], bool] = lambda: False) -> None:
+        """So many steps, or until `stop` says so."""
+        choices: list[tuple[Callable[[], None], int]] = [
+            (self.put, 40),
+            (self.get, 16),
+            (self.hold_lease, 8),
+            (self.end_lease, 4),
+            (self.remove, 8),
+            (self.remove_namespace, 1),
+            (self.flush, 16),
+            (self.hint, 4),
+            (self.change_drives, 4),
+            (self.resize, 4),
+            (self.pull_a_drive, 1),
+            (self.world.bring_back, 2),
+        ]
+        for step in self._chance.choices(
+            [one for one, _ in choices], [weight for _, weight in choices], k=steps
+        ):
+            if stop():
+                return
+            step()
+
+    def settle(self) -> None:
+        """End what is held and under way, so that the store can be closed."""
+        self.world.bring_back()
+        while self._leases:
+            self._leases.pop().release()
+        self.await_change()
+
+    def await_change(self) -> None:
+        if self._change is not None:
+            self._change.join(FLUSH_S + ALLOWANCE_S)
+            if self._change.is_alive():
+                self._ledger.fault("late", "a drain or resize does not end")
+            self._change = None
+
+    def close(self) -> bool:
+        """Close the store; what was put is flushed if that was true."""
+        self.settle()
+        closed = self._timed("close", 3 * FLUSH_S, lambda: self.store.close(FLUSH_S))
+        if closed:
+            self._covered()
+        return bool(closed)
+
+    def abandon(self) -> None:
+        """Close a store whose power is gone: it has nothing to flush to."""
+        while self._leases:
+            self._leases.pop().release()
+        self._timed("close", 3 * FLUSH_S, lambda: self.store.close(2.0))
+        self.await_change()
+        self.world.bring_back()
+
+    def put(self) -> None:
+        blocks = self._prompt()
+        numbers = {block.number for block in blocks}
+        flushed = numbers & self._ledger.expected.flushed
+        self._ledger.write(
+            "putting",
+            numbers,
+            nbytes=sum(block.nbytes + SEGMENT_BYTES // 8 for block in blocks),
+        )
+        keys, payloads = keys_of(blocks), [block.payload for block in blocks]
+        answers = self._timed(
+            "put_many", LIMIT_S, lambda: self.store.put_many(keys, payloads, timeout_s=LIMIT_S)
+        )
+        pairs = list(zip(blocks, answers, strict=True))
+        present = {block.number for block, answer in pairs if answer is Put.PRESENT}
+        stayed = present & flushed & set(residents(self.store))
+        self._ledger.write("stayed", stayed)
+        self._unflushed |= {block.number for block, answer in pairs if answer} - stayed
+        self._removed -= numbers
+
+    def get(self) -> None:
+        blocks = self._prompt() if self._chance.random() < 0.5 else self._sample(6)
+        _, wrong = self._timed("get_many", LIMIT_S, lambda: read_blocks(self.store, blocks))
+        for block in wrong:
+            self._ledger.fault("wrong", f"block {block.number} has wrong bytes")
+
+    def hold_lease(self) -> None:
+        keys = keys_of(self._prompt())
+        self._leases.append(self._timed("lease", 0.0, lambda: self.store.lease(keys)))
+        if len(self._leases) > 3:
+            self.end_lease()
+
+    def end_lease(self) -> None:
+        if self._leases:
+            lease = self._leases.pop(self._chance.randrange(len(self._leases)))
+            self._timed("release", 0.0, lease.release)
+
+    def hint(self) -> None:
+        self.store.hint(keys_of(self._prompt()), 0.5)
+
+    def remove(self) -> None:
+        blocks = self._prompt() if self._chance.random() < 0.3 else self._sample(4)
+        self._remove(blocks, lambda: self.store.remove(keys_of(blocks)))
+
+    def remove_namespace(self) -> None:
+        number = self._chance.randrange(len(SPACES))
+        blocks = [block for block in all_blocks() if block.space == number]
+        space = self.store.register(SPACES[number])
+        self._remove(blocks, lambda: self.store.remove_namespace(space))
+
+    def flush(self) -> None:
+        if self._timed("flush", FLUSH_S, lambda: self.store.flush(FLUSH_S)):
+            self._covered()
+
+    def change_drives(self) -> None:
+        """Drain a drive or add one, beside what follows."""
+        world = self.world
+        self.await_change()
+        others = [number for number in range(4) if number not in {*world.ssds, *world.away()}]
+        if len(world.ssds) > 1 and (self._chance.random() < 0.6 or not others):
+            going = self._chance.choice(world.ssds)
+            self._begin_change(lambda: self._drain(going))
+        elif others and not world.ssd_path(others[0]).exists():
+            self._begin_change(lambda: self._add(others[0]))
+
+    def pull_a_drive(self) -> None:
+        """One goes, with all that is written to it, until it is brought back."""
+        if len(self.world.ssds) > 1 and not self.world.away():
+            self.await_change()
+            self.world.take_away(self._chance.choice(self.world.ssds))
+
+    def resize(self) -> None:
+        self.await_change()
+        segments = max(3, self.world.ssd_segments + self._chance.choice((-2, -1, 1, 2)))
+        self._begin_change(lambda: self._resize(segments))
+
+    def _drain(self, number: int) -> None:
+        world = self.world
+        self._tell_drives(shrunk=True)
+        self._timed(
+            "drain",
+            4 * LIMIT_S,
+            lambda: self.store.drain_drive("ssd", world.ssd_path(number)),
+        )
+        if self._trust.holds():
+            world.ssds = [one for one in world.ssds if one != number]
+            self._tell_drives()
+
+    def _add(self, number: int) -> None:
+        world = self.world
+        path = world.ssd_path(number)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        world.ssds = [*world.ssds, number]
+        self._tell_drives()
+        self._timed("add", 4 * LIMIT_S, lambda: self.store.add_drive("ssd", path))
+
+    def _resize(self, segments: int) -> None:
+        world = self.world
+        shrunk = segments < world.ssd_segments
+        world.ssd_segments = max(segments, world.ssd_segments)
+        self._tell_drives(shrunk=shrunk)
+        nbytes = segments * len(world.ssds) * SEGMENT_BYTES
+        self._timed("resize", 4 * LIMIT_S, lambda: self.store.resize("ssd", nbytes))
+        if self._trust.holds():
+            world.ssd_segments = segments
+            self._tell_drives()
+
+    def _begin_change(self, work: Callable[[], None]) -> None:
+        def change() -> None:
+            try:
+                work()
+            except (ConfigError, StoreClosedError) as error:
+                self._ledger.write("refused", text=str(error))
+            except OSError as error:
+                if self._trust.holds():
+                    raise
+                self._ledger.write("refused", text=str(error))
+
+        self._change = threading.Thread(target=change, name="torture-change", daemon=True)
+        self._change.start()
+
+    def _tell_drives(self, *, shrunk: bool = False) -> None:
+        self._ledger.write(
+            "drives",
+            ssds=self.world.ssds,
+            segments=self.world.ssd_segments,
+            shrunk=shrunk,
+        )
+
+    def _remove(self, blocks: list[Block], work: Callable[[], int]) -> None:
+        numbers = {block.number for block in blocks}
+        self._unflushed -= numbers
+        self._ledger.write("removing", numbers)
+        self._timed("remove", 4 * LIMIT_S, work)
+        if self._trust.holds():
+            always = self.world.mix.fsync == "always"
+            self._ledger.write("removed", numbers, durable=always)
+            self._removed |= numbers
+
+    def _covered(self) -> None:
+        """A flush was true: the blocks put before are on drives, and removals are too."""
+        if self._trust.holds():
+            self._ledger.write("flushed", self._unflushed, removed=sorted(self._removed))
+            self._unflushed.clear()
+            self._removed.clear()
+
+    def _prompt(self) -> list[Block]:
+        whole = self._chance.choice(prompts())
+        return list(whole[: self._chance.randint(1, len(whole))])
+
+    def _sample(self, count: int) -> list[Block]:
+        return self._chance.sample(all_blocks(), count)
+
+    def _timed(self, label: str, limit_s: float, work: Callable[[], Answer]) -> Answer:
+        """Make a call; note it if it is late."""
+        started = time.monotonic()
+        answer = work()
+        took_s = time.monotonic() - started
+        if took_s > limit_s + ALLOWANCE_S:
+            self._ledger.fault("late", f"{label} took {took_s:.1f} s")
+        return answer
+
+
+class Trust:
+    """Whether what a call answers still says something of the disk: not after its power is gone."""
+
+    def __init__(self, files: PowerFiles | None = None) -> None:
+        self._files = files
+
+    def holds(self) -> bool:
+        return self._files is None or not self._files.off

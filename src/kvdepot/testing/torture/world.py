@@ -1,0 +1,265 @@
+"""What a round of torture works on: tiers drawn from a seed, folders of drives, blocks."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from kvdepot.core.block import BlockKey
+from kvdepot.core.config import Config, load
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace
+from kvdepot.store.open import assemble
+from kvdepot.store.store import Store
+from kvdepot.testing.images import payload_for
+from kvdepot.tiers.device.files import EngineKind, Files
+
+BLOCK_TOKENS: Final = 4
+SEGMENT_BYTES: Final = 64 << 10
+LIMIT_S: Final = 10.0
+"""Of every put, read and write: long, so that a busy machine is not taken for a slow disk."""
+SPACES: Final = (
+    Namespace(model="small", layout=KVLayout.opaque(6_000, BLOCK_TOKENS, 3)),
+    Namespace(model="large", layout=KVLayout.opaque(20_480, BLOCK_TOKENS, 5)),
+    Namespace(model="brief", layout=KVLayout.opaque(4_096, BLOCK_TOKENS)),
+)
+PROMPTS: Final = ((10, 6), (6, 3), (5, 4))
+"""Of each namespace: how many prompts, of how many blocks."""
+
+WriteModeName = Literal["write-back", "write-through", "write-through-selective", "pass-through"]
+FsyncName = Literal["never", "flush", "always"]
+EvictionName = Literal["default", "lru", "fifo", "lfu", "s3fifo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One of the blocks that rounds put, get and remove, known by its number."""
+
+    number: int
+    key: BlockKey
+    nbytes: int
+    space: int
+    """Which of SPACES."""
+    prompt: int
+
+    @property
+    def payload(self) -> bytes:
+        return _payload(self.key, self.nbytes)
+
+
+@cache
+def _payload(key: BlockKey, nbytes: int) -> bytes:
+    return payload_for(key, nbytes)
+
+
+@cache
+def all_blocks() -> tuple[Block, ...]:
+    """Every block that there is, prompt by prompt."""
+    found: list[Block] = []
+    prompt = 0
+    for number, (space, (prompts, blocks)) in enumerate(zip(SPACES, PROMPTS, strict=True)):
+        for _ in range(prompts):
+            tokens = [prompt * 1000 + at for at in range(blocks * BLOCK_TOKENS)]
+            for key in space.keys(tokens):
+                found.append(Block(len(found), key, space.layout.block_bytes, number, prompt))
+            prompt += 1
+    return tuple(found)
+
+
+@cache
+def prompts() -> tuple[tuple[Block, ...], ...]:
+    """The blocks of each prompt, head first."""
+    count = all_blocks()[-1].prompt + 1
+    return tuple(
+        tuple(block for block in all_blocks() if block.prompt == prompt) for prompt in range(count)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TierMix:
+    """A combination of tiers and settings."""
+
+    ssds: int
+    ssd_segments: int
+    """Of each drive."""
+    ssd_mode: WriteModeName
+    hdds: int
+    hdd_segments: int
+    hdd_mode: WriteModeName
+    emulated: bool
+    """Whether hard drives are as slow as hard drives are."""
+    mirror: int
+    """Tokens from which on a prompt lies on two SSDs; 0 for never."""
+    fsync: FsyncName
+    engine: EngineKind
+    eviction: EvictionName
+    dram_bytes: int
+
+    @classmethod
+    def draw(cls, chance: random.Random) -> "TierMix":
+        ssds = chance.choice((1, 1, 2, 2, 2, 4))
+        hdds = chance.choice((0, 0, 1, 2))
+        modes: tuple[WriteModeName, ...] = ("write-back", "write-back", "write-through")
+        below: tuple[WriteModeName, ...] = (*modes, "write-through-selective", "pass-through")
+        syncs: tuple[FsyncName, ...] = ("flush", "flush", "always", "never")
+        engines: tuple[EngineKind, ...] = ("auto", "auto", "threads", "python")
+        evictions: tuple[EvictionName, ...] = ("default", "default", "lru", "fifo", "s3fifo")
+        return cls(
+            ssds=ssds,
+            ssd_segments=chance.choice((4, 6, 10, 48)),
+            ssd_mode=chance.choice((*modes, "write-through-selective")),
+            hdds=hdds,
+            hdd_segments=chance.choice((4, 24)),
+            hdd_mode=chance.choice(below),
+            emulated=hdds > 0 and chance.random() < 0.15,
+            mirror=chance.choice((0, 12)) if ssds > 1 else 0,
+            fsync=chance.choice(syncs),
+            engine=chance.choice(engines),
+            eviction=chance.choice(evictions),
+            dram_bytes=chance.choice((384 << 10, 1 << 20)),
+        )
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        lower = f"{self.ssds} ssd ({self.ssd_segments} segments each, {self.ssd_mode}"
+        lower += f", mirror {self.mirror})" if self.mirror else ")"
+        if self.hdds:
+            kind = "emulated hdd" if self.emulated else "hdd"
+            lower += f", {self.hdds} {kind} ({self.hdd_segments} segments each, {self.hdd_mode})"
+        return f"dram, {lower}; fsync {self.fsync}, {self.engine} engine, {self.eviction} eviction"
+
+
+@dataclass(slots=True)
+class World:
+    """A folder with drives, and what is known of their number and size by now."""
+
+    folder: Path
+    mix: TierMix
+    ssds: list[int] = field(default_factory=list)
+    """Numbers of the drives that the store is opened with."""
+    ssd_segments: int = 0
+
+    def __post_init__(self) -> None:
+        self.ssds = self.ssds or list(range(self.mix.ssds))
+        self.ssd_segments = self.ssd_segments or self.mix.ssd_segments
+
+    def make_folders(self) -> None:
+        for path in (*self.ssd_paths, *self.hdd_paths):
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+
+    def ssd_path(self, number: int) -> Path:
+        """Each drive lies in a folder of its own, which can be taken away as a mount can."""
+        return self._mount(number) / "kv"
+
+    def take_away(self, number: int) -> None:
+        """As a drive that is pulled."""
+        self._mount(number).rename(self.folder / f"away-{number}")
+
+    def bring_back(self) -> None:
+        """All drives that were taken away."""
+        for path in self.folder.glob("away-*"):
+            path.rename(self._mount(int(path.name.removeprefix("away-"))))
+
+    def away(self) -> set[int]:
+        return {int(path.name.removeprefix("away-")) for path in self.folder.glob("away-*")}
+
+    def _mount(self, number: int) -> Path:
+        return self.folder / f"ssd-{number}"
+
+    @property
+    def ssd_paths(self) -> list[Path]:
+        return [self.ssd_path(number) for number in self.ssds]
+
+    @property
+    def hdd_paths(self) -> list[Path]:
+        return [self.folder / f"hdd-{number}" / "kv" for number in range(self.mix.hdds)]
+
+    @property
+    def ssd_bytes(self) -> int:
+        return len(self.ssds) * self.ssd_segments * SEGMENT_BYTES
+
+    @property
+    def flush_is_complete(self) -> bool:
+        """Whether a true flush means that every block is on a drive."""
+        return "write-through-selective" not in (self.mix.ssd_mode, self.mix.hdd_mode)
+
+    def config(self) -> Config:
+        mix = self.mix
+        shared = {
+            "io_engine": mix.engine,
+            "fsync": mix.fsync,
+            "eviction": mix.eviction,
+            "read_timeout": LIMIT_S,
+            "write_timeout": LIMIT_S,
+            "profile": "never",
+        }
+        ssd = {
+            **shared,
+            "path": [str(path) for path in self.ssd_paths],
+            "capacity": self.ssd_bytes,
+            "segment": SEGMENT_BYTES,
+            "write_mode": mix.ssd_mode,
+        }
+        if mix.mirror and len(self.ssds) > 1:
+            ssd["mirror"] = mix.mirror
+        tree: dict[str, Any] = {
+            "dram": {"capacity": mix.dram_bytes, "huge_pages": "never", "prefault": False},
+            "ssd": ssd,
+            "writeback": {"staging": 1 << 20, "put_timeout": LIMIT_S},
+        }
+        if mix.hdds:
+            tree["hdd"] = {
+                **shared,
+                "path": [str(path) for path in self.hdd_paths],
+                "capacity": mix.hdds * mix.hdd_segments * 2 * SEGMENT_BYTES,
+                "segment": 2 * SEGMENT_BYTES,
+                "run": 2 * SEGMENT_BYTES,
+                "write_mode": mix.hdd_mode,
+            }
+            if mix.emulated:
+                tree["hdd"]["emulate"] = {
+                    "read_bandwidth": 200_000_000,
+                    "write_bandwidth": 200_000_000,
+                    "seek": 0.002,
+                }
+        return load(overrides=tree)
+
+    def open(self, files: Files | None = None, mode: Literal["rw", "r"] = "rw") -> Store:
+        store = assemble(self.config(), mode=mode, files=files)
+        for space in SPACES:
+            store.register(space)
+        return store
+
+
+def keys_of(blocks: Iterable[Block]) -> list[BlockKey]:
+    return [block.key for block in blocks]
+
+
+def residents(store: Store) -> list[int]:
+    """Numbers of the blocks that a file tier has, by the store's own index. Takes its lock."""
+    view = store.inspect()
+    with view.state.lock:
+        rows = view.catalog.rows(keys_of(all_blocks()))
+        lower = view.state.lower_tiers
+        return [
+            block.number
+            for block, row in zip(all_blocks(), rows, strict=True)
+            if row >= 0 and any(tier.copies.ready(row) for tier in lower)
+        ]
+
+
+def read_blocks(store: Store, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
+    """Get blocks: those that came with the right bytes, and those that came with wrong ones."""
+    right: list[Block] = []
+    wrong: list[Block] = []
+    for start in range(0, len(blocks), 8):
+        part = blocks[start : start + 8]
+        buffers = [bytearray(block.nbytes) for block in part]
+        answers = store.get_many(keys_of(part), buffers, timeout_s=LIMIT_S)
+        for block, buffer, answer in zip(part, buffers, answers, strict=True):
+            if answer:
+                (right if buffer == block.payload else wrong).append(block)
+    return right, wrong
