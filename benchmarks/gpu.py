@@ -128,7 +128,7 @@ def bus(rounds: int) -> list[Ratio]:
     tensors = KVTensors(caches, "kv page token head dim")
     chosen = np.random.default_rng(7).permutation(pages)[: BLOCKS * PAGES_PER_BLOCK]
     pieces = [tensors.pages(part) for part in np.split(chosen, BLOCKS)]
-    with kvdepot.open(dram="8GiB") as store, open_mover(store.memory, DEVICE) as mover:
+    with kvdepot.open(dram="8GiB") as store, open_mover(lambda: store.memory, DEVICE) as mover:
         settle(store)
         keys = store.namespace(model="bus", layout=layout()).keys(range(PROMPT_TOKENS))
         nbytes = BLOCKS * layout().block_bytes
@@ -311,7 +311,10 @@ def slowdown(path: Path, rounds: int) -> list[Ratio]:
     pieces = [tensors.pages(part) for part in pages]
     ratio = Ratio("matrix products beside reads from disk / alone", "≤ 1.03", faster_is_more=False)
     ssd = {"path": str(path), "capacity": "24GiB", "read_timeout": "60s"}
-    with kvdepot.open(dram="256MiB", ssd=ssd) as store, open_mover(store.memory, DEVICE) as mover:
+    with (
+        kvdepot.open(dram="256MiB", ssd=ssd) as store,
+        open_mover(lambda: store.memory, DEVICE) as mover,
+    ):
         space = store.namespace(model="slow", layout=layout())
         keys = space.keys(range(PROMPT_TOKENS))
         source = np.zeros(layout().block_bytes, dtype=np.uint8)

@@ -13,6 +13,8 @@ its log in `--place`; those that are compared run side by side and are asked in 
     memory   the first token of 21,000, 8B shape: from our memory, vLLM's OffloadingConnector,
              vLLM's own prefix hit, computed
     verified the first token from our memory, verified beside the copy and not verified, in turns
+    restarts the daemon of one engine is killed and restarted while it answers: what fails, and when
+             there are hits again
     decode   how long sequences decode while their KV is offloaded, and while it is not
     disk     the first token from disk, beside raw reads of the same bytes
     decide   the same with `decide` on, beside the recompute
@@ -37,7 +39,7 @@ BLOCK_TOKENS = 256
 HIT = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
 SHORT = 6 * BLOCK_TOKENS + 5
-PARTS = ["same", "memory", "verified", "decode", "disk", "decide"]
+PARTS = ["same", "memory", "verified", "restarts", "decode", "disk", "decide"]
 SPEED = {"memory", "decode", "disk", "decide"}
 KINDS = [
     (backend, eager, kv)
@@ -292,6 +294,57 @@ def verified(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> Non
         )
 
 
+def restarts(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
+    """kill -9 at different moments of a request; requests go on all the while.
+
+    The depot is in memory alone: the new daemon has nothing, so the first request after it is
+    computed and saved, and a later one is a hit.
+    """
+    from kvdepot.testing.daemons import DaemonProcess
+
+    seen: list[dict[str, Any]] = []
+    with DaemonProcess(args.place, {"dram": args.dram}) as daemon:
+        bench = Bench(args, ("restarts",))
+        extra = {"socket": str(daemon.socket), "daemon": "never", "decide": False}
+        extra |= {"block_tokens": args.block_tokens, "load_timeout": "10s"}
+        engine = bench.begin("restarts", connector="kvdepot", extra=extra)
+        ready(engine)
+        wanted = engine.again(1)
+        assert engine.again(1)["cached"] == HIT
+        before = engine.do("locked")
+        for turn in range(args.rounds):
+            engine.do("forget")
+            engine.begin("ask", seed=1, tokens=PROMPT, answer=8)
+            time.sleep(0.02 * turn)
+            daemon.kill()
+            answers = [engine.end()]
+            answers.append(engine.again(1))
+            started = time.monotonic()
+            daemon.start()
+            ready_s = time.monotonic() - started
+            while answers[-1]["cached"] != HIT and time.monotonic() < started + 60:
+                answers.append(engine.again(1))
+                if answers[-1]["cached"] != HIT:
+                    engine.ask(1000 + len(seen), 3000)  # saved, or left out: never an error
+            hits_s = time.monotonic() - started
+            fine = all(one["tokens"][:1] == wanted["tokens"][:1] for one in answers)
+            locked = engine.do("locked")
+            seen.append({"ready_s": ready_s, "hits_s": hits_s, "fine": fine, "locked": locked})
+            seen[-1]["cached"] = [one["cached"] for one in answers]
+            say(str(seen[-1]))
+    notes["restarts"] = {"before": before, "seen": seen}
+    rows.add(
+        "daemon killed and restarted: seconds from its start to a whole hit",
+        [one["hits_s"] for one in seen],
+        "≤ 10, the same first tokens",
+        all(one["fine"] and one["hits_s"] <= 10 for one in seen),
+    )
+    for what in ("locked", "rss", "arenas"):
+        found = [one["locked"][what] / before[what] for one in seen]
+        texts = {"locked": "page-locked bytes", "rss": "resident memory", "arenas": "mapped arenas"}
+        rows.add(f"{texts[what]} after / before", found, "≤ 1.02", max(found) <= 1.02)
+
+
 def speed(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
     bench = Bench(args, ("plain", "kvdepot", "offloading", "decide", "disk"))
     plain, depots = bench.begin("plain"), bench.ours("kvdepot")
@@ -544,7 +597,12 @@ def main() -> int:
 
     rows.save = save
     asked = set(args.parts)
-    parts = ((same, "same" in asked), (verified, "verified" in asked), (speed, asked & SPEED))
+    parts = (
+        (same, "same" in asked),
+        (verified, "verified" in asked),
+        (restarts, "restarts" in asked),
+        (speed, asked & SPEED),
+    )
     for part, wanted in parts:
         try:
             if wanted:

@@ -4,6 +4,7 @@ Reads one JSON list a line, [what, {arguments}], and answers each with one JSON 
 prints goes to standard error.
 """
 
+import gc
 import json
 import os
 import random
@@ -181,6 +182,17 @@ class Engine:
         """Whether hits in memory are verified (`dram.verify`), from now on."""
         object.__setattr__(self._store._state.config.dram, "verify", on)
         return {}
+
+    def locked(self) -> dict[str, Any]:
+        """What is page-locked by us, resident and mapped. The kernel does not count the first."""
+        from kvdepot.adapters.tensors import pagelock
+
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        arenas = Path("/proc/self/maps").read_text().count("kvdepot-arena")
+        locked = sum(nbytes for _, nbytes in pagelock._users)
+        return {"locked": locked, "rss": int(resident.split()[1]), "arenas": arenas}
 
     def garbage(self, on: bool) -> dict[str, Any]:
         """The control: all pages get the first block's bytes.

@@ -27,7 +27,10 @@ if torch.cuda.is_available():
     from kvdepot.adapters.tensors.cuda import Mover
     from kvdepot.adapters.tensors.pagelock import PageLockError
 else:
-    pytest.skip("no CUDA device", allow_module_level=True)
+    pytest.skip(
+        "no CUDA device; where there is one: PYTHONPATH=src python -m pytest tests/gpu",
+        allow_module_level=True,
+    )
 
 
 class Area:
@@ -60,7 +63,7 @@ def area() -> Area:
 
 @pytest.fixture
 def mover(area: Area) -> Iterator[Mover]:
-    with Mover([area.view], DEVICE, slice_bytes=4 * MIB) as opened:
+    with Mover(lambda: [area.view], DEVICE, slice_bytes=4 * MIB) as opened:
         yield opened
 
 
@@ -337,7 +340,7 @@ def test_close_twice_and_not_usable_afterwards(area: Area, generator: torch.Gene
     layout = LAYOUTS["mla"]
     blocks = layout.blocks(layout.tensors(DEVICE, generator))
     views = [area.payload(block.nbytes) for block in blocks]
-    mover = Mover([area.view], "cuda")
+    mover = Mover(lambda: [area.view], "cuda")
     ticket = mover.offload(blocks, views)
     mover.close()
     ticket.wait()
@@ -349,7 +352,7 @@ def test_close_twice_and_not_usable_afterwards(area: Area, generator: torch.Gene
 def test_inference_mode_makes_no_difference(area: Area, generator: torch.Generator) -> None:
     layout = LAYOUTS["mla"]
     with torch.inference_mode():
-        mover = Mover([area.view], DEVICE)
+        mover = Mover(lambda: [area.view], DEVICE)
         inside, outside = layout.tensors(DEVICE, generator), layout.tensors(DEVICE, generator)
         blocks = layout.blocks(inside)
         views = [area.payload(block.nbytes) for block in blocks]
@@ -363,7 +366,7 @@ def test_inference_mode_makes_no_difference(area: Area, generator: torch.Generat
 
 def test_two_movers_share_the_memory(area: Area, generator: torch.Generator) -> None:
     layout = LAYOUTS["mla"]
-    first, second = Mover([area.view], DEVICE), Mover([area.view], DEVICE)
+    first, second = Mover(lambda: [area.view], DEVICE), Mover(lambda: [area.view], DEVICE)
     first.close()
     blocks = layout.blocks(layout.tensors(DEVICE, generator))
     views = [area.payload(block.nbytes) for block in blocks]
@@ -378,8 +381,8 @@ def test_refused_memory_leaves_the_device_usable(area: Area) -> None:
     assert int(cudart.cudaHostRegister(address, 4096, 0)) == 0
     try:
         with pytest.raises(PageLockError):
-            Mover([area.view], DEVICE)
+            Mover(lambda: [area.view], DEVICE)
         assert torch.ones(8, device=DEVICE).sum().item() == 8
     finally:
         assert int(cudart.cudaHostUnregister(address)) == 0
-    Mover([area.view], DEVICE).close()
+    Mover(lambda: [area.view], DEVICE).close()

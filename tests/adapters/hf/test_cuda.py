@@ -1,4 +1,4 @@
-"""The same on a GPU. Run where there is one: PYTHONPATH=src python -m pytest -q tests/hf"""
+"""The same on a GPU. Run where there is one: PYTHONPATH=src python -m pytest -m gpu"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,10 @@ from kvdepot.store.store import Store
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="no CUDA device; where there is one: PYTHONPATH=src python -m pytest -m gpu",
+    ),
 ]
 
 BLOCK = 16

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from tests.support.page_locks import CudaStandIn
 from tests.support.zoo import SERVED, build, padded, tokens
 
 from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.adapters.hf import model as hf_model
-from kvdepot.adapters.tensors import HostMover
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import (
     Call,
@@ -74,18 +74,12 @@ def test_a_batch_from_disk(model: Any, open_depot: OpenDepot) -> None:
         assert all(set(row.fetched) == {"ssd"} for row in again.last.rows)
 
 
-class CudaStandIn(HostMover):
-    """Copies in host memory, and says that its tensors are on a GPU: no CUDA device is needed."""
-
-    device = torch.device("cuda")
-
-
 def test_a_flipped_bit_in_memory_is_recomputed_on_a_gpu_too(
     model: Any, memory: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = tokens(PROMPT)
     expected = model.generate(ids, **GREEDY)
-    monkeypatch.setattr(hf_model, "open_mover", lambda *_: CudaStandIn())
+    monkeypatch.setattr(hf_model, "open_mover", lambda memory, _: CudaStandIn(memory))
     with attach(model, memory, block_tokens=BLOCK) as served:
         served.generate(ids, **GREEDY)
         served.flush()
@@ -93,6 +87,20 @@ def test_a_flipped_bit_in_memory_is_recomputed_on_a_gpu_too(
             memory.memory[0][chunk + 100] ^= 1  # one bit in every page of the arena
         assert torch.equal(served.generate(ids, **GREEDY), expected)
         assert fetched(served) == {}
+
+
+def test_memory_that_is_not_page_locked_costs_misses(
+    model: Any, memory: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a daemon's restart, until its new memory is locked."""
+    ids = tokens(PROMPT)
+    with attach(model, memory, block_tokens=BLOCK) as served:
+        expected = served.generate(ids, **GREEDY)
+    monkeypatch.setattr(hf_model, "open_mover", lambda *_: CudaStandIn(list))
+    with attach(model, memory, block_tokens=BLOCK) as served:
+        assert torch.equal(served.generate(ids, **GREEDY), expected)
+        assert fetched(served) == {}
+    assert memory.stats()["leased"] == 0
 
 
 def is_record(operation: Operation) -> bool:

@@ -34,7 +34,7 @@ def test_blocks_go_down_and_come_back(seed: int) -> None:
     size = blocks[0].nbytes
     with mmap.mmap(-1, 2 * size) as memory, memoryview(memory) as whole:
         views = [whole[:size], whole[size:]]
-        with open_mover([whole], "cpu") as mover:
+        with open_mover(lambda: [whole], "cpu") as mover:
             mover.offload(blocks, views).wait()
             readable = [view.toreadonly() for view in views]
             arrivals = mover.onboard(readable, [block(target, some) for some in ids])
@@ -96,7 +96,7 @@ def test_no_blocks_are_no_work() -> None:
 
 def test_a_device_of_another_kind_has_no_mover() -> None:
     with pytest.raises(BadBufferError, match="meta"):
-        open_mover([], "meta")
+        open_mover(lambda: [], "meta")
 
 
 def test_without_triton_the_message_says_where_it_comes_from(
@@ -105,7 +105,7 @@ def test_without_triton_the_message_says_where_it_comes_from(
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "kvdepot.adapters.tensors.kernels", raising=False)
     with pytest.raises(ExtraMissingError, match="triton is not installed") as caught:
-        open_mover([], "cuda:0")
+        open_mover(lambda: [], "cuda:0")
     assert "torch" in caught.value.hint
 
 

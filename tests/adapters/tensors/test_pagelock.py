@@ -1,38 +1,19 @@
-"""Page-locking: once for each range in a process, and nothing left behind by a refusal."""
+"""Page-locking: once for each range in a process, nothing left behind by a refusal, and a store's
+memory is followed to where it is."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
+from tests.support.page_locks import CardsDriver
 
-from kvdepot.adapters.tensors.pagelock import LockedMemory, PageLockError
+from kvdepot.adapters.tensors.pagelock import FollowedMemory, LockedMemory, PageLockError
 from kvdepot.errors import BadBufferError
 from kvdepot.native import address_of
-
-REFUSED = 2
-
-
-class Cards:
-    """A driver that keeps a list, and refuses ranges longer than `most` bytes."""
-
-    def __init__(self, most: int = 1 << 40) -> None:
-        self.most = most
-        self.locked: list[int] = []
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if nbytes > self.most or address in self.locked:
-            return REFUSED
-        self.locked.append(address)
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.locked.remove(address)
-        return 0
-
-    def cudaGetErrorString(self, error: int) -> str:
-        return f"refused with {error}"
 
 
 @pytest.fixture
@@ -42,36 +23,36 @@ def memory() -> Iterator[list[memoryview]]:
 
 
 def test_every_range_is_locked_until_close(memory: list[memoryview]) -> None:
-    driver = Cards()
+    driver = CardsDriver()
     locked = LockedMemory(memory, driver)
     assert sorted(driver.locked) == sorted(address_of(view)[0] for view in memory)
     locked.close()
     locked.close()
-    assert driver.locked == []
+    assert not driver.locked
 
 
 def test_two_movers_share_a_range(memory: list[memoryview]) -> None:
-    driver = Cards()
+    driver = CardsDriver()
     first, second = LockedMemory(memory, driver), LockedMemory(memory[:1], driver)
     assert len(driver.locked) == 3
     first.close()
-    assert driver.locked == [address_of(memory[0])[0]]
+    assert list(driver.locked) == [address_of(memory[0])[0]]
     second.close()
-    assert driver.locked == []
+    assert not driver.locked
 
 
 def test_a_refusal_leaves_nothing_locked(memory: list[memoryview]) -> None:
-    driver = Cards(most=8192)
+    driver = CardsDriver(most=8192)
     with pytest.raises(PageLockError, match="16384 bytes: refused with 2") as caught:
         LockedMemory(memory, driver)
     assert caught.value.hint
-    assert driver.locked == []
+    assert not driver.locked
     driver.most = 1 << 20
     LockedMemory(memory, driver).close()
 
 
 def test_views_are_found_in_their_range(memory: list[memoryview]) -> None:
-    locked = LockedMemory([*memory, memoryview(bytearray())], Cards())
+    locked = LockedMemory([*memory, memoryview(bytearray())], CardsDriver())
     memory[2][100:104] = b"here"
     address = address_of(memory[2])[0]
     assert bytes(locked.tensor(address + 100, 4).numpy()) == b"here"
@@ -93,15 +74,53 @@ def test_views_are_found_in_their_range(memory: list[memoryview]) -> None:
 
 def test_read_only_memory_is_refused() -> None:
     with pytest.raises(BadBufferError, match="read-only"):
-        LockedMemory([memoryview(bytes(4096))], Cards())
+        LockedMemory([memoryview(bytes(4096))], CardsDriver())
 
 
 def test_memory_is_held_while_it_is_locked() -> None:
     area = mmap.mmap(-1, 4096)
     view = memoryview(area)
-    locked = LockedMemory([view], Cards())
+    locked = LockedMemory([view], CardsDriver())
     view.release()
     with pytest.raises(BufferError):
         area.close()
     locked.close()
     area.close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def is_found(memory: FollowedMemory, address: int, nbytes: int) -> bool:
+    try:
+        return memory.tensor(address, nbytes).numel() == nbytes
+    except BadBufferError:
+        return False
+
+
+def test_memory_that_is_elsewhere_is_followed(memory: list[memoryview]) -> None:
+    """The old is unlocked before the new is locked, and can be unmapped."""
+    driver, area, now = CardsDriver(), mmap.mmap(-1, 16384), list[memoryview]()
+    now.append(memoryview(area))
+    followed = FollowedMemory(
+        lambda: list(now), lambda views: LockedMemory(views, driver), nullcontext, look_s=0.005
+    )
+    old, _ = address_of(now[0])
+    assert followed.tensor(old, 16384).numel() == 16384
+    now.pop().release()
+    wait_for(lambda: not driver.locked)
+    area.close()
+    with pytest.raises(BadBufferError, match="outside"):
+        followed.tensor(old, 1)
+    for view in memory[1:]:
+        now[:] = [view]
+        wait_for(lambda: list(driver.locked.items()) == [address_of(now[0])])
+        wait_for(lambda: is_found(followed, *address_of(now[0])))
+    assert driver.most_locked == 16384
+    followed.stop()
+    followed.close()
+    assert not driver.locked

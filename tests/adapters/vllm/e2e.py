@@ -482,7 +482,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--optional", action="store_true", help="no failure without vLLM")
     parser.add_argument("--python", type=Path, help="one that has vLLM")
     parser.add_argument("--model", type=Path, help="a model folder")
     parser.add_argument("--folder", type=Path, help="keep depots, logs and results here")
@@ -496,8 +495,9 @@ def main() -> int:
     try:
         python = find_python(args.python)
     except subprocess.CalledProcessError as error:
-        print(f"{'SKIPPED' if args.optional else 'error'}: vLLM cannot be installed: {error}")
-        return 0 if args.optional else 2
+        print(f"error: vLLM cannot be installed: {error}")
+        print("hint: a package index must be reachable, or give --python, one that has vLLM 0.32")
+        return 2
     started = time.monotonic()
     for folder in scratch(args.folder):
         run = Run(

@@ -1,12 +1,18 @@
-"""Loads and saves of pages: what is damaged in memory is no success, on a GPU neither."""
+"""Loads and saves of pages: damage in memory is no success, on a GPU neither; a daemon's restart
+costs misses and nothing else."""
+
+import time
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
+from tests.support.page_locks import CudaStandIn
 from tests.support.toy_engine import OpenStore
 
+import kvdepot
 from kvdepot.adapters.tensors import HostMover, KVTensors
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob
 from kvdepot.adapters.vllm.metrics import ConnectorCounts
@@ -14,15 +20,10 @@ from kvdepot.adapters.vllm.page_transfer import FinishedLoad, Loader, PagedCache
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot
 from kvdepot.core.layout import KVLayout
+from kvdepot.testing.daemons import DaemonProcess
 
 PAGES, PAGE_TOKENS = 6, 4
-PAGE_BYTES = PAGE_TOKENS * 2 * 64 * 4 * 2
-
-
-class CudaStandIn(HostMover):
-    """Copies in host memory, and says that its tensors are on a GPU: no CUDA device is needed."""
-
-    device = torch.device("cuda")
+LAYOUT = KVLayout.opaque(PAGE_TOKENS * 2 * 64 * 4 * 2, PAGE_TOKENS)
 
 
 def cache_of(mover: HostMover) -> PagedCache:
@@ -31,8 +32,7 @@ def cache_of(mover: HostMover) -> PagedCache:
 
 
 def keys_of(store: Depot) -> list[BlockKey]:
-    layout = KVLayout.opaque(PAGE_BYTES, PAGE_TOKENS)
-    return store.namespace(model="m", layout=layout).keys(range(PAGES * PAGE_TOKENS))
+    return store.namespace(model="m", layout=LAYOUT).keys(range(PAGES * PAGE_TOKENS))
 
 
 def save(store: Depot, cache: PagedCache, keys: list[BlockKey]) -> int | None:
@@ -51,10 +51,11 @@ def load(store: Depot, cache: PagedCache, keys: list[BlockKey]) -> FinishedLoad:
     return finished
 
 
-@pytest.mark.parametrize("mover", [HostMover, CudaStandIn])
-def test_one_flipped_bit_is_recomputed(open_store: OpenStore, mover: type[HostMover]) -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_one_flipped_bit_is_recomputed(open_store: OpenStore, on_gpu: bool) -> None:
     with open_store() as store:
-        cache, keys = cache_of(mover()), keys_of(store)
+        mover = CudaStandIn(lambda: store.memory) if on_gpu else HostMover()
+        cache, keys = cache_of(mover), keys_of(store)
         assert save(store, cache, keys) is None
         assert load(store, cache, keys).end.failed_block is None
         with store.lease(keys) as lease:
@@ -67,3 +68,53 @@ def test_one_flipped_bit_is_recomputed(open_store: OpenStore, mover: type[HostMo
         finished = load(store, cache, keys)
         assert finished.end.failed_block == 3
         assert finished.failed_pages == frozenset(range(3, PAGES))
+        mover.close()
+
+
+def test_a_save_that_cannot_start_gives_its_slots_back(open_store: OpenStore) -> None:
+    """As after a daemon's restart, until its new memory is locked. Nothing is raised."""
+    with open_store() as store, CudaStandIn(list) as mover:
+        keys = keys_of(store)
+        assert save(store, cache_of(mover), keys) == 0
+        assert load(store, cache_of(mover), keys).end.failed_block == 0
+        assert save(store, cache_of(HostMover()), keys) is None
+        assert load(store, cache_of(mover), keys).end.failed_block == 0
+        assert store.stats()["leased"] == 0
+
+
+def mapped_arenas() -> int:
+    return Path("/proc/self/maps").read_text().count("kvdepot-arena")
+
+
+@pytest.mark.parametrize("turns", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_daemons_restart_costs_misses_and_nothing_else(tmp_path: Path, turns: int) -> None:
+    settings = {
+        "dram": {"capacity": "8MiB", "huge_pages": "never", "prefault": False},
+        "ssd": {"path": str(tmp_path / "kv"), "capacity": "64MiB", "segment": "1MiB"},
+    }
+    with (
+        DaemonProcess(tmp_path, settings) as daemon,
+        kvdepot.open(daemon.address) as store,
+        CudaStandIn(lambda: store.memory) as mover,
+    ):
+        cache, keys = cache_of(mover), keys_of(store)
+        assert save(store, cache, keys) is None
+        assert store.flush()
+        locked, arenas = sum(mover.driver.locked.values()), mapped_arenas()
+        assert locked and arenas
+        for turn in range(turns):
+            daemon.kill()
+            assert load(store, cache, keys).end.failed_block == 0
+            assert save(store, cache, keys) == 0
+            daemon.start()
+            fresh = store.namespace(model=f"m{turn}", layout=LAYOUT).keys(range(PAGE_TOKENS))
+            deadline = time.monotonic() + 30.0
+            while load(store, cache, keys).end.failed_block is not None:
+                save(store, cache, fresh)
+                assert time.monotonic() < deadline, "no hits again"
+            assert save(store, cache, fresh) is None
+            assert load(store, cache, fresh).end.failed_block is None
+            assert sum(mover.driver.locked.values()) == locked
+            assert mapped_arenas() == arenas
+        assert mover.driver.most_locked == locked
+        assert store.stats()["leased"] == 0

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from itertools import pairwise
 from mmap import mmap
+from pathlib import Path
 
 import pytest
 
@@ -269,3 +270,19 @@ def test_failed_allocations_leave_no_descriptor_behind() -> None:
     with pytest.raises((OSError, ValueError)):
         Memory(1 << 62, "never")
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_closed_memory_goes_with_the_last_view_of_it() -> None:
+    """Not with the last holder of the closed object, such as a lease that is over."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("kvdepot-arena")
+
+    before = mapped()
+    memory = Memory(4 << 20, "never", shared=True)
+    held = memory.view[:100]
+    memory.close()
+    assert mapped() == before + 1
+    held.release()
+    assert mapped() == before
+    memory.close()

@@ -82,7 +82,7 @@ class DepotModel:
         self._store = store
         self._options = options
         binding = bind(model, store, options)
-        self._mover = open_mover(store.memory, binding.device)
+        self._mover = open_mover(lambda: store.memory, binding.device)
         self._parts = self._new_parts(binding)
 
     @property
@@ -184,7 +184,7 @@ class DepotModel:
             binding = bind(self.wrapped, self._store, self._options)
             if binding.device != before.device:
                 self._mover.close()
-                self._mover = open_mover(self._store.memory, binding.device)
+                self._mover = open_mover(lambda: self._store.memory, binding.device)
             self._parts = self._new_parts(binding)
         return self._parts
 

@@ -25,6 +25,7 @@ from kvdepot.adapters.hf.stats import CallStats, ServedRow
 from kvdepot.adapters.tensors import BlockMover, KVTensors, OnboardTicket
 from kvdepot.core.block import MISS, BlockKey, Got
 from kvdepot.core.depot import Arrival, Depot, Lease
+from kvdepot.errors import KVDepotError
 
 _TRIES: Final = 6
 """How often a shorter prefix is tried where blocks of a window could not be fetched."""
@@ -265,7 +266,13 @@ class Onboarder:
         # While the bus is busy the processor's cores verify; only then is a block a success.
         beside = self._mover.device.type == "cuda"
         limit_s = budget.left_s()
-        answers = lease.deliver(scatter, beside=beside, timeout_s=limit_s) if len(lease) else []
+        answers: list[Got] = []
+        if len(lease):
+            try:
+                answers = lease.deliver(scatter, beside=beside, timeout_s=limit_s)
+            except (KVDepotError, RuntimeError):
+                # After a daemon's restart, until the mover has locked the new daemon's memory.
+                answers = [Got(None, "failed")] * len(lease)
         answers += [MISS] * (len(keys) - len(answers))
         row.misses.update(answer.reason for answer in answers if not answer)
         budget.late = budget.late or any(answer.reason == "late" for answer in answers)

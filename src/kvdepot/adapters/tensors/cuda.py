@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +28,7 @@ from kvdepot.adapters.tensors.kvtensors import (
     check_view,
 )
 from kvdepot.adapters.tensors.mover import BlockMover, Done, OffloadTicket, OnboardTicket
-from kvdepot.adapters.tensors.pagelock import LockedMemory, PageLockError
+from kvdepot.adapters.tensors.pagelock import FollowedMemory, LockedMemory, PageLockError
 
 SLICE_BYTES: Final = 32 << 20
 _GROUP_SLICES: Final = 8
@@ -140,14 +141,15 @@ class CopyPipeline:
 class Mover(BlockMover):
     """Moves blocks between the tensors on one device and page-locked payloads; see `BlockMover`.
 
-    Holds two times three staging buffers of `slice_bytes` on the device. Raises PageLockError when
-    the driver refuses the memory, ExtraMissingError without triton, and torch's own errors for what
-    fails on the device.
+    `memory()` names the payloads' memory, and is followed where that becomes other memory: until it
+    is locked every call is a BadBufferError. Holds two times three staging buffers of `slice_bytes`
+    on the device. Raises PageLockError when the driver refuses memory, ExtraMissingError without
+    triton, and torch's own errors for what fails on the device.
     """
 
     def __init__(
         self,
-        memory: Sequence[memoryview],
+        memory: Callable[[], Sequence[memoryview]],
         device: torch.device | str,
         *,
         slice_bytes: int = SLICE_BYTES,
@@ -164,7 +166,8 @@ class Mover(BlockMover):
             self._down = CopyPipeline(self.device, self._slice_bytes)
             self._up = CopyPipeline(self.device, self._slice_bytes)
             self._compile()
-            self._memory = _locked(memory, self.device)
+            lock = partial(_locked, device=self.device)
+            self._memory = FollowedMemory(memory, lock, self._paused)
 
     def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> OffloadTicket:
         if not pieces and not views:
@@ -222,7 +225,16 @@ class Mover(BlockMover):
                 events.append(_recorded(pipe.drain))
             return CudaOnboardTicket(self.device, events, layers)
 
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Nothing is under way, and nothing is given."""
+        with self._down.lock, self._up.lock:
+            self._down.synchronize()
+            self._up.synchronize()
+            yield
+
     def close(self) -> None:
+        self._memory.stop()
         with self._down.lock, self._up.lock:
             self._down.close()
             self._up.close()

@@ -83,11 +83,14 @@ class BlockMover(Protocol):
         self.close()
 
 
-def open_mover(memory: Sequence[memoryview], device: torch.device | str) -> BlockMover:
-    """The mover for tensors on `device` and payloads inside `memory` (`store.memory`).
+def open_mover(
+    memory: Callable[[], Sequence[memoryview]], device: torch.device | str
+) -> BlockMover:
+    """The mover for tensors on `device` and payloads inside `memory()`, a store's `memory`.
 
     For a CUDA device the memory is page-locked until `close`, which took 1.8 s for 8 GiB beside an
-    H200; see `cuda.Mover` for what it raises.
+    H200. After a daemon's restart a store has other memory: the old is unlocked and the new locked,
+    and blocks are refused meanwhile. See `cuda.Mover` for what it raises.
     """
     kind = torch.device(device)
     if kind.type == "cpu":

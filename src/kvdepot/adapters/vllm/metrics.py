@@ -102,5 +102,6 @@ class RateLimitedWarnings:
             if now - self._logged_at.get(text, -WARN_EVERY_S) < WARN_EVERY_S:
                 return False
             self._logged_at[text] = now
-        _logger.warning("kvdepot: %s: %s: %s", text, type(error).__name__, error)
+        # As text: a record that a handler keeps would keep the error's frames, and their memory.
+        _logger.warning("kvdepot: %s: %s: %s", text, type(error).__name__, str(error))
         return True

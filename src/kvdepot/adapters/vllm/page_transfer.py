@@ -214,10 +214,10 @@ class Saver:
         if fits < len(outcomes):
             self._counts.add("saved_blocks", len(outcomes) - fits, outcomes[fits].value)
         fresh = [at for at in range(fits) if outcomes[at] is Put.STORED]
-        if fresh:
-            self._copy(job, slots, fresh)
-        else:
+        if not fresh:
             slots.close()
+        elif not self._copy(job, slots, fresh):
+            return job.first_block
         return job.first_block + fits if fits < len(keys) else None
 
     def reading_requests(self) -> set[str]:
@@ -240,11 +240,22 @@ class Saver:
         self.wait()
         self._thread.shutdown()
 
-    def _copy(self, job: SaveJob, slots: Reservation, fresh: list[int]) -> None:
+    def _copy(self, job: SaveJob, slots: Reservation, fresh: list[int]) -> bool:
+        """Start the copies. False: they cannot be made now, and the slots are given back.
+
+        As after a daemon's restart, until the mover has locked the new daemon's memory.
+        """
         pieces = [self._cache.block(job.pages, at) for at in fresh]
-        ticket = self._cache.mover.offload(pieces, [slots.view(at) for at in fresh])
+        try:
+            ticket = self._cache.mover.offload(pieces, [slots.view(at) for at in fresh])
+        except (KVDepotError, RuntimeError) as error:
+            slots.close()
+            self._warnings.warn("a save could not be started", error)
+            self._counts.add("failed_saves")
+            return False
         future = self._thread.submit(self._seal, ticket, slots, fresh)
         self._reading[future] = job.request_id, ticket
+        return True
 
     def _seal(self, ticket: OffloadTicket, slots: Reservation, fresh: list[int]) -> None:
         with slots:

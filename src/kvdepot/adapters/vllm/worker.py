@@ -81,7 +81,7 @@ class ConnectorWorker:
             space.tag.hex(),
             store.stats().get("blocks", 0),
         )
-        self._mover = open_mover(store.memory, tensors.device)
+        self._mover = open_mover(lambda: store.memory, tensors.device)
         self._drops_pages = bool(getattr(group.kv_cache_spec, "sliding_window", None))
         pages = PagedCache(tensors, self._mover, self._facts.pages_per_block)
         self._loader = Loader(store, pages, self.counts, self._config.load_threads)

@@ -139,10 +139,14 @@ class Memory:
         self._closed = True
         _close_all(self._parts or [(self.fd, 0)])
         self.fd = -1
+        view, area = self.view, self._map
+        # A caller may still hold a view of a lease: the memory then goes with that view, and not
+        # with the last one that knows of this object.
+        self.view = memoryview(b"")
+        del self._map
         with contextlib.suppress(BufferError):
-            # A caller may still hold a view of a lease: the memory then goes with that view.
-            self.view.release()
-            self._map.close()
+            view.release()
+            area.close()
 
     def _try_hugetlb(self) -> None:
         """Reserved huge pages, where there are enough; the kernel aligns them by itself."""

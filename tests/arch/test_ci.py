@@ -1,0 +1,26 @@
+"""CI fails where it cannot do what it says, and what is left out says how to run it."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_no_step_of_ci_may_be_left_out() -> None:
+    script = (ROOT / "dev").read_text()
+    ci = script[script.index("\nci() {") : script.index("\n}", script.index("\nci() {"))]
+    steps = re.findall(r"^ *step .*$", ci, re.MULTILINE)
+    assert any("e2e.py" in step for step in steps)
+    for step in steps:
+        assert "optional" not in step and "||" not in step, step
+    assert "SKIPPED" not in (ROOT / "tests/adapters/vllm/e2e.py").read_text()
+
+
+def test_what_needs_a_device_says_how_to_run_it() -> None:
+    reasons = []
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        if path != Path(__file__) and "pytest.mark.gpu" in text:
+            reasons += re.findall(r'"no CUDA device[^"]*"', text) or [f"none in {path}"]
+    assert reasons
+    assert all("python -m pytest" in reason for reason in reasons), reasons
