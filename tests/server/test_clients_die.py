@@ -1,6 +1,10 @@
 """Clients that die, hang or want too much: what they held is given back, others go on."""
 
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -9,7 +13,7 @@ from tests.support.raw_client import RawClient
 from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.core.block import Put
+from kvdepot.core.block import ANSWERS, Put
 from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
@@ -193,3 +197,77 @@ def test_a_lease_number_of_another_client_is_worth_nothing(daemon: DaemonProcess
                     thief.send(FrameKind.RELEASE, Number(number).body())
                     assert thief.heard_out() == []
             assert held(store)[0] == 2
+
+
+def test_a_release_with_a_number_that_is_none_ends_the_others_too(daemon: DaemonProcess) -> None:
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 3)
+        put(store, keys)
+        with RawClient(daemon.socket) as client:
+            for number in (1, 2, 3):
+                frame = client.ask(FrameKind.LEASE, b"".join(keys))
+                assert frame is not None and frame.kind is FrameKind.LEASED
+                assert Number.parse(frame.body[:8]).value == number
+            assert held(store)[0] == 9
+            numbers = [Number(number).body() for number in (1, 77, 2)]
+            client.send(FrameKind.RELEASE, b"".join(numbers))
+            assert client.heard_out() == []
+        assert eventually(lambda: held(store) == (0, 0, 1))
+        assert store.remove(keys) == 3
+        assert store.stats()["tiers"]["dram"]["used_bytes"] == 0, "still leased by a lease"
+
+
+def test_what_is_fetched_and_not_released_is_limited(daemon: DaemonProcess) -> None:
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 1)
+        put(store, keys)
+        body = Fetch(0, 0, False, 1.0).body() + b"".join(keys)
+        with RawClient(daemon.socket) as client:
+            for _ in range(4096):
+                frame = client.ask(FrameKind.FETCH, body)
+                assert frame is not None and frame.kind is FrameKind.ARRIVED
+            frame = client.ask(FrameKind.FETCH, body)
+            assert frame is not None and frame.kind is FrameKind.DONE
+            assert frame.body[:8] == Number(0).body()
+            assert ANSWERS[frame.body[8]] == kvdepot.Got(None, "busy")
+            sessions = store.stats()["daemon"]["sessions"]
+            assert sorted(session["leases"] for session in sessions) == [0, 4096]
+
+
+FORKER = """
+import ctypes, os, signal, sys, kvdepot
+from kvdepot.testing.store_contract import prompt, space_of
+from tests.support.mappings import arenas
+
+store = kvdepot.open(sys.argv[1])
+lease = store.lease(prompt(space_of(store), 1, 3))
+child = os.fork() if sys.argv[2] == "python" else ctypes.CDLL(None).fork()
+if child == 0 and sys.argv[2] == "python":
+    assert not arenas(), "the arena is still mapped"
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    opened = [os.readlink(link) for link in links if os.path.lexists(link)]
+    assert not any("socket:" in name or "kvdepot-arena" in name for name in opened), opened
+os.write(1, b"child\\n" if child == 0 else b"parent\\n")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("how", ["python", "raw"])
+def test_a_child_of_a_dead_client_keeps_nothing(daemon: DaemonProcess, how: str) -> None:
+    with kvdepot.open(daemon.address) as store:
+        put(store, prompt(space_of(store), 1, 3))
+        command = [sys.executable, "-c", FORKER, daemon.address, how]
+        client = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert client.stdout is not None
+        try:
+            said = {client.stdout.readline().strip() for _ in range(2)}
+            assert said == {"child", "parent"}
+            assert held(store) == (3, 0, 2)
+            client.kill()
+            client.wait()
+            assert eventually(lambda: held(store) == (0, 0, 1), 20.0)
+        finally:
+            os.killpg(client.pid, signal.SIGKILL)
+            client.communicate()

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
+from tests.support.mappings import arenas
 from tests.support.waiting import eventually
 
 import kvdepot
@@ -313,3 +316,53 @@ def test_flush_is_true_after_the_same_daemon_was_lost_for_a_moment(daemon: Daemo
         assert store.stats()["client"]["lost"] == 1
         report = store.flush()
         assert report and report.durable == 4
+
+
+def test_after_a_restart_the_old_memory_is_not_mapped(daemon: DaemonProcess) -> None:
+    before = arenas()
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 4)
+        assert all(put(store, keys))
+        assert store.flush()
+        old = arenas() - before
+        assert len(old) == 2, "arena and staging"
+        lease = store.lease(keys)
+        view = lease.view(0)
+        slots = store.reserve(prompt(space_of(store), 2, 2))
+        daemon.kill()
+        daemon.start()
+        assert tiers(store, keys) == ["ssd"] * 4
+        new = arenas() - before - old
+        assert len(new) == 2
+        slots.seal()
+        slots.close()
+        lease.release()
+        assert view is not None and bytes(view) == payload_for(keys[0], BLOCK_BYTES)
+        del view
+        assert arenas() - before == new
+        assert put(store, prompt(space_of(store), 2, 2)) == [Put.STORED] * 2
+        assert store.stats()["leased"] == 0
+        assert store.stats()["daemon"]["sessions"][0]["reserved"] == 0
+    assert arenas() == before
+
+
+def test_a_client_cannot_take_the_memory_from_under_the_others(daemon: DaemonProcess) -> None:
+    shrink = """
+import os, sys
+from kvdepot.client.connections import connect
+link, descriptors = connect(sys.argv[1], bytes(16), 0)
+for fd in descriptors:
+    for path in (fd, os.open(f"/proc/self/fd/{fd}", os.O_RDWR)):
+        for nbytes in (0, 4096, 1 << 40):
+            try:
+                os.ftruncate(path, nbytes)
+            except PermissionError:
+                print("refused")
+"""
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 4)
+        assert all(put(store, keys))
+        command = [sys.executable, "-c", shrink, str(daemon.socket)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["refused"] * 12
+        assert tiers(store, keys) == ["dram"] * 4

@@ -11,6 +11,7 @@ import os
 import pwd
 import socket
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,6 +159,7 @@ class Connections:
         if self.welcome.prefault:
             self.arena.prefault(bool)
             self.staging.prefault(bool)
+        _of_this_process.add(self)
 
     def is_usable(self) -> bool:
         """Whether calls can be made, as far as is known; not in a child after fork."""
@@ -224,9 +226,22 @@ class Connections:
             self._changed.notify_all()
             self._close_if_unused()
 
+    def forget_in_child(self) -> None:
+        """After fork, in the child: close its copies, so that the parent's end is the end of all.
+
+        The locks may be held by threads that the child does not have.
+        """
+        self._changed = threading.Condition()
+        self._over = True
+        self._close()
+
     def _close_if_unused(self) -> None:
         """Lock held."""
-        if not self._over or self._users or self._closed:
+        if self._over and not self._users:
+            self._close()
+
+    def _close(self) -> None:
+        if self._closed:
             return
         self._closed = True
         for link in self._links:
@@ -275,6 +290,7 @@ class Reconnector:
         self._unflushed: Counter[bytes] = Counter()
         """Blocks put to each run of the daemon since the last flush that was true."""
         self._counts = {"attached": 0, "lost": 0, "away": 0}
+        _of_this_process.add(self)
 
     def begin(self) -> messages.Welcome:
         """Attach for the first time. Raises DaemonError with the reason when that fails."""
@@ -359,6 +375,12 @@ class Reconnector:
         if connections is not None:
             connections.end()
 
+    def forget_in_child(self) -> None:
+        """After fork, in the child, which attaches by itself when it makes a call."""
+        self._lock = threading.Lock()
+        self._current = None
+        self._retry_at = 0.0
+
     def _try_again(self) -> Connections:
         """Lock held."""
         began = self._clock.now()
@@ -392,6 +414,17 @@ class Reconnector:
         self._pause_s = _PAUSE_FIRST_S
         self._counts["attached"] += 1
         return connections
+
+
+_of_this_process: "weakref.WeakSet[Connections | Reconnector]" = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for one in list(_of_this_process):
+        one.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _register(link: Link, space: NamespaceHandle, call_s: float) -> None:

@@ -2,10 +2,12 @@
 
 The connections of a session live and die together: when one ends, for whatever reason, the daemon
 hangs up on the others, and when the last is gone everything is given back. A client that was killed
-ends like any other, since the kernel closes its sockets.
+ends like any other, since the kernel closes its sockets; where a child of it has them too, the
+daemon sees the process itself end.
 """
 
 import itertools
+import os
 import secrets
 import threading
 from collections.abc import Callable
@@ -70,6 +72,13 @@ NO_LEASE = 0
 """The number of a lease or a reservation of nothing."""
 
 
+def _pidfd_of(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, ValueError):
+        return -1
+
+
 class ClientHoldings:
     """One client. Thread-safe."""
 
@@ -81,6 +90,8 @@ class ClientHoldings:
         self._mapped = mapped
         self._limits = limits
         self._counters = counters
+        self.pidfd = _pidfd_of(peer.pid)
+        """Readable when the client's process has ended; -1 where that cannot be seen from here."""
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._numbers = itertools.count(NO_LEASE + 1)
@@ -122,13 +133,18 @@ class ClientHoldings:
         for channel in channels:
             how(channel)
 
-    def lease(self, keys: Keys) -> tuple[int, Hold]:
-        """Lease the resident prefix of keys; of nothing when the client holds too much."""
+    def may_hold(self) -> bool:
+        """Whether the client may hold more blocks than it does."""
         with self._lock:
             leased = sum(len(hold.rows) for hold in self._holds.values())
             full = len(self._holds) >= self._limits.leases or leased >= self._limits.leased
         if full:
             self._counters.count("limited")
+        return not full
+
+    def lease(self, keys: Keys) -> tuple[int, Hold]:
+        """Lease the resident prefix of keys; of nothing when the client holds too much."""
+        if not self.may_hold():
             return NO_LEASE, Hold()
         hold = self._mapped.lease(keys)
         return self.keep(hold), hold
@@ -151,12 +167,14 @@ class ClientHoldings:
         return hold
 
     def release(self, numbers: list[int]) -> None:
+        """End leases. WireError, after all others have ended, if a number is none of a lease."""
         with self._lock:
             holds = [self._holds.pop(number, None) for number in numbers]
         for hold in holds:
-            if hold is None:
-                raise WireError("a lease that is not held was released")
-            self._mapped.release(hold)
+            if hold is not None:
+                self._mapped.release(hold)
+        if None in holds:
+            raise WireError("a lease that is not held was released")
 
     def reserve(
         self, keys: Keys, timeout_s: float, *, pad: bool

@@ -50,6 +50,10 @@ class Connection:
         self._client: ClientHoldings | None = None
         self._handler: RequestHandler | None = None
 
+    @property
+    def client(self) -> ClientHoldings | None:
+        return self._client
+
     def on_readable(self) -> None:
         """The loop has seen that a frame has come, or the end. Does not block."""
         try:

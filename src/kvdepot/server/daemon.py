@@ -61,6 +61,9 @@ class Daemon:
         self._idle: dict[int, Connection] = {}
         """By descriptor; changed by the loop only."""
         self._returned: list[Connection] = []
+        self._watched: dict[int, ClientHoldings] = {}
+        """By descriptor of the client's process; changed by the loop only."""
+        self._forgotten: list[ClientHoldings] = []
         self._poll = select.poll()
         self._stopping = False
         self._started = time.monotonic()
@@ -78,6 +81,9 @@ class Daemon:
                         self._take_returned()
                     elif fd == self._listener.fileno():
                         self._accept()
+                    elif fd in self._watched:
+                        self._watched[fd].hang_up(Channel.cut)
+                        self._unwatch(fd)
                     elif fd in self._idle:
                         self._idle[fd].on_readable()
         finally:
@@ -99,6 +105,7 @@ class Daemon:
             connection.end()
         with self._changed:
             self._changed.wait_for(lambda: not self._connections, timeout_s)
+        self._close_forgotten()
         report = self.store.close(timeout_s)
         self._listener.close()
         os.close(self._wake)
@@ -122,6 +129,8 @@ class Daemon:
     def forget(self, client: ClientHoldings) -> None:
         with self._changed:
             self._clients.pop(client.token, None)
+            self._forgotten.append(client)
+        os.eventfd_write(self._wake, 1)
 
     def ended(self, connection: Connection) -> None:
         with self._changed:
@@ -161,9 +170,30 @@ class Daemon:
         with self._changed:
             returned, self._returned = self._returned, []
         for connection in returned:
+            self._watch(connection.client)
             fd = connection.channel.fileno()
             self._idle[fd] = connection
             self._poll.register(fd, select.POLLIN)
+
+        self._close_forgotten()
+
+    def _close_forgotten(self) -> None:
+        with self._changed:
+            forgotten, self._forgotten = self._forgotten, []
+        for client in forgotten:
+            self._unwatch(client.pidfd)
+            if client.pidfd >= 0:
+                os.close(client.pidfd)
+
+    def _watch(self, client: ClientHoldings | None) -> None:
+        """Notice the end of a client's process, which need not close its sockets."""
+        if client is not None and client.pidfd >= 0 and client.pidfd not in self._watched:
+            self._watched[client.pidfd] = client
+            self._poll.register(client.pidfd, select.POLLIN)
+
+    def _unwatch(self, pidfd: int) -> None:
+        if self._watched.pop(pidfd, None) is not None:
+            self._poll.unregister(pidfd)
 
     def _accept(self) -> None:
         connected = self._listener.accept()

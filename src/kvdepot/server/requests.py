@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvdepot.core.block import ANSWERS, Got
 from kvdepot.core.config import Config
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
-from kvdepot.server.client_holdings import TAKE_TIMEOUT_S, ClientHoldings
+from kvdepot.server.client_holdings import NO_LEASE, TAKE_TIMEOUT_S, ClientHoldings
 from kvdepot.store.mapped import BlockSize, Hold, MappedBlocks, MappedStore
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions import checked_name
@@ -19,6 +20,7 @@ from kvdepot.store.store import Store
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Channel, Flag, Frame, FrameKind
 
+_BUSY: Final = ANSWERS.index(Got(None, "busy"))
 _HINT_WAIT_S_MAX: Final = 10.0
 """A thread waits this long for a hint at most; the client asks again."""
 _INDEX: Final = np.dtype("<u4")
@@ -142,6 +144,9 @@ class RequestHandler:
         if span != (0, 0) and head.start >= head.stop:
             raise WireError(f"bytes {head.start} to {head.stop}")
         timeout_s = messages.checked_timeout(head.timeout_s)
+        if not self._client.may_hold():
+            self._done(frame, NO_LEASE, bytes([_BUSY]) * len(keys))
+            return
         hold, number = Hold(), 0
 
         def arrive(arrivals: MappedBlocks, last: bool) -> None:
