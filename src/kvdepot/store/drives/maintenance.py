@@ -34,7 +34,9 @@ class DriveMaintenance:
         self.demoters: dict[LowerTier, Demoter] = {}
         """By the upper tier."""
         self.mover = RecordMover(
-            state, lambda lower, drive, nbytes: self.rooms[lower].make(drive, nbytes)
+            state,
+            lambda lower, drive, nbytes: self.rooms[lower].make(drive, nbytes),
+            lambda lower, *asked: self.rooms[lower].make_in_time(*asked),
         )
         self._change = threading.Lock()
         """Held while drives come or go."""
@@ -68,9 +70,11 @@ class DriveMaintenance:
         """Wait for the threads of a store that closes. False: one is still busy."""
         if self._memory_levels is not None:
             self._memory_levels.wake()
-        for thread in self._threads:
-            thread.join(timeout_s)
-        return not any(thread.is_alive() for thread in self._threads)
+        threads = [*self._threads, *(one for room in self.rooms.values() for one in room.threads)]
+        deadline_s = self._state.clock.now() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - self._state.clock.now()))
+        return not any(thread.is_alive() for thread in threads)
 
     def add(self, tier: str, path: Path) -> None:
         """Use one more drive, which must be empty."""

@@ -38,6 +38,8 @@ _log = RateLimitedLog("kvdepot.store")
 
 MakeRoom = Callable[[LowerTier, int, int], bool]
 """Tier, drive and bytes: do what lets a refused append succeed. False: nothing helps."""
+MakeSoon = Callable[[LowerTier, int, int, float], None]
+"""The same, for so many seconds at most; what is under way then goes on."""
 
 
 class CopyJob(ABC):
@@ -96,9 +98,10 @@ class Piece:
 class RecordMover:
     """Copies blocks to drives. Threads may share it."""
 
-    def __init__(self, state: StoreState, make_room: MakeRoom) -> None:
+    def __init__(self, state: StoreState, make_room: MakeRoom, make_soon: MakeSoon) -> None:
         self._state = state
         self._make_room = make_room
+        self._make_soon = make_soon
 
     def copy_all(
         self,
@@ -187,25 +190,30 @@ class RecordMover:
         self, target: LowerTier, removals: Sequence[Removal], *, make_room: bool = True
     ) -> None:
         """Record removals on every drive of a tier: older copies may lie on any. Takes the lock
-        only to count.
+        only to count. Where a drive stalls, it is tried no longer than a write may take.
         """
         state, tier = self._state, target.tier
         failed = tier.erase(removals) if removals else []
         used = sum(not tier.drive(drive).retired for drive in range(tier.drive_count()))
-        deadline_s = state.clock.now() + _NOTE_WAIT_S
+        began_s = state.clock.now()
+        deadline_s = began_s + _NOTE_WAIT_S
+        room_s = began_s + max(_NOTE_WAIT_S, target.config.write_timeout)
         for tries in range(_NOTE_TRIES_MAX):
             if not failed:
                 return
             for drive in failed if make_room else ():
-                self._make_room(target, drive, _NOTE_BYTES)
+                left_s = max(0.0, room_s - state.clock.now())
+                self._make_soon(target, drive, _NOTE_BYTES, left_s)
             if len(failed) == used:  # one drive is enough: wait for the first
                 retry_s = min(tier.drive(drive).retry_in_s for drive in failed)
-                if state.clock.now() + retry_s > deadline_s:
+                if retry_s and state.clock.now() + retry_s > deadline_s:
                     break
                 state.closing.wait(max(retry_s, _NOTE_PAUSE_S))
             elif tries >= _NOTE_TRIES:
                 break
             failed = tier.erase(removals, failed)
+            if state.clock.now() > room_s:
+                break
         if failed:
             with self._state.lock:
                 self._state.counters.removal_unrecorded += 1

@@ -48,6 +48,8 @@ class DriveRoom:
         self.reclaimer = Reclaimer(state, lower, mover, demoter)
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         """Held by the thread that reclaims or mounts a drive."""
+        self._makers: dict[int, threading.Thread] = {}
+        """The last thread that made room for removals, by drive."""
         self._shrinking: set[int] = set()
         """Drives that have more segments than they may."""
 
@@ -62,6 +64,30 @@ class DriveRoom:
             if not facts.up:
                 return False
             return self._lower.tier.has_room(drive, nbytes) or self.reclaimer.reclaim(drive)
+
+    def make_in_time(self, drive: int, nbytes: int, timeout_s: float) -> None:
+        """`make`, in a thread of its own: a reclaim on a drive that stalls ends when the drive lets
+        go, and a caller must not wait for that.
+        """
+        name = f"kvdepot-{self._lower.name}-room-{drive}"
+        with self._state.lock:
+            known = self._makers.get(drive)
+            if known is not None and known.is_alive():
+                thread = known
+            elif self._state.closing.is_set():
+                return
+            else:
+                thread = threading.Thread(
+                    target=self.make, args=(drive, nbytes), name=name, daemon=True
+                )
+                self._makers[drive] = thread
+                thread.start()
+        thread.join(timeout_s)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that make room for removals now."""
+        return [thread for thread in list(self._makers.values()) if thread.is_alive()]
 
     def wait_for(self, drive: int, nbytes: int) -> bool:
         """`make`, once leases and writes let go of room that they hold. False: nothing helps."""

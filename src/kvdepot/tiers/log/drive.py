@@ -651,6 +651,15 @@ class Drive:
         finally:
             self._syncing.release()
 
+    def _sync_in_time(self, slot: int) -> None:
+        """`_sync_slot`, as soon as no other fsync is under way; OSError if that takes too long."""
+        if not self._syncing.acquire(timeout=self.settings.write_timeout_s):
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        try:
+            self._sync_slot(slot)
+        finally:
+            self._syncing.release()
+
     def _sync_slot(self, slot: int) -> None:
         """Make a slot durable. `_syncing` held. Behind a page cache a failure is final.
 
@@ -753,11 +762,13 @@ class Drive:
                 return
             fd, base = segment.extent
             offset, footer, trailer = closing_pages(segment, nbytes, self.store, sealed=sealed)
-        with self._turn:
-            self._spend(PAGE + len(footer) + len(trailer))
+        if self._turn.acquire(timeout=self.settings.write_timeout_s):  # else the medium stalls
+            try:
+                self._spend(PAGE + len(footer) + len(trailer))
+            finally:
+                self._turn.release()
         try:
-            with self._syncing:
-                self._sync_slot(segment.slot)
+            self._sync_in_time(segment.slot)
             if footer:
                 self.files.write(fd, base + offset, footer)
             self.files.write(fd, base + nbytes - PAGE, trailer)

@@ -4,8 +4,9 @@ Notes are records in the log like any other. When the segment that holds one is 
 written again, as long as it is needed.
 """
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.codec.notes import pack_removals, space_key, write_note
@@ -38,7 +39,9 @@ class Notes:
 
     def remember(self, tag: bytes, description: bytes, purpose: Purpose = Purpose.NOTE) -> bool:
         """Record what a namespace tag stands for. False: it could not be written."""
-        with self._lock:
+        with self._held() as mine:
+            if not mine:
+                return False
             segment_id = self._append(Kind.SPACE, space_key(tag), description, purpose)
             if segment_id is not None:
                 self.spaces[tag] = (segment_id, description)
@@ -58,7 +61,9 @@ class Notes:
         done = True
         for start in range(0, len(removals), _REMOVALS_PER_NOTE):
             part = removals[start : start + _REMOVALS_PER_NOTE]
-            with self._lock:
+            with self._held() as mine:
+                if not mine:
+                    return False
                 note = pack_removals(part)
                 segment_id = self._append(Kind.REMOVAL, _REMOVAL_KEY, note, purpose)
                 if segment_id is None:
@@ -69,7 +74,9 @@ class Notes:
 
     def carry(self, segment_id: int) -> bool:
         """Write again what only this segment remembers. False: not all of it could be."""
-        with self._lock:
+        with self._held() as mine:
+            if not mine:
+                return False
             ids = [segment.segment_id for segment in list(self._drive.segments.values())]
             oldest = min((at for at in ids if at != segment_id), default=segment_id)
             needed = [
@@ -84,6 +91,16 @@ class Notes:
                 if at == segment_id:
                     done = self.remember(tag, description, Purpose.CARRY) and done
             return done
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[bool]:
+        """The lock, if it comes in time: it is held over writes, which may stall."""
+        mine = self._lock.acquire(timeout=self._drive.settings.write_timeout_s)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._lock.release()
 
     def _append(self, kind: Kind, key: BlockKey, payload: bytes, purpose: Purpose) -> int | None:
         image = aligned(record_bytes(len(payload)))
