@@ -1,7 +1,6 @@
 """`kvdepot inspect PATH`: what is inside a store on disk."""
 
 import argparse
-import json
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import numpy as np
 from kvdepot.cli import output
 from kvdepot.cli.doctor.drives import NOT_MEASURED, profile_text
 from kvdepot.cli.report.tables import Table
+from kvdepot.codec.notes import parse_object
 from kvdepot.codec.segment import FORMAT
 from kvdepot.core.tier import Contents
 from kvdepot.core.units import format_bytes
@@ -138,12 +138,14 @@ def spaces(found: Notes, contents: Contents) -> Iterator[SpaceRow]:
     for tag in sorted({*known, *blocks}, key=lambda tag: (-nbytes[tag], tag)):
         facts = known.get(tag, {})
         layout = facts.get("layout", {})
+        layout = layout if isinstance(layout, dict) else {}
+        tokens = layout.get("block_tokens", 0)
         yield SpaceRow(
             tag=tag.hex(),
-            model=str(facts.get("model", "")),
-            tenant=str(facts.get("tenant", "")),
-            dtype=str(layout.get("dtype", "")),
-            block_tokens=int(layout.get("block_tokens", 0)),
+            model=printable(facts.get("model", "")),
+            tenant=printable(facts.get("tenant", "")),
+            dtype=printable(layout.get("dtype", "")),
+            block_tokens=tokens if isinstance(tokens, int) else 0,
             blocks=blocks[tag],
             nbytes=nbytes[tag],
             description=facts,
@@ -151,8 +153,17 @@ def spaces(found: Notes, contents: Contents) -> Iterator[SpaceRow]:
 
 
 def described(text: bytes) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(text)
+    """What a namespace's description says; nothing where it makes no sense."""
+    try:
+        facts = parse_object(text)
+    except ValueError:
+        return {}
     return {name: value for name, value in facts.items() if name not in HIDDEN}
+
+
+def printable(value: object) -> str:
+    """On one line, without what a terminal would act on."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def show(found: Inspection) -> None:

@@ -5,9 +5,10 @@ must outlive the records it speaks of, and older copies of a block may lie anywh
 has it, and carries it along while a segment up to `until_segment`, the newest of its time, is used.
 """
 
+import json
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, Kind, write_head
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
@@ -16,6 +17,7 @@ from kvdepot.native import chunk_checksums
 
 _REMOVAL: Final = struct.Struct("<32sQQQ")
 _CHUNK: Final = 64 << 10
+_NUMBER_MAX: Final = (1 << 63) - 1
 
 
 def space_key(tag: bytes) -> BlockKey:
@@ -31,10 +33,28 @@ def pack_removals(removals: Sequence[Removal]) -> bytes:
 
 
 def parse_removals(payload: bytes) -> list[Removal]:
+    """What a note says; what is left over at its end says nothing."""
+    entire = payload[: len(payload) // _REMOVAL.size * _REMOVAL.size]
     return [
-        Removal(BlockKey(key), bool(whole), below, until)
-        for key, whole, below, until in _REMOVAL.iter_unpack(payload)
+        Removal(BlockKey(key), bool(whole), min(below, _NUMBER_MAX), min(until, _NUMBER_MAX))
+        for key, whole, below, until in _REMOVAL.iter_unpack(entire)
     ]
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """A JSON object, as descriptions and superblocks are. ValueError where it is none."""
+    try:
+        found = json.loads(text.decode(), parse_constant=_no_number)
+        json.dumps(found, allow_nan=False)  # 1e999 is none either
+    except RecursionError as error:
+        raise ValueError("is nested too deep") from error
+    if isinstance(found, dict):
+        return found
+    raise ValueError("is no JSON object")
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
 
 
 def write_note(image: memoryview, kind: Kind, key: BlockKey, payload: bytes) -> None:

@@ -13,14 +13,17 @@ trailer is scanned record by record.
 
 import json
 import struct
+import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.codec.notes import parse_object
 from kvdepot.codec.record import PAGE, round_up
+from kvdepot.core.tier import SEGMENTS_MAX
 from kvdepot.native import checksum
 
 FORMAT: Final = 1
@@ -44,6 +47,8 @@ Entries = npt.NDArray[np.void]
 """An array of ENTRY."""
 
 _SLOTS_CHARS_MAX: Final = 3 << 10
+_SEGMENT_BYTES_MAX: Final = 1 << 44
+"""Pages of a segment are counted in 32 bits."""
 _ENTRY: Final = struct.Struct("<32sIIQQQ")
 _HEADER: Final = struct.Struct("<QIIQQQ16s")
 _TRAILER: Final = struct.Struct("<QIIQQQQQQQQ16s")
@@ -143,9 +148,29 @@ class Superblock:
             return None
         if version != FORMAT:
             return int(version)
-        fields: dict[str, Any] = json.loads(bytes(page[24 : 24 + length]))
-        known = cls.__dataclass_fields__
-        return cls(**{name: value for name, value in fields.items() if name in known})
+        try:
+            fields = parse_object(bytes(page[24 : 24 + length]))
+            known = cls.__dataclass_fields__
+            found = cls(**{name: value for name, value in fields.items() if name in known})
+        except (TypeError, ValueError):
+            return None
+        return found if found._makes_sense() else None
+
+    def _makes_sense(self) -> bool:
+        """Whether the fields are what they are said to be: a checksum tells of bytes only."""
+        budget = (self.budget_bytes, self.budget_at_s)
+        if not all(isinstance(text, str) for text in (self.store, self.made_by, self.slots)):
+            return False
+        if type(self.segment_bytes) is not int or not _is_segment_size(self.segment_bytes):
+            return False
+        if any(type(number) not in (int, float) or abs(number) > 1e18 for number in budget):
+            return False
+        try:
+            uuid.UUID(self.store)
+            parse_slots(self.slots)
+        except ValueError:
+            return False
+        return True
 
 
 def pack_slots(slots: Iterable[int]) -> str:
@@ -161,11 +186,18 @@ def pack_slots(slots: Iterable[int]) -> str:
 
 
 def parse_slots(text: str) -> set[int]:
+    """The slots that `pack_slots` has written; ValueError where it was something else."""
     found: set[int] = set()
     for run in text.split(",") if text else []:
         first, _, last = run.partition("-")
+        if int(last or first) >= SEGMENTS_MAX:
+            raise ValueError(f"{run} is no slot")
         found.update(range(int(first), int(last or first) + 1))
     return found
+
+
+def _is_segment_size(nbytes: int) -> bool:
+    return 2 * PAGE < nbytes <= _SEGMENT_BYTES_MAX and nbytes % PAGE == 0
 
 
 def pack_entry(key: bytes, page: int, kind: int, payload_bytes: int, sequence: int) -> bytes:

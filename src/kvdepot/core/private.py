@@ -65,6 +65,15 @@ def check_folder_status(path: Path, found: os.stat_result) -> None:
     _check_owner(path, found)
 
 
+def check_link(path: Path) -> None:
+    """UnsafePathError where the path is a link that neither this user nor root has made."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+        raise UnsafePathError(
+            path, f"is a symbolic link of user {found.st_uid}", hint="name the folder itself"
+        )
+
+
 def open_private_file(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
     """A descriptor of a regular file of this user: no link, with one name, not open to others.
 
@@ -93,13 +102,18 @@ def open_private_file(path: Path, flags: int, *, dir_fd: int | None = None) -> i
 def check_private_file(path: Path, fd: int) -> None:
     """UnsafePathError unless the open file is regular, this user's, and known by one name."""
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise UnsafePathError(path, "is no regular file", hint="remove it, or choose another path")
-    _check_owner(path, found)
+    check_file_status(path, found)
     if found.st_nlink > 1:
         raise UnsafePathError(
             path, f"is one file with {found.st_nlink} names", hint="remove it, or copy it"
         )
+
+
+def check_file_status(path: Path, found: os.stat_result) -> None:
+    """UnsafePathError unless what was found is a regular file of this user, closed to others."""
+    if not stat.S_ISREG(found.st_mode):
+        raise UnsafePathError(path, "is no regular file", hint="remove it, or choose another path")
+    _check_owner(path, found)
 
 
 def write_private_file(path: Path, text: bytes) -> None:

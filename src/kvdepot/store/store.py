@@ -54,6 +54,7 @@ class Store(Depot):
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
+        self._process = os.getpid()
         self._slots = SlotAllocator(state, state.memory_tiers[0])
         self._namespaces = Namespaces()
         self._late = OverdueReads(state)
@@ -280,7 +281,8 @@ class Store(Depot):
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         state = self._state
-        if state.closing.is_set():
+        # A forked child has neither the threads nor the store: both are its parent's.
+        if state.closing.is_set() or os.getpid() != self._process:
             return FlushReport(True)
         report = self._flusher.flush(timeout_s)
         with state.lock:

@@ -1,7 +1,9 @@
 """A store opens without the drives that cannot be used, and takes them back when they can."""
 
 import logging
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.core.block import BlockKey
-from kvdepot.errors import DriveError, KVDepotError
+from kvdepot.errors import DriveError, KVDepotError, StoreBusyError, UnsafePathError
+from kvdepot.store.check.offline import audit
+from kvdepot.store.check.repair import repair
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
@@ -60,7 +64,11 @@ def hits(store: Store, chains: list[list[BlockKey]]) -> int:
     return sum(tier is not None for keys in chains for tier in tiers(store, keys))
 
 
-KINDS = {"folder": Path.mkdir}
+def an_endless_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+KINDS: dict[str, Harm] = {"folder": Path.mkdir, "fifo": os.mkfifo, "endless": an_endless_device}
 FILES = ["segment-000000.kvs", "superblock", "lock"]
 
 
@@ -116,3 +124,151 @@ def test_all_drives_are_named_where_none_works(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"a file")
     with pytest.raises(DriveError, match=r"/a is neither .*/b is neither"):
         kvdepot.open(**two_drives(tmp_path))
+
+
+@pytest.fixture
+def stranger() -> int:
+    """A user that is not this one; only root can give files to others."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make another user's files")
+    return 12345
+
+
+class TestAnotherUsers:
+    def alone(self, folder: Path) -> dict[str, Any]:
+        return two_drives(folder, path=str(folder / "b"))
+
+    def refused(self, folder: Path, match: str) -> None:
+        for mode in ("rw", "r"):
+            with pytest.raises(UnsafePathError, match=match) as raised:
+                kvdepot.open(**self.alone(folder), mode=mode)
+            assert raised.value.hint
+
+    def test_folder_is_not_used(self, tmp_path: Path, stranger: int) -> None:
+        (tmp_path / "b").mkdir()
+        os.chown(tmp_path / "b", stranger, stranger)
+        self.refused(tmp_path, f"belongs to user {stranger}")
+        assert os.listdir(tmp_path / "b") == []
+
+    @pytest.mark.parametrize("mode", [0o770, 0o707])
+    def test_folder_that_others_may_write_to_is_not_used(self, tmp_path: Path, mode: int) -> None:
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b").chmod(mode)
+        self.refused(tmp_path, "may be written by other users")
+        assert os.listdir(tmp_path / "b") == []
+
+    @pytest.mark.parametrize("name", FILES)
+    def test_file_is_not_used(self, tmp_path: Path, stranger: int, name: str) -> None:
+        with kvdepot.open(**self.alone(tmp_path)) as store:
+            fill(store, 1)
+        os.chown(tmp_path / "b" / name, stranger, stranger)
+        with pytest.raises(UnsafePathError, match=name):
+            kvdepot.open(**self.alone(tmp_path))
+
+    def test_file_that_others_may_write_to_is_not_used(self, tmp_path: Path) -> None:
+        with kvdepot.open(**self.alone(tmp_path)) as store:
+            fill(store, 1)
+        (tmp_path / "b" / FILES[0]).chmod(0o620)
+        self.refused(tmp_path, FILES[0])
+
+    def test_file_behind_a_link_is_left_alone(self, tmp_path: Path) -> None:
+        with kvdepot.open(**self.alone(tmp_path)) as store:
+            fill(store, 1)
+        secret = tmp_path / "secret"
+        secret.write_text("of another program")
+        (tmp_path / "b" / "lock").unlink()
+        (tmp_path / "b" / "lock").symlink_to(secret)
+        with pytest.raises(KVDepotError, match=str(tmp_path / "b")):
+            kvdepot.open(**self.alone(tmp_path))
+        assert secret.read_text() == "of another program"
+
+    def test_link_to_a_folder_is_not_followed(self, tmp_path: Path, stranger: int) -> None:
+        (tmp_path / "own").mkdir(mode=0o700)
+        (tmp_path / "b").symlink_to(tmp_path / "own")
+        os.lchown(tmp_path / "b", stranger, stranger)
+        self.refused(tmp_path, "is a symbolic link")
+        os.lchown(tmp_path / "b", os.geteuid(), os.getegid())
+        with kvdepot.open(**self.alone(tmp_path)) as store:
+            assert store.check().ok
+
+    def test_what_is_made_is_for_this_user_alone(self, tmp_path: Path) -> None:
+        before = os.umask(0)
+        try:
+            with kvdepot.open(**self.alone(tmp_path)) as store:
+                fill(store, 1)
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == 0o700
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("b/*")}
+        assert set(modes.values()) == {0o600}, modes
+        (tmp_path / "b" / FILES[0]).chmod(0o644)
+        with kvdepot.open(**self.alone(tmp_path)):
+            assert stat.S_IMODE((tmp_path / "b" / FILES[0]).stat().st_mode) == 0o600
+
+    def test_the_other_drive_is_used(self, tmp_path: Path) -> None:
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b").chmod(0o777)
+        with kvdepot.open(**two_drives(tmp_path)) as store:
+            fill(store, 2)
+            assert os.listdir(tmp_path / "b") == []
+
+
+class TestAnotherStoresSuperblock:
+    def stolen(self, folder: Path, **other: Any) -> list[list[BlockKey]]:
+        with kvdepot.open(**two_drives(folder)) as store:
+            chains = fill(store)
+        (folder / "elsewhere").mkdir()
+        with kvdepot.open(**two_drives(folder / "elsewhere", **other)) as store:
+            fill(store, 2)
+        shutil.copy(folder / "elsewhere" / "b" / "superblock", folder / "b" / "superblock")
+        return chains
+
+    @pytest.mark.parametrize("segment", ["256KiB", "128KiB", "512KiB"])
+    def test_the_segments_decide(
+        self, tmp_path: Path, segment: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        chains = self.stolen(tmp_path, segment=segment)
+        with caplog.at_level(logging.WARNING, "kvdepot.tiers"):
+            store = kvdepot.open(**two_drives(tmp_path))
+        with store:
+            assert any("of another store" in line for line in caplog.messages)
+            assert hits(store, chains) == 60
+        assert audit(tmp_path / "b").ok
+
+    def test_a_check_says_so(self, tmp_path: Path) -> None:
+        self.stolen(tmp_path)
+        (finding,) = audit(tmp_path / "b").findings
+        assert "of another store" in finding.what
+        repair(tmp_path / "b")
+        assert audit(tmp_path / "b").ok
+
+
+def test_a_huge_superblock_is_not_read(tmp_path: Path) -> None:
+    alone = two_drives(tmp_path, path=str(tmp_path / "b"))
+    with kvdepot.open(**alone) as store:
+        chains = fill(store, 2)
+    (tmp_path / "b" / "superblock").unlink()
+    with (tmp_path / "b" / "superblock").open("wb") as file:
+        file.truncate(8 << 30)
+    assert not audit(tmp_path / "b").ok
+    with kvdepot.open(**alone) as store:
+        assert hits(store, chains) == 10
+
+
+def test_close_in_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
+    with kvdepot.open(**two_drives(tmp_path)) as store:
+        chains = fill(store, 2)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                store.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert hits(store, chains) == 10
+        assert all(put(store, prompt(space_of(store), 100, 5)))
+        assert store.flush()
+        with pytest.raises(StoreBusyError):
+            kvdepot.open(**two_drives(tmp_path))

@@ -7,6 +7,7 @@ What a crash leaves is not damage: a segment without footer, a torn record, a `s
 import os
 import re
 import stat
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,7 +91,9 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
     _require_store(path)
     files = Files()
     try:
-        settings = MountSettings(_UNLIMITED, _segment_bytes(path), writable=writable)
+        settings = MountSettings(
+            _UNLIMITED, _segment_bytes(path), writable=writable, any_owner=not writable
+        )
         drive = mount(path, files, settings, Numbers(), SystemClock())
         try:
             yield drive
@@ -168,7 +171,9 @@ def _listed(drive: Drive) -> set[int]:
     """Slots that must have a file, as far as the superblock tells."""
     page = drive.medium.read_superblock()
     found = Superblock.parse(page) if page is not None else None
-    return parse_slots(found.slots) if isinstance(found, Superblock) else set()
+    if not isinstance(found, Superblock) or uuid.UUID(found.store).bytes != drive.store:
+        return set()
+    return parse_slots(found.slots)
 
 
 def _check_files(drive: Drive, listed: set[int], report: AuditReport) -> None:
@@ -253,10 +258,17 @@ def _verdict(image: memoryview, segment_id: int, entries: Entries, index: int) -
 
 def _segment_bytes(path: Path) -> int:
     """For a store that has no segment yet and a damaged superblock: what that still tells."""
+    files = Files()
     try:
-        told = _SIZE_IN_SUPERBLOCK.search((path / "superblock").read_bytes())
+        fd = files.open_file(path / "superblock", os.O_RDONLY)
+        try:
+            told = _SIZE_IN_SUPERBLOCK.search(files.read(fd, 0, PAGE))
+        finally:
+            os.close(fd)
     except OSError:
         return _SEGMENT_BYTES
+    finally:
+        files.close()
     nbytes = int(told[1]) if told else 0
     return nbytes if nbytes and nbytes % PAGE == 0 else _SEGMENT_BYTES
 

@@ -4,7 +4,6 @@ It follows the first copies some time behind, a prompt in one piece where that m
 while foreground reads go on. What lost a copy gets one again as far as there is room for it.
 """
 
-import json
 import threading
 from array import array
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from kvdepot.codec.notes import parse_object
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import TAG_BYTES, CopyState
 from kvdepot.core.tier import drive_of
@@ -234,7 +234,7 @@ class Mirrorer:
 def _block_tokens(description: bytes) -> int:
     """What a namespace's description says of its blocks; 0 if it is not one of ours."""
     try:
-        tokens = json.loads(description)["layout"]["block_tokens"]
+        tokens = parse_object(description)["layout"]["block_tokens"]
     except (ValueError, KeyError, TypeError):
         return 0
     return tokens if isinstance(tokens, int) and tokens > 0 else 0

@@ -5,9 +5,10 @@ The measured profile is kept with the drive, as a note in its log.
 
 import json
 import threading
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass, fields
+from typing import Final
 
+from kvdepot.codec.notes import parse_object
 from kvdepot.core.clock import Clock
 
 PROFILE_TAG: Final = b"\0profile"
@@ -23,6 +24,9 @@ _FORGET: Final = 0.995
 
 _LARGE_BYTES: Final = 1 << 20
 """What is asked for at once: with less a drive cannot show what it can do."""
+_MOST: Final = 1 << 50
+_END_OF_TIME: Final = 1 << 37
+"""What a profile can say at most; a calendar has no later second than about this one."""
 _KEEP: Final = 0.7
 """How much an earlier comparison with the profile counts beside the last one."""
 
@@ -58,10 +62,13 @@ class Profile:
     def parse(cls, text: bytes) -> "Profile | None":
         """None: it is of another version, and the drive is measured anew."""
         try:
-            found: dict[str, Any] = json.loads(text)
-            return cls(**found)
+            found = cls(**parse_object(text))
         except (TypeError, ValueError):
             return None
+        numbers = [getattr(found, field.name) for field in fields(cls)]
+        if not all(type(number) in (int, bool) and 0 <= number < _MOST for number in numbers):
+            return None
+        return found if found.measured_at_s < _END_OF_TIME else None
 
     @classmethod
     def unmeasured(cls, *, emulated: bool) -> "Profile":

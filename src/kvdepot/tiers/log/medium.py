@@ -16,7 +16,14 @@ from typing import Final, Literal, Protocol
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import Superblock, pack_slots
 from kvdepot.core.clock import Clock, WallClock
-from kvdepot.errors import ConfigError, DriveError, FormatError, StoreBusyError
+from kvdepot.core.private import FILE_MODE, check_file_status, check_folder_status, check_link
+from kvdepot.errors import (
+    ConfigError,
+    DriveError,
+    FormatError,
+    StoreBusyError,
+    UnsafePathError,
+)
 from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.device.files import Files
 
@@ -82,6 +89,8 @@ class MountSettings:
     wall: Clock = field(default_factory=WallClock)
     profile: Literal["auto", "always", "never"] = "auto"
     """Whether drives are measured: see tiers.log.measuring."""
+    any_owner: bool = False
+    """Whether the folder may be another user's: for who looks, and does not serve from it."""
     mirrored: bool = False
     """Whether a second copy of a block on another drive is of use."""
 
@@ -134,6 +143,7 @@ class DirectoryMedium:
         self._files = files
         self._tier = settings.tier
         self._writable = settings.writable
+        self._any_owner = settings.any_owner
         self._fds: dict[int, int] = {}
         self._lock_fd = -1
         self._directory_fd = -1
@@ -144,6 +154,11 @@ class DirectoryMedium:
             raise FormatError(self.label, "there is no store here")
         else:
             self._directory_fd = files.open_directory(path)
+            try:
+                self._check_folder()
+            except UnsafePathError:
+                self._unlock()
+                raise
         self._device = path.stat().st_dev
         self.direct = settings.direct_io != "never" and self._accepts_direct()
         if settings.direct_io == "always" and not self.direct:
@@ -250,7 +265,7 @@ class DirectoryMedium:
             yield self._first_page(path.name)
 
     def _first_page(self, name: str) -> bytes:
-        fd = self._files.open_file(self._path / name, os.O_RDONLY)
+        fd = self._open_own(self._path / name, os.O_RDONLY)
         try:
             return bytes(self._files.read(fd, 0, PAGE))
         finally:
@@ -287,7 +302,11 @@ class DirectoryMedium:
         try:
             self._files.make_directory(self._path)
             self._directory_fd = self._files.open_directory(self._path)
-            self._lock_fd = self._files.open_file(self._path / "lock", os.O_RDWR | os.O_CREAT)
+            self._check_folder()
+            self._lock_fd = self._open_own(self._path / "lock", os.O_RDWR | os.O_CREAT)
+        except UnsafePathError:
+            self._unlock()
+            raise
         except OSError as error:
             self._unlock()
             raise DriveError(
@@ -323,9 +342,27 @@ class DirectoryMedium:
     def _open(self, slot: int, flags: int) -> int:
         flags |= os.O_RDWR if self._writable else os.O_RDONLY
         flags |= os.O_DIRECT if self.direct else 0
-        fd = self._files.open_file(self._name(slot), flags)
+        fd = self._open_own(self._name(slot), flags)
         self._files.attach(fd, self.label)
         return fd
+
+    def _open_own(self, path: Path, flags: int) -> int:
+        """Open a file of ours. UnsafePathError for one that is, or may be changed by, another's."""
+        fd = self._files.open_file(path, flags)
+        try:
+            if not self._any_owner:
+                check_file_status(path, os.fstat(fd))
+                if self._writable:
+                    os.fchmod(fd, FILE_MODE)
+        except (UnsafePathError, OSError):
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_folder(self) -> None:
+        if not self._any_owner:
+            check_link(self._path)
+            check_folder_status(self._path, os.fstat(self._directory_fd))
 
     def _name(self, slot: int) -> Path:
         return self._path / f"segment-{slot:06d}.kvs"

@@ -1,6 +1,7 @@
 """Opening one drive: what it says about itself, or what its segments say where that is lost."""
 
 import errno
+import itertools
 import struct
 import uuid
 from collections import Counter
@@ -14,7 +15,7 @@ import numpy as np
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
 from kvdepot.core.clock import Clock
-from kvdepot.errors import ConfigError, DriveError, FormatError
+from kvdepot.errors import ConfigError, DriveError, FormatError, KVDepotError, UnsafePathError
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.drive import Drive, Numbers
 from kvdepot.tiers.log.medium import (
@@ -25,6 +26,8 @@ from kvdepot.tiers.log.medium import (
     open_medium,
 )
 
+_ASKED: Final = 8
+"""Segments that are compared with the superblock."""
 _BLANK_BYTES: Final = 128 << 10
 _SLOTS_MIN: Final = 3
 _STRETCH: Final = 32 << 20
@@ -43,7 +46,10 @@ def mount(
 
     DriveError and FormatError are the drive's fault, and concern no other drive.
     """
-    medium = open_medium(path, files, settings)
+    try:
+        medium = open_medium(path, files, settings)
+    except OSError as error:
+        raise DriveError(f"{settings.tier}.path", f"cannot use {path}: {error.strerror}") from error
     try:
         superblock, damage = _superblock(medium, files, settings)
         slots = _slots(medium, superblock, settings)
@@ -51,7 +57,7 @@ def mount(
         medium.close()
         reason = f"cannot use {path}: {error.strerror}"
         raise DriveError(f"{settings.tier}.path", reason) from error
-    except (ConfigError, FormatError):
+    except KVDepotError:
         medium.close()
         raise
     settings = replace(settings, segment_bytes=superblock.segment_bytes)
@@ -138,9 +144,9 @@ def _superblock(
     found = Superblock.parse(page) if page is not None else None
     if isinstance(found, int):
         raise _other_format(medium, found)
-    if found is not None:
+    if found is not None and not _is_foreign(found, medium, files):
         return found, []
-    state = "missing" if page is None else "damaged"
+    state = "missing" if page is None else "of another store" if found else "damaged"
     # A device that begins with zeros was cleared on purpose; a file that is gone was not.
     cleared = page is None and isinstance(medium, DeviceMedium)
     superblock = None if cleared else _from_segments(medium, files)
@@ -189,6 +195,22 @@ def _from_segments(medium: Medium, files: Files) -> Superblock | None:
     if count:
         raise _other_format(medium, number)
     return None
+
+
+def _is_foreign(superblock: Superblock, medium: Medium, files: Files) -> bool:
+    """Whether the segments agree that they are of another store than the superblock says.
+
+    Some are asked. On a device they may be left over from an earlier store.
+    """
+    if isinstance(medium, DeviceMedium):
+        return False
+    try:
+        pages = list(itertools.islice(_first_pages(medium, files), _ASKED))
+    except (OSError, UnsafePathError):
+        return False  # recovery says what is wrong with them
+    headers = [header for page in pages if (header := SegmentHeader.parse(page)) is not None]
+    stores = {header.store for header in headers}
+    return len(stores) == 1 and stores != {uuid.UUID(superblock.store).bytes}
 
 
 def _first_pages(medium: Medium, files: Files) -> Iterator[bytes]:

@@ -50,7 +50,13 @@ from kvdepot.core.tier import (
     page_of,
     segment_of,
 )
-from kvdepot.errors import ConfigError, DriveError, FormatError, KVDepotError
+from kvdepot.errors import (
+    ConfigError,
+    DriveError,
+    FormatError,
+    KVDepotError,
+    UnsafePathError,
+)
 from kvdepot.native import READ, address_of
 from kvdepot.tiers.device.files import Files, Ops, io_ops
 from kvdepot.tiers.device.speed import PROFILE_TAG
@@ -175,7 +181,7 @@ class LogTier:
         for index, future in enumerate(opening):
             try:
                 drive, segments = future.result()
-            except (DriveError, FormatError) as error:
+            except (DriveError, FormatError, UnsafePathError) as error:
                 self.left_out[index] = error
                 drive, segments = self._leave_out(index, error), []
             except KVDepotError as error:
@@ -192,6 +198,9 @@ class LogTier:
         drive = mount(path, self._files, self._settings, self._numbers, self._clock)
         try:
             return drive, drive.recover()
+        except KVDepotError:
+            drive.medium.close()
+            raise
         except OSError as error:
             drive.medium.close()
             full = error.errno == errno.ENOSPC
@@ -200,7 +209,8 @@ class LogTier:
             raise DriveError(f"{self.name}.path", reason, hint=hint) from error
 
     def _leave_out(self, index: int, error: KVDepotError) -> Drive:
-        path, reason = self._paths[index], str(error)
+        path, hint = self._paths[index], f" ({error.hint})" if error.hint else ""
+        reason = f"{error}{hint}"
         return leave_out(path, reason, self._files, self._settings, self._numbers, self._clock)
 
     def append(

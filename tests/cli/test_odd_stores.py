@@ -1,0 +1,98 @@
+"""What lies in a store's superblock and notes may be anything: commands answer, or say what is
+wrong in one line.
+"""
+
+import json
+import random
+import struct
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.small_store import prompt, put, settings, space_of
+
+import kvdepot
+from kvdepot.cli.main import main
+from kvdepot.codec.segment import SUPERBLOCK_MAGIC
+from kvdepot.errors import KVDepotError
+from kvdepot.native import checksum
+
+PAGE = 4096
+ODD: list[Any] = [
+    None, True, -1, 0, 1 << 70, 1e300, "", "x" * 40, [], {}, float("nan"), {"a": [1]},
+    "\ud800\x1b[2J\n", "0-9999999999", "5-", "1-0", 4096, 1 << 63, (1 << 20) + 1,
+]  # fmt: skip
+TEXTS = [b"[]", b"null", b"1", b"{", b'"x"', b"[" * 3000, b"{}", b"\xff\xfe", b'{"a":1e999}', b""]
+
+
+def superblock(text: bytes, version: int = 1) -> bytes:
+    """A page with a right checksum, whatever it says."""
+    page = bytearray(PAGE)
+    struct.pack_into("<Q8sII", page, 0, 0, SUPERBLOCK_MAGIC, version, len(text))
+    page[24 : 24 + len(text)] = text
+    struct.pack_into("<Q", page, 0, checksum(memoryview(page)[8 : 24 + len(text)]))
+    return bytes(page)
+
+
+def odd_superblock(random: random.Random) -> bytes:
+    if random.random() < 0.2:
+        return random.randbytes(random.choice([0, 10, PAGE, 2 * PAGE]))
+    if random.random() < 0.2:
+        return superblock(random.choice(TEXTS))
+    fields: dict[str, Any] = {
+        "store": str(uuid.UUID(int=random.getrandbits(128))), "segment_bytes": 1 << 20,
+        "format": 1, "made_by": "", "slots": "0-3", "budget_bytes": 0.0, "budget_at_s": 0.0,
+    }  # fmt: skip
+    name = random.choice([*fields, "new"])
+    fields[name] = random.choice(ODD)
+    if random.random() < 0.2:
+        del fields[name]
+    return superblock(json.dumps(fields).encode(), random.choice([1, 1, 1, 7]))
+
+
+def odd_description(random: random.Random) -> bytes:
+    one, other = random.choice(ODD), random.choice(ODD)
+    layout = random.choice([other, {"dtype": one, "block_tokens": other}])
+    whole = {"model": one, "tenant": other, "layout": layout}
+    return random.choice([*TEXTS, json.dumps(whole).encode(), json.dumps(one).encode()])
+
+
+def answers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inspect", "check"):
+        for options in ([], ["--json"]):
+            status = main([command, str(path), *options])
+            said = capsys.readouterr()
+            assert status in (0, 1) or said.err.startswith("error: "), said.err
+            if options and status in (0, 1):
+                json.loads(said.out)
+
+
+def test_descriptions(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(seed)
+    with kvdepot.open(**settings(tmp_path / "store", mirror=0)) as store:
+        assert all(put(store, prompt(space_of(store), 1, 3)))
+        for _ in range(40):
+            tag = rng.choice([rng.randbytes(8), b"\0profile"])
+            store.inspect().log_tier().remember(tag, odd_description(rng))
+    answers(tmp_path / "store", capsys)
+    with kvdepot.open(**settings(tmp_path / "store")) as store:
+        assert store.check().ok
+
+
+def test_superblocks(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(seed)
+    with kvdepot.open(**settings(tmp_path / "store")) as store:
+        keys = prompt(space_of(store), 1, 3)
+        assert all(put(store, keys))
+    for number in range(30):
+        (tmp_path / "store" / "superblock").write_bytes(odd_superblock(rng))
+        answers(tmp_path / "store", capsys)
+        if number % 5 == 0:
+            try:
+                store = kvdepot.open(**settings(tmp_path / "store"))
+            except KVDepotError:
+                continue
+            with store:
+                space_of(store)
+                assert len(store.match(keys)) == 3, "the segments tell"
