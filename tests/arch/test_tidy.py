@@ -18,6 +18,19 @@ ARGUMENTS_MAX = 7
 # native/build.py runs by itself, where the package cannot be installed.
 READS_ENVIRONMENT = {"cli/main.py", "native/build.py"}
 TALKS_TO_PEOPLE = {"cli/output.py", "native/build.py"}
+# Each of them makes files of this user alone: docs/security.md has the list of paths.
+MAKES_FILES = {
+    "core/private.py",
+    "tiers/device/files.py",
+    "cli/directories.py",
+    "cli/doctor/machine.py",
+    "cli/demo/server.py",
+    "cli/torture.py",
+    "adapters/demo/smollm2.py",
+    "bench/daemon.py",
+    "bench/raw.py",
+    "native/build.py",
+}
 BANNED = {
     r"\b(FIXME|TODO|XXX|HACK)\b": "fix it or file an issue",
     r"(?m)^\s*#\s*[-=#*]{4,}": "no section banners: split the file by noun",
@@ -155,6 +168,27 @@ def test_environment_is_read_in_one_place() -> None:
                 yield getattr(node, "lineno", 0), "take it from the config"
 
     assert_none(offences, but=READS_ENVIRONMENT)
+
+
+def test_files_are_made_private() -> None:
+    """By core/private.py, or by a module that is known to make them so."""
+    makes = re.compile(r"^(mkdir|makedirs|write_text|write_bytes|mkdtemp|mkstemp|touch)$")
+
+    def offences(module: Module) -> Offences:
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            name, given = node.func.attr, [*node.args, *(word.value for word in node.keywords)]
+            on_path = name != "touch" or not given
+            texts = [one.value for one in given if isinstance(one, ast.Constant)]
+            writes = any(isinstance(text, str) and re.fullmatch("[wxa]b?", text) for text in texts)
+            if (makes.match(name) and on_path) or (name == "open" and writes):
+                yield node.lineno, f"{name}: use kvdepot.core.private"
+            if name == "open" and "O_CREAT" in ast.unparse(node):
+                yield node.lineno, "open: use kvdepot.core.private"
+
+    under_test = {module.name for module in modules() if module.name.startswith("testing/")}
+    assert_none(offences, but=MAKES_FILES | under_test)
 
 
 def test_only_the_output_module_prints() -> None:

@@ -1,4 +1,4 @@
-"""Where commands write: scratch directories, gone afterwards, and the cache of models."""
+"""Where commands write: reports, scratch directories, gone afterwards, and the cache of models."""
 
 import shutil
 import signal
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvdepot.cli.doctor import machine
+from kvdepot.core.private import FOLDER_MODE, write_private_file
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 
@@ -20,7 +21,7 @@ def choose_parent(given: Path | None, needed_bytes: int) -> machine.PathFacts:
     Prefers a disk to a filesystem in memory. Raises ConfigError where there is not enough room.
     """
     if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
+        given.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         candidates = [given]
     else:
         candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
@@ -53,6 +54,14 @@ def scratch_directory(parent: Path, prefix: str, *, keep: bool = False) -> Itera
         signal.signal(signal.SIGTERM, before)
         if not keep:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a report, for this user alone; to a pipe or a terminal as it is."""
+    if path.exists() and not path.is_file():
+        path.write_text(page, encoding="utf-8")
+    else:
+        write_private_file(path, page.encode())
 
 
 def models_folder(env: Mapping[str, str]) -> Path:

@@ -1,11 +1,13 @@
 """Writes the lookups of a store to a file, as a trace that `kvdepot sim` reads."""
 
+import os
 import threading
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Final
 
 from kvdepot.core.clock import Clock
+from kvdepot.core.private import open_private_file
 from kvdepot.core.recording import header, request
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import Keys
@@ -24,7 +26,8 @@ class TraceRecorder:
     def __init__(self, path: Path, block_tokens: int, clock: Clock) -> None:
         """Begin a new file, or ConfigError."""
         try:
-            self._file = path.open("x")
+            fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self._file = os.fdopen(fd, "w")
             self._file.write(header(block_tokens) + "\n")
             self._file.flush()
         except OSError as error:

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from kvdepot.core.private import make_private_folder
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ExtraMissingError, ModelError
 
@@ -46,7 +47,7 @@ def prepare(cache: Path) -> Path:
     if target.is_dir():
         return target
     source = _gguf()
-    cache.mkdir(parents=True, exist_ok=True)
+    make_private_folder(cache)
     free_bytes = shutil.disk_usage(cache).free
     if free_bytes < _NEEDED_BYTES:
         raise ModelError(

@@ -19,7 +19,9 @@ from typing import Final
 
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
 from kvdepot.adapters.vllm.requests import DepotHit, Phase, TrackedRequest
+from kvdepot.core.private import make_private_folder, open_private_file, replace_private_file
 from kvdepot.core.tier import TIER_NAMES
+from kvdepot.errors import UnsafePathError
 from kvdepot.policy.fetching.advisor import Advisor
 from kvdepot.policy.fetching.fetch_or_recompute import (
     Decision,
@@ -207,10 +209,11 @@ def speeds_file(folder: Path, tag: bytes) -> Path:
 
 def read_speeds(path: Path) -> LearnedSpeeds:
     try:
-        found = json.loads(path.read_text())
+        with os.fdopen(open_private_file(path, os.O_RDONLY)) as file:
+            found = json.load(file)
         prefill = found["prefill"] and PrefillPace(*_numbers(found["prefill"], 3))
         tiers = {name: TierProfile(*_numbers(one, 2)) for name, one in found["tiers"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, UnsafePathError, ValueError, KeyError, TypeError, AttributeError):
         return LearnedSpeeds()
     known = {name: one for name, one in tiers.items() if one.bandwidth_bytes_s > 0}
     return LearnedSpeeds(prefill, known)
@@ -220,12 +223,11 @@ def write_speeds(path: Path, speeds: LearnedSpeeds) -> None:
     """Replace the file, whole or not at all."""
     prefill = speeds.prefill and list(asdict(speeds.prefill).values())
     tiers = {name: list(asdict(one).values()) for name, one in speeds.tiers.items()}
-    fresh = path.with_suffix(f".{os.getpid()}")
-    # On a read-only home the next start has to learn again, nothing else.
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps({"prefill": prefill, "tiers": tiers}))
-        fresh.replace(path)
+    # On a read-only home, or one of another user, the next start has to learn again, nothing else.
+    with contextlib.suppress(OSError, UnsafePathError):
+        make_private_folder(path.parent)
+        text = json.dumps({"prefill": prefill, "tiers": tiers})
+        replace_private_file(path, text.encode())
 
 
 def _numbers(values: list[float], count: int) -> list[float]:

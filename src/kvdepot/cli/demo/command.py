@@ -15,7 +15,7 @@ from kvdepot.cli.arguments import count
 from kvdepot.cli.demo.play import Demo, DemoPlan, DemoResult
 from kvdepot.cli.demo.report import as_page, choose_display, summary
 from kvdepot.cli.demo.server import PROGRAM
-from kvdepot.cli.directories import choose_parent, models_folder, scratch_directory
+from kvdepot.cli.directories import choose_parent, models_folder, scratch_directory, write_page
 from kvdepot.cli.doctor import machine
 from kvdepot.errors import ConfigError
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     result.machine = machine.describe(facts)
     result.command = command_of(args)
     result.report = str(report)
-    report.write_text(as_page(result), encoding="utf-8")
+    write_page(report, as_page(result))
     if args.json:
         output.document(result.document())
     else:

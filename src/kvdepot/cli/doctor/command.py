@@ -1,7 +1,7 @@
 """`kvdepot doctor`: what this machine offers a store, and what to do where it falls short.
 
 Facts come from `machine`; here each becomes one line: ok, info (nothing to do), warn (works, but
-slower or smaller than it could) or bad (a store cannot work there).
+slower, smaller or more open to others than it should) or bad (a store cannot work there).
 """
 
 import argparse
@@ -9,7 +9,7 @@ import importlib
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy
 
 from kvdepot import native
 from kvdepot.cli import output
-from kvdepot.cli.doctor import drives, machine
+from kvdepot.cli.doctor import drives, machine, privacy
 from kvdepot.core import config
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
@@ -76,7 +76,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         nargs="*",
         type=Path,
         metavar="PATH",
-        help="directory or block device for a store (default: the current directory and /tmp); "
+        help="directory or block device for a store (default: the current directory and home); "
         "a directory gets a scratch file for a moment, a device is only read",
     )
     parser.add_argument(
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure and settings is not None:
         drives.measure(settings)
     own = [path for tier in settings.file_tiers for path in tier.path] if settings else []
-    paths = args.paths or own or [Path.cwd(), Path("/tmp")]
+    paths = args.paths or own or list(dict.fromkeys([Path.cwd(), Path.home()]))
     emulated = set(drives.emulated_paths(settings)) if settings else set()
     facts = machine.read_machine(nvidia_smi=shutil.which("nvidia-smi"))
     checks = [
@@ -111,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
         *shared_memory_checks(Path("/dev/shm")),
         *paths_checks(paths, measure=None if args.quick else speed_check),
         *drive_checks(paths, emulated),
+        *privacy_checks(args.env, paths, own),
     ]
     healthy = all(check.status is not Status.BAD for check in checks)
     if args.json:
@@ -300,6 +301,15 @@ def path_checks(facts: machine.PathFacts) -> Iterator[Check]:
     advice = "put the store on ext4, xfs or a raw device; else the page cache holds it twice"
     refusal = facts.direct_refusal
     yield judged(f"{facts.path} O_DIRECT", not refusal, refusal or "works", advice)
+
+
+def privacy_checks(
+    env: Mapping[str, str], paths: Sequence[Path], stores: Sequence[Path]
+) -> Iterator[Check]:
+    """What other users of this machine could get at; `stores` are folders that have to be safe."""
+    for seen in privacy.exposures(env, paths, stores):
+        bad = Status.BAD if seen.refused else Status.WARN
+        yield Check(seen.subject, bad if seen.advice else Status.OK, seen.found, seen.advice)
 
 
 def drive_checks(paths: Sequence[Path], emulated: Collection[Path]) -> Iterator[Check]:

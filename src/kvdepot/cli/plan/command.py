@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_set, parse_settings
+from kvdepot.cli.directories import write_page
 from kvdepot.cli.plan.report import as_page, as_text, verdict
 from kvdepot.core.config_loader import show as shown
 from kvdepot.planner.parts import load_parts, shipped_parts
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     with output.Progress("trying mixes", len(all_mixes(parts))) as progress:
         plan = make_plan(scenario, parts, advance=progress.advance)
     if args.report is not None:
-        args.report.write_text(as_page(plan), encoding="utf-8")
+        write_page(args.report, as_page(plan))
         output.say(f"report: {args.report}")
     if args.json:
         output.document(document(plan))

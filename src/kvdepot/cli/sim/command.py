@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.cli import output
+from kvdepot.cli.directories import write_page
 from kvdepot.cli.report.tables import Table
 from kvdepot.cli.sim import fleet as sim_fleet
 from kvdepot.cli.sim.report import hits_page
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         played = [(one.case, one.counts) for one in outcomes]
         page = hits_page(args.trace.name, workload, played)
-        args.plot.write_text(page, encoding="utf-8")
+        write_page(args.plot, page)
     if args.json:
         output.document(report(args.trace, workload, outcomes))
     else:

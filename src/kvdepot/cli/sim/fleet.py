@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.cli import output
+from kvdepot.cli.directories import write_page
 from kvdepot.cli.report.tables import Table
 from kvdepot.cli.sim.report import fleet_page, tiers_table, times_table
 from kvdepot.errors import ConfigError
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
     if args.report is not None:
         title = args.trace.name if args.trace else f"{args.workload}, {args.users} users"
         page = fleet_page(title, done.findings, done.bill, machines)
-        args.report.write_text(page, encoding="utf-8")
+        write_page(args.report, page)
     if args.json:
         output.document(as_dict(done))
     else:
