@@ -335,3 +335,13 @@ configs = st.builds(
 def test_toml_and_show_load_back(config: Config) -> None:
     assert load(overrides=tomllib.loads(to_toml(config))) == config
     assert load(overrides=json.loads(json.dumps(show(config)))) == config
+
+
+@pytest.mark.parametrize("tier", ["ssd", "hdd"])
+def test_a_tier_has_as_many_drives_as_a_location_can_name(tier: str) -> None:
+    paths = [f"/mnt/{number}" for number in range(128)]
+    settings = {"path": paths[:127], "capacity": "1TiB"}
+    assert len(load(overrides={tier: settings}).file_tiers[0].path) == 127
+    with pytest.raises(ConfigError, match="128 paths are too many") as raised:
+        load(overrides={tier: {**settings, "path": paths}})
+    assert raised.value.hint

@@ -22,6 +22,7 @@ from kvdepot.errors import (
     LeaseError,
     StoreClosedError,
 )
+from kvdepot.store.namespaces import check_block_bytes
 from kvdepot.testing.images import payload_for
 
 BLOCK = 16384
@@ -364,3 +365,11 @@ def as_nobody(statement: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def test_a_block_is_no_larger_than_one_read_can_be() -> None:
+    check_block_bytes((1 << 31) - 8192)
+    for nbytes in (1 << 31, 3 << 30):
+        with pytest.raises(ConfigError, match="over 2 GiB") as raised:
+            check_block_bytes(nbytes)
+        assert raised.value.hint

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from kvdepot.core.config_loader import Secret, Unit, load_tree
+from kvdepot.core.tier import DRIVES_MAX
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 
@@ -199,6 +200,9 @@ class FileTierConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError(self._name("path"), "needs at least one path")
+        if len(self.path) > DRIVES_MAX:
+            reason = f"{len(self.path)} paths are too many: there may be {DRIVES_MAX}"
+            raise ConfigError(self._name("path"), reason, hint="join drives in a RAID or a volume")
         if len(set(self.path)) != len(self.path):
             raise ConfigError(self._name("path"), "names the same path twice")
         _check_size(self._name("capacity"), self.capacity)

@@ -18,7 +18,8 @@ from kvdepot.native import address_of
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.write.put import NewBlock
 
-BLOCK_BYTES_MAX = (1 << 32) - 1
+BLOCK_BYTES_MAX = (1 << 31) - 8192
+"""With its head, the most that the kernel reads or writes in one go."""
 
 
 class Namespaces:
@@ -122,9 +123,11 @@ def make_namespace(
 
 
 def check_block_bytes(block_bytes: int) -> None:
-    """Refuse blocks that a record cannot describe."""
+    """Refuse blocks that cannot be read and written as one."""
     if block_bytes > BLOCK_BYTES_MAX:
-        raise ConfigError("layout", f"a block of {block_bytes} bytes is over 4 GiB")
+        raise ConfigError(
+            "layout", f"a block of {block_bytes} bytes is over 2 GiB", hint="fewer block_tokens"
+        )
 
 
 def checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:

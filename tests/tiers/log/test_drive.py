@@ -17,7 +17,7 @@ from kvdepot.core.clock import SystemClock
 from kvdepot.core.tier import Outcome, segment_of
 from kvdepot.testing.contract import load, store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
-from kvdepot.testing.images import make_image, make_key, make_load
+from kvdepot.testing.images import make_image, make_key, make_load, payload_for
 from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.tier import LogTier
@@ -253,3 +253,38 @@ def test_descriptions_can_be_read_while_others_are_written(tier: LogTier) -> Non
 
     spaces = tier.drives[0].notes.spaces = Growing({b"\1" * 8: (1, b"{}")})
     assert b"\1" * 8 in tier.descriptions()
+
+
+def test_a_disk_without_room_is_read_as_ever(
+    tier: LogTier, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place,) = store(tier, [make_key(1)])
+    fault = files.add(Fault(Call.RUN_WRITE, Fail(errno.ENOSPC), times=None))
+    for number in range(2, 40):
+        assert tier.append(0, [block(number)]) == [None]
+        assert tier.is_up(0)
+        assert load(tier, make_key(1), place)
+    assert 1 <= fault.hits < 38, "it is asked now and then"
+    assert sum("no room" in line for line in caplog.messages) == 1
+    files.clear()
+    until(lambda: tier.drive(0).takes_blocks)
+    assert tier.append(0, [block(50)]) != [None]
+
+
+def test_two_keys_may_share_a_word(tmp_path: Path, files: FaultyFiles) -> None:
+    first = make_key(1)
+    second = BlockKey(first[:24] + bytes(8))
+    other_tag = BlockKey(bytes(8) + first[8:])
+    opened = open_tier([tmp_path / "a", tmp_path / "b"], files)
+    for drive, key in enumerate([first, second, other_tag, first]):
+        (location,) = opened.append(drive % 2, [make_image(key, payload_for(key, 12_000))])
+        assert location is not None
+    opened.close()
+    again = open_tier([tmp_path / "a", tmp_path / "b"], FaultyFiles())
+    found = again.take_contents()
+    assert sorted(row.tobytes() for row in found.words) == sorted([first, second, other_tag])
+    for row, place in zip(found.words, found.locations.tolist(), strict=True):
+        assert again.load([make_load(BlockKey(row.tobytes()), place, 12_000)], 5.0)[0] == [
+            Outcome.OK
+        ]
+    again.close()

@@ -61,7 +61,7 @@ class DriveRoom:
             facts = self._lower.tier.drive(drive)
             if facts.lost:
                 return self._mount_again(drive)
-            if not facts.up:
+            if not facts.up or facts.full:
                 return False
             return self._lower.tier.has_room(drive, nbytes) or self.reclaimer.reclaim(drive)
 

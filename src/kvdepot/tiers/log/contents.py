@@ -47,12 +47,12 @@ def read_contents(
     alive = _not_removed(words, sequences, [*drives, *others])
     alive = alive[np.argsort(sequences[alive], kind="stable")]
     # Of several records with one key the newest counts: the last one in order of sequence.
-    _, last = np.unique(words[alive, 2][::-1], return_index=True)
-    newest = alive[np.sort(len(alive) - 1 - last)]
+    last, which = _last_of_each(words[alive])
+    newest = alive[last]
     sizes = entries["payload_bytes"][newest].astype(np.int64)
     second_of = seconds = NO_CONTENTS.second_of
     if mirrored:
-        second_of, seconds = _seconds(words, locations, alive, newest)
+        second_of, seconds = _seconds(which, locations, alive, newest)
         same = entries["payload_bytes"][seconds] == sizes[second_of]
         second_of, seconds = second_of[same], seconds[same]
     counted = np.concatenate([locations[newest], locations[seconds]])
@@ -60,12 +60,23 @@ def read_contents(
     return Contents(words[newest], locations[newest], sizes, second_of, locations[seconds])
 
 
-def _seconds(words: Array, locations: Array, alive: Array, newest: Array) -> tuple[Array, Array]:
+def _last_of_each(words: Array) -> tuple[Array, Array]:
+    """Where each key comes last, in order; and for every row which of those keys it has."""
+    backwards = words[::-1]
+    _, first, key = np.unique(backwards[:, 2], return_index=True, return_inverse=True)
+    if not np.array_equal(backwards[first[key]], backwards):  # one word of two keys is the same
+        _, first, key = np.unique(backwards, axis=0, return_index=True, return_inverse=True)
+    last = len(words) - 1 - first
+    order = np.argsort(last)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return last[order], rank[key.reshape(-1)[::-1]]
+
+
+def _seconds(at: Array, locations: Array, alive: Array, newest: Array) -> tuple[Array, Array]:
     """For blocks with a record on another drive than their newest one's: which of `newest` they
-    are, and the newest such record.
+    are, and the newest such record. `at`: for each of `alive`, which of `newest` has its key.
     """
-    order = np.argsort(words[newest, 2], kind="stable")
-    at = order[np.searchsorted(words[newest, 2], words[alive, 2], sorter=order)]
     elsewhere = locations[alive] >> 56 != locations[newest[at]] >> 56
     second = np.full(len(newest), -1, np.int64)
     np.maximum.at(second, at[elsewhere], np.flatnonzero(elsewhere))

@@ -155,6 +155,8 @@ class Drive:
         self.wear = Wear(medium, self.breaker, daily_bytes, settings.wall)
         self._growth = Breaker(clock, settings.pauses)
         """Open while the disk has no room for one more segment."""
+        self._room_left = Breaker(clock, settings.pauses)
+        """Open while the disk has no room for what is written to segments that there are."""
         self._log = RateLimitedLog("kvdepot.tiers", clock.now)
         self.segments: dict[int, Segment] = {}
         self.free: list[int] = []
@@ -298,6 +300,8 @@ class Drive:
         closed = self.retired or (self.draining and not purpose.is_note)
         if self.lost or closed or not (self.breaker.closed or self.breaker.allows()):
             return []
+        if not (self._room_left.closed or self._room_left.allows()):
+            return []
         if not self.medium.intact():
             self.lose()
             return []
@@ -388,11 +392,19 @@ class Drive:
         if not bad:
             if self.breaker.troubled:
                 self.breaker.succeeded(by_writing=True)
+            self._room_left.succeeded()
             return
         for code in bad:
-            self.breaker.failed(
-                os.strerror(code), at_once=code in (errno.ETIMEDOUT, errno.ENOSPC, errno.EROFS)
-            )
+            self._write_failed(code, at_once=code in (errno.ETIMEDOUT, errno.EROFS))
+
+    def _write_failed(self, code: int, *, at_once: bool = True) -> None:
+        """A disk without room is left alone by writes only."""
+        if code not in _FULL:
+            self.breaker.failed(os.strerror(code), at_once=at_once)
+            return
+        if self._room_left.closed:
+            self._log.warning("%s: writes find no room: %s", self.medium.label, os.strerror(code))
+        self._room_left.failed(os.strerror(code), at_once=True)
 
     def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
         end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
@@ -421,7 +433,7 @@ class Drive:
             fd, base = segment.extent
             self.files.write(fd, base, header.pack())
         except OSError as error:
-            self.breaker.failed(str(error.strerror), at_once=True)
+            self._write_failed(error.errno or errno.EIO)
             with self._books:
                 self.free.append(slot)
             return None
@@ -457,7 +469,7 @@ class Drive:
                 self._log.warning("%s: no further segment: %s", self.medium.label, error.strerror)
             self._growth.failed(str(error.strerror), at_once=True)
             if error.errno not in _FULL or len(taken) < 2:
-                self.breaker.failed(str(error.strerror), at_once=True)
+                self._write_failed(error.errno or errno.EIO)
             return None
         self._growth.succeeded()
         return slot
@@ -469,10 +481,12 @@ class Drive:
     def facts(self) -> DriveFacts:
         up, profile = self.breaker.closed, self.gauge.profile
         usable = up and not (self.lost or self.draining)
+        full = not self._room_left.closed and self._room_left.health().retry_in_s > 0
         return DriveFacts(
             label=self.medium.label,
             up=up,
-            takes_blocks=usable and not (self.wear.limited and self.wear.spent),
+            takes_blocks=usable and not full and not (self.wear.limited and self.wear.spent),
+            full=full,
             lost=self.lost,
             draining=self.draining,
             retired=self.retired,
@@ -624,7 +638,7 @@ class Drive:
         try:
             self.files.write(fd, base, bytes(PAGE))
         except OSError as error:
-            self.breaker.failed(str(error.strerror), at_once=True)
+            self._write_failed(error.errno or errno.EIO)
 
     def sync(self, timeout_s: float | None = None) -> bool:
         """Make what was appended durable. False: it could not be, or not in time."""
@@ -644,7 +658,7 @@ class Drive:
                 for slot in slots:
                     self._sync_slot(slot)
         except OSError as error:
-            self.breaker.failed(str(error.strerror), at_once=True)
+            self._write_failed(error.errno or errno.EIO)
             return False
         else:
             return not self._unproven
@@ -773,7 +787,7 @@ class Drive:
                 self.files.write(fd, base + offset, footer)
             self.files.write(fd, base + nbytes - PAGE, trailer)
         except OSError as error:
-            self.breaker.failed(str(error.strerror), at_once=True)
+            self._write_failed(error.errno or errno.EIO)
         with self._books:
             segment.sealed = sealed
             segment.entries = []
