@@ -38,6 +38,41 @@ class TestCopies:
         assert copies.absent(row)
         assert copies.count == 0
 
+    def test_many_copies_at_once(self) -> None:
+        catalog = Catalog()
+        rows = [catalog.ensure(key(number), 100) for number in range(20)]
+        copies = catalog.memory
+        copies.reserve_all(rows, list(range(20)))
+        assert not any(map(copies.ready, rows)) and not any(map(copies.absent, rows))
+        copies.seal_all(rows)
+        assert all(map(copies.ready, rows)) and copies.count == 20
+        assert catalog.fastest(rows) == ["dram"] * 20
+        assert copies.drop_all(rows[5:]) == list(range(5, 20))
+        assert all(map(copies.absent, rows[5:])) and copies.count == 5
+        assert len(catalog.resident([key(number) for number in range(20)])) == 5
+
+    @pytest.mark.parametrize("step", ["reserve_all", "seal_all", "drop_all"])
+    def test_many_copies_of_which_one_is_not_ready_for_it(self, step: str) -> None:
+        catalog = Catalog()
+        rows = [catalog.ensure(key(number), 100) for number in range(3)]
+        copies = catalog.memory
+        if step == "reserve_all":
+            copies.reserve(rows[1], 0)
+            with pytest.raises(StateError):
+                copies.reserve_all(rows, [1, 2, 3])
+            assert copies.absent(rows[0]) and copies.absent(rows[2])
+        elif step == "seal_all":
+            copies.reserve_all(rows[:2], [1, 2])
+            with pytest.raises(StateError):
+                copies.seal_all(rows)
+            assert copies.count == 0
+        else:
+            copies.reserve_all(rows, [1, 2, 3])
+            copies.seal_all(rows[:2])
+            with pytest.raises(StateError):
+                copies.drop_all(rows)
+            assert copies.count == 2
+
     def test_an_abandoned_copy_never_counts(self) -> None:
         catalog = Catalog()
         row = catalog.ensure(key(1), 100)

@@ -3,10 +3,12 @@
 import struct
 
 import pytest
+from tests.support.catalogs import chain, in_memory
 
 from kvdepot.core.block import BlockKey
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
+from kvdepot.policy.eviction.fifo_lfu_s3fifo import S3Fifo
 
 SMALL, LARGE = 8192, 65536
 
@@ -217,3 +219,51 @@ def test_a_head_finds_its_place_near_the_cold_end_or_goes_to_the_warm_one(
         memory.enter(name)
     memory.leave("tail")
     assert memory.drain().index("head") == place
+
+
+class TestChains:
+    """Blocks that leave together leave what is left as if they had left one by one."""
+
+    @staticmethod
+    def filled() -> Memory:
+        memory = Memory()
+        memory.enter("root")
+        for prompt in "ab":
+            for number in range(6):
+                parent = f"{prompt}{number - 1}" if number else "root"
+                memory.enter(f"{prompt}{number}", parent)
+        memory.use("root", *(f"a{number}" for number in range(6)))
+        memory.use("root", *(f"b{number}" for number in range(6)))
+        return memory
+
+    def test_as_one_by_one(self) -> None:
+        one_by_one, together = self.filled(), self.filled()
+        expected = one_by_one.drain()
+        gone = []
+        leaves, memory = together.catalog.leaves, together.catalog.memory
+        while (row := leaves.coldest(SMALL)) != NONE:
+            rows = leaves.chain(row, 4)
+            assert len(rows) <= 4
+            leaves.leave_chain(rows)
+            gone += [together.names[one] for one in rows]
+            for one in rows:
+                memory.drop(one)
+        assert gone == expected
+
+    def test_it_ends_where_another_prompt_begins(self) -> None:
+        memory = self.filled()
+        row = memory.catalog.leaves.coldest(SMALL)
+        names = [memory.names[one] for one in memory.catalog.leaves.chain(row, 100)]
+        assert names == [f"a{number}" for number in range(5, -1, -1)]
+
+    def test_what_is_in_use_stays(self) -> None:
+        memory = self.filled()
+        memory.catalog.lease([memory.row["a3"]])
+        row = memory.catalog.leaves.coldest(SMALL)
+        names = [memory.names[one] for one in memory.catalog.leaves.chain(row, 100)]
+        assert names == ["a5", "a4"]
+
+    def test_an_order_may_want_them_one_by_one(self) -> None:
+        catalog = Catalog(order=S3Fifo())
+        rows = [in_memory(catalog, one) for one in chain(4)]
+        assert catalog.leaves.chain(rows[-1], 4) == [rows[-1]]

@@ -85,6 +85,9 @@ class Order(Protocol):
     moves_on_use: bool
     """Whether a block that is used goes to the warm end of its queue."""
 
+    takes_chains: bool
+    """Whether blocks of one queue that were used together leave together, tail first."""
+
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         """Called once, before everything else."""
 
@@ -116,6 +119,7 @@ class Lru:
 
     queues = 1
     moves_on_use = True
+    takes_chains = True
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         self._stamps = tree.stamp

@@ -27,12 +27,12 @@ TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl", "plugin")
 DRIVES_MAX: Final = 127
 SEGMENTS_MAX: Final = 1 << 24
 _DRIVE_SHIFT: Final = 56
-_SEGMENT_SHIFT: Final = 32
+SEGMENT_SHIFT: Final = 32
 Array = npt.NDArray[Any]
 
 
 def pack_location(drive: int, segment: int, page: int) -> int:
-    return drive << _DRIVE_SHIFT | segment << _SEGMENT_SHIFT | page
+    return drive << _DRIVE_SHIFT | segment << SEGMENT_SHIFT | page
 
 
 def drive_of(location: int) -> int:
@@ -40,11 +40,11 @@ def drive_of(location: int) -> int:
 
 
 def segment_of(location: int) -> int:
-    return location >> _SEGMENT_SHIFT & SEGMENTS_MAX - 1
+    return location >> SEGMENT_SHIFT & SEGMENTS_MAX - 1
 
 
 def page_of(location: int) -> int:
-    return location & (1 << _SEGMENT_SHIFT) - 1
+    return location & (1 << SEGMENT_SHIFT) - 1
 
 
 class Outcome(Enum):

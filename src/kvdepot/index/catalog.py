@@ -17,7 +17,7 @@ from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Bools, Column, Keys, KeyTable, Rows, as_words
 from kvdepot.index.tree import FEW, PrefixTree
 
-_ABSENT, _READY = int(CopyState.ABSENT), int(CopyState.READY)
+_ABSENT, _FILLING, _READY = map(int, (CopyState.ABSENT, CopyState.FILLING, CopyState.READY))
 
 
 class Copies:
@@ -49,6 +49,26 @@ class Copies:
         self.residency.view[row] |= self.bit
         self.count += 1
 
+    def reserve_all(self, rows: list[int], locations: list[int]) -> None:
+        """`reserve` for distinct rows."""
+        at = self._go_all(rows, _ABSENT, CopyState.FILLING)
+        self.location.array[at] = locations
+
+    def seal_all(self, rows: list[int]) -> None:
+        """`seal` for distinct rows."""
+        at = self._go_all(rows, _FILLING, CopyState.READY)
+        self.residency.array[at] |= self.bit
+        self.count += len(rows)
+
+    def drop_all(self, rows: list[int]) -> list[int]:
+        """`drop` for distinct rows that are READY."""
+        at = self._go_all(rows, _READY, CopyState.ABSENT)
+        self.residency.array[at] &= ~self.bit & 0xFF
+        self.count -= len(rows)
+        locations: list[int] = self.location.array[at].tolist()
+        self.location.array[at] = NONE
+        return locations
+
     def seal_many(self, rows: Rows, locations: Rows) -> None:
         """ABSENT to READY for distinct rows whose bytes are at `locations` already."""
         self.location.array[rows] = locations
@@ -71,6 +91,14 @@ class Copies:
         if self.state[row] != _READY:
             raise StateError("only a ready copy can move")
         self.location[row] = location
+
+    def _go_all(self, rows: list[int], old: int, new: CopyState) -> Rows:
+        at: Rows = np.array(rows, dtype=np.int64)
+        states = self.state.array
+        if (states[at] != old).any():
+            raise StateError(f"not all of {len(rows)} copies can become {new.name}")
+        states[at] = new
+        return at
 
     def _go(self, row: int, new: CopyState) -> None:
         states = self.state.view

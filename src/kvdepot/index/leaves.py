@@ -43,15 +43,22 @@ class LeafOrder:
 
     def enter(self, row: int, group: int) -> None:
         """The block is in the tier now, in size class `group`."""
-        self._group.view[row] = group
-        parent = self._tree.parent.view[row]
-        if parent != NONE:
-            self._kids.view[parent] += 1
-            if self._queue.view[parent] != _OUT:
-                self._queues.remove(parent)
-        self._order.entered(row)
-        if not self._kids.view[row] and not self._holds.view[row]:
-            self._queues.append(row, group, self._order.queue(row))
+        self.enter_all((row,), group)
+
+    def enter_all(self, rows: Sequence[int], group: int) -> None:
+        """`enter` for rows of one size class."""
+        groups, kids, holds = self._group.view, self._kids.view, self._holds.view
+        parents, queue, entered = self._tree.parent.view, self._queue.view, self._order.entered
+        for row in rows:
+            groups[row] = group
+            parent = parents[row]
+            if parent != NONE:
+                kids[parent] += 1
+                if queue[parent] != _OUT:
+                    self._queues.remove(parent)
+            entered(row)
+            if not kids[row] and not holds[row]:
+                self._queues.append(row, group, self._order.queue(row))
 
     def leave(self, row: int) -> None:
         """The block is no longer in the tier."""
@@ -66,6 +73,25 @@ class LeafOrder:
             stamps = self._tree.stamp.view
             if stamps[parent] < stamps[row]:
                 stamps[parent] = stamps[row]
+            self._settle(parent)
+
+    def leave_chain(self, rows: Sequence[int]) -> None:
+        """`leave` for rows as `chain` gives them: each only waits for the one before it."""
+        groups, kids, stamps = self._group.view, self._kids.view, self._tree.stamp.view
+        left, stamp = self._order.left, 0
+        self._queues.remove(rows[0])
+        for row in rows:
+            if stamps[row] < stamp:
+                stamps[row] = stamp
+            stamp = stamps[row]
+            kids[row] = 0
+            groups[row] = _OUT
+            left(row)
+        parent = self._tree.parent.view[rows[-1]]
+        if parent != NONE:
+            kids[parent] -= 1
+            if stamps[parent] < stamp:
+                stamps[parent] = stamp
             self._settle(parent)
 
     def detach(self, row: int) -> None:
@@ -143,18 +169,23 @@ class LeafOrder:
     def chain(self, row: int, count: int) -> list[int]:
         """A queued row and, up to `count` in all, those above it that only wait for it to leave.
 
-        Tail first; as far as they were used together.
+        Tail first; as far as they were used together, and the order has them leave together.
         """
         rows = [row]
-        stamps, parents = self._tree.stamp.view, self._tree.parent.view
+        stamps, parents, groups = self._tree.stamp.view, self._tree.parent.view, self._group.view
+        kids, holds, queue_of = self._kids.view, self._holds.view, self._order.queue
+        if not self._order.takes_chains:
+            return rows
+        group, queue = groups[row], queue_of(row)
         while len(rows) < count:
             parent = parents[row]
             if (
                 parent == NONE
-                or self._group.view[parent] != self._group.view[row]
-                or self._kids.view[parent] != 1
-                or self._holds.view[parent]
+                or groups[parent] != group
+                or kids[parent] != 1
+                or holds[parent]
                 or stamps[parent] - stamps[row] > 1
+                or queue_of(parent) != queue
             ):
                 break
             rows.append(parent)

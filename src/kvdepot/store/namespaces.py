@@ -55,6 +55,7 @@ class Namespaces:
     def new_blocks(self, keys: Sequence[BlockKey], buffers: Sequence[Any]) -> list[NewBlock]:
         """What `put_many` was asked. The caller keeps the buffers alive."""
         _check_lengths(keys, buffers)
+        checked(keys)
         return [self._new_block(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def empty_blocks(self, keys: Sequence[BlockKey]) -> list[NewBlock]:
@@ -68,6 +69,7 @@ class Namespaces:
     def reads(self, keys: Sequence[BlockKey], intos: Sequence[Any], layers: Any) -> list[BlockRead]:
         """What `get_many` was asked. The caller keeps the buffers alive."""
         _check_lengths(keys, intos)
+        checked(keys)
         return [self._read(key, into, layers) for key, into in zip(keys, intos, strict=True)]
 
     def whole_reads(self, keys: Sequence[BlockKey]) -> list[BlockRead]:
@@ -79,7 +81,7 @@ class Namespaces:
         ]
 
     def _new_block(self, key: BlockKey, buffer: Any) -> NewBlock:
-        space = self.of(key)
+        space = self._known.get(key[:TAG_BYTES]) or self.of(key)
         address, nbytes = _buffer(buffer, writable=False)
         if nbytes != space.block_bytes:
             raise BadBufferError(
@@ -88,7 +90,7 @@ class Namespaces:
         return NewBlock(key, address, nbytes, space.chunk_bytes)
 
     def _read(self, key: BlockKey, into: Any, layers: Any) -> BlockRead:
-        space = self.of(key)
+        space = self._known.get(key[:TAG_BYTES]) or self.of(key)
         start, nbytes = 0, space.block_bytes
         if layers is not None:
             if not isinstance(layers, range) or layers.step != 1:

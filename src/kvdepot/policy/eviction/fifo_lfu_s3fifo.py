@@ -69,6 +69,7 @@ class S3Fifo(Lru):
 
     queues = 2
     moves_on_use = False
+    takes_chains = False
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         super().bind(rows, tree, queues)

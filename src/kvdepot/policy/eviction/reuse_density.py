@@ -208,6 +208,7 @@ class ReuseDensity:
 
     queues = _QUEUES
     moves_on_use = True
+    takes_chains = True
 
     def __init__(self) -> None:
         self._hazard = ReuseRates(_QUEUES)

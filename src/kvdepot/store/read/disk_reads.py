@@ -24,7 +24,7 @@ from kvdepot.policy.placing.extra_copies import PlaceFacts, nearer
 from kvdepot.store.read.late_reads import LateRead, OverdueReads
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
-from kvdepot.store.write.memory_eviction import SlotAllocator
+from kvdepot.store.write.memory_eviction import SlotAllocator, by_size
 
 CORRUPT: Final = Got(None, "corrupt")
 BUSY: Final = Got(None, "busy")
@@ -163,12 +163,14 @@ class DiskReads:
 
     def _assign(self, call: ReadCall, drives: Drives, indices: list[int]) -> None:
         """Choose the drive that each block is read from."""
-        assert self._state.held()
+        state = self._state
+        assert state.held()
         drive = NONE
+        only = state.lower_tiers[0] if len(state.lower_tiers) == 1 else None
         for index in indices:
             read = call.reads[index]
-            lower = self._state.source(read.row)
-            if lower is None:
+            lower = only or state.source(read.row)
+            if lower is None or not lower.copies.ready(read.row):
                 continue
             if lower.second_copies is None:
                 drive = drive_of(lower.copies.location.view[read.row])
@@ -290,50 +292,74 @@ class DiskReads:
 
         A prefetch reads only what can stay in memory.
         """
-        state, lower, waiting = self._state, reads.lower, reads.waiting
+        state = self._state
         assert state.held()
-        memory, locations = state.catalog.memory, lower.copies.location.view
-        limit = min(lower.wave_bytes, max(1, state.arena.capacity_bytes // 4))
-        promotes = lower.config.promote or call.is_prefetch
-        leaves = call.waits_for_others and not call.is_prefetch
         wave = Wave([])
-        total = 0
-        while waiting:
-            index = waiting[0]
+        chosen = self._choose(call, reads, wave)
+        promoted = [call.reads[index].row for index, _, promote in chosen if promote]
+        slots = self._reserve(promoted)
+        back: list[int] = []
+        for index, location, promote in chosen:
             read = call.reads[index]
             nbytes = record_bytes(read.payload_bytes)
-            location, hedged = locations[read.row], False
-            if lower.second_copies is not None:
-                location, hedged = _place_for(call, index, lower, reads.drive)
-            if wave.blocks and (total + nbytes > limit or hedged != wave.hedged):
-                break
-            if len(wave.blocks) >= _WAVE_BLOCKS_MAX:
-                break
-            filled = memory.state.view[read.row]
-            if leaves and filled == _FILLING:
-                call.left_to_others.add(waiting.popleft())
-                continue
-            whole = read.stop - read.start == read.payload_bytes
-            promote, slot = bool(promotes and not filled and whole), None
-            if promote:
-                slot = self._slots.allocate(nbytes, read.row)
+            slot, arena = slots.get(read.row) if promote else None, state.arena
             if slot is None and call.is_prefetch:
-                call.results[waiting.popleft()] = BUSY
+                call.results[index] = BUSY
                 continue
-            arena = state.arena
             if slot is None:
                 promote, arena = False, state.staging
                 slot = arena.allocate(nbytes, TEMPORARY)
             if slot is None:
-                break
-            if promote:
-                memory.reserve(read.row, slot)
-            wave.hedged = hedged
+                back.append(index)
+                continue
             load = load_of(read, arena.image(slot, nbytes), location)
             wave.blocks.append(WaveBlock(index, load, slot, promote))
-            waiting.popleft()
-            total += nbytes
+        reads.waiting.extendleft(reversed(back))
         return wave
+
+    def _choose(self, call: ReadCall, reads: DriveWaves, wave: Wave) -> list[tuple[int, int, bool]]:
+        """Take blocks off the queue that go in one wave: index, location, whether to promote."""
+        state, lower, waiting = self._state, reads.lower, reads.waiting
+        states, locations = state.catalog.memory.state.view, lower.copies.location.view
+        limit = min(lower.wave_bytes, max(1, state.arena.capacity_bytes // 4))
+        promotes = lower.config.promote or call.is_prefetch
+        leaves = call.waits_for_others and not call.is_prefetch
+        chosen: list[tuple[int, int, bool]] = []
+        rows: set[int] = set()
+        total = 0
+        while waiting and len(chosen) < _WAVE_BLOCKS_MAX:
+            index = waiting[0]
+            read = call.reads[index]
+            row, size = read.row, read.payload_bytes
+            nbytes = record_bytes(size)
+            location, hedged = locations[row], False
+            if lower.second_copies is not None:
+                location, hedged = _place_for(call, index, lower, reads.drive)
+            if chosen and (total + nbytes > limit or hedged != wave.hedged):
+                break
+            waiting.popleft()
+            filled = states[row] or (_FILLING if row in rows else 0)
+            if leaves and filled == _FILLING:
+                call.left_to_others.add(index)
+                continue
+            promote = promotes and not filled and read.stop - read.start == size
+            if promote:
+                rows.add(row)
+            wave.hedged = hedged
+            chosen.append((index, location, promote))
+            total += nbytes
+        return chosen
+
+    def _reserve(self, rows: list[int]) -> dict[int, int]:
+        """Slots of memory that blocks are about to be read into, for as many as there are."""
+        state = self._state
+        found: dict[int, int] = {}
+        for nbytes, some in by_size(state.catalog, rows).items():
+            slots = self._slots.allocate_all(record_bytes(nbytes), some)
+            if slots:
+                state.catalog.memory.reserve_all(some[: len(slots)], slots)
+            found.update(zip(some, slots, strict=False))
+        return found
 
     def _finish(self, call: ReadCall, reads: DriveWaves, wave: Wave) -> list[int]:
         """Take in a wave that was read.
@@ -362,16 +388,11 @@ class DiskReads:
             call.hand_over(arrivals)
         finally:
             with state.lock:
-                got = Got(reads.lower.name)
-                promotes = state.promotes_from(reads.lower)
+                self._keep(call, reads.lower, wave, outcomes)
                 for block, outcome in zip(wave.blocks, outcomes, strict=True):
                     read = call.reads[block.index]
                     reads.queued_bytes -= read.payload_bytes
                     if outcome is Outcome.OK:
-                        self._keep(block, read.row)
-                        if promotes and block.promote:
-                            state.promote(read.row, reads.lower, call.reads[-1].key[-1])
-                        call.results[block.index] = got
                         continue
                     if outcome is Outcome.LATE:
                         late.append(self._set_aside(block, read))
@@ -384,14 +405,26 @@ class DiskReads:
                 self._late.add(pending, late)
         return again
 
-    def _keep(self, block: WaveBlock, row: int) -> None:
-        """Make the slot a block of the memory tier, or give it back."""
-        state = self._state
-        if block.promote:
-            state.memory_tiers[0].seal(row)
-            state.counters.promoted += 1
-        else:
-            state.staging.free(block.slot)
+    def _keep(
+        self, call: ReadCall, lower: LowerTier, wave: Wave, outcomes: Sequence[Outcome]
+    ) -> None:
+        """Make the slots of what was read blocks of the memory tier, or give them back."""
+        state, got = self._state, Got(lower.name)
+        rows: list[int] = []
+        for block, outcome in zip(wave.blocks, outcomes, strict=True):
+            if outcome is not Outcome.OK:
+                continue
+            call.results[block.index] = got
+            if block.promote:
+                rows.append(call.reads[block.index].row)
+            else:
+                state.staging.free(block.slot)
+        if rows:
+            state.memory_tiers[0].seal_all(rows)
+            state.counters.promoted += len(rows)
+            if state.promotes_from(lower):
+                for row in rows:
+                    state.promote(row, lower, call.reads[-1].key[-1])
 
     def _failed(
         self, call: ReadCall, lower: LowerTier, block: WaveBlock, outcome: Outcome, *, hedged: bool

@@ -15,6 +15,7 @@ from kvdepot.core.block import CopyState, Got
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Rows
+from kvdepot.index.tree import FEW
 from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
 from kvdepot.tiers.memory.arena import UNOWNED, Arena, Slab
 
@@ -68,17 +69,22 @@ class ArenaTier:
         self.copies.seal(row)
         self.leaves.enter(row, self.arena.slot_bytes(record_bytes(self.catalog.nbytes[row])))
 
-    def drop(self, row: int, *, keep_slot: bool = False) -> int:
-        """Drop a block's copy and, unless asked not to, free its slot. Returns the slot.
+    def seal_all(self, rows: list[int]) -> None:
+        """Slots that were reserved for distinct blocks are filled."""
+        self.copies.seal_all(rows)
+        for nbytes, some in by_size(self.catalog, rows).items():
+            self.leaves.enter_all(some, self.arena.slot_bytes(record_bytes(nbytes)))
+
+    def drop(self, row: int) -> None:
+        """Drop a block's copy, and free its slot.
 
         A slot that is another block's, after a wrong entry in the index, stays that block's.
         """
         if self.copies.ready(row):
             self.leaves.leave(row)
         location = self.copies.drop(row)
-        if not keep_slot and self.arena.owner(location) == row:
+        if self.arena.owner(location) == row:
             self.arena.free(location)
-        return location
 
     def note_hits_below(self, rows: list[int]) -> None:
         """Blocks were read in the memory tier below."""
@@ -99,6 +105,17 @@ class ArenaTier:
             self.wake.set()
 
 
+def by_size(catalog: Catalog, rows: list[int]) -> dict[int, list[int]]:
+    """Rows by the size of their payload; most often they have one."""
+    sizes = catalog.nbytes.view
+    found: dict[int, list[int]] = {}
+    if rows and all(sizes[row] == sizes[rows[0]] for row in rows):
+        return {sizes[rows[0]]: rows}
+    for row in rows:
+        found.setdefault(sizes[row], []).append(row)
+    return found
+
+
 class SlotAllocator:
     """Finds slots in one memory tier. Call with the store's lock held."""
 
@@ -112,41 +129,68 @@ class SlotAllocator:
 
         `may_wait`: None also where move/memory_levels.py is about to free some without a loss.
         """
+        found = self._take(nbytes, [owner], may_wait=may_wait)
+        return found[0] if found else None
+
+    def allocate_all(self, nbytes: int, owners: list[int]) -> list[int]:
+        """Slots of one size, for as many of the owners as there are."""
+        slots: list[int] = []
+        while len(slots) < len(owners):
+            found = self._take(nbytes, owners[len(slots) :])
+            if not found:
+                break
+            slots += found
+        return slots
+
+    def _take(self, nbytes: int, owners: list[int], *, may_wait: bool = False) -> list[int]:
+        """Slots for the first of the owners; none: everything is in use."""
         assert self._state.held()
         arena = self._memory.arena
-        location = arena.allocate(nbytes, owner)
+        location = arena.allocate(nbytes, owners[0])
         if self._memory.spare_bytes:
             self._memory.note_allocation(nbytes, full=location is None)
             if location is None and may_wait and self._memory.leaves.coldest(nbytes) != NONE:
-                return None
+                return []
         if location is None:
-            location = self._reuse(arena.slot_bytes(nbytes), owner)
-        if location is None and arena.has_others(nbytes) and self._empty_stretch(nbytes):
-            location = arena.allocate(nbytes, owner)
-        return location
+            found = self._reuse(arena.slot_bytes(nbytes), owners)
+            if found:
+                return found
+            if arena.has_others(nbytes) and self._empty_stretch(nbytes):
+                location = arena.allocate(nbytes, owners[0])
+        return [] if location is None else [location]
 
-    def _reuse(self, group: int, owner: int) -> int | None:
-        """Take over the slot of the coldest block of this size."""
+    def _reuse(self, group: int, owners: list[int]) -> list[int]:
+        """Take over the slots of the coldest block of this size, and of those that go with it."""
         memory = self._memory
         row = memory.leaves.coldest(group)
         if row == NONE:
-            return None
-        self._since_look += 1
+            return []
+        rows = memory.leaves.chain(row, len(owners)) if len(owners) > 1 else [row]
+        self._since_look += len(rows)
         if self._since_look >= max(_EVICTIONS_BETWEEN_LOOKS, memory.copies.count // 4):
             self._since_look = 0
             stamp = memory.catalog.tree.stamp[row]
             if memory.arena.has_others(group) and self._empty_stretch(group, colder_than=stamp):
-                return memory.arena.allocate(group, owner)
-        location = self._evict(row, keep_slot=True)
-        memory.arena.set_owner(location, owner)
-        return location
+                location = memory.arena.allocate(group, owners[0])
+                return [] if location is None else [location]
+        memory.leaves.leave_chain(rows)
+        if len(rows) < FEW:
+            slots = [memory.copies.drop(row) for row in rows]
+        else:
+            slots = memory.copies.drop_all(rows)
+        for slot, owner in zip(slots, owners, strict=False):
+            memory.arena.set_owner(slot, owner)
+        self._gone(rows)
+        return slots
 
-    def _evict(self, row: int, *, keep_slot: bool = False) -> int:
+    def _gone(self, rows: list[int]) -> None:
+        """Blocks were evicted."""
         memory = self._memory
-        location = memory.drop(row, keep_slot=keep_slot)
-        self._state.counters.add("evicted", memory.name)
-        memory.catalog.forget_if_gone(row)
-        return location
+        self._state.counters.add("evicted", memory.name, len(rows))
+        residency = memory.catalog.residency.view
+        for row in rows:
+            if not residency[row]:
+                memory.catalog.forget_if_gone(row)
 
     def _empty_stretch(self, nbytes: int, colder_than: int = HELD) -> bool:
         """Evict everything in the coldest run of chunks that can take a slab for `nbytes`."""
@@ -202,4 +246,5 @@ class SlotAllocator:
         memory = self._memory
         for other in [row, *memory.catalog.tree.descendants(row)][::-1]:
             if memory.copies.ready(other):
-                self._evict(other)
+                memory.drop(other)
+                self._gone([other])

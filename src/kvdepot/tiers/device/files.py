@@ -11,10 +11,10 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,18 @@ from kvdepot.native import IO_DTYPE, SYNC, WRITE, address_of, open_engine
 
 EngineKind = Literal["auto", "uring", "threads", "python"]
 Ops = npt.NDArray[Any]
+_WORDS: Final = IO_DTYPE.itemsize // 8
 
 
 def io_ops(count: int) -> Ops:
     """An empty batch for `Files.run`."""
     return np.zeros(count, dtype=IO_DTYPE)
+
+
+def io_rows(rows: Sequence[tuple[int, ...]]) -> Ops:
+    """A batch of native.IO_DTYPE rows for `Files.run`."""
+    words = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(rows) * _WORDS)
+    return words.view(IO_DTYPE)
 
 
 def aligned(nbytes: int) -> memoryview:

@@ -6,7 +6,7 @@ A location is (drive, slot, page) in one integer. Which segment makes room is de
 
 import errno
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvdepot.core.clock import Clock
 from kvdepot.core.tier import (
     DRIVES_MAX,
     NO_CONTENTS,
+    SEGMENT_SHIFT,
     Contents,
     DriveFacts,
     Health,
@@ -58,11 +59,11 @@ from kvdepot.errors import (
     UnsafePathError,
 )
 from kvdepot.native import READ, address_of
-from kvdepot.tiers.device.files import Files, Ops, io_ops
+from kvdepot.tiers.device.files import Files, Ops, io_ops, io_rows
 from kvdepot.tiers.device.speed import PROFILE_TAG
 from kvdepot.tiers.device.survey import FLASH
 from kvdepot.tiers.log.contents import read_contents
-from kvdepot.tiers.log.drive import Drive, Numbers
+from kvdepot.tiers.log.drive import Drive, Numbers, Segment
 from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.mount import leave_out, mount
@@ -242,28 +243,42 @@ class LogTier:
         return self._answer(planned, timeout_s, pending, slow)
 
     def _plan(self, loads: Sequence[Load]) -> PlannedReads:
-        involved = {drive_of(load.location) for load in loads}
-        breakers = {index: self.drives[index].breaker for index in involved}
-        allowed = {index for index, one in breakers.items() if one.closed or one.allows()}
-        rows: list[tuple[Any, ...]] = []
+        places = {load.location >> SEGMENT_SHIFT: load.location for load in loads}
+        segments = self._readable(places.values())
+        rows: list[tuple[int, ...]] = []
         asked: list[int] = []
-        expected = bytearray(_IDENTITY_BYTES * len(loads))
-        expected_at = address_of(expected)[0] if expected else 0
+        drives: list[Drive] = []
+        locations: list[int] = []
+        identities: list[bytes] = []
         for index, load in enumerate(loads):
-            drive = self.drives[drive_of(load.location)]
-            segment = drive.segments.get(segment_of(load.location))
-            if segment is None or drive_of(load.location) not in allowed:
+            found = segments.get(load.location >> SEGMENT_SHIFT)
+            if found is None:
                 continue
-            at = _IDENTITY_BYTES * index
-            expected[at : at + _IDENTITY_BYTES] = identity(Kind.BLOCK, load.key, segment.segment_id)
-            rows.append(_read_op(load, *segment.extent, expected_at + at))
+            drive, segment = found
+            identities.append(identity(Kind.BLOCK, load.key, segment.segment_id))
+            rows.append(_read_op(load, *segment.extent))
             asked.append(index)
-        ops = io_ops(len(rows))
+            drives.append(drive)
+            locations.append(load.location)
+        ops = io_rows(rows)
+        expected = bytearray(b"".join(identities))
         if rows:
-            ops[:] = rows
-        locations = [loads[index].location for index in asked]
-        drives = [self.drives[drive_of(location)] for location in locations]
+            ops["expect_address"] = address_of(expected)[0] + _IDENTITY_BYTES * np.arange(len(rows))
         return PlannedReads(ops, asked, drives, locations, expected, [Outcome.FAILED] * len(loads))
+
+    def _readable(self, locations: Iterable[int]) -> dict[int, tuple[Drive, Segment]]:
+        """The segments of these locations that can be read from now, by drive and number in one."""
+        asked = {drive_of(location): self.drives[drive_of(location)] for location in locations}
+        allowed = {
+            index for index, one in asked.items() if one.breaker.closed or one.breaker.allows()
+        }
+        found = {}
+        for location in locations:
+            drive = asked[drive_of(location)]
+            segment = drive.segments.get(segment_of(location))
+            if segment is not None and drive_of(location) in allowed:
+                found[location >> SEGMENT_SHIFT] = (drive, segment)
+        return found
 
     def _answer(
         self,
@@ -273,7 +288,11 @@ class LogTier:
         slow: Collection[Drive],
     ) -> Loaded:
         """Outcomes by the results of the operations; the drives' breakers are told."""
-        codes = planned.ops["result"].tolist()
+        results = planned.ops["result"]
+        calm = not slow and not any(one.breaker.troubled for one in dict.fromkeys(planned.drives))
+        if calm and len(results) == len(planned.outcomes) and not results.any():
+            return [Outcome.OK] * len(results), None
+        codes = results.tolist()
         for index, drive, code in zip(planned.asked, planned.drives, codes, strict=True):
             planned.outcomes[index] = _outcome(code)
             late = code == -errno.ETIMEDOUT and timeout_s < _STALL_S
@@ -297,7 +316,7 @@ class LogTier:
         """
         del memory  # the caller has it
         drive = drives[0]
-        if any(other is not drive for other in drives):
+        if drives.count(drive) != len(drives):
             return self._files.run(ops, timeout_s), ()
         trial = self._begin_timing(drive, ops)
         pending = self._files.run(ops, timeout_s)
@@ -613,21 +632,26 @@ def _outcome(code: int) -> Outcome:
     return Outcome.LATE if code == -errno.ETIMEDOUT else Outcome.FAILED
 
 
-def _read_op(load: Load, fd: int, base: int, expected_at: int) -> tuple[Any, ...]:
-    """One row of native.IO_DTYPE: the whole record at once, or head and payload range apart."""
+def _read_op(load: Load, fd: int, base: int) -> tuple[int, ...]:
+    """One row of native.IO_DTYPE: the whole record at once, or head and payload range apart.
+
+    What the head must be is not in it yet.
+    """
     image = address_of(load.image)[0]
     record = base + page_of(load.location) * PAGE
     if load.start == 0 and load.stop == load.payload_bytes:
-        span = (record, image, record_bytes(load.payload_bytes), 0, image, 0)
-    else:
-        first, last = load.start // PAGE * PAGE, round_up(load.stop)
-        span = (
-            record + HEAD_BYTES + first, image + HEAD_BYTES + first, last - first,
-            record, image, HEAD_BYTES,
+        return (
+            0, fd, READ, record, image, record_bytes(load.stop), 0, image, 0, 0, _IDENTITY_BYTES, 1,
+            image + TABLE_OFFSET, image + HEAD_BYTES, load.stop, load.chunk_bytes, load.copy_to,
         )  # fmt: skip
+    first, last = load.start // PAGE * PAGE, round_up(load.stop)
+    span = (
+        record + HEAD_BYTES + first, image + HEAD_BYTES + first, last - first,
+        record, image, HEAD_BYTES,
+    )  # fmt: skip
     table = image + TABLE_OFFSET + 8 * (load.start // load.chunk_bytes)
     payload = image + HEAD_BYTES + load.start
     return (
-        0, fd, READ, *span, expected_at, _IDENTITY_BYTES, 1,
+        0, fd, READ, *span, 0, _IDENTITY_BYTES, 1,
         table, payload, load.stop - load.start, load.chunk_bytes, load.copy_to,
     )  # fmt: skip
