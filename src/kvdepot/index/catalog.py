@@ -167,15 +167,18 @@ class Catalog:
 
     def is_absent(self, row: int) -> bool:
         """Whether no tier has or awaits a copy."""
-        return all(copies.absent(row) for copies in self.tiers)
+        return not self.residency.view[row] and all(copies.absent(row) for copies in self.tiers)
 
     def ensure(self, key: BlockKey, nbytes: int) -> int:
         """The key's row, made if there is none."""
         row = self.table.find(key)
-        if row == NONE:
-            row = self.table.add(key)
-            self.nbytes[row] = nbytes
-            self._link(row)
+        return self.add(key, nbytes) if row == NONE else row
+
+    def add(self, key: BlockKey, nbytes: int) -> int:
+        """A row for a key that has none."""
+        row = self.table.add(key)
+        self.nbytes.view[row] = nbytes
+        self._link(row)
         return row
 
     def recover(
@@ -276,9 +279,9 @@ class Catalog:
 
     def forget_if_gone(self, row: int) -> None:
         """Give the row back when no tier has or awaits a copy and nothing holds it."""
-        if self.residency.view[row]:
+        if self.residency.view[row] or self._leases.view[row] or self.leaves.held(row):
             return
-        if not self._leases[row] and not self.leaves.held(row) and self.is_absent(row):
+        if self.is_absent(row):
             if not self._doomed[row]:
                 self._unlink(row)
                 if self.unwritten.view[row]:

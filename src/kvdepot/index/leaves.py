@@ -43,22 +43,15 @@ class LeafOrder:
 
     def enter(self, row: int, group: int) -> None:
         """The block is in the tier now, in size class `group`."""
-        self.enter_all((row,), group)
-
-    def enter_all(self, rows: Sequence[int], group: int) -> None:
-        """`enter` for rows of one size class."""
-        groups, kids, holds = self._group.view, self._kids.view, self._holds.view
-        parents, queue, entered = self._tree.parent.view, self._queue.view, self._order.entered
-        for row in rows:
-            groups[row] = group
-            parent = parents[row]
-            if parent != NONE:
-                kids[parent] += 1
-                if queue[parent] != _OUT:
-                    self._queues.remove(parent)
-            entered(row)
-            if not kids[row] and not holds[row]:
-                self._queues.append(row, group, self._order.queue(row))
+        self._group.view[row] = group
+        parent = self._tree.parent.view[row]
+        if parent != NONE:
+            self._kids.view[parent] += 1
+            if self._queue.view[parent] != _OUT:
+                self._queues.remove(parent)
+        self._order.entered(row)
+        if not self._kids.view[row] and not self._holds.view[row]:
+            self._queues.append(row, group, self._order.queue(row))
 
     def leave(self, row: int) -> None:
         """The block is no longer in the tier."""

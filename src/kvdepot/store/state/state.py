@@ -182,7 +182,10 @@ class StoreState:
     @property
     def dirty_bytes(self) -> int:
         """What waits to be written."""
-        return sum(lower.dirty_bytes for lower in self.lower_tiers)
+        total = 0
+        for lower in self.lower_tiers:
+            total += lower.dirty_bytes
+        return total
 
     @property
     def dirty_limit_bytes(self) -> int:
@@ -258,11 +261,17 @@ class StoreState:
         tiers = self.lower_tiers
         return any(row in lower.tickets or row in lower.moving for row in rows for lower in tiers)
 
-    def write_new(self, row: int) -> None:
-        """A new block in memory waits to be written to the lower tiers that want it."""
-        promising = self.admission.learns and self.admission.made(row)
-        self.catalog.unwritten.view[row] = _WAITING
-        self._write_to(row, self._targets[promising])
+    def write_new(self, rows: list[int]) -> None:
+        """New blocks in memory wait to be written to the lower tiers that want them."""
+        unwritten, learns = self.catalog.unwritten.view, self.admission.learns
+        if not self.lower_tiers:
+            for row in rows:
+                unwritten[row] = _NO_DRIVE
+            return
+        for row in rows:
+            promising = learns and self.admission.made(row)
+            unwritten[row] = _WAITING
+            self._write_to(row, self._targets[promising])
 
     def give_up_writing(self, row: int, lower: LowerTier) -> None:
         """A block could not be written to this tier; it is in memory while there is room."""

@@ -15,7 +15,6 @@ from kvdepot.core.block import CopyState, Got
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Rows
-from kvdepot.index.tree import FEW
 from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
 from kvdepot.tiers.memory.arena import UNOWNED, Arena, Slab
 
@@ -73,7 +72,9 @@ class ArenaTier:
         """Slots that were reserved for distinct blocks are filled."""
         self.copies.seal_all(rows)
         for nbytes, some in by_size(self.catalog, rows).items():
-            self.leaves.enter_all(some, self.arena.slot_bytes(record_bytes(nbytes)))
+            group = self.arena.slot_bytes(record_bytes(nbytes))
+            for row in some:
+                self.leaves.enter(row, group)
 
     def drop(self, row: int) -> None:
         """Drop a block's copy, and free its slot.
@@ -109,7 +110,7 @@ def by_size(catalog: Catalog, rows: list[int]) -> dict[int, list[int]]:
     """Rows by the size of their payload; most often they have one."""
     sizes = catalog.nbytes.view
     found: dict[int, list[int]] = {}
-    if rows and all(sizes[row] == sizes[rows[0]] for row in rows):
+    if len(set(map(sizes.__getitem__, rows))) == 1:
         return {sizes[rows[0]]: rows}
     for row in rows:
         found.setdefault(sizes[row], []).append(row)
@@ -124,16 +125,23 @@ class SlotAllocator:
         self._memory = memory
         self._since_look = 0
 
-    def allocate(self, nbytes: int, owner: int, *, may_wait: bool = False) -> int | None:
+    def allocate(
+        self, nbytes: int, owner: int, *, ahead: int = 0, may_wait: bool = False
+    ) -> int | None:
         """A slot of memory for `owner`, evicting if need be. None: everything is in use.
 
+        `ahead`: so many more will be asked for, and what leaves together makes room for them too.
         `may_wait`: None also where move/memory_levels.py is about to free some without a loss.
         """
-        found = self._take(nbytes, [owner], may_wait=may_wait)
+        owners = [owner] + [UNOWNED] * ahead if ahead else [owner]
+        found = self._take(nbytes, owners, may_wait=may_wait)
+        if len(found) > 1:
+            for slot in found[1:]:
+                self._memory.arena.free(slot)
         return found[0] if found else None
 
     def allocate_all(self, nbytes: int, owners: list[int]) -> list[int]:
-        """Slots of one size, for as many of the owners as there are."""
+        """`allocate` for owners of one size, as many as there is room for."""
         slots: list[int] = []
         while len(slots) < len(owners):
             found = self._take(nbytes, owners[len(slots) :])
@@ -174,12 +182,13 @@ class SlotAllocator:
                 location = memory.arena.allocate(group, owners[0])
                 return [] if location is None else [location]
         memory.leaves.leave_chain(rows)
-        if len(rows) < FEW:
-            slots = [memory.copies.drop(row) for row in rows]
+        if len(rows) == 1:
+            slots = [memory.copies.drop(row)]
+            memory.arena.set_owner(slots[0], owners[0])
         else:
             slots = memory.copies.drop_all(rows)
-        for slot, owner in zip(slots, owners, strict=False):
-            memory.arena.set_owner(slot, owner)
+            for slot, owner in zip(slots, owners, strict=False):
+                memory.arena.set_owner(slot, owner)
         self._gone(rows)
         return slots
 

@@ -76,8 +76,9 @@ class Putter:
                 finally:
                     with state.lock:
                         self._seal(wave) if filled else self._abandon(wave)
-        with state.lock:
-            self._count(zip(offers, results, strict=True))
+        if results.count(Put.STORED) < len(results):
+            with state.lock:
+                self._count_others(results)
         return results
 
     def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
@@ -86,10 +87,10 @@ class Putter:
         Takes what fits at once and waits for the first one only: what waits may need these slots.
         """
         results = self.admit(offers, timeout_s)
-        left = [(offer, Put.THROTTLED) for offer in offers[len(results) :]]
+        left = [Put.THROTTLED] * (len(offers) - len(results))
         with self._state.lock:
-            self._count(left)
-        return results + [put for _, put in left]
+            self._count_others(left)
+        return results + left
 
     def admit(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
         """`reserve` without an answer for offers after the first that does not fit beside those
@@ -105,8 +106,7 @@ class Putter:
             if len(results) < part.stop:
                 break
         with state.lock:
-            answers = zip(offers, results, strict=False)
-            self._count((offer, put) for offer, put in answers if put is not Put.STORED)
+            self._count_others(results)
         return results
 
     def payload(self, offer: NewBlock) -> memoryview:
@@ -129,7 +129,6 @@ class Putter:
                 some = wave[part.start : part.stop]
                 with self._state.lock:
                     self._seal(some) if sealed else self._abandon(some)
-                    self._count((offer, Put.STORED) for offer in some if sealed)
 
     def abandon(self, wave: list[NewBlock]) -> None:
         """Give slots back that were reserved."""
@@ -158,7 +157,8 @@ class Putter:
         while len(results) < len(offers) and total < limit_bytes:
             offer = offers[len(results)]
             room = dirty_room - total if wave or state.dirty_bytes else _NO_LIMIT
-            outcome = self._try(offer, room, may_wait=may_wait)
+            ahead = min(len(offers) - len(results), _PART) - 1
+            outcome = self._try(offer, room, ahead, may_wait=may_wait)
             if outcome is Put.THROTTLED:
                 if wave:
                     return
@@ -178,10 +178,14 @@ class Putter:
     def _dirty_room(self) -> int:
         """How much more may wait to be written."""
         state = self._state
+        if not state.lower_tiers:
+            return _NO_LIMIT
         return state.dirty_limit_bytes - state.dirty_bytes if state.writes_back else _NO_LIMIT
 
-    def _try(self, offer: NewBlock, dirty_room: int, *, may_wait: bool) -> Put:
-        """Reserve a slot. THROTTLED may change with time, REFUSED will not."""
+    def _try(self, offer: NewBlock, dirty_room: int, ahead: int, *, may_wait: bool) -> Put:
+        """Reserve a slot; `ahead` more offers follow. THROTTLED may change with time, REFUSED will
+        not.
+        """
         state, catalog = self._state, self._state.catalog
         row = catalog.row(offer.key)
         if row != NONE:
@@ -195,10 +199,13 @@ class Putter:
             return Put.REFUSED
         slot = None
         if nbytes <= dirty_room:
-            slot = self._slots.allocate(nbytes, NONE, may_wait=may_wait)
+            slot = self._slots.allocate(nbytes, NONE, ahead=ahead, may_wait=may_wait)
         if slot is None:
             return Put.THROTTLED
-        row = catalog.ensure(offer.key, offer.payload_bytes)
+        if row == NONE:
+            row = catalog.add(offer.key, offer.payload_bytes)
+        else:  # it may have gone with what was evicted
+            row = catalog.ensure(offer.key, offer.payload_bytes)
         state.arena.set_owner(slot, row)
         catalog.memory.reserve(row, slot)
         catalog.lease([row])
@@ -233,9 +240,11 @@ class Putter:
         for offer in wave:
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
-            state.write_new(offer.row)
+        state.write_new(rows)
         catalog.use(rows, hit=False)
         state.unlease(rows)
+        state.counters.put_stored += len(wave)
+        state.counters.put_bytes += sum([offer.payload_bytes for offer in wave])
         if state.dirty_bytes:
             state.work.notify_all()
 
@@ -247,17 +256,15 @@ class Putter:
             state.arena.free(state.catalog.memory.drop(offer.row))
         state.unlease([offer.row for offer in wave])
 
-    def _count(self, answers: Iterable[tuple[NewBlock, Put]]) -> None:
+    def _count_others(self, outcomes: Iterable[Put]) -> None:
+        """Count what was not stored; what was is counted when it is sealed."""
         counters = self._state.counters
-        for offer, outcome in answers:
-            if outcome is Put.STORED:
-                counters.put_stored += 1
-                counters.put_bytes += offer.payload_bytes
-            elif outcome is Put.PRESENT:
+        for outcome in outcomes:
+            if outcome is Put.PRESENT:
                 counters.put_present += 1
             elif outcome is Put.THROTTLED:
                 counters.put_throttled += 1
-            else:
+            elif outcome is Put.REFUSED:
                 counters.put_refused += 1
 
 
