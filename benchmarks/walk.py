@@ -31,7 +31,9 @@ END: Final = "<!-- end of walks -->"
 
 NATIVE: Final = {"transfer", "chunk_checksums", "gather", "scatter", "run"}
 SOCKET: Final = {"send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg", "recvmsg_into"}
-CATALOG: Final = {"reserve", "seal", "lease", "unlease", "use", "drop", "move"}
+CATALOG: Final = {"reserve", "seal", "lease", "unlease", "use", "drop", "move"} | {
+    "reserve_all", "seal_all", "drop_all",
+}  # fmt: skip
 QUEUES: Final = {"mark_dirty"}
 """Functions of the package that queue a block for another thread."""
 OUTSIDE: Final = ("index/", "native/", "core/", "errors.py", "testing/", "__init__.py")

@@ -45,7 +45,8 @@ class Column:
         self.view = grown.data
 
     def __getitem__(self, row: int) -> int:
-        return int(self.view[row])
+        value: int = self.view[row]
+        return value
 
     def __setitem__(self, row: int, value: int) -> None:
         self.view[row] = value

@@ -24,13 +24,15 @@ from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import DriveFacts, Purpose
 from kvdepot.native import READ, WRITE, address_of, checksum
 from kvdepot.tiers.device.breaker import Breaker
-from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops
+from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops, io_rows
 from kvdepot.tiers.device.speed import Gauge
 from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium, MountSettings
 from kvdepot.tiers.log.notes import Notes
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 
+_NO_CHECKS: Final = (0,) * 11
+"""What a row of native.IO_DTYPE says of reads only."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
 _TRIAL_UNIT: Final = 256 << 10
@@ -123,9 +125,13 @@ class Numbers:
             return self._segment_id - 1
 
     def sequence(self) -> int:
+        return self.sequences(1)
+
+    def sequences(self, count: int) -> int:
+        """The first of so many in a row."""
         with self._lock:
-            self._sequence += 1
-            return self._sequence - 1
+            self._sequence += count
+            return self._sequence - count
 
 
 class Drive:
@@ -222,7 +228,7 @@ class Drive:
             if recovered.sealed:
                 continue
             segment.entries = [recovered.entries.tobytes()]
-            if recovered is newest and self._room(segment, PAGE, Purpose.NOTE):
+            if recovered is newest and self._room(segment, PAGE, Purpose.NOTE, self.spare_slots()):
                 self._active = segment
             else:
                 self._finish(segment, sealed=True)
@@ -306,15 +312,19 @@ class Drive:
             self.lose()
             return []
         runs: list[SegmentWrites] = []
+        segment: Segment | None = None
+        spare, most_bytes = 0, self.record_bytes_max
+        sequence = self._numbers.sequences(len(images))
         for index, image in enumerate(images):
-            if len(image) > self.record_bytes_max:
+            if len(image) > most_bytes:
                 continue
-            segment = self._segment_for(len(image), purpose, full)
+            if segment is None or not self._room(segment, len(image), purpose, spare):
+                segment, spare = self._segment_for(len(image), purpose, full), self.spare_slots()
             if segment is None:
                 break
             kept = keep_sequence is not None and keep_sequence[index]
-            sequence = parse_own(image)[2] if kept else self._numbers.sequence()
-            place(image, segment.segment_id, sequence)
+            own = parse_own(image)[2] if kept else sequence + index
+            place(image, segment.segment_id, own)
             with self._books:
                 if not runs or runs[-1].segment is not segment:
                     runs.append(SegmentWrites(segment))
@@ -337,16 +347,15 @@ class Drive:
         self, runs: list[SegmentWrites], images: Sequence[memoryview], *, wait: bool
     ) -> dict[int, bool]:
         """Write what was given a place; for each image whether it is on disk. No lock held."""
+        indices = [index for run in runs for index, _ in run.places]
         rows = []
         for run in runs:
             fd, base = run.segment.extent
-            rows += [(index, fd, base + offset) for index, offset in run.places]
-        ops = io_ops(len(rows))
-        ops["opcode"] = WRITE
-        ops["fd"] = [fd for _, fd, _ in rows]
-        ops["offset"] = [offset for *_, offset in rows]
-        ops["address"] = [address_of(images[index])[0] for index, *_ in rows]
-        ops["nbytes"] = [len(images[index]) for index, *_ in rows]
+            rows += [
+                (0, fd, WRITE, base + offset, *address_of(images[index]), *_NO_CHECKS)
+                for index, offset in run.places
+            ]
+        ops = io_rows(rows)
         pending = self.files.run(ops, self.settings.write_timeout_s)
         if pending is not None:
             self.breaker.failed("writes do not finish", at_once=True)
@@ -358,7 +367,7 @@ class Drive:
         self._judge(codes)
         with self._books:
             self._unsynced.update(run.segment.slot for run in runs)
-        return {index: code == 0 for (index, *_), code in zip(rows, codes, strict=True)}
+        return {index: code == 0 for index, code in zip(indices, codes, strict=True)}
 
     def _settle(
         self,
@@ -406,18 +415,19 @@ class Drive:
             self._log.warning("%s: writes find no room: %s", self.medium.label, os.strerror(code))
         self._room_left.failed(os.strerror(code), at_once=True)
 
-    def _room(self, segment: Segment, nbytes: int, purpose: Purpose) -> bool:
+    def _room(self, segment: Segment, nbytes: int, purpose: Purpose, spare: int) -> bool:
+        """Whether a segment has room for `nbytes` more, with so many spare ones beside it."""
         end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
         if segment.tail > PAGE:
-            end -= kept_back(purpose, self.settings.segment_bytes, last=not self.spare_slots())
+            end -= kept_back(purpose, self.settings.segment_bytes, last=not spare)
         return segment.tail + nbytes <= end
 
     def _segment_for(self, nbytes: int, purpose: Purpose, full: list[Segment]) -> Segment | None:
         """A segment with room for `nbytes` more, or None; `full` gets what is to be sealed."""
-        kept_back = self._kept_back if purpose is Purpose.BLOCK else 0
-        if self.spare_slots() < kept_back:
+        spare, kept_back = self.spare_slots(), self._kept_back if purpose is Purpose.BLOCK else 0
+        if spare < kept_back:
             return None
-        if self._active is not None and self._room(self._active, nbytes, purpose):
+        if self._active is not None and self._room(self._active, nbytes, purpose, spare):
             return self._active
         slot = self._take_slot(kept_back)
         if slot is None:
@@ -530,9 +540,9 @@ class Drive:
     def has_room(self, nbytes: int) -> bool:
         """Whether a block would find room without reclaiming a segment."""
         with self._books:
-            active, spare = self._active, self.spare_slots() - self._kept_back
-            fits = active is not None and self._room(active, nbytes, Purpose.BLOCK)
-            return spare > 0 or (spare == 0 and fits)
+            active, spare = self._active, self.spare_slots()
+            fits = active is not None and self._room(active, nbytes, Purpose.BLOCK, spare)
+            return spare > self._kept_back or (spare == self._kept_back and fits)
 
     def spare_slots(self) -> int:
         """Segments that can be opened without reclaiming one; a full disk has only free ones."""
