@@ -245,14 +245,13 @@ def test_changes_are_for_the_daemons_user_and_root() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o711)
-        with DaemonProcess(folder, small(folder / "kv")) as daemon:
-            daemon.socket.chmod(0o666)
-            with kvdepot.open(daemon.address) as store:
-                said = resize_as(65534, daemon.socket)
-                assert "user 65534 may use the store, not change its tiers" in said
-                assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 16 << 20
-                assert resize_as(0, daemon.socket) == "NUMBER"
-                assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 32 << 20
+        served = DaemonProcess(folder, small(folder / "kv"), "--group", "nogroup")
+        with served as daemon, kvdepot.open(daemon.address) as store:
+            said = resize_as(65534, daemon.socket)
+            assert "user 65534 may use the store, not change its tiers" in said
+            assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 16 << 20
+            assert resize_as(0, daemon.socket) == "NUMBER"
+            assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 32 << 20
 
 
 def resize_as(uid: int, path: Path) -> str:
@@ -261,6 +260,7 @@ def resize_as(uid: int, path: Path) -> str:
     child = os.fork()
     if not child:
         with contextlib.suppress(OSError, AssertionError):
+            os.setgid(uid)
             os.setuid(uid)
             body = b'{"call": "resize", "tier": "ssd", "value": "32MiB"}'
             answer = RawClient(path).ask(FrameKind.CHANGE, body)
