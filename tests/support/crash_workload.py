@@ -85,7 +85,10 @@ class Plan:
         return self.segments * SEGMENT_BYTES
 
     def config(self) -> Config:
-        ssd = {
+        return load(overrides=self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        ssd: dict[str, Any] = {
             "path": [str(path) for path in self.paths],
             "capacity": self.capacity_bytes,
             "segment": SEGMENT_BYTES,
@@ -95,7 +98,7 @@ class Plan:
             ssd["mirror"] = self.mirror
         writeback = {"staging": 1 << 20, "put_timeout": 10.0}
         dram = {"capacity": 3 << 20, "huge_pages": "never", "prefault": False}
-        tree = {"dram": dram, "ssd": ssd, "writeback": writeback}
+        tree: dict[str, Any] = {"dram": dram, "ssd": ssd, "writeback": writeback}
         if self.below:
             tree["hdd"] = {
                 "path": [str(path) for path in self.hdd_paths],
@@ -105,7 +108,7 @@ class Plan:
                 "write_mode": self.below,
                 "io_engine": self.engine,
             }
-        return load(overrides=tree)
+        return tree
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

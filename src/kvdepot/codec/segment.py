@@ -128,6 +128,9 @@ class Superblock:
     """What may be written, where there is a limit, at `budget_at_s`."""
     budget_at_s: float = 0.0
     """Seconds since 1970; 0: nothing was kept yet."""
+    epoch: int = 0
+    """How often the store was opened for writing: ids and sequences of one time never come again,
+    also if a power cut takes all that was written with them."""
 
     def pack(self) -> bytes:
         page = bytearray(PAGE)

@@ -161,7 +161,8 @@ class FileTierConfig:
     """Reads and writes under way at once, for each path."""
 
     fsync: Literal["never", "flush", "always"] = "flush"
-    """When written data is forced to the device: never, on flush() and close(), or every batch."""
+    """When written data is forced to the device: never, on flush() and close(), or every batch.
+    What each promises after a power cut is in docs/tiers.md."""
 
     promote: bool = True
     """Copy a block that was read from here into memory."""

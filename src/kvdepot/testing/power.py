@@ -149,11 +149,10 @@ class PowerFiles(Files):
             self._late.clear()
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
-        if not (ops["opcode"] == WRITE).any():
-            self._check()
-            if not (ops["opcode"] == SYNC).any():
-                return super().run(ops, timeout_s)
         try:
+            if not ((ops["opcode"] == WRITE) | (ops["opcode"] == SYNC)).any():
+                self._check()
+                return super().run(ops, timeout_s)
             with self._changing():
                 return self._run_writes(ops, timeout_s)
         except OSError:

@@ -5,6 +5,7 @@ import itertools
 from kvdepot.core.tier import ChangesDrives
 from kvdepot.index.table import NONE
 from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
+from kvdepot.store.move.reclaim import make_durable
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.state.yielding import PieceSize
@@ -69,6 +70,7 @@ def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -
             if state.closing.is_set():
                 break
             lower.segment_rows.pop((drive, slot), None)
+    make_durable(state)
     return job.moved
 
 

@@ -167,6 +167,15 @@ class DriveRoom:
                 lock.release()
 
 
+def make_durable(state: StoreState) -> None:
+    """Blocks that were copied to other drives and tiers are durable, as far as these work, before
+    the segment that they came from goes.
+    """
+    for lower in state.lower_tiers:
+        if lower.tier.writable:
+            lower.tier.flush(lower.config.write_timeout)
+
+
 class MoveOut(CopyJob):
     """Writes blocks of a segment again at the end of the same drive's log."""
 
@@ -216,8 +225,10 @@ class Reclaimer:
             if choice is None or self._state.closing.is_set():
                 return False
             segment, rows, stays = choice
-            if self._empty(drive, segment, rows, stays) and self._tier.release(drive, segment.slot):
-                break
+            if self._empty(drive, segment, rows, stays):
+                make_durable(self._state)
+                if self._tier.release(drive, segment.slot):
+                    break
             tried.add(segment.slot)
         with self._state.lock:
             self._state.counters.reclaimed_segments += 1

@@ -11,6 +11,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,6 +124,23 @@ class Descriptors:
             os.close(fd)
 
 
+class SharedPending:
+    """Late I/O that several threads may ask about: those that wait, and those that look."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+        self._asked = threading.Lock()
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        if not self._asked.acquire(timeout=max(0.0, timeout_s)):
+            return False
+        try:
+            return self._pending.wait(max(0.0, deadline_s - time.monotonic()))
+        finally:
+            self._asked.release()
+
+
 class Files:
     """Files and directories of drives. Raises OSError; batches report errors in their `result`
     column. What is made is for its owner alone.
@@ -193,7 +211,8 @@ class Files:
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         """Execute a batch; see native.Engine.run. GIL released."""
-        return self.engine.run(ops, timeout_s)
+        pending = self.engine.run(ops, timeout_s)
+        return None if pending is None else SharedPending(pending)
 
     def register(self, address: int, nbytes: int) -> bool:
         """Make transfers to and from this memory cheaper. False: the machine does not let us."""
@@ -245,7 +264,7 @@ class Files:
             )
 
     def _run_one(self, ops: Ops, memory: object) -> None:
-        pending = self.engine.run(ops, self._timeout_s)
+        pending = Files.run(self, ops, self._timeout_s)
         if pending is not None:
             self.keep(pending, ops, memory)
         code = -int(ops["result"][0])

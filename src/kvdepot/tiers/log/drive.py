@@ -4,7 +4,8 @@ Places in the log are given out one after the other (`_turn`); records are writt
 and made durable without a lock. Reads need none, because every record names its segment and carries
 its checksums: a read that races with the reuse of an extent fails its check.
 
-Locks, in this order: `_turn` (places, new and released segments; held over writes of single pages),
+Locks, in this order: `_turn` (places, new and released segments; held over writes of single pages
+and the sync that makes a released segment unreadable for good),
 `_syncing` (one fsync at a time), `_books` (all fields; held for an instant).
 """
 
@@ -12,7 +13,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +28,7 @@ from kvdepot.tiers.device.breaker import Breaker
 from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops, io_rows
 from kvdepot.tiers.device.speed import Gauge
 from kvdepot.tiers.device.wear import Wear
-from kvdepot.tiers.log.medium import Medium, MountSettings
+from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
 from kvdepot.tiers.log.notes import Notes
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 
@@ -37,6 +38,9 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory was removed"
 _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
+_EPOCH_SEGMENTS: Final = 32
+_EPOCH_RECORDS: Final = 40
+"""Bits for what is numbered in one epoch."""
 _NOTE_RESERVE_MAX: Final = 64 << 10
 _CARRY_RESERVE_MAX: Final = 256 << 10
 _FOR_NOTES: Final = 2
@@ -107,12 +111,23 @@ class Appended:
 
 
 class Numbers:
-    """Segment ids and record sequences of a tier: each is given out once, and they rise."""
+    """Segment ids and record sequences of a tier: each is given out once, and they rise.
+
+    Each time a tier is opened for writing is an epoch, and they begin anew far above those before.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segment_id = 1
         self._sequence = 1
+        self.epoch = 0
+
+    def begin_epoch(self, last: int) -> None:
+        """`last` is the highest epoch that a drive knows of."""
+        with self._lock:
+            self.epoch = max(last, self._segment_id >> _EPOCH_SEGMENTS) + 1
+            self._segment_id = max(self._segment_id, self.epoch << _EPOCH_SEGMENTS)
+            self._sequence = max(self._sequence, self.epoch << _EPOCH_RECORDS)
 
     def raise_to(self, segment_id: int, sequence: int) -> None:
         with self._lock:
@@ -166,6 +181,9 @@ class Drive:
         self._log = RateLimitedLog("kvdepot.tiers", clock.now)
         self.segments: dict[int, Segment] = {}
         self.free: list[int] = []
+        self.parting: dict[int, int] = {}
+        """Slots whose segment (its id) was released and may still be on disk: the page that makes
+        it unreadable is not durable yet, or the kernel may still write to it."""
         self.damage: list[str] = []
         self._numbers = numbers
         self._syncing = threading.Lock()
@@ -178,6 +196,8 @@ class Drive:
         """Slots that were written to since they were last made durable."""
         self._unproven: set[int] = set()
         """Slots that could not be made durable: until they are reused, flush says so."""
+        self._cannot_sync = False
+        """The last sync failed: while the drive is down, none is waited for."""
         self.lost = False
         self.draining = False
         """It is to go: no block is written to it any more."""
@@ -205,16 +225,16 @@ class Drive:
 
     def _shrink(self, found: list[Recovered]) -> list[Recovered]:
         """Give up the oldest segments where the capacity is smaller than it was."""
-        surplus = len(self.segments) + len(self.free) - self.slots_max
+        surplus = self.slot_count() - self.slots_max
         if surplus <= 0 or not self.settings.writable:
             return found
         oldest = sorted(found, key=lambda recovered: recovered.segment_id)
         spare, self.free = self.free[:surplus], self.free[surplus:]
         dropped = oldest[: surplus - len(spare)]
         for slot in [*spare, *(recovered.slot for recovered in dropped)]:
-            if self.segments.pop(slot, None) is not None:
-                self._wipe(self.medium.extent(slot))
             try:
+                if self.segments.pop(slot, None) is not None:
+                    self._wipe(slot)
                 self.medium.remove(slot)
             except OSError as error:
                 self.damage.append(f"{self.medium.label}: slot {slot}: {error.strerror}")
@@ -222,16 +242,27 @@ class Drive:
 
     def resume(self, found: Sequence[Recovered]) -> None:
         """Get ready to append: go on with the newest open segment, seal every other one."""
+        self._enter_epoch()
         newest = max((r for r in found if not r.sealed), key=lambda r: r.segment_id, default=None)
         for recovered in found:
             segment = self.segments[recovered.slot]
             if recovered.sealed:
                 continue
+            self._unsynced.add(recovered.slot)  # what a killed process left may not be durable
             segment.entries = [recovered.entries.tobytes()]
             if recovered is newest and self._room(segment, PAGE, Purpose.NOTE, self.spare_slots()):
                 self._active = segment
             else:
                 self._finish(segment, sealed=True)
+
+    def _enter_epoch(self) -> None:
+        """Nothing is numbered before the drive knows the epoch."""
+        try:
+            known = known_superblock(self.medium)
+            if known is not None and known.epoch != self._numbers.epoch:
+                self.medium.write_superblock(replace(known, epoch=self._numbers.epoch))
+        except OSError as error:
+            self.breaker.failed(str(error.strerror), at_once=True)
 
     def _recover_slot(self, slot: int) -> Recovered | None:
         fd, base = self.medium.extent(slot)
@@ -445,7 +476,10 @@ class Drive:
         except OSError as error:
             self._write_failed(error.errno or errno.EIO)
             with self._books:
-                self.free.append(slot)
+                if self._is_held(slot):
+                    self.parting[slot] = segment.segment_id
+                else:
+                    self.free.append(slot)
             return None
         with self._books:
             self.segments[slot] = segment
@@ -453,8 +487,13 @@ class Drive:
         return segment
 
     def _take_slot(self, kept_back: int) -> int | None:
-        """A free slot, or a new one. A disk that was full is asked again now and then."""
+        """A free slot, or a new one. A disk that was full is asked again now and then; one that
+        has not ended a write to a free slot gets no further slot to stall on.
+        """
         slot = None
+        self._part_all()
+        if any(map(self._is_held, self.parting)):
+            return None
         if not self._growth.closed or (not self.free and self.spare_slots() > kept_back):
             slot = self._new_slot()
         with self._books:
@@ -468,7 +507,7 @@ class Drive:
         return 1 if len(self.segments) + self.spare_slots() > 2 else 0
 
     def _new_slot(self) -> int | None:
-        taken = {*self.segments, *self.free}
+        taken = {*self.segments, *self.free, *self.parting}
         if len(taken) >= max(self.slots_max, self._slots_still) or not self._growth.allows():
             return None
         slot = next(n for n in range(len(taken) + 1) if n not in taken)
@@ -547,8 +586,7 @@ class Drive:
     def spare_slots(self) -> int:
         """Segments that can be opened without reclaiming one; a full disk has only free ones."""
         with self._books:
-            allowed = max(self.slots_max, self._slots_still)
-            creatable = allowed - len(self.segments) - len(self.free)
+            creatable = max(self.slots_max, self._slots_still) - self.slot_count()
             return len(self.free) + (max(0, creatable) if self._growth.closed else 0)
 
     def sealed(self) -> list[Segment]:
@@ -562,8 +600,22 @@ class Drive:
         with self._books:
             return any(segment.runs or segment.unentered for segment in self.segments.values())
 
-    def release(self, slot: int) -> None:
-        """A segment's extent is free for reuse; what it held is gone, also after a restart."""
+    def slot_count(self) -> int:
+        """Slots that exist, used or not."""
+        return len(self.segments) + len(self.free) + len(self.parting)
+
+    def release(self, slot: int) -> bool:
+        """A segment's extent is free for reuse; what it held is gone, also after a restart.
+
+        What was written elsewhere in its place is made durable before. False: it could not be,
+        and nothing has changed.
+        """
+        if not self._sync_all():
+            return False
+        self._free(slot)
+        return True
+
+    def _free(self, slot: int) -> None:
         with self._turn, self.files.descriptors.use():
             with self._books:
                 segment = self.segments.pop(slot, None)
@@ -573,11 +625,32 @@ class Drive:
                     self._active = None
                 self._unsynced.discard(slot)
                 self._unproven.discard(slot)
-            self._wipe(segment.extent)
-            with self._books:
-                self.free.append(slot)
+                self.parting[slot] = segment.segment_id
+            self._part_all()
             if self._slots_still:
                 self.trim()
+
+    def _part_all(self) -> None:
+        """Make released segments unreadable for good, oldest first; then their slots are free.
+
+        `_turn` held. One that the kernel may still write to, or that cannot be written, waits.
+        """
+        for slot in sorted(self.parting, key=self.parting.__getitem__):
+            if self._is_held(slot):
+                continue
+            try:
+                self._wipe(slot)
+            except OSError as error:
+                self._write_failed(error.errno or errno.EIO)
+                return
+            with self._books:
+                del self.parting[slot]
+                self.free.append(slot)
+
+    def _is_held(self, slot: int) -> bool:
+        """Whether the kernel may still write to a slot what has missed its deadline."""
+        fd, base = self.medium.extent(slot)
+        return self.files.may_still_write(fd, base, base + self.settings.segment_bytes)
 
     def lend(self) -> Segment | None:
         """A free segment for the caller alone until `take_back`; None: there is none to spare."""
@@ -596,15 +669,17 @@ class Drive:
         with self._turn:
             self._spend(written_bytes)
             if self.segments.get(lent.slot) is lent:
-                self.release(lent.slot)
+                self._free(lent.slot)
 
     def try_to_write(self) -> bool:
-        """Clear a free segment. False: that failed. A drive without a free one is not asked."""
+        """Clear a free segment. False: that failed, or an earlier try has not ended. A drive
+        without a free one is not asked.
+        """
         errors = self.breaker.errors
         lent = self.lend()
         if lent is not None:
             self.take_back(lent)
-        return self.breaker.errors == errors
+        return self.breaker.errors == errors and not any(map(self._is_held, list(self.parting)))
 
     def trial_reads(self) -> "tuple[Segment, list[int], Ops, memoryview] | None":
         """Reads from the fullest segment: it, offsets in it, operations, the memory they fill.
@@ -642,16 +717,21 @@ class Drive:
                 segment.live_count += records
                 segment.unentered -= max(0, records)
 
-    def _wipe(self, extent: tuple[int, int]) -> None:
-        """Make a segment unreadable, so that what was dropped does not come back."""
-        fd, base = extent
-        try:
-            self.files.write(fd, base, bytes(PAGE))
-        except OSError as error:
-            self._write_failed(error.errno or errno.EIO)
+    def _wipe(self, slot: int) -> None:
+        """Make a segment unreadable, so that what was dropped does not come back. Durable before
+        the slot is used again: else its old footer could speak of what is written there next.
+        """
+        fd, base = self.medium.extent(slot)
+        self.files.write(fd, base, bytes(PAGE))
+        if self.settings.fsync != "never":
+            self.files.sync(fd)
 
     def sync(self, timeout_s: float | None = None) -> bool:
         """Make what was appended durable. False: it could not be, or not in time."""
+        return self._sync_all(timeout_s) and not self._unproven
+
+    def _sync_all(self, timeout_s: float | None = None) -> bool:
+        """As `sync`, but for slots that were given up before."""
         limit_s = self.settings.write_timeout_s
         limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         if not self._syncing.acquire(timeout=limit_s):
@@ -664,14 +744,18 @@ class Drive:
                 return False
             with self._books:
                 slots = list(self._unsynced)
+            if slots and self._cannot_sync and not self.breaker.closed:
+                return False
+            self._cannot_sync = True
             with self.files.descriptors.use():
                 for slot in slots:
                     self._sync_slot(slot)
+            self._cannot_sync = False
         except OSError as error:
             self._write_failed(error.errno or errno.EIO)
             return False
         else:
-            return not self._unproven
+            return True
         finally:
             self._syncing.release()
 
@@ -716,16 +800,21 @@ class Drive:
         there are not. False: there are still too many.
         """
         with self._turn:
+            self._part_all()
             self._slots_still = min(self._slots_still, len(self.segments) + _FOR_NOTES)
             if self._slots_still <= self.slots_max or self.retired:
                 self._slots_still = 0
-            while len(self.segments) + len(self.free) > max(self.slots_max, self._slots_still):
+            while self.slot_count() > max(self.slots_max, self._slots_still):
                 if not self.free:
                     return False
+                try:
+                    self.medium.remove(self.free[-1])
+                except OSError as error:
+                    self._write_failed(error.errno or errno.EIO)
+                    return False
                 with self._books:
-                    slot = self.free.pop()
-                self.medium.remove(slot)
-            return len(self.segments) + len(self.free) <= self.slots_max
+                    self.free.pop()
+            return self.slot_count() <= self.slots_max
 
     def start_drain(self) -> None:
         """Give blocks no more places. Those that have one are busy (`is_busy`)."""
@@ -745,8 +834,8 @@ class Drive:
                 self.settings.write_timeout_s,
             )
         with self._turn:
-            for slot in list(self.segments):
-                self.release(slot)
+            for slot in sorted(self.segments, key=lambda at: self.segments[at].segment_id):
+                self._free(slot)
             self.resize(0)
             self.trim()
             self.medium.detach()
@@ -755,13 +844,14 @@ class Drive:
         """Close the files of a drive that was lost: it is about to be mounted anew."""
         with self._books:
             self.segments.clear()
+            self.parting.clear()
             self._unsynced.clear()
             self._active = None
         self.medium.detach()
 
     def held_bytes(self) -> int:
         with self._books:
-            return (len(self.segments) + len(self.free)) * self.settings.segment_bytes
+            return self.slot_count() * self.settings.segment_bytes
 
     def live_bytes(self) -> int:
         with self._books:
@@ -792,9 +882,11 @@ class Drive:
             finally:
                 self._turn.release()
         try:
-            self._sync_in_time(segment.slot)
             if footer:
                 self.files.write(fd, base + offset, footer)
+                with self._books:
+                    self._unsynced.add(segment.slot)
+            self._sync_in_time(segment.slot)  # the trailer speaks of what is there
             self.files.write(fd, base + nbytes - PAGE, trailer)
         except OSError as error:
             self._write_failed(error.errno or errno.EIO)

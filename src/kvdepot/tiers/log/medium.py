@@ -199,6 +199,7 @@ class DirectoryMedium:
                     continue  # the writer beside us has just removed it
                 if self._writable and os.fstat(self._fds[slot]).st_size != segment_bytes:
                     self._files.truncate(self._fds[slot], segment_bytes)
+                    self._files.sync(self._fds[slot])
                 slots.append(slot)
         self._store = self._store_there()
         if self._writable:
@@ -213,6 +214,7 @@ class DirectoryMedium:
         self._fds[slot] = fd
         try:
             self._files.allocate(fd, segment_bytes)
+            self._files.sync(fd)
             self._files.sync_directory(self._directory_fd)
             self._register()
         except OSError:
@@ -227,8 +229,10 @@ class DirectoryMedium:
             self._register()
             self._files.unlink(self._name(slot))
             self._files.sync_directory(self._directory_fd)
-        finally:
-            self._files.descriptors.give_up(fd)
+        except OSError:
+            self._fds[slot] = fd
+            raise
+        self._files.descriptors.give_up(fd)
 
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fds.get(slot, -1), 0

@@ -78,6 +78,7 @@ class Notes:
             if not mine:
                 return False
             ids = [segment.segment_id for segment in list(self._drive.segments.values())]
+            ids += list(self._drive.parting.values())
             oldest = min((at for at in ids if at != segment_id), default=segment_id)
             needed = [
                 removal

@@ -65,7 +65,7 @@ from kvdepot.tiers.device.survey import FLASH
 from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive, Numbers, Segment
 from kvdepot.tiers.log.measuring import Measuring
-from kvdepot.tiers.log.medium import MountSettings
+from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
 from kvdepot.tiers.log.mount import leave_out, mount
 from kvdepot.tiers.log.recovery import Recovered
 from kvdepot.tiers.memory.memory import Memory
@@ -167,6 +167,8 @@ class LogTier:
             if len(drive.damage) > _DAMAGE_LOGGED_MAX:
                 _log.warning("damage: %s: %d in all", drive.medium.label, len(drive.damage))
         if self.writable:
+            known = [drive.medium for drive in self.drives if not drive.lost]
+            self._numbers.begin_epoch(max(map(_epoch_of, known), default=0))
             for drive, recovered in zip(self.drives, found, strict=True):
                 drive.resume(recovered)
         return contents
@@ -505,8 +507,7 @@ class LogTier:
     def release(self, drive: int, slot: int) -> bool:
         if not self.carry_notes(drive, slot):
             return False
-        self.drives[drive].release(slot)
-        return True
+        return self.drives[drive].release(slot)
 
     def drive_count(self) -> int:
         return len(self.drives)
@@ -622,6 +623,14 @@ class LogTier:
             drive.breaker.failed("reads do not finish", at_once=True)
         elif code != -errno.EBADMSG:
             drive.breaker.failed(f"read error {errno.errorcode.get(-code, code)}")
+
+
+def _epoch_of(medium: Medium) -> int:
+    try:
+        known = known_superblock(medium)
+    except OSError:
+        return 0
+    return known.epoch if known is not None else 0
 
 
 def _outcome(code: int) -> Outcome:
