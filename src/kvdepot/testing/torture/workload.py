@@ -5,10 +5,11 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 from kvdepot.core.block import Put
-from kvdepot.core.depot import Lease
+from kvdepot.core.depot import Durability, Lease
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.store.store import Store
 from kvdepot.testing.power import PowerFiles
@@ -28,7 +29,9 @@ from kvdepot.testing.torture.world import (
 
 ALLOWANCE_S: Final = 20.0
 """How much later than its deadline a call may return: machines are busy."""
-FLUSH_S: Final = 30.0
+PUT_S: Final = 0.5
+FLUSH_S: Final = 5.0
+CLOSE_S: Final = 30.0
 Answer = TypeVar("Answer")
 
 
@@ -90,7 +93,7 @@ class StoreSession:
 
     def await_change(self) -> None:
         if self._change is not None:
-            self._change.join(FLUSH_S + ALLOWANCE_S)
+            self._change.join(CLOSE_S + ALLOWANCE_S)
             if self._change.is_alive():
                 self._ledger.fault("late", "a drain or resize does not end")
             self._change = None
@@ -98,16 +101,16 @@ class StoreSession:
     def close(self) -> bool:
         """Close the store; what was put is flushed if that was true."""
         self.settle()
-        closed = self._timed("close", 3 * FLUSH_S, lambda: self.store.close(FLUSH_S))
+        closed = self._timed("close", 3 * CLOSE_S, lambda: self.store.close(CLOSE_S))
         if closed:
-            self._covered()
+            self._covered(set(self._unflushed))
         return bool(closed)
 
     def abandon(self) -> None:
         """Close a store whose power is gone: it has nothing to flush to."""
         while self._leases:
             self._leases.pop().release()
-        self._timed("close", 3 * FLUSH_S, lambda: self.store.close(2.0))
+        self._timed("close", 3 * CLOSE_S, lambda: self.store.close(2.0))
         self.await_change()
         self.world.bring_back()
 
@@ -122,7 +125,7 @@ class StoreSession:
         )
         keys, payloads = keys_of(blocks), [block.payload for block in blocks]
         answers = self._timed(
-            "put_many", LIMIT_S, lambda: self.store.put_many(keys, payloads, timeout_s=LIMIT_S)
+            "put_many", PUT_S, lambda: self.store.put_many(keys, payloads, timeout_s=PUT_S)
         )
         pairs = list(zip(blocks, answers, strict=True))
         present = {block.number for block, answer in pairs if answer is Put.PRESENT}
@@ -162,8 +165,15 @@ class StoreSession:
         self._remove(blocks, lambda: self.store.remove_namespace(space))
 
     def flush(self) -> None:
-        if self._timed("flush", FLUSH_S, lambda: self.store.flush(FLUSH_S)):
-            self._covered()
+        report = self._timed("flush", FLUSH_S, lambda: self.store.flush(FLUSH_S))
+        if report.ok:
+            self._covered(set(self._unflushed))
+        elif report.complete:
+            blocks = [all_blocks()[number] for number in sorted(self._unflushed)]
+            asked = partial(self.store.flush, FLUSH_S, keys=keys_of(blocks))
+            answers = self._timed("flush", FLUSH_S, asked).blocks
+            pairs = zip(blocks, answers, strict=True)
+            self._covered({block.number for block, one in pairs if one is Durability.DURABLE})
 
     def change_drives(self) -> None:
         """Drain a drive or add one, beside what follows."""
@@ -250,11 +260,11 @@ class StoreSession:
             self._ledger.write("removed", numbers, durable=always)
             self._removed |= numbers
 
-    def _covered(self) -> None:
-        """A flush was true: the blocks put before are on drives, and removals are too."""
+    def _covered(self, blocks: set[int]) -> None:
+        """A flush was complete: these blocks are on drives, and removals are too."""
         if self._trust.holds():
-            self._ledger.write("flushed", self._unflushed, removed=sorted(self._removed))
-            self._unflushed.clear()
+            self._ledger.write("flushed", blocks, removed=sorted(self._removed))
+            self._unflushed -= blocks
             self._removed.clear()
 
     def _prompt(self) -> list[Block]:

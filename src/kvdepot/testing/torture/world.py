@@ -181,11 +181,6 @@ class World:
     def ssd_bytes(self) -> int:
         return len(self.ssds) * self.ssd_segments * SEGMENT_BYTES
 
-    @property
-    def flush_is_complete(self) -> bool:
-        """Whether a true flush means that every block is on a drive."""
-        return "write-through-selective" not in (self.mix.ssd_mode, self.mix.hdd_mode)
-
     def config(self) -> Config:
         mix = self.mix
         shared = {
