@@ -32,6 +32,7 @@ from tests.support.harm import (
     space_of,
 )
 
+import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import FormatError, StoreBusyError
@@ -348,6 +349,20 @@ def test_an_empty_store_with_a_damaged_superblock(tmp_path: Path) -> None:
     repair(path)
     assert audit(path).ok
     open_store(path).close()
+
+
+def test_an_empty_store_with_the_superblock_of_larger_segments(tmp_path: Path) -> None:
+    """Such as a hard drive's, put into the place of an SSD's."""
+    path, other = tmp_path / "store", tmp_path / "other"
+    open_store(path).close()
+    large = {"path": str(other), "capacity": "8MiB", "segment": "2MiB"}
+    kvdepot.open(dram={"capacity": "256KiB", "huge_pages": "never"}, ssd=large).close()
+    shutil.copyfile(other / "superblock", path / "superblock")
+    with open_store(path) as store:
+        (key,) = keys_of(space_of(store), 1, 1)
+        assert store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+        assert store.flush()
+    assert audit(path).ok
 
 
 @pytest.fixture

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from kvdepot.errors import ConfigError, FormatError
+from kvdepot.errors import ConfigError, DriveError, FormatError
 from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
 from kvdepot.store.move import mirror
+from kvdepot.store.open import Mode
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import BOUNDARIES, FaultyFiles, Kill, Operation, kill_process
 from kvdepot.testing.faults import Fault as DiskFault
@@ -360,19 +361,16 @@ def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None
     paths = [path for path in (*world.ssd_paths, *world.hdd_paths) if path.is_dir()]
     paths = [path for path in paths if files_in(path)]
     if paths and chance.random() < 0.15:
-        path = chance.choice(paths)
-        audit(path)
-        if chance.random() < 0.5:
-            repair(path)
-            for finding in audit(path).findings:
-                ledger.fault("unclean", f"after a repair: {finding}")
-    if chance.random() < 0.3:
-        try:
-            store = world.open(mode="r")
-        except FormatError:  # nothing is left that tells of a store
-            return
-    else:
-        store = world.open()
+        _audit_and_repair(chance.choice(paths), ledger)
+    mode: Mode = chance.choice(("rw", "rw", "r"))
+    try:
+        store = world.open(mode=mode)
+    except FormatError:  # nothing is left that tells of a store
+        if mode == "rw":
+            raise
+        return
+    except DriveError:  # the only drive of a tier is another store's by now, and does not fit
+        return
     _, wrong = read_blocks(store, all_blocks())
     for block in wrong:
         ledger.fault("wrong", f"block {block.number} has wrong bytes")
@@ -381,6 +379,16 @@ def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None
         work.run(3)
     store.check(deep=chance.random() < 0.2)
     work.close()
+
+
+def _audit_and_repair(path: Path, ledger: Ledger) -> None:
+    try:
+        audit(path)
+        repair(path)
+    except FormatError:  # nothing is left that tells of a store
+        return
+    for finding in audit(path).findings:
+        ledger.fault("unclean", f"after a repair: {finding}")
 
 
 def judge_files(world: World, ledger: Ledger) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
 from kvdepot.core.clock import Clock
-from kvdepot.errors import ConfigError, DriveError, FormatError, KVDepotError, UnsafePathError
+from kvdepot.errors import DriveError, FormatError, KVDepotError, UnsafePathError
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.drive import Drive, Numbers
 from kvdepot.tiers.log.medium import (
@@ -123,11 +123,11 @@ def leave_out(
 
 
 def _slots(medium: Medium, superblock: Superblock, settings: MountSettings) -> int:
-    """How many segments there may be. Raises ConfigError where they are too few to work with."""
+    """How many segments there may be. Raises DriveError where they are too few to work with."""
     segment_bytes = superblock.segment_bytes
     slots = min(settings.capacity_bytes // segment_bytes, medium.slots_max(segment_bytes))
     if settings.writable and slots < _SLOTS_MIN:
-        raise ConfigError(
+        raise DriveError(
             f"{settings.tier}.capacity",
             f"{medium.label}: room for {slots} segments of {segment_bytes} bytes, "
             f"at least {_SLOTS_MIN} needed",
@@ -144,7 +144,7 @@ def _superblock(
     found = Superblock.parse(page) if page is not None else None
     if isinstance(found, int):
         raise _other_format(medium, found)
-    if found is not None and not _is_foreign(found, medium, files):
+    if found is not None and not _is_foreign(found, medium, files, settings):
         return found, []
     state = "missing" if page is None else "of another store" if found else "damaged"
     # A device that begins with zeros was cleared on purpose; a file that is gone was not.
@@ -197,8 +197,11 @@ def _from_segments(medium: Medium, files: Files) -> Superblock | None:
     return None
 
 
-def _is_foreign(superblock: Superblock, medium: Medium, files: Files) -> bool:
-    """Whether the segments agree that they are of another store than the superblock says.
+def _is_foreign(
+    superblock: Superblock, medium: Medium, files: Files, settings: MountSettings
+) -> bool:
+    """Whether the segments agree that they are of another store than the superblock says; or there
+    are none, and it speaks of segments for which the drive is too small.
 
     Some are asked. On a device they may be left over from an earlier store.
     """
@@ -209,6 +212,9 @@ def _is_foreign(superblock: Superblock, medium: Medium, files: Files) -> bool:
     except (OSError, UnsafePathError):
         return False  # recovery says what is wrong with them
     headers = [header for page in pages if (header := SegmentHeader.parse(page)) is not None]
+    if not headers and len(pages) < _ASKED:
+        too_large = settings.capacity_bytes // superblock.segment_bytes < _SLOTS_MIN
+        return settings.writable and too_large
     stores = {header.store for header in headers}
     return len(stores) == 1 and stores != {uuid.UUID(superblock.store).bytes}
 
