@@ -11,7 +11,7 @@ It never decides what to keep: the store picks what is appended, discarded and m
 Faults of the medium are values: no room is None, a read error is FAILED, wrong bytes are CORRUPT.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -326,13 +326,19 @@ class QueuesReads(Protocol):
 
 
 @runtime_checkable
-class KeepsNotes(Protocol):
+class KeepsNotes(Tier, Protocol):
     """A tier whose segments hold notes (removals, descriptions) beside blocks."""
 
     def carry_notes(self, drive: int, slot: int) -> bool:
         """Write the notes of a segment that are still needed elsewhere on the drive, before its
         blocks are touched. False: they found no room; the segment cannot be released.
         """
+
+    def described_in(self, drive: int, slot: int) -> list[bytes]:
+        """Tags whose descriptions lie in a segment."""
+
+    def forget(self, tags: Collection[bytes]) -> None:
+        """Descriptions are not needed any more: they go with the segments that hold them."""
 
 
 @runtime_checkable

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvdepot.core.block import Put
-from kvdepot.errors import WireError
+from kvdepot.errors import ConfigError, WireError
 from kvdepot.index.table import Keys
-from kvdepot.store.mapped import Hold, MappedStore
+from kvdepot.store.mapped import BlockSize, Hold, MappedStore
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.write.put import NewBlock
 from kvdepot.wire.frames import Channel, Peer
@@ -48,6 +48,8 @@ class ClientLimits:
     """Slots reserved by one client at a time."""
     hints: int = 64
     """Hints of one client under way at a time."""
+    namespaces: int = 1024
+    """Namespaces that one client has registered."""
 
 
 class ServerCounters:
@@ -98,6 +100,8 @@ class ClientHoldings:
         self._holds: dict[int, Hold] = {}
         self._slots: dict[int, dict[int, NewBlock]] = {}
         self._hints: dict[int, Hint] = {}
+        self._spaces: set[bytes] = set()
+        """Tags of the namespaces that it has registered."""
         self.over = False
 
     def join(self, channel: Channel) -> bool:
@@ -118,6 +122,8 @@ class ClientHoldings:
             holds, self._holds = self._holds, {}
             slots, self._slots = self._slots, {}
             hints, self._hints = self._hints, {}
+            spaces, self._spaces = self._spaces, set()
+        self._mapped.unregister(spaces)
         for hint in hints.values():
             hint.cancel()
         for hold in holds.values():
@@ -132,6 +138,25 @@ class ClientHoldings:
             channels = list(self._channels)
         for channel in channels:
             how(channel)
+
+    def register(self, tag: bytes, size: BlockSize, description: bytes) -> None:
+        """Know a namespace while the client is there. ConfigError, as MappedStore.register."""
+        with self._lock:
+            full = tag not in self._spaces and len(self._spaces) >= self._limits.namespaces
+        if full:
+            self._counters.count("limited")
+            raise ConfigError(
+                "namespace",
+                f"a client may register {self._limits.namespaces} namespaces",
+                hint="use fewer of them at a time in one process",
+            )
+        self._mapped.register(tag, size, description)
+        with self._lock:
+            again = tag in self._spaces or self.over
+            if not again:
+                self._spaces.add(tag)
+        if again:
+            self._mapped.unregister([tag])
 
     def may_hold(self) -> bool:
         """Whether the client may hold more blocks than it does."""

@@ -98,7 +98,7 @@ class RequestHandler:
         size = BlockSize(head.block_bytes, head.chunk_bytes)
         try:
             _parse_json(description, "a description")
-            self._mapped.register(head.tag, size, description)
+            self._client.register(head.tag, size, description)
         except ConfigError as error:
             self._refuse(frame, error.path, error)
         else:

@@ -5,7 +5,7 @@ more for many blocks than for one. Sizes and places are the store's own, never t
 a store whose memory is shared (`dram.shared`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -115,7 +115,9 @@ class MappedStore:
         return all(arena.memory.prefaulted(0.0) for arena in self._state.all_arenas)
 
     def register(self, tag: bytes, size: BlockSize, description: bytes) -> None:
-        """Know a namespace. ConfigError if its blocks do not fit, or are not as they were."""
+        """Know a namespace, until `unregister`. ConfigError if its blocks do not fit, or are not as
+        they were.
+        """
         if size.block_bytes <= 0 or size.chunk_bytes <= 0:
             raise ConfigError("layout", "a block without bytes")
         chunk_count(size.block_bytes, size.chunk_bytes)
@@ -124,6 +126,11 @@ class MappedStore:
             raise ConfigError("layout", f"the namespace is known with {known.block_bytes} bytes")
         self._register_tag(tag, size.block_bytes, description)
         self._sizes.setdefault(_word(tag), size)
+
+    def unregister(self, tags: Iterable[bytes]) -> None:
+        """A client that has registered namespaces, each once, is gone."""
+        for tag in self._state.descriptions.unregister(tags):
+            self._sizes.pop(_word(tag), None)
 
     def match(self, keys: Keys) -> bytes:
         """For each block of the longest resident prefix its fastest tier: a place in TIER_NAMES."""

@@ -90,9 +90,7 @@ class Store(Depot):
         """Check that blocks of a namespace fit, and record what its tag stands for."""
         check_block_bytes(block_bytes)
         self._check_fits(record_bytes(block_bytes))
-        for lower in self._state.lower_tiers:
-            if lower.tier.writable:
-                lower.tier.remember(tag, description)
+        self._state.descriptions.register(tag, description)
 
     def put_many(
         self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
@@ -218,7 +216,9 @@ class Store(Depot):
             known = np.flatnonzero(catalog.table.tags() == word).tolist()
             return [row for row in known if catalog.is_live(row)]
 
-        return self._remove(of_namespace, [space_key(tag)], whole_namespace=True)
+        removed = self._remove(of_namespace, [space_key(tag)], whole_namespace=True)
+        self._state.descriptions.removed(tag)
+        return removed
 
     def flush(
         self, timeout_s: float = CLOSE_TIMEOUT_S, *, keys: Sequence[BlockKey] | None = None

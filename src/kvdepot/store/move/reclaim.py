@@ -250,6 +250,7 @@ class Reclaimer:
         """Take every block out of a segment. False: notes or blocks in use found no room, the
         drive fails, or the store closes before all that should be demoted is.
         """
+        self._state.descriptions.drop_unneeded(self._lower, drive, segment.slot)
         if isinstance(self._tier, KeepsNotes) and not self._tier.carry_notes(drive, segment.slot):
             return False
         if self._demoter is not None:

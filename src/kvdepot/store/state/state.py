@@ -19,6 +19,7 @@ from kvdepot.index.table import as_words
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import promotes, targets
 from kvdepot.store.state.admission import Admission
+from kvdepot.store.state.descriptions import Descriptions
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.store.write.memory_eviction import ArenaTier
@@ -128,6 +129,7 @@ class StoreState:
         """Of the fastest memory tier."""
         self.counters = Counters()
         self.admission = Admission(catalog, self.lower_tiers, self.counters)
+        self.descriptions = Descriptions(self)
         self.recorder: TraceRecorder | None = None
         self.last_ticket = 0
         """Blocks that wait to be written are numbered in the order in which they came."""

@@ -140,6 +140,8 @@ class WriteBack:
         self._mover.copy(
             job, piece, [drive], lambda _, number, least: self._room.wait_for(number, least)
         )
+        if state.descriptions.missing:
+            state.descriptions.ensure(piece.rows)
         if job.given_up:
             _log.warning("%s: %d blocks were not written", self._lower.name, job.given_up)
         with state.lock:

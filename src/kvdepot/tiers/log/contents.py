@@ -119,7 +119,10 @@ def _count(drives: Sequence[Drive], locations: Array, sizes: Array, first_drive:
 def _read_notes(drive: Drive, segment: Recovered) -> None:
     """Take in the notes of one segment; a damaged one is reported and skipped."""
     for entry in segment.entries[segment.entries["kind"] != Kind.BLOCK]:
-        payload = _read_payload(drive, segment, int(entry["page"]), int(entry["payload_bytes"]))
+        page, nbytes = int(entry["page"]), int(entry["payload_bytes"])
+        payload = _read_payload(drive, segment, page, nbytes)
+        if entry["kind"] == Kind.SPACE:
+            drive.notes.describes(segment.segment_id, page, nbytes)
         if payload is None:
             where = f"{drive.medium.label}: slot {segment.slot}, page {entry['page']}"
             drive.damage.append(f"{where}: note is damaged")

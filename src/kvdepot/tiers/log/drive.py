@@ -43,6 +43,7 @@ _EPOCH_RECORDS: Final = 40
 """Bits for what is numbered in one epoch."""
 _NOTE_RESERVE_MAX: Final = 64 << 10
 _CARRY_RESERVE_MAX: Final = 256 << 10
+_BLANK_BYTES: Final = 1 << 20
 _FOR_NOTES: Final = 2
 """Segments that a drive which was made smaller may have for notes, beside those that leases keep:
 one that is written to, and one that can be reclaimed, as notes take less room together.
@@ -640,6 +641,7 @@ class Drive:
                 continue
             try:
                 self._wipe(slot)
+                self._blank(slot, self.parting[slot])
             except OSError as error:
                 self._write_failed(error.errno or errno.EIO)
                 return
@@ -725,6 +727,23 @@ class Drive:
         self.files.write(fd, base, bytes(PAGE))
         if self.settings.fsync != "never":
             self.files.sync(fd)
+
+    def _blank(self, slot: int, segment_id: int) -> None:
+        """Overwrite the descriptions of namespaces in a segment that was wiped: it may lie free for
+        long, and what a removed tenant was called must not stay on disk.
+        """
+        fd, base = self.medium.extent(slot)
+        spans: list[list[int]] = []
+        for start, nbytes in sorted(self.notes.described_at.get(segment_id, [])):
+            if spans and spans[-1][1] >= start and start + nbytes - spans[-1][0] <= _BLANK_BYTES:
+                spans[-1][1] = start + nbytes
+            else:
+                spans.append([start, start + nbytes])
+        for start, stop in spans:
+            self.files.write(fd, base + start, bytes(stop - start))
+        if spans and self.settings.fsync != "never":
+            self.files.sync(fd)
+        self.notes.described_at.pop(segment_id, None)
 
     def sync(self, timeout_s: float | None = None) -> bool:
         """Make what was appended durable. False: it could not be, or not in time."""

@@ -6,11 +6,11 @@ written again, as long as it is needed.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.codec.notes import pack_removals, space_key, write_note
-from kvdepot.codec.record import Kind, record_bytes
+from kvdepot.codec.record import PAGE, Kind, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import Purpose, Removal
 from kvdepot.tiers.device.files import aligned
@@ -32,6 +32,9 @@ class Notes:
         self._drive = drive
         self.spaces: dict[bytes, tuple[int, bytes]] = {}
         """Tag to (segment id, description as JSON)."""
+        self.described_at: dict[int, list[tuple[int, int]]] = {}
+        """Segment id to the places of all descriptions in it, needed or not: offset and length.
+        They are overwritten before the segment is used again."""
         self.removals: dict[int, list[Removal]] = {}
         """Segment id to the removals recorded in it."""
         self._lock = threading.RLock()
@@ -46,6 +49,18 @@ class Notes:
             if segment_id is not None:
                 self.spaces[tag] = (segment_id, description)
         return segment_id is not None
+
+    def described_in(self, segment_id: int) -> list[bytes]:
+        """Tags whose descriptions are in a segment."""
+        spaces = self.spaces.copy()  # others add to it meanwhile
+        return [tag for tag, (at, _) in spaces.items() if at == segment_id and tag != PROFILE_TAG]
+
+    def forget(self, tags: Collection[bytes]) -> None:
+        """Carry these descriptions along no more."""
+        with self._held() as mine:
+            if mine:
+                for tag in tags:
+                    self.spaces.pop(tag, None)
 
     @property
     def profile(self) -> Profile | None:
@@ -107,4 +122,13 @@ class Notes:
         image = aligned(record_bytes(len(payload)))
         write_note(image, kind, key, payload)
         (place,) = self._drive.append([image], purpose)
-        return place.segment_id if place is not None else None
+        if place is None:
+            return None
+        if kind is Kind.SPACE:
+            self.describes(place.segment_id, place.page, len(payload))
+        return place.segment_id
+
+    def describes(self, segment_id: int, page: int, payload_bytes: int) -> None:
+        """A segment has a description there."""
+        place = (page * PAGE, record_bytes(payload_bytes))
+        self.described_at.setdefault(segment_id, []).append(place)

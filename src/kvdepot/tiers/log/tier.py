@@ -504,6 +504,14 @@ class LogTier:
         segment = self.drives[drive].segments.get(slot)
         return segment is None or self.drives[drive].notes.carry(segment.segment_id)
 
+    def described_in(self, drive: int, slot: int) -> list[bytes]:
+        segment = self.drives[drive].segments.get(slot)
+        return [] if segment is None else self.drives[drive].notes.described_in(segment.segment_id)
+
+    def forget(self, tags: Collection[bytes]) -> None:
+        for drive in self.drives:
+            drive.notes.forget(tags)
+
     def release(self, drive: int, slot: int) -> bool:
         if not self.carry_notes(drive, slot):
             return False
