@@ -19,6 +19,8 @@ from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 from kvdepot.index.tree import FEW, PrefixTree
 
 _OUT: Final = -1
+_ONE: Final = np.int32(1)
+"""Of a column's own type: with a plain 1 `ufunc.at` takes thirty times as long."""
 
 
 class LeafOrder:
@@ -111,7 +113,7 @@ class LeafOrder:
                 self.hold(row)
             return
         at = np.array(rows)
-        np.add.at(self._holds.array, at, 1)
+        np.add.at(self._holds.array, at, _ONE)
         for row in at[self._queue.array[at] != _OUT].tolist():
             if self._queue.view[row] != _OUT:
                 self._queues.remove(row)
@@ -122,7 +124,7 @@ class LeafOrder:
                 self.release(row)
             return
         at = np.array(rows)
-        np.subtract.at(self._holds.array, at, 1)
+        np.subtract.at(self._holds.array, at, _ONE)
         idle = (self._group.array[at] != _OUT) & (self._kids.array[at] == 0)
         for row in at[idle].tolist():
             self._settle(row)

@@ -68,7 +68,7 @@ class ReuseRates:
         self._cell[kind * len(AGES) + bucket(age)] += 1
 
     def reused_many(self, kinds: Ints, ages: Ints) -> None:
-        np.add.at(self._cells, kinds * len(AGES) + buckets(ages), 1.0)
+        np.add.at(self._cells, kinds * len(AGES) + buckets(ages), np.float64(1.0))
 
     def exposed(self, kinds: Ints, ages: Ints, each: float) -> None:
         """Blocks of these kinds and ages were there; each stands for `each` blocks times uses."""
@@ -87,8 +87,16 @@ class ReuseRates:
         average = np.divide(reuses.sum(axis=0), total, out=np.zeros(seen), where=total > 0)
         weight = prior * _PRIOR
         rates: Floats = (reuses + weight * average) / (exposure + weight + 1e-9)
-        known = _densities(rates, _WIDTHS[:seen]) * boost[:, None]
-        self.density = np.pad(known, ((0, 0), (0, len(AGES) - seen)), mode="edge").tolist()
+        # Kinds of which nothing is known yet are all alike: one of them stands for the others.
+        seen_kinds = reuses.any(axis=1) | exposure.any(axis=1)
+        alike = np.flatnonzero(~seen_kinds)
+        worked_out = np.append(np.flatnonzero(seen_kinds), alike[:1])
+        known: Floats = np.zeros(self._shape)
+        known[worked_out, :seen] = _densities(rates[worked_out], _WIDTHS[:seen])
+        known[alike] = known[alike[:1]]
+        known *= boost[:, None]
+        known[:, seen:] = known[:, seen - 1 : seen]
+        self.density = known.tolist()
         self._reuses *= _DECAY
         self._exposure *= _DECAY
 
@@ -144,9 +152,10 @@ class LruShadow:
     def touch(self, digests: Iterable[int]) -> int:
         """Keys of the sample were asked for. Returns how many of them LRU would have had."""
         order, had = self._order, 0
+        to_end = order.move_to_end
         for digest in digests:
             if digest in order:
-                order.move_to_end(digest)
+                to_end(digest)
                 had += 1
             else:
                 order[digest] = None
