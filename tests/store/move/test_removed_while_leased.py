@@ -1,5 +1,8 @@
 """A block that is removed while it is leased can still be moved; it must not come back."""
 
+import random
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,17 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.config import load
+from kvdepot.core.tier import Pending
 from kvdepot.store.move.copy_run import RecordMover
+from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
+from kvdepot.testing.power import PowerFiles
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
+from kvdepot.tiers.device.files import Files, Ops
 
 BLOCKS = 40
 
 
-def opened(path: Path, drives: int = 2, **changes: Any) -> Store:
+def opened(path: Path, drives: int = 2, files: Files | None = None, **changes: Any) -> Store:
     tree: dict[str, Any] = {
         "dram": {"capacity": "8MiB", "prefault": False, "huge_pages": "never"},
         "ssd": {
@@ -28,9 +35,7 @@ def opened(path: Path, drives: int = 2, **changes: Any) -> Store:
         },
         "writeback": {"staging": "2MiB"},
     }
-    store = kvdepot.open(**tree)
-    assert isinstance(store, Store)
-    return store
+    return assemble(load(overrides=tree), files=files)
 
 
 def drain(store: Store, path: Path) -> None:
@@ -117,3 +122,91 @@ def test_a_block_put_again_after_its_removal_stays(tmp_path: Path) -> None:
         assert all(store.get_many(keys, targets))
         for target, key in zip(targets, keys, strict=True):
             assert target.tobytes() == payload_for(key, BLOCK_BYTES)
+
+
+class KilledOften(Files):
+    """Keeps what a kill would leave, at every few writes while `armed`."""
+
+    def __init__(self, folder: Path, left: Path, every: int) -> None:
+        super().__init__()
+        self._folder = folder
+        self._left = left
+        self._every = every
+        self._count = 0
+        self._lock = threading.Lock()
+        self.armed = False
+
+    def run(self, ops: Ops, timeout_s: float) -> Pending | None:
+        self._keep()
+        return super().run(ops, timeout_s)
+
+    def write(self, fd: int, offset: int, data: bytes) -> None:
+        self._keep()
+        super().write(fd, offset, data)
+
+    def _keep(self) -> None:
+        with self._lock:
+            self._count += self.armed
+            if self.armed and self._count % self._every == 0:
+                shutil.copytree(self._folder, self._left / str(self._count))
+
+
+def back_after(path: Path, keys: list[BlockKey]) -> int:
+    """How many of the keys a store has when it is opened again."""
+    with opened(path) as store:
+        space_of(store)
+        assert store.check().ok
+        return sum(len(store.match([key])) for key in keys)
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+@pytest.mark.parametrize("move", [drain, reclaim_everything])
+def test_it_does_not_come_back_after_a_kill(
+    tmp_path: Path, move: Callable[[Store, Path], None]
+) -> None:
+    """At any moment while it is moved, with the lease held and when it ends."""
+    left = tmp_path / "left"
+    (folder := tmp_path / "kv").mkdir()
+    files = KilledOften(folder, left, every=23)
+    with opened(folder, files=files) as store:
+        keys = fill(store)
+        lease = store.lease(keys)
+        assert store.remove(keys) == BLOCKS
+        files.armed = True
+        move(store, folder)
+        shutil.copytree(folder, left / "moved")
+        lease.release()
+        reclaim_everything(store, folder)
+        files.armed = False
+        shutil.copytree(folder, left / "released")
+    found = sorted(left.iterdir())
+    assert len(found) > 3
+    assert {path.name: back_after(path, keys) for path in found} == dict.fromkeys(
+        [path.name for path in found], 0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+@pytest.mark.parametrize("move", [drain, reclaim_everything])
+def test_it_does_not_come_back_after_a_power_cut(
+    tmp_path: Path, move: Callable[[Store, Path], None], seed: int
+) -> None:
+    """What was removed and flushed; the power goes while it is moved."""
+    rng = random.Random(seed)
+    for number in range(2):
+        (folder := tmp_path / str(number)).mkdir()
+        files = PowerFiles(rng)
+        store = opened(folder, files=files)
+        keys = fill(store)
+        lease = store.lease(keys)
+        assert store.remove(keys) == BLOCKS
+        assert store.flush()
+        cut = threading.Timer(rng.random() * 0.1, files.cut)
+        cut.start()
+        move(store, folder)
+        cut.join()
+        lease.release()
+        store.close(1.0)
+        assert not back_after(folder, keys)
