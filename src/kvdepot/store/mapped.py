@@ -137,8 +137,10 @@ class MappedStore:
         recorder = self._state.recorder
         if recorder is not None:
             recorder.add(keys)
-        with self._state.lock:
-            residency = self._state.catalog.residency.array[self._resident(keys)]
+        residency = self._all_resident(keys)
+        if residency is None:
+            with self._state.lock:
+                residency = self._state.catalog.residency.array[self._resident(keys)]
         return bytes(self._codes[residency])
 
     def lease(self, keys: Keys) -> Hold:
@@ -276,6 +278,23 @@ class MappedStore:
             if absent[index] and size is not None and size.block_bytes == nbytes[index]
         ]
         return wants, len(rows)
+
+    def _all_resident(self, keys: Keys) -> Array | None:
+        """Residency of blocks that are all there, found without the lock; None: look with it.
+
+        Other threads may be changing the index. A row that has a key before and after its residency
+        is read was that block's, and resident, at a moment of this call, which is all that a match
+        says. What is not found may be on its way to another place of the table.
+        """
+        catalog = self._state.catalog
+        try:
+            rows = catalog.table.find_many(keys)
+            residency: Array = catalog.residency.array[rows]
+            same = catalog.table.words(rows).tobytes() == keys.tobytes()
+        except IndexError:  # the table grows just now
+            return None
+        all_up = all(lower.tier.is_up() for lower in self._state.lower_tiers)
+        return residency if same and all_up and (rows != NONE).all() and residency.all() else None
 
     def _resident(self, keys: Keys) -> Rows:
         """Rows of the longest usable prefix."""

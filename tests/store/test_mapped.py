@@ -1,0 +1,86 @@
+"""Lookups for processes that map a store's memory."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvdepot.core.block import BlockKey
+from kvdepot.core.tier import TIER_NAMES
+from kvdepot.index.catalog import Catalog
+from kvdepot.index.table import Keys
+from kvdepot.store.open import open_store
+from kvdepot.store.store import Store
+from kvdepot.testing.store_contract import prompt, put, small, space_of
+
+DRAM = TIER_NAMES.index("dram")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    settings = small(tmp_path / "kv")
+    settings["dram"] = {**settings["dram"], "shared": True}
+    with open_store(**settings) as opened:
+        yield opened
+
+
+def words(keys: list[BlockKey]) -> Keys:
+    return np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
+
+
+def test_a_match_of_what_is_there_waits_for_no_other_call(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = prompt(space_of(store), 1, 8)
+    assert all(put(store, keys))
+    mapped = store.mapped()
+    inside, leave = threading.Event(), threading.Event()
+    use = Catalog.use
+
+    def slow(catalog: Catalog, rows: list[int]) -> None:
+        inside.set()
+        leave.wait(60.0)
+        use(catalog, rows)
+
+    monkeypatch.setattr(Catalog, "use", slow)
+    leasing = threading.Thread(target=lambda: mapped.release(mapped.lease(words(keys))))
+    leasing.start()
+    assert inside.wait(60.0)
+    found: list[bytes] = []
+    matching = threading.Thread(target=lambda: found.append(mapped.match(words(keys))))
+    matching.start()
+    matching.join(20.0)
+    waited = not found
+    leave.set()
+    leasing.join()
+    matching.join()
+    assert not waited
+    assert found == [bytes([DRAM]) * 8]
+
+
+def test_a_match_is_right_while_blocks_come_and_go(store: Store) -> None:
+    """What stays is always found, what never was is not, whatever the index is doing."""
+    space = space_of(store)
+    stays, never = prompt(space, 1, 4), prompt(space, 2, 4)
+    assert all(put(store, stays))
+    mapped, over = store.mapped(), threading.Event()
+    wrong: list[bytes] = []
+
+    def look() -> None:
+        while not over.is_set():
+            answers = mapped.match(words(stays)), mapped.match(words([*stays, *never]))
+            wrong.extend(answer for answer in answers if len(answer) != 4)
+            wrong.extend(answer for answer in [mapped.match(words(never))] if answer)
+
+    looking = threading.Thread(target=look)
+    with store.lease(stays):
+        looking.start()
+        for number in range(3, 150):
+            keys = prompt(space, number, 4)
+            put(store, keys)
+            store.remove(keys)
+        over.set()
+        looking.join()
+    assert wrong == []
