@@ -122,3 +122,11 @@ def test_the_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         tmp_path / ".cache" / "kvdepot" / "run",
     )
     assert runtime_folder({"XDG_RUNTIME_DIR": "relative"}) == unsafe
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 987654)
+    with pytest.raises(UnsafePathError, match="user 987654 has no home directory") as caught:
+        runtime_folder({})
+    assert "XDG_RUNTIME_DIR" in caught.value.hint

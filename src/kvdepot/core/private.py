@@ -23,13 +23,20 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
     """Where this user's sockets and locks belong; `make_private_folder` makes it.
 
     Below XDG_RUNTIME_DIR, else below /run/user/UID, where that is a private folder of this user;
-    else in the home directory.
+    else in the home directory. UnsafePathError where there is none.
     """
     for given in (env.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
         base = Path(given)
         if base.is_absolute() and is_private_folder(base):
             return base / "kvdepot"
-    return Path.home() / ".cache" / "kvdepot" / "run"
+    try:
+        return Path.home() / ".cache" / "kvdepot" / "run"
+    except RuntimeError:
+        raise UnsafePathError(
+            "runtime folder",
+            f"user {os.getuid()} has no home directory",
+            hint="set HOME or XDG_RUNTIME_DIR to a folder of this user, or name a socket",
+        ) from None
 
 
 def is_private_folder(path: Path) -> bool:

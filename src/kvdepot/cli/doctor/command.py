@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if args.measure and settings is not None:
         drives.measure(settings)
     own = [path for tier in settings.file_tiers for path in tier.path] if settings else []
-    paths = args.paths or own or list(dict.fromkeys([Path.cwd(), Path.home()]))
+    home = Path(args.env.get("HOME") or Path.cwd())
+    paths = args.paths or own or list(dict.fromkeys([Path.cwd(), home]))
     emulated = set(drives.emulated_paths(settings)) if settings else set()
     facts = machine.read_machine(nvidia_smi=shutil.which("nvidia-smi"))
     checks = [

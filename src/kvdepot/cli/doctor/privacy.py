@@ -72,7 +72,11 @@ def dump_exposure(root: Path, limit_bytes: int) -> Exposure:
 def runtime_exposures(env: Mapping[str, str]) -> Iterator[Exposure]:
     """Where sockets are by default, and who may connect to those that are there."""
     given = env.get("XDG_RUNTIME_DIR", "")
-    folder = runtime_folder(env)
+    try:
+        folder = runtime_folder(env)
+    except UnsafePathError as error:
+        yield Exposure("runtime folder", str(error), error.hint)
+        return
     if given and not folder.is_relative_to(given):
         found = f"XDG_RUNTIME_DIR={given} is not a folder of this user alone; {folder} is used"
         yield Exposure("runtime folder", found, f"chmod 700 {given}, or unset it")
