@@ -46,7 +46,8 @@ ENTRY: Final = np.dtype(
 Entries = npt.NDArray[np.void]
 """An array of ENTRY."""
 
-_SLOTS_CHARS_MAX: Final = 3 << 10
+_SLOTS_CHARS_MAX: Final = 5 << 9
+_EPOCHS_MAX: Final = 1 << 23
 _SEGMENT_BYTES_MAX: Final = 1 << 44
 """Pages of a segment are counted in 32 bits."""
 _ENTRY: Final = struct.Struct("<32sIIQQQ")
@@ -128,6 +129,8 @@ class Superblock:
     """What may be written, where there is a limit, at `budget_at_s`."""
     budget_at_s: float = 0.0
     """Seconds since 1970; 0: nothing was kept yet."""
+    members: str = ""
+    """The drives that belong together, as `VERSION:NAME,NAME`; empty for one alone."""
     epoch: int = 0
     """How often the store was opened for writing: ids and sequences of one time never come again,
     also if a power cut takes all that was written with them."""
@@ -162,11 +165,15 @@ class Superblock:
     def _makes_sense(self) -> bool:
         """Whether the fields are what they are said to be: a checksum tells of bytes only."""
         budget = (self.budget_bytes, self.budget_at_s)
-        if not all(isinstance(text, str) for text in (self.store, self.made_by, self.slots)):
+        if not all(
+            isinstance(text, str) for text in (self.store, self.made_by, self.slots, self.members)
+        ):
             return False
         if type(self.segment_bytes) is not int or not _is_segment_size(self.segment_bytes):
             return False
         if any(type(number) not in (int, float) or abs(number) > 1e18 for number in budget):
+            return False
+        if type(self.epoch) is not int or not 0 <= self.epoch < _EPOCHS_MAX:
             return False
         try:
             uuid.UUID(self.store)

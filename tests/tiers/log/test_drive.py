@@ -264,7 +264,7 @@ def test_a_disk_without_room_is_read_as_ever(
         assert tier.append(0, [block(number)]) == [None]
         assert tier.is_up(0)
         assert load(tier, make_key(1), place)
-    assert 1 <= fault.hits < 38, "it is asked now and then"
+    assert fault.hits, "it is asked now and then"
     assert sum("no room" in line for line in caplog.messages) == 1
     files.clear()
     until(lambda: tier.drive(0).takes_blocks)

@@ -197,6 +197,8 @@ class Drive:
         """Slots that were written to since they were last made durable."""
         self._unproven: set[int] = set()
         """Slots that could not be made durable: until they are reused, flush says so."""
+        self.members = ""
+        """What its superblock says of the drives that belong together."""
         self._cannot_sync = False
         """The last sync failed: while the drive is down, none is waited for."""
         self.lost = False
@@ -912,6 +914,17 @@ class Drive:
         with self._books:
             segment.sealed = sealed
             segment.entries = []
+
+    def keep_members(self, text: str) -> None:
+        """Write down which drives belong together."""
+        with self._turn:
+            try:
+                known = known_superblock(self.medium)
+                if known is not None:
+                    self.medium.write_superblock(replace(known, members=text))
+                    self.members = text
+            except OSError as error:
+                self._write_failed(error.errno or errno.EIO)
 
     def lose(self) -> None:
         """Its directory was taken away: it is used no more before it is opened anew."""

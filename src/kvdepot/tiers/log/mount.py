@@ -64,6 +64,7 @@ def mount(
     store = uuid.UUID(superblock.store).bytes
     drive = Drive(medium, files, settings, store, slots, numbers, clock)
     drive.damage += damage
+    drive.members = superblock.members
     return drive
 
 

@@ -6,7 +6,7 @@ written again, as long as it is needed.
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.codec.notes import pack_removals, space_key, write_note
@@ -39,6 +39,8 @@ class Notes:
         """Segment id to the removals recorded in it."""
         self._lock = threading.RLock()
         """Held from writing a note until it is entered here: `carry` must not miss one."""
+        self.keep_all: Callable[[], bool] = bool
+        """Whether another drive may need removals that this one does not."""
 
     def remember(self, tag: bytes, description: bytes, purpose: Purpose = Purpose.NOTE) -> bool:
         """Record what a namespace tag stands for. False: it could not be written."""
@@ -95,6 +97,7 @@ class Notes:
             ids = [segment.segment_id for segment in list(self._drive.segments.values())]
             ids += list(self._drive.parting.values())
             oldest = min((at for at in ids if at != segment_id), default=segment_id)
+            oldest = 0 if self.keep_all() else oldest
             needed = [
                 removal
                 for removal in self.removals.get(segment_id, [])

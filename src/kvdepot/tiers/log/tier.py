@@ -66,6 +66,7 @@ from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive, Numbers, Segment
 from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
+from kvdepot.tiers.log.members import Members
 from kvdepot.tiers.log.mount import leave_out, mount
 from kvdepot.tiers.log.recovery import Recovered
 from kvdepot.tiers.memory.memory import Memory
@@ -132,6 +133,7 @@ class LogTier:
         self._settings = settings
         self._clock = clock
         self._numbers = Numbers()
+        self._members = Members(lambda: self.drives, writable=settings.writable)
         self._closed = False
         self._measuring = Measuring(
             lambda: self.drives,
@@ -149,6 +151,9 @@ class LogTier:
     def _recover(self) -> Contents:
         started_s = self._clock.now()
         found = self._open_drives()
+        for drive in self._members.settle():
+            found[self.drives.index(drive)] = []
+            self._empty(drive)
         contents = read_contents(self.drives, found, mirrored=self._settings.mirrored)
         segments = [segment for recovered in found for segment in recovered]
         scanned = sum(segment.scanned for segment in segments)
@@ -171,7 +176,16 @@ class LogTier:
             self._numbers.begin_epoch(max(map(_epoch_of, known), default=0))
             for drive, recovered in zip(self.drives, found, strict=True):
                 drive.resume(recovered)
+            self._members.share_removals()
         return contents
+
+    def _empty(self, drive: Drive) -> None:
+        """A drive that was given up holds nothing that counts."""
+        _log.warning("%s: was away too long: its blocks are dropped", drive.medium.label)
+        for slot in list(drive.segments):
+            if self.writable:
+                drive.release(slot)
+        drive.segments.clear()
 
     def _open_drives(self) -> list[list[Recovered]]:
         """Mount all drives at the same time, and tell what is in their segments. Raises where the
@@ -199,6 +213,7 @@ class LogTier:
     def _open_drive(self, path: Path) -> tuple[Drive, list[Recovered]]:
         """Mount a drive and read its segments. Raises as `mount`; then nothing is held."""
         drive = mount(path, self._files, self._settings, self._numbers, self._clock)
+        drive.notes.keep_all = self._members.are_missing
         try:
             return drive, drive.recover()
         except KVDepotError:
@@ -416,12 +431,17 @@ class LogTier:
             lost.breaker.failed(str(error), at_once=True)
             raise
         fresh.wear.take_over(lost.wear)
+        if not self._members.admit(fresh, lost):
+            self._empty(fresh)
+            found = []
         others = [other for other in self.drives if other is not lost]
         contents = read_contents([fresh], [found], first_drive=drive, others=others)
         if self.writable:
             fresh.resume(found)
         self.drives[drive] = fresh
         self.left_out.pop(drive, None)
+        if self.writable:
+            self._members.share_removals()
         _log.info("%s: mounted again, %d blocks", fresh.medium.label, len(contents.locations))
         return contents
 
@@ -441,6 +461,7 @@ class LogTier:
         index = free[0] if free else len(self.drives)  # the number of a drive that has gone
         self._paths[index : index + 1] = [path]
         self.drives[index : index + 1] = [drive]
+        self._members.admit(drive)
         for tag, description in self.descriptions().items():
             if tag not in drive.notes.spaces:
                 drive.notes.remember(tag, description)
@@ -467,7 +488,8 @@ class LogTier:
         return [
             index
             for index in asked
-            if not self.drives[index].retired and not self.drives[index].notes.remove(removals)
+            if not self.drives[index].retired
+            and not self._members.record(self.drives[index], removals)
         ]
 
     def remember(self, tag: bytes, description: bytes) -> bool:
@@ -539,7 +561,9 @@ class LogTier:
         self.drives[drive].start_drain()
 
     def retire(self, drive: int) -> None:
+        self._members.share_removals(leaving=self.drives[drive])
         self.drives[drive].retire()
+        self._members.leave(self.drives[drive])
 
     def resize(self, drive: int, segments_max: int) -> None:
         self.drives[drive].resize(segments_max)
@@ -551,6 +575,8 @@ class LogTier:
         one = self.drives[drive]
         if one.draining or one.lost:
             return
+        if self.writable:
+            self._members.look_after(one)
         if not one.medium.intact():
             one.lose()
         elif not one.breaker.closed:
