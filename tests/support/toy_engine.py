@@ -28,6 +28,7 @@ LAYERS = 3
 HEADS = 2
 WIDTH = 256
 VOCABULARY = 50
+MODEL = "toy"
 PROMPT = [(7 * number) % VOCABULARY for number in range(43)]
 FULL_PAGES = len(PROMPT) // PAGE_TOKENS
 
@@ -115,7 +116,7 @@ def engine_config() -> Any:
     """As vLLM's VllmConfig, as far as the worker looks at it."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            model="toy",
+            model=MODEL,
             dtype="torch.float32",
             quantization=None,
             seed=0,

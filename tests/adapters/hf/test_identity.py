@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.support.zoo import build, gpt2, llama, tokens, transformers
 
 from kvdepot.adapters.hf import attach
+from kvdepot.adapters.hf.identity import weights_digest
 from kvdepot.errors import ModelError
 from kvdepot.store.store import Store
 
@@ -115,6 +117,23 @@ def test_every_weight_counts(memory: Store) -> None:
             depot_model.generate(IDS[:, :8], **GREEDY)
             assert depot_model.fingerprint not in seen
             seen.add(depot_model.fingerprint)
+
+
+@pytest.mark.parametrize("at", [0, 1, 8_191, 100_000, 199_999])
+def test_every_byte_of_a_large_tensor_counts_and_its_place(at: int) -> None:
+    """Also where words only change places, which a plain sum would not see."""
+    weight = torch.arange(1_600_003, dtype=torch.int64).to(torch.uint8)
+    model: Any = SimpleNamespace(state_dict=lambda: {"w": weight})
+    before = weights_digest(model)
+    weight[at * 8 + 3] ^= 64
+    assert weights_digest(model) != before
+    weight[at * 8 + 3] ^= 64
+    assert weights_digest(model) == before
+    words, other = weight[:1_600_000].view(torch.int64), (at + 13) % 200_000
+    here, there = int(words[at]), int(words[other])
+    assert here != there
+    words[at], words[other] = there, here
+    assert weights_digest(model) != before
 
 
 def test_a_weight_written_in_place_makes_it_another_model(memory: Store) -> None:

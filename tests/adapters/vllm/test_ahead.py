@@ -23,7 +23,7 @@ PAGES = list(range(100, 140))
 
 def scheduler(store: Store, *, at_once: bool = True) -> ConnectorScheduler:
     layout = KVLayout.opaque(4096, SIZE).description()
-    facts = ShardFacts("m", "f", layout, 0, 1, (), 1, at_once)
+    facts = ShardFacts("m", "f", "w", "", layout, 0, 1, (), 1, at_once)
     engine = EngineFacts(64, shares_pages=True)
     side = ConnectorScheduler(
         ConnectorConfig(), SharedDepot("", store), engine, loads=True, saves=True

@@ -18,9 +18,12 @@ from kvdepot.core.keys import encode
 from kvdepot.core.namespace import fingerprint
 from kvdepot.errors import ModelError
 
-_SAMPLES: Final = 64
-_SAMPLE_BYTES: Final = 64
+_WHOLE_BYTES: Final = 4096
+"""Tensors up to this size are hashed as they are."""
 _WORD: Final = 8
+_STEP_WORDS: Final = 1 << 22
+_FACTORS: Final = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
+"""Odd: an odd number times what is not 0 is not 0 in 64 bits."""
 _NOT_KV: Final = frozenset(
     {
         "architectures",
@@ -67,8 +70,9 @@ def model_fingerprint(model: PreTrainedModel, revision: str | None) -> str:
 def weights_digest(model: PreTrainedModel) -> str:
     """A digest of the names, shapes, types and content of all weights.
 
-    The content enters as a sum over all words of a tensor and as samples spread over it, both taken
-    on the tensor's device: every change of a weight shows, unless it was made to go unnoticed.
+    The content enters as two sums over all words of a tensor, each word times a number of its own
+    place, taken on the tensor's device: every change of one weight shows, and of several unless it
+    was made to go unnoticed.
     """
     tensors = {
         name: tensor.detach()
@@ -95,17 +99,20 @@ def _content(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """What stands for a tensor's content, as bytes on its device."""
     raw = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
     count = raw.numel()
-    if count <= _SAMPLES * _SAMPLE_BYTES:
+    if count <= _WHOLE_BYTES:
         yield raw
         return
     whole = count // _WORD * _WORD
     words = raw[:whole] if raw.storage_offset() % _WORD == 0 else raw[:whole].clone()
-    yield words.view(torch.int64).sum().reshape(1).view(torch.uint8)
     yield raw[whole:]
-    step = (count - _SAMPLE_BYTES) // (_SAMPLES - 1)
-    starts = torch.arange(_SAMPLES, device=raw.device) * step
-    at = starts[:, None] + torch.arange(_SAMPLE_BYTES, device=raw.device)
-    yield raw[at.reshape(-1)]
+    sums = torch.zeros(2, dtype=torch.int64, device=raw.device)
+    for start in range(0, whole // _WORD, _STEP_WORDS):
+        part = words.view(torch.int64)[start : start + _STEP_WORDS]
+        place = torch.arange(start, start + part.numel(), device=raw.device) * 2 + 1
+        sums[0] += (part * (place * _FACTORS[0])).sum()
+        mixed = (part ^ (part >> 29)) * _FACTORS[2]
+        sums[1] += ((mixed ^ (mixed >> 32)) * (place * _FACTORS[1])).sum()
+    yield sums.view(torch.uint8)
 
 
 def tuner_layers(model: PreTrainedModel) -> list[torch.nn.Module]:

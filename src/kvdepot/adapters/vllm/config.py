@@ -77,6 +77,9 @@ class ConnectorConfig:
     speeds: Path = Path("~/.cache/kvdepot/speeds")
     """Where measured speeds are kept for the next start on this machine."""
 
+    weights: Path = Path("~/.cache/kvdepot/weights")
+    """Where digests of weight files are kept, by inode and times, so that they are read once."""
+
     load_threads: int = 4
     """Requests that are loaded at the same time."""
 

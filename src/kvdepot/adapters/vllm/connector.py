@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: igno
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.lora.worker_manager import WorkerLoRAManager  # type: ignore[import-not-found]
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[import-not-found]
 from vllm.version import __version__  # type: ignore[import-not-found]
 
@@ -122,6 +123,8 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._part = ConnectorScheduler(settings, depot, facts, loads=loads, saves=saves)
         else:
             self._part = ConnectorWorker(engine, cache, settings, depot)
+            if getattr(engine, "lora_config", None) is not None:
+                self._part.loaded.watch(WorkerLoRAManager)
 
     @property
     def requires_kv_delivery(self) -> bool:

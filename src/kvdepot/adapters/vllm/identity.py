@@ -5,7 +5,6 @@ the backend and the instruction set that were chosen. What cannot be served is r
 start.
 """
 
-import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,17 +16,19 @@ import torch
 from kvdepot.adapters.tensors.kvtensors import DTYPES, KVTensors
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig, pages_per_block
 from kvdepot.adapters.vllm.messages import ShardFacts
-from kvdepot.core.keys import encode
+from kvdepot.adapters.vllm.weights import WeightsDigest, digest_of, weight_files
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace, fingerprint
 from kvdepot.errors import ConfigError, ModelError
 
-_WEIGHTS_HEAD_BYTES: Final = 1 << 20
-"""Enough for the header of a safetensors file, which names every tensor."""
-_SAMPLE_BYTES: Final = 1 << 14
-_SAMPLES: Final = 64
-_WEIGHTS_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_CONFIG_FILES: Final = ("adapter_config.json", "config.json", "quantize_config.json")
+_MODEL_SETTINGS: Final = (
+    "max_model_len",
+    "disable_sliding_window",
+    "model_impl",
+    "mm_processor_kwargs",
+    "override_attention_dtype",
+)
+"""Of vLLM's model config, what changes K or V beside the model's own; see docs/guides/vllm.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,12 @@ def shard_facts(
     replicas = max(1, getattr(cache, "kv_tp_replicas", 1) or 1)
     model = engine.model_config
     path = Path(model.model)
+    weights, weights_folder = _weights(engine, config)
     return ShardFacts(
         model=config.model or (path.name if path.is_dir() else str(model.model)),
-        fingerprint=fingerprint(
-            {"config": _plain(model.hf_config.to_dict())}, config.revision or _weights(engine)
-        ),
+        config=fingerprint({"config": _plain(model.hf_config.to_dict())}),
+        weights=weights,
+        weights_folder=weights_folder,
         layout=layout.description(),
         shard_rank=place.rank // replicas,
         shard_size=max(1, place.ranks // replicas),
@@ -107,12 +109,16 @@ def shard_facts(
 
 
 def namespace_of(facts: ShardFacts, config: ConnectorConfig, adapter: str) -> Namespace:
-    """The namespace of a shard's blocks under one adapter."""
+    """The namespace of a shard's blocks under one adapter. ModelError while the weights are not
+    known."""
+    weights = known_weights(facts, config)
+    if not weights:
+        raise ModelError(f"the weights are not known: {_digest(facts, config).reason}")
     tenant = config.tenants.get(config.tenant)
     return Namespace(
         model=facts.model,
         layout=KVLayout.from_description(facts.layout),
-        fingerprint=facts.fingerprint,
+        fingerprint=fingerprint({"config": facts.config}, weights),
         shard_rank=facts.shard_rank,
         shard_size=facts.shard_size,
         adapter=adapter,
@@ -122,30 +128,47 @@ def namespace_of(facts: ShardFacts, config: ConnectorConfig, adapter: str) -> Na
     )
 
 
-def adapter_of(lora: Any) -> str:
-    """A LoRA adapter's name and content; empty for none."""
+def known_weights(facts: ShardFacts, config: ConnectorConfig) -> str:
+    """What names the weights; empty as long as they are being read. Does not wait."""
+    return facts.weights or _digest(facts, config).known()
+
+
+def _digest(facts: ShardFacts, config: ConnectorConfig) -> WeightsDigest:
+    return digest_of(Path(facts.weights_folder), config.weights.expanduser())
+
+
+def adapter_of(lora: Any, loaded: Mapping[int, str]) -> str:
+    """A LoRA adapter's name and content, as `loaded` has it by vLLM's number; empty for none.
+
+    ModelError while it is not known what vLLM has loaded, as before its first use.
+    """
     if lora is None:
         return ""
-    folder = Path(lora.lora_path)
-    content = folder_digest(folder) if folder.is_dir() else ""
-    return f"{lora.lora_name} {content or lora.lora_path}"
+    digest = loaded.get(lora.lora_int_id, "")
+    if not digest:
+        raise ModelError(f"vLLM has not said what it loads as LoRA {lora.lora_name}")
+    return f"{lora.lora_name} {digest}"
 
 
-def _weights(engine: Any) -> str:
+def _weights(engine: Any, config: ConnectorConfig) -> tuple[str, str]:
+    """What names the weights; or, where that has to be read, the folder that they are in."""
     model = engine.model_config
+    if config.revision:
+        return config.revision, ""
     load_format = str(getattr(engine.load_config, "load_format", "auto"))
     if load_format.endswith("dummy"):
-        return f"dummy {model.seed}"
+        return f"dummy {model.seed}", ""
     folder = Path(model.model)
-    digest = folder_digest(folder) if folder.is_dir() else ""
+    if folder.is_dir() and weight_files(folder):
+        return "", str(folder.absolute())
     commit = getattr(model.hf_config, "_commit_hash", None)
-    if not (digest or commit):
+    if not commit:
         raise ConfigError(
             f"{SETTING}.revision",
             f"missing: vLLM does not tell which weights of {model.model} it has loaded",
             hint='set it to whatever names them, such as "2026-11-01"',
         )
-    return digest or f"commit {commit}"
+    return f"commit {commit}", ""
 
 
 def _extra(engine: Any, cache: Any, group: Any, tensors: KVTensors) -> tuple[tuple[str, str], ...]:
@@ -163,7 +186,10 @@ def _extra(engine: Any, cache: Any, group: Any, tensors: KVTensors) -> tuple[tup
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "backend": str(backend.get_name()) if backend is not None else "unknown",
         "instructions": "",
+        "lora_dtype": str(getattr(getattr(engine, "lora_config", None), "lora_dtype", None)),
     }
+    for name in _MODEL_SETTINGS:
+        pairs[name] = str(getattr(engine.model_config, name, None))
     if tensors.device.type == "cpu":
         isa = getattr(first, "isa", None) or getattr(getattr(first, "impl", None), "isa", None)
         capability = torch.backends.cpu.get_cpu_capability()
@@ -180,35 +206,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return str(value)
-
-
-def folder_digest(folder: Path) -> str:
-    """A digest of the weights in a folder; empty if there are none. The same for a copy elsewhere.
-
-    Covers names, sizes and samples of at most 2 MiB of each file. A change that touches no sample
-    and keeps the size goes unnoticed; no training or conversion makes such a change.
-    """
-    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS_SUFFIXES)
-    if not files:
-        return ""
-    digest = hashlib.blake2b(digest_size=32, person=b"kvdepot-weights")
-    for path in files:
-        digest.update(encode((path.name, path.stat().st_size, _sample(path))))
-    for path in (folder / name for name in _CONFIG_FILES):
-        if path.is_file():
-            digest.update(encode((path.name, path.read_bytes())))
-    return digest.hexdigest()
-
-
-def _sample(path: Path) -> bytes:
-    size = path.stat().st_size
-    digest = hashlib.blake2b(digest_size=32)
-    with path.open("rb") as file:
-        digest.update(file.read(_WEIGHTS_HEAD_BYTES))
-        step = max(1, (size - _SAMPLE_BYTES) // _SAMPLES)
-        for at in range(_WEIGHTS_HEAD_BYTES, max(size - _SAMPLE_BYTES, 0) + 1, step):
-            file.seek(at)
-            digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(file.read(_SAMPLE_BYTES))
-    return digest.digest()

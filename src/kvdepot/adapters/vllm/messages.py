@@ -100,16 +100,22 @@ class StepReport:
     unsaved: dict[str, int] = field(default_factory=dict)
     """For requests that were throttled, the first block that is not in the depot."""
     steps: list[StepTime] = field(default_factory=list)
+    adapters: dict[int, str] = field(default_factory=dict)
+    """Digests of LoRAs that vLLM has loaded, by its number; empty where workers differ."""
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.unsaved or self.steps)
+        return bool(self.loads or self.unsaved or self.steps or self.adapters)
 
     def aggregate(self, other: "StepReport") -> "StepReport":
         """Two workers' reports as one; the worse of both."""
         unsaved = dict(self.unsaved)
         for request_id, block in other.unsaved.items():
             unsaved[request_id] = min(block, unsaved.get(request_id, block))
-        return StepReport(self.loads + other.loads, unsaved, self.steps + other.steps)
+        adapters = {**self.adapters, **other.adapters}
+        for number in self.adapters.keys() & other.adapters.keys():
+            if self.adapters[number] != other.adapters[number]:
+                adapters[number] = ""
+        return StepReport(self.loads + other.loads, unsaved, self.steps + other.steps, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,11 @@ class ShardFacts:
     """The fields of one worker's namespace, as plain values."""
 
     model: str
-    fingerprint: str
+    config: str
+    """A digest of the model's config."""
+    weights: str
+    """What names the weights; empty where their files have to be read first."""
+    weights_folder: str
     layout: dict[str, Any]
     shard_rank: int
     shard_size: int

@@ -81,7 +81,7 @@ class Loader:
             self._start_after = torch.cuda.current_stream(device).record_event()
 
     def submit(self, job: LoadJob, keys: Sequence[BlockKey]) -> None:
-        """Start a load; `keys` are this shard's."""
+        """Start a load. `keys` are this shard's; without any it is a failed load."""
         future = self._threads.submit(self._load, job, keys, self._start_after)
         self._under_way[job.request_id] = job, future
         future.add_done_callback(lambda _: self._one_ended.set())
@@ -126,7 +126,7 @@ class Loader:
         beside = self._cache.mover.device.type == "cuda"
         with self._own_stream(start_after), self._store.lease(keys) as lease:
             got = lease.deliver(sink, beside=beside, timeout_s=job.timeout_s)
-        answers = [*got, *[Got(None, "absent")] * (len(keys) - len(got))]
+        answers = [*got, *[Got(None, "absent")] * (len(job.keys[0]) - len(got))]
         times = []
         for tier in sorted({answer.tier for answer in answers if answer.tier is not None}):
             came = [arrived_s[at] for at, answer in enumerate(answers) if answer.tier == tier]

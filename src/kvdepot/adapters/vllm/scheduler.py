@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.fetch_decision import FetchDecider, speeds_file, step_work
-from kvdepot.adapters.vllm.identity import adapter_of, namespace_of
+from kvdepot.adapters.vllm.identity import adapter_of, known_weights, namespace_of
 from kvdepot.adapters.vllm.messages import LoadJob, ShardFacts, StepPlan, StepReport
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.queue_hints import QueueHints
@@ -80,6 +80,8 @@ class ConnectorScheduler:
         self._queue_hints = QueueHints(depot, self._warnings, config.hint if loads else 0.0)
         self._facts: list[ShardFacts] = []
         self._spaces: dict[str, list[NamespaceHandle]] = {}
+        self._adapters: dict[int, str] = {}
+        """Digests of the LoRAs that the workers have loaded, by vLLM's number."""
         self._tracked: dict[str, TrackedRequest] = {}
         self._plan = StepPlan()
         self._answered: list[str] = []
@@ -103,6 +105,14 @@ class ConnectorScheduler:
         self._facts = facts
         self._block_tokens = KVLayout.from_description(facts[0].layout).block_tokens
         self._page_tokens = self._block_tokens // facts[0].pages_per_block
+        self._is_ready()
+
+    def _is_ready(self) -> bool:
+        """Whether the weights are known, so that there is a namespace for them."""
+        if "" in self._spaces:
+            return True
+        if not self._facts or not known_weights(self._facts[0], self._config):
+            return False
         spaces = self._spaces_of("")
         if self._config.decide:
             size = sum(space.block_bytes for space in spaces)
@@ -112,6 +122,7 @@ class ConnectorScheduler:
                 self._engine.chunk_tokens,
                 speeds_path=speeds_file(self._config.speeds, spaces[0].tag),
             )
+        return True
 
     def add(self, request: EngineRequest) -> None:
         """A new request; one that cannot be served is left to vLLM, and counted."""
@@ -120,7 +131,10 @@ class ConnectorScheduler:
             self.counts.add("unserved_requests", 1, reason or "no_pages")
             return
         try:
-            adapter = adapter_of(request.lora_request)
+            if not self._is_ready():
+                self.counts.add("unserved_requests", 1, "weights_unknown")
+                return
+            adapter = adapter_of(request.lora_request, self._adapters)
             spaces = self._spaces_of(adapter)
         except (KVDepotError, OSError) as error:
             self._warnings.warn("an adapter has no place in the depot", error)
@@ -214,6 +228,7 @@ class ConnectorScheduler:
     def handle_report(self, report: StepReport | None) -> None:
         if report is None:
             return
+        self._adapters.update(report.adapters)
         if self._decider is not None:
             self._decider.observe_steps(report.steps)
             for name in self._answered:

@@ -10,11 +10,18 @@ import torch
 
 from kvdepot.adapters.tensors import BlockMover, open_mover
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.identity import WorkerRank, check_groups, namespace_of, shard_facts
+from kvdepot.adapters.vllm.identity import (
+    WorkerRank,
+    check_groups,
+    known_weights,
+    namespace_of,
+    shard_facts,
+)
 from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport, StepTime, TransferJob
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.page_transfer import Loader, PagedCache, Saver, page_tensors
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
+from kvdepot.adapters.vllm.weights import LoadedAdapters
 from kvdepot.core.block import BlockKey
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import KVDepotError, ModelError
@@ -50,6 +57,7 @@ class ConnectorWorker:
         self.counts = ConnectorCounts()
         self._warnings = RateLimitedWarnings()
         self._adapters: set[str] = set()
+        self.loaded = LoadedAdapters()
         self._facts: ShardFacts | None = None
         self._loader: Loader | None = None
         self._saver: Saver | None = None
@@ -72,15 +80,8 @@ class ConnectorWorker:
         tensors = page_tensors(caches, group.layer_names, self._cache.num_blocks)
         self._facts = shard_facts(self._engine, self._cache, tensors, self._config, place)
         store = self._depot.store
-        space = store.register(namespace_of(self._facts, self._config, ""))
-        self._adapters.add("")
-        _logger.info(
-            "kvdepot: blocks of %d tokens, %s each, namespace %s; the depot has %d blocks",
-            space.layout.block_tokens,
-            format_bytes(space.block_bytes),
-            space.tag.hex(),
-            store.stats().get("blocks", 0),
-        )
+        if known_weights(self._facts, self._config):
+            self._use("")
         self._mover = open_mover(lambda: store.memory, tensors.device)
         self._drops_pages = bool(getattr(group.kv_cache_spec, "sliding_window", None))
         pages = PagedCache(tensors, self._mover, self._facts.pages_per_block)
@@ -115,7 +116,8 @@ class ConnectorWorker:
             self._timer.stop(plan.new_tokens, plan.attention)
             self._report.steps += self._timer.take()
         for job in plan.saves:
-            unsaved = self._saver.save(job, self._keys(job))
+            keys = self._keys(job)
+            unsaved = self._saver.save(job, keys) if keys else job.first_block
             if unsaved is not None:
                 self._report.unsaved[job.request_id] = unsaved
         self._awaited.update(plan.awaited)
@@ -150,6 +152,7 @@ class ConnectorWorker:
 
     def take_report(self) -> StepReport | None:
         report, self._report = self._report, StepReport()
+        report.adapters = self.loaded.take_fresh()
         return report or None
 
     def close(self) -> None:
@@ -159,18 +162,34 @@ class ConnectorWorker:
                 part.close()
         self._depot.close()
 
+    def _use(self, adapter: str) -> None:
+        """Register a namespace that is new."""
+        store = self._depot.store
+        space = store.register(namespace_of(self.facts, self._config, adapter))
+        self._adapters.add(adapter)
+        _logger.info(
+            "kvdepot: blocks of %d tokens, %s each, namespace %s; the depot has %d blocks",
+            space.layout.block_tokens,
+            format_bytes(space.block_bytes),
+            space.tag.hex(),
+            store.stats().get("blocks", 0),
+        )
+
     def _keys(self, job: TransferJob) -> Sequence[BlockKey]:
         """This shard's keys. Registers the namespace of their adapter if it is new.
 
-        Where that fails, the adapter's loads and saves fail one by one.
+        None where that fails, or where vLLM has loaded another LoRA since the keys were made: then
+        loads and saves fail one by one.
         """
-        if job.adapter not in self._adapters:
-            try:
-                self._depot.store.register(namespace_of(self.facts, self._config, job.adapter))
-                self._adapters.add(job.adapter)
-            except KVDepotError as error:
-                self._warnings.warn("an adapter has no place in the depot", error)
-                self.counts.add("depot_errors", 1, "register")
+        try:
+            if job.adapter and not self.loaded.has(job.adapter.rpartition(" ")[2]):
+                raise ModelError("vLLM has loaded other weights as this LoRA")
+            if job.adapter not in self._adapters:
+                self._use(job.adapter)
+        except KVDepotError as error:
+            self._warnings.warn("an adapter has no place in the depot", error)
+            self.counts.add("depot_errors", 1, "register")
+            return ()
         return job.keys[self.facts.shard_rank if len(job.keys) > 1 else 0]
 
 
