@@ -1,4 +1,7 @@
-"""Every tier of ours, and every wrapper, obeys the contract."""
+"""Every tier of ours, and every wrapper, obeys the contract.
+
+Slow: what joins two others, each of which is in the quick tests.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,12 +119,13 @@ class TestLogTierInPython(LogTierContract):
     engine = "python"
 
 
-@pytest.mark.disk
+@pytest.mark.slow
 class TestLogTierDirectInPython(LogTierContract):
     engine = "python"
     direct = "always"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not URING, reason="io_uring is not available")
 class TestLogTierByRing(LogTierContract):
     engine = "uring"
@@ -144,6 +148,7 @@ class TestHardDriveTier(LogTierContract):
     kind = HardDriveTier
 
 
+@pytest.mark.slow
 class TestHardDriveTierOnThreeDrives(LogTierContract):
     kind = HardDriveTier
     drives = 3

@@ -8,12 +8,19 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import kvdepot
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plugins.md"
 SOURCES = Path(kvdepot.__file__).parents[1]
 WAIT_S = 300.0
+EXAMPLES = f"""
+from hypothesis import settings
+settings.register_profile("ours", max_examples={settings().max_examples}, deadline=None)
+settings.load_profile("ours")
+"""
+"""As many examples as our own tests have."""
 
 
 def blocks(language: str) -> list[str]:
@@ -27,6 +34,7 @@ def package(tmp_path: Path) -> Path:
     (tmp_path / "kvdepot_folder.py").write_text(tier)
     (tmp_path / "test_folder.py").write_text(contract)
     (tmp_path / "program.py").write_text(program)
+    (tmp_path / "conftest.py").write_text(EXAMPLES)
     project = tomllib.loads(blocks("toml")[0])["project"]
     info = tmp_path / "kvdepot_folder-1.0.dist-info"
     info.mkdir()
