@@ -17,6 +17,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
+from kvdepot.tiers.log.tier import LogTier
 
 
 def two_drives(folder: Path, **ssd: Any) -> dict[str, Any]:
@@ -244,6 +245,24 @@ class TestResize:
         with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
             store.resize("dram", "1GiB")
         assert "start again" in caught.value.hint
+
+
+def test_what_is_written_to_a_drive_while_it_is_added_stays(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, written = LogTier.add, []
+
+    def add_and_fill(tier: LogTier, path: Path) -> int:
+        index = add(tier, path)
+        written.extend(fill(store, 100, 12))
+        return index
+
+    monkeypatch.setattr(LogTier, "add", add_and_fill)
+    store.add_drive("ssd", tmp_path / "c")
+    assert drive(store, 2)["used_bytes"], "nothing went to the new drive"
+    store.inspect().drop_from_memory()
+    assert whole(store, written) == [True] * 12
+    assert store.check().ok
 
 
 class TestSmallerWhileLeased:

@@ -82,7 +82,6 @@ class DriveMaintenance:
         with self._change:
             drive = drives.add(path)
             with self._state.lock:
-                lower.forget_drive(drive)  # the number may have been another drive's
                 threads = self.write_backs[lower].add_threads()
                 self._threads += threads
                 _look_for_room_again(lower)
@@ -104,6 +103,7 @@ class DriveMaintenance:
                 raise StoreClosedError(f"the store was closed before {path} was empty")
             drives.retire(drive)
             with self._state.lock:
+                lower.forget_drive(drive)  # its number may become another drive's
                 self._state.work.notify_all()
         _log.info("%s: drive %d drained: %s, %d blocks moved", tier, drive, path, moved)
         return moved
