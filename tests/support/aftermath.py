@@ -23,7 +23,7 @@ from kvdepot.store.store import Store
 from kvdepot.tiers.device.files import EngineKind
 
 ROOT = Path(__file__).parents[2]
-OURS = re.compile(r"superblock|lock|segment-\d{6}\.kvs")
+OURS = re.compile(r"superblock|lock|removals|segment-\d{6}\.kvs")
 KILLED = -9
 
 

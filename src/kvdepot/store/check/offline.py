@@ -114,7 +114,8 @@ def read_drive(drive: Drive) -> tuple[Contents, list[Recovered]]:
 def reader_of(drive: Drive, slot: int) -> SegmentReader:
     fd, base = drive.medium.extent(slot)
     segment_bytes = drive.settings.segment_bytes
-    return SegmentReader(drive.files, fd, base, segment_bytes, slot, drive.store)
+    floor = drive.removal_file.floor
+    return SegmentReader(drive.files, fd, base, segment_bytes, slot, drive.store, floor)
 
 
 def examine(reader: SegmentReader, segment_id: int, entries: Entries, pace: Pace) -> list[str]:

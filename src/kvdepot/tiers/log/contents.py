@@ -89,7 +89,7 @@ def _not_removed(words: Array, sequences: Array, drives: Sequence[Drive]) -> Arr
     dead = np.zeros(len(words), dtype=bool)
     keyed: dict[BlockKey, int] = {}
     for drive in drives:
-        for removals in drive.notes.removals.values():
+        for removals in (*drive.notes.removals.values(), drive.removal_file.known):
             for removal in removals:
                 if removal.whole_namespace:
                     tag = np.frombuffer(removal.key[:TAG_BYTES], np.uint64)[0]

@@ -9,10 +9,11 @@ and the sync that makes a released segment unreadable for good),
 `_syncing` (one fsync at a time), `_books` (all fields; held for an instant).
 """
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_byte
 from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, pack_entry
 from kvdepot.core.clock import Clock
 from kvdepot.core.log import RateLimitedLog
-from kvdepot.core.tier import DriveFacts, Purpose
+from kvdepot.core.tier import DriveFacts, Purpose, Removal
 from kvdepot.native import READ, WRITE, address_of, checksum
 from kvdepot.tiers.device.breaker import Breaker
 from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops, io_rows
@@ -31,6 +32,7 @@ from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
 from kvdepot.tiers.log.notes import Notes
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
+from kvdepot.tiers.log.removals import NAME, RemovalFile
 
 _NO_CHECKS: Final = (0,) * 11
 """What a row of native.IO_DTYPE says of reads only."""
@@ -173,6 +175,9 @@ class Drive:
         self.breaker = Breaker(clock, settings.pauses, changed=self._log_change)
         self.gauge = Gauge(clock)
         self.notes = Notes(self)
+        self.removal_file = RemovalFile(
+            medium.beside(NAME), files, store, writable=settings.writable
+        )
         daily_bytes = settings.daily_bytes if settings.writable else 0
         self.wear = Wear(medium, self.breaker, daily_bytes, settings.wall)
         self._growth = Breaker(clock, settings.pauses)
@@ -206,6 +211,13 @@ class Drive:
         """It is to go: no block is written to it any more."""
         self.retired = False
         """It has gone, and holds nothing."""
+
+    def read_removals(self) -> None:
+        """Take in the second place of removals; before anything is recovered."""
+        try:
+            self.removal_file.load()
+        except OSError as error:
+            self.damage.append(f"{self.medium.label}: {NAME}: {error.strerror}")
 
     def recover(self) -> list[Recovered]:
         """Open every slot and tell what is in it."""
@@ -257,6 +269,32 @@ class Drive:
                 self._active = segment
             else:
                 self._finish(segment, sealed=True)
+        self._complete_removals()
+
+    def _complete_removals(self) -> None:
+        """What only one place knows of removals, the other gets too."""
+        in_log = {one for removals in self.notes.removals.values() for one in removals}
+        oldest = self.oldest_segment()
+        in_file = list(self.removal_file.known)
+        self.record_second(in_log)
+        missing = [one for one in in_file if one not in in_log and one.until_segment >= oldest]
+        if missing:
+            self.notes.remove(missing)
+
+    def record_second(self, removals: Iterable[Removal]) -> None:
+        """Record removals in their second place. One that fails is counted against the drive."""
+        try:
+            self.removal_file.add(removals)
+            if self.settings.fsync == "always":
+                self.removal_file.sync()
+        except OSError as error:
+            self._write_failed(error.errno or errno.EIO)
+
+    def oldest_segment(self, but: int = 0) -> int:
+        """The lowest id of a segment that is in use or may still be on disk, but for one."""
+        ids = [segment.segment_id for segment in list(self.segments.values())]
+        ids += list(self.parting.values())
+        return min((one for one in ids if one != but), default=but)
 
     def _enter_epoch(self) -> None:
         """Nothing is numbered before the drive knows the epoch."""
@@ -270,7 +308,10 @@ class Drive:
     def _recover_slot(self, slot: int) -> Recovered | None:
         fd, base = self.medium.extent(slot)
         settings = self.settings
-        reader = SegmentReader(self.files, fd, base, settings.segment_bytes, slot, self.store)
+        floor = self.removal_file.floor
+        reader = SegmentReader(
+            self.files, fd, base, settings.segment_bytes, slot, self.store, floor
+        )
         try:
             found = reader.recover()
         except OSError as error:
@@ -630,8 +671,15 @@ class Drive:
                 self._unproven.discard(slot)
                 self.parting[slot] = segment.segment_id
             self._part_all()
+            self._raise_floor()
             if self._slots_still:
                 self.trim()
+
+    def _raise_floor(self, *, at_once: bool = False) -> None:
+        try:
+            self.removal_file.raise_floor(self.oldest_segment(), at_once=at_once)
+        except OSError as error:
+            self._write_failed(error.errno or errno.EIO)
 
     def _part_all(self) -> None:
         """Make released segments unreadable for good, oldest first; then their slots are free.
@@ -771,6 +819,8 @@ class Drive:
             with self.files.descriptors.use():
                 for slot in slots:
                     self._sync_slot(slot)
+                if self.settings.fsync != "never":
+                    self.removal_file.sync()
             self._cannot_sync = False
         except OSError as error:
             self._write_failed(error.errno or errno.EIO)
@@ -859,6 +909,8 @@ class Drive:
                 self._free(slot)
             self.resize(0)
             self.trim()
+            with contextlib.suppress(OSError):
+                self.removal_file.remove()
             self.medium.detach()
 
     def abandon(self) -> None:
@@ -868,6 +920,7 @@ class Drive:
             self.parting.clear()
             self._unsynced.clear()
             self._active = None
+        self.removal_file.close()
         self.medium.detach()
 
     def held_bytes(self) -> int:
@@ -887,6 +940,9 @@ class Drive:
                 self._finish(active, sealed=False)
             if not self.retired:
                 self.wear.keep()
+                if self.settings.writable and not self.lost and self.breaker.closed:
+                    self._raise_floor(at_once=True)
+            self.removal_file.close()
             self.medium.close()
 
     def _finish(self, segment: Segment, *, sealed: bool) -> None:

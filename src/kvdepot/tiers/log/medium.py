@@ -58,6 +58,9 @@ class Medium(Protocol):
     def extent(self, slot: int) -> tuple[int, int]:
         """Descriptor and base offset of a slot; after `detach`, a descriptor that is none."""
 
+    def beside(self, name: str) -> Path | None:
+        """Where a file beside the segments is, or would be; None where the medium has none."""
+
     def intact(self) -> bool:
         """False when the medium was taken away underfoot."""
 
@@ -237,6 +240,9 @@ class DirectoryMedium:
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fds.get(slot, -1), 0
 
+    def beside(self, name: str) -> Path | None:
+        return self._path / name
+
     def intact(self) -> bool:
         try:
             ours = os.fstat(self._lock_fd if self._writable else self._directory_fd)
@@ -322,7 +328,8 @@ class DirectoryMedium:
             _lock(self._lock_fd, self.label)
             os.truncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-            self._files.unlink(self._path / "superblock.new")
+            for name in ("superblock.new", "removals.new"):
+                self._files.unlink(self._path / name)
         except StoreBusyError:
             self._unlock()
             raise
@@ -423,6 +430,9 @@ class DeviceMedium:
 
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fd, (slot + 1) * self._segment_bytes
+
+    def beside(self, name: str) -> Path | None:
+        return None
 
     def intact(self) -> bool:
         return self._fd >= 0

@@ -65,6 +65,7 @@ def mount(
     drive = Drive(medium, files, settings, store, slots, numbers, clock)
     drive.damage += damage
     drive.members = superblock.members
+    drive.read_removals()
     return drive
 
 
@@ -96,6 +97,9 @@ class AbsentMedium:
 
     def extent(self, slot: int) -> tuple[int, int]:
         raise self._gone()
+
+    def beside(self, name: str) -> Path | None:
+        return None
 
     def intact(self) -> bool:
         return False

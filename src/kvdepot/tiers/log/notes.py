@@ -87,6 +87,7 @@ class Notes:
                     done = False
                 else:
                     self.removals.setdefault(segment_id, []).extend(part)
+                    self._drive.record_second(part)
         return done
 
     def carry(self, segment_id: int) -> bool:
@@ -94,10 +95,7 @@ class Notes:
         with self._held() as mine:
             if not mine:
                 return False
-            ids = [segment.segment_id for segment in list(self._drive.segments.values())]
-            ids += list(self._drive.parting.values())
-            oldest = min((at for at in ids if at != segment_id), default=segment_id)
-            oldest = 0 if self.keep_all() else oldest
+            oldest = 0 if self.keep_all() else self._drive.oldest_segment(but=segment_id)
             needed = [
                 removal
                 for removal in self.removals.get(segment_id, [])

@@ -5,6 +5,7 @@ bottom.
       all zeros                                                  → the slot is free
       damaged                                                    → trailer and records tell the id
       of another slot or store                                   → not usable: swapped or foreign
+      below the floor of the removals                            → not usable: put back
         … of another store, on a device                          → free: from an earlier life
     trailer page
       belongs to this use of the extent, footer intact           → footer entries
@@ -54,6 +55,7 @@ _MAGIC_BYTES: Final = MAGIC.to_bytes(4, "little")
 HEADER_DAMAGED: Final = "header page is damaged"
 TRAILER_DAMAGED: Final = "trailer page is damaged"
 FOOTER_DAMAGED: Final = "footer is damaged"
+PUT_BACK: Final = "is older than every segment in use: put back from an earlier time"
 NOTHING_LEFT: Final = "header page is damaged and no record is intact: overwritten or swapped"
 
 
@@ -85,6 +87,8 @@ class SegmentReader:
     segment_bytes: int
     slot: int
     store: bytes
+    floor: int = 0
+    """Segments with a lower id have been given up (tiers.log.removals)."""
 
     def recover(self) -> Recovered | None:
         """What the segment holds; None if the slot is free. Raises OSError."""
@@ -109,6 +113,8 @@ class SegmentReader:
                 f"holds slot {header.slot} of store {header.store.hex()}: swapped or foreign"
             )
             return self._unusable(header.segment_id, damage, header)
+        if header.segment_id < self.floor:
+            return self._unusable(header.segment_id, [*damage, PUT_BACK])
         if trailer is None and self._was_ours(trailer_page, TRAILER_MAGIC):
             damage.append(TRAILER_DAMAGED)
         elif trailer is not None and trailer.segment_id != header.segment_id:

@@ -454,7 +454,8 @@ class LogTier:
             raise ConfigError(setting, f"there are {DRIVES_MAX} drives, and no more can be")
         drive, found = self._open_drive(path)
         contents = read_contents([drive], [found])
-        if len(contents.words) or drive.notes.removals or drive.notes.spaces:
+        removals = drive.notes.removals or drive.removal_file.known
+        if len(contents.words) or removals or drive.notes.spaces:
             drive.close()
             raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
         drive.resume(found)
