@@ -1,9 +1,11 @@
 """A store opens without the drives that cannot be used, and takes them back when they can."""
 
+import contextlib
 import logging
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,3 +274,51 @@ def test_close_in_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
         assert store.flush()
         with pytest.raises(StoreBusyError):
             kvdepot.open(**two_drives(tmp_path))
+
+
+def open_descriptors() -> int:
+    """But for the rings of the I/O engine, which has one for each call at a time."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum("io_uring" not in target for target in found)
+
+
+def test_a_drive_that_comes_and_goes_leaves_no_descriptors(tmp_path: Path) -> None:
+    with kvdepot.open(**two_drives(tmp_path)) as store:
+        chains, inside = fill(store), store.inspect()
+        tier, seen = inside.log_tier(), []
+
+        def is_there() -> bool:
+            inside.drives.watchdog.look(inside.lower(), 1)  # as its thread does every second
+            return tier.is_up(1) and not tier.drives[1].lost
+
+        for _ in range(6):
+            (tmp_path / "b").rename(tmp_path / "hidden")
+            (tmp_path / "b").write_text("in the way")
+            until(lambda: not is_there())
+            (tmp_path / "b").unlink()
+            (tmp_path / "hidden").rename(tmp_path / "b")
+            until(is_there)
+            assert hits(store, chains) == 60
+            seen.append(open_descriptors())
+        assert len(set(seen)) == 1, seen
+
+
+@pytest.mark.root
+def test_a_read_only_file_system_is_left_out(tmp_path: Path) -> None:
+    with kvdepot.open(**two_drives(tmp_path)) as store:
+        chains = fill(store)
+    b = str(tmp_path / "b")
+    subprocess.run(["mount", "--bind", b, b], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", b], check=True)
+        with kvdepot.open(**two_drives(tmp_path)) as store:
+            assert "Read-only" in str(store.inspect().log_tier().left_out[1])
+            assert 0 < hits(store, chains) < 60
+            subprocess.run(["mount", "-o", "remount,rw,bind", b], check=True)
+            until(lambda: store.inspect().log_tier().is_up(1))
+            assert hits(store, chains) == 60
+    finally:
+        subprocess.run(["umount", "-l", b], check=True)
