@@ -14,8 +14,11 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.config import load
 from kvdepot.errors import ConfigError, StoreClosedError
+from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
+from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 from kvdepot.tiers.log.tier import LogTier
 
@@ -53,6 +56,32 @@ def drive(store: Store, number: int) -> dict[str, Any]:
 
 
 class TestDrain:
+    def test_it_ends_with_the_store_also_where_a_write_stalls(self, tmp_path: Path) -> None:
+        stall = Stall()
+        files = FaultyFiles(faults=[])
+        tree = two_drives(tmp_path, write_timeout=60.0)
+        store = assemble(load(overrides=tree), files=files)
+        fill(store, 0, 2)
+        on_a = lambda operation: operation.path.startswith(str(tmp_path / "a"))  # noqa: E731
+        fault = files.add(Fault(Call.RUN_WRITE, stall, times=None, where=on_a))
+        for number in range(2, 12):
+            put(store, prompt(space_of(store), number, 5))
+        until(lambda: fault.hits > 0)
+
+        def drain() -> None:
+            with contextlib.suppress(StoreClosedError):
+                store.drain_drive("ssd", tmp_path / "a")
+
+        draining = threading.Thread(target=drain)
+        draining.start()
+        until(lambda: drive(store, 0)["draining"])
+        closing = threading.Thread(target=store.close, args=(0.2,))
+        closing.start()
+        draining.join(20.0)
+        assert not draining.is_alive()
+        files.clear()
+        closing.join()
+
     def test_everything_is_on_the_other_drive_then(self, store: Store, tmp_path: Path) -> None:
         chains = fill(store, 0, 20)
         assert drive(store, 0)["segments"] > 0

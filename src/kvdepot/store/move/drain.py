@@ -55,7 +55,8 @@ def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -
     tier.start_drain(drive)
     with state.lock:  # blocks that were given a place on the drive before
         state.written.wait_for(
-            lambda: not lower.tier.has_unentered(drive), lower.config.write_timeout
+            lambda: state.closing.is_set() or not lower.tier.has_unentered(drive),
+            lower.config.write_timeout,
         )
     job, size, turn = MoveAway(state, lower, drive), PieceSize(PIECE_BYTES), itertools.count()
     for slot in [segment.slot for segment in lower.tier.segments(drive, reclaimable=False)]:
