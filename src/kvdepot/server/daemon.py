@@ -28,7 +28,7 @@ from kvdepot.store.store import Store
 from kvdepot.wire.frames import PROTOCOL, Channel
 from kvdepot.wire.messages import NO_TOKEN
 
-_SWITCH_S: Final = 0.0002
+_SWITCH_S: Final = 0.00005
 """How long a thread may keep the interpreter while another wants it. A lookup takes less; with the
 usual 5 ms it would wait for whatever else is going on."""
 _STOP_S: Final = 30.0
