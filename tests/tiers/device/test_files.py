@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.tiers.device.files import Descriptors, Files
+from kvdepot.tiers.device.files import Files
 
 SEAM = Path(__file__).parents[3] / "src/kvdepot/tiers"
 
@@ -63,25 +63,3 @@ def test_only_the_seam_changes_directories_of_drives() -> None:
         if calls.search(line) and path.name != "files.py" and "os.devnull" not in line
     ]
     assert found == []
-
-
-def test_what_another_thread_waits_for_is_still_under_way() -> None:
-    class WaitedFor:
-        """A late read that another thread waits for: a second wait is an error."""
-
-        over = False
-
-        def wait(self, timeout_s: float) -> bool:
-            if not self.over:
-                raise RuntimeError("another thread is already waiting")
-            return True
-
-    descriptors, late = Descriptors(), WaitedFor()
-    descriptors.end(descriptors.begin(), late)
-    fd = os.open(os.devnull, os.O_RDONLY)
-    descriptors.give_up(fd)
-    os.fstat(fd)
-    late.over = True
-    descriptors.end(descriptors.begin())
-    with pytest.raises(OSError, match="Bad file"):
-        os.fstat(fd)

@@ -45,13 +45,6 @@ def aligned(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, round_up(max(nbytes, 1))))
 
 
-def _is_over(pending: Pending) -> bool:
-    try:
-        return pending.wait(0.0)
-    except RuntimeError:  # another thread waits for it
-        return False
-
-
 class Descriptors:
     """When a descriptor may be closed: its number must not be given to another file while a read
     or write that was planned with it may still come. Thread-safe.
@@ -111,7 +104,7 @@ class Descriptors:
 
     def _forget_ended(self) -> None:
         for number, pending in list(self._users.items()):
-            if pending is not None and _is_over(pending):
+            if pending is not None and pending.wait(0.0):
                 self._users.pop(number, None)
 
     def _close_unused(self) -> None:
