@@ -137,7 +137,7 @@ class TestSelective:
             space = space_of(store)
             for number in range(400):
                 assert all(put(store, prompt(space, number, 2)))
-            assert store.flush()
+            assert store.flush().complete
             assert counter(store, "written") == 0
 
 
