@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.stores import settings
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 import kvdepot
 from kvdepot.core.block import BlockKey
@@ -23,6 +23,7 @@ from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 Harm = Callable[[Path], None]
+QUICK = {"retry_initial": 0.01, "retry_max": 0.05}
 
 
 def two_drives(folder: Path, **ssd: Any) -> dict[str, Any]:
@@ -322,3 +323,25 @@ def test_a_read_only_file_system_is_left_out(tmp_path: Path) -> None:
             assert hits(store, chains) == 60
     finally:
         subprocess.run(["umount", "-l", b], check=True)
+
+
+def test_flush_is_not_true_when_segment_files_were_unlinked(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "dram": {"capacity": "8MiB", "prefault": False},
+        "ssd": {"path": tmp_path / "ssd", "capacity": "4MiB", "segment": "1MiB", **QUICK},
+        "writeback": {"staging": "2MiB"},
+    }
+    with kvdepot.open(**config) as store:
+        space = store.namespace(model="m", layout=kvdepot.KVLayout.opaque(48 << 10, 16))
+        first, second = space.keys([1] * 64), space.keys([2] * 64)
+        store.put_many(first, [bytes(48 << 10)] * 4)
+        assert store.flush()
+        for file in (tmp_path / "ssd").glob("segment-*"):
+            file.unlink()
+        assert not store.flush(), "nothing of it is on disk"
+        assert eventually(lambda: store.stats()["tiers"]["ssd"]["drives"][0]["healthy"])
+        assert all(store.put_many(second, [bytes(48 << 10)] * 4))
+        assert eventually(lambda: bool(store.flush(keys=second)))
+    with kvdepot.open(**config) as store:
+        store.namespace(model="m", layout=kvdepot.KVLayout.opaque(48 << 10, 16))
+        assert len(store.match(second)) == 4

@@ -24,9 +24,10 @@ from kvdepot.core.tier import Contents
 from kvdepot.errors import FormatError
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.contents import read_contents
-from kvdepot.tiers.log.drive import Drive, Numbers
+from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.mount import mount
+from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 
 Progress = Callable[[int, int], None]

@@ -31,18 +31,16 @@ from kvdepot.tiers.device.speed import Gauge
 from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
 from kvdepot.tiers.log.notes import Notes
+from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 from kvdepot.tiers.log.removals import NAME, RemovalFile
 
 _NO_CHECKS: Final = (0,) * 11
 """What a row of native.IO_DTYPE says of reads only."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_GONE: Final = "the directory was removed"
+_GONE: Final = "the directory or a file in it was removed"
 _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
-_EPOCH_SEGMENTS: Final = 32
-_EPOCH_RECORDS: Final = 40
-"""Bits for what is numbered in one epoch."""
 _NOTE_RESERVE_MAX: Final = 64 << 10
 _CARRY_RESERVE_MAX: Final = 256 << 10
 _BLANK_BYTES: Final = 1 << 20
@@ -111,45 +109,6 @@ class Appended:
     slot: int
     page: int
     segment_id: int
-
-
-class Numbers:
-    """Segment ids and record sequences of a tier: each is given out once, and they rise.
-
-    Each time a tier is opened for writing is an epoch, and they begin anew far above those before.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._segment_id = 1
-        self._sequence = 1
-        self.epoch = 0
-
-    def begin_epoch(self, last: int) -> None:
-        """`last` is the highest epoch that a drive knows of."""
-        with self._lock:
-            self.epoch = max(last, self._segment_id >> _EPOCH_SEGMENTS) + 1
-            self._segment_id = max(self._segment_id, self.epoch << _EPOCH_SEGMENTS)
-            self._sequence = max(self._sequence, self.epoch << _EPOCH_RECORDS)
-
-    def raise_to(self, segment_id: int, sequence: int) -> None:
-        with self._lock:
-            self._segment_id = max(self._segment_id, segment_id + 1)
-            self._sequence = max(self._sequence, sequence + 1)
-
-    def segment_id(self) -> int:
-        with self._lock:
-            self._segment_id += 1
-            return self._segment_id - 1
-
-    def sequence(self) -> int:
-        return self.sequences(1)
-
-    def sequences(self, count: int) -> int:
-        """The first of so many in a row."""
-        with self._lock:
-            self._sequence += count
-            return self._sequence - count
 
 
 class Drive:
@@ -354,8 +313,8 @@ class Drive:
             finally:
                 self._turn.release()
         written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
-        if self.settings.fsync == "always" and written and not self.sync():
-            written = {}
+        if self.settings.fsync == "always" and written:
+            written = written if self._sync_all() and not self._unproven else {}
         results: list[Appended | None] = [None] * len(images)
         with self._books:
             for run in runs:
@@ -796,11 +755,19 @@ class Drive:
         self.notes.described_at.pop(segment_id, None)
 
     def sync(self, timeout_s: float | None = None) -> bool:
-        """Make what was appended durable. False: it could not be, or not in time."""
-        return self._sync_all(timeout_s) and not self._unproven
+        """Make what was appended durable. False: it could not be, or not in time; or what was
+        durable is not any more, because files were taken away.
+        """
+        if not self._sync_all(timeout_s):
+            return False
+        with self.files.descriptors.use():
+            if not self.retired and not self.medium.complete():
+                self.lose()
+                return False
+        return not self._unproven
 
     def _sync_all(self, timeout_s: float | None = None) -> bool:
-        """As `sync`, but for slots that were given up before."""
+        """As `sync`, but for slots that were given up before, and files that are gone."""
         limit_s = self.settings.write_timeout_s
         limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         if not self._syncing.acquire(timeout=limit_s):

@@ -64,6 +64,9 @@ class Medium(Protocol):
     def intact(self) -> bool:
         """False when the medium was taken away underfoot."""
 
+    def complete(self) -> bool:
+        """False when slots were taken away underfoot one by one. Looks at each of them."""
+
     def restorable(self) -> bool:
         """Whether a medium that was taken away can be opened anew now."""
 
@@ -250,6 +253,12 @@ class DirectoryMedium:
         except OSError:
             return False
         return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
+
+    def complete(self) -> bool:
+        try:
+            return all(os.fstat(fd).st_nlink for fd in list(self._fds.values()))
+        except OSError:
+            return False
 
     def restorable(self) -> bool:
         """True: the directory or its parent is there on the same disk, or the same store is there
@@ -440,6 +449,9 @@ class DeviceMedium:
     def blank(self, nbytes: int) -> bool:
         """Whether the device begins with zeros, as no filesystem or partition table does."""
         return not any(self._files.read(self._fd, 0, nbytes))
+
+    def complete(self) -> bool:
+        return True
 
     def restorable(self) -> bool:
         return False

@@ -17,7 +17,7 @@ from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superbloc
 from kvdepot.core.clock import Clock
 from kvdepot.errors import DriveError, FormatError, KVDepotError, UnsafePathError
 from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.drive import Drive, Numbers
+from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.medium import (
     DeviceMedium,
     DirectoryMedium,
@@ -25,6 +25,7 @@ from kvdepot.tiers.log.medium import (
     MountSettings,
     open_medium,
 )
+from kvdepot.tiers.log.numbers import Numbers
 
 _ASKED: Final = 8
 """Segments that are compared with the superblock."""
@@ -102,6 +103,9 @@ class AbsentMedium:
         return None
 
     def intact(self) -> bool:
+        return False
+
+    def complete(self) -> bool:
         return False
 
     def restorable(self) -> bool:

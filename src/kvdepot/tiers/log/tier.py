@@ -63,11 +63,12 @@ from kvdepot.tiers.device.files import Files, Ops, io_ops, io_rows
 from kvdepot.tiers.device.speed import PROFILE_TAG
 from kvdepot.tiers.device.survey import FLASH
 from kvdepot.tiers.log.contents import read_contents
-from kvdepot.tiers.log.drive import Drive, Numbers, Segment
+from kvdepot.tiers.log.drive import Drive, Segment
 from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
 from kvdepot.tiers.log.members import Members
 from kvdepot.tiers.log.mount import leave_out, mount
+from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered
 from kvdepot.tiers.memory.memory import Memory
 
@@ -578,7 +579,7 @@ class LogTier:
             return
         if self.writable:
             self._members.look_after(one)
-        if not one.medium.intact():
+        if not (one.medium.intact() and one.medium.complete()):
             one.lose()
         elif not one.breaker.closed:
             self._try_out(drive)
