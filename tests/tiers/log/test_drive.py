@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ from kvdepot.core.tier import Outcome, segment_of
 from kvdepot.testing.contract import load, store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import make_image, make_key, make_load, payload_for
+from kvdepot.testing.power import PowerFiles
 from kvdepot.tiers.device.breaker import RetryPauses
+from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.tier import LogTier
 
@@ -39,7 +42,7 @@ def tier(tmp_path: Path, files: FaultyFiles) -> Iterator[LogTier]:
     opened.close()
 
 
-def open_tier(paths: list[Path], files: FaultyFiles) -> LogTier:
+def open_tier(paths: list[Path], files: Files) -> LogTier:
     settings = MountSettings(
         SEGMENTS * SEGMENT_BYTES, SEGMENT_BYTES, pauses=RetryPauses(0.001, 0.01)
     )
@@ -288,3 +291,33 @@ def test_two_keys_may_share_a_word(tmp_path: Path, files: FaultyFiles) -> None:
             Outcome.OK
         ]
     again.close()
+
+
+@pytest.mark.parametrize("what", ["wipe", "header"])
+def test_a_slot_is_not_used_again_before_a_late_write_has_arrived(
+    what: str, tmp_path: Path
+) -> None:
+    files = PowerFiles(random.Random(1), "python")
+    tier = open_tier([tmp_path / "drive"], files)
+    drive = tier.drives[0]
+    try:
+        fill(tier)
+        oldest = tier.segments(0)[0].slot
+        if what == "wipe":
+            files.late = 1.0
+            assert tier.release(0, oldest)
+        else:
+            assert tier.release(0, oldest)
+            files.late = 1.0
+            assert tier.append(0, [block(0)]) == [None]
+        (slot,) = drive.parting
+        files.late = 0.0
+        until(lambda: drive.breaker.allows())
+        assert not drive.try_to_write(), "the kernel still has the page"
+        assert slot not in drive.free and slot not in drive.segments
+        for late in list(files._late):
+            assert late.wait(1.0)
+        assert drive.try_to_write()
+        assert slot in drive.free
+    finally:
+        tier.close()
