@@ -56,6 +56,15 @@ def drive(store: Store, number: int) -> dict[str, Any]:
 
 
 class TestDrain:
+    def test_the_last_drive_that_works_does_not_go(self, tmp_path: Path) -> None:
+        """The one that is away may have blocks that were removed meanwhile; only this one knows."""
+        (tmp_path / "b").touch()
+        with kvdepot.open(**two_drives(tmp_path)) as store:
+            chains = fill(store, 0, 2)
+            with pytest.raises(ConfigError, match="no other drive is there"):
+                store.drain_drive("ssd", tmp_path / "a")
+            assert all(whole(store, chains))
+
     def test_it_ends_with_the_store_also_where_a_write_stalls(self, tmp_path: Path) -> None:
         stall = Stall()
         files = FaultyFiles(faults=[])

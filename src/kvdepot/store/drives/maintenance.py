@@ -95,8 +95,9 @@ class DriveMaintenance:
         with self._change:
             drive = drives.index_of(path)
             facts = [lower.tier.drive(one) for one in range(lower.tier.drive_count())]
-            others = [one for one, fact in enumerate(facts) if one != drive and not fact.draining]
-            if facts[drive].draining or not others:
+            others = [fact for one, fact in enumerate(facts) if one != drive and not fact.draining]
+            # One that is away has no note yet of what was removed meanwhile: this one has it.
+            if facts[drive].draining or not any(fact.up for fact in others):
                 raise ConfigError(f"{tier}.path", f"{path} cannot go: no other drive is there")
             moved = drain(self._state, lower, drive, self.mover)
             if self._state.closing.is_set():

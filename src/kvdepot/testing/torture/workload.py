@@ -165,6 +165,7 @@ class StoreSession:
         self._remove(blocks, lambda: self.store.remove_namespace(space))
 
     def flush(self) -> None:
+        """A flush tells once of blocks that left memory unwritten: they are not asked for again."""
         report = self._timed("flush", FLUSH_S, lambda: self.store.flush(FLUSH_S))
         if report.ok:
             self._covered(set(self._unflushed))
@@ -174,6 +175,7 @@ class StoreSession:
             answers = self._timed("flush", FLUSH_S, asked).blocks
             pairs = zip(blocks, answers, strict=True)
             self._covered({block.number for block, one in pairs if one is Durability.DURABLE})
+        self._unflushed.clear()
 
     def change_drives(self) -> None:
         """Drain a drive or add one, beside what follows."""
