@@ -5,12 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.mirrors import LONG, forget_memory, mirrored, places
 from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.tier import Contents
 from kvdepot.errors import ConfigError
 from kvdepot.store.move import mirror as mirrorer
 from kvdepot.store.open import open_store
@@ -70,6 +72,19 @@ def test_a_long_prompt_lies_on_two_drives_and_a_short_one_does_not(
         counters = store.stats()["counters"]
         assert (counters["mirrored"], counters["get_mirror"]) == (len(keys), 0)
         assert store.check().ok
+
+
+def test_a_drive_that_comes_back_with_nothing_but_third_copies(tmp_path: Path, tier: str) -> None:
+    """None of them is taken in. It ended the thread that looks after drives."""
+    with opened(tmp_path, tier, drives=3) as store:
+        key = stored(store, tier)[0]
+        level = store.inspect().lower()
+        (at,) = store.inspect().locations([key])
+        words = np.frombuffer(key, np.uint64).reshape(1, 4)
+        contents = Contents(words, np.array([at]), np.array([BLOCK_BYTES]))
+        with store.inspect().state.lock:
+            level.take_in(contents)
+        assert len(places(store, [key])[0]) == 2
 
 
 def test_a_prompt_that_grows_long_is_mirrored_from_its_head(tmp_path: Path, tier: str) -> None:

@@ -275,7 +275,8 @@ class LowerTier:
         if self.second_copies is not None and len(rows):
             taken = self.second_copies.take_in(rows, locations)
             surplus[taken] = False
-            self._list_rows(rows[taken], locations[taken])
+            if len(rows[taken]):
+                self._list_rows(rows[taken], locations[taken])
         self.tier.discard(locations[surplus].tolist(), payload_bytes[surplus].tolist())
 
     def _list_rows(self, rows: Rows, locations: Rows) -> None:

@@ -33,6 +33,10 @@ class Expectation:
     """Blocks that a true flush covered since they were put."""
     removed: set[int] = field(default_factory=set)
     """Blocks that a removal which returned took away."""
+    doubtful: set[int] = field(default_factory=set)
+    """Those of them that went while a drive was away: it cannot know before it met the others."""
+    limbo: set[int] = field(default_factory=set)
+    """Such blocks that were seen again: they may stay, or go when the drives meet."""
     synced: set[int] = field(default_factory=set)
     """Those of them whose removal a true flush covered."""
     put_bytes: int = 0
@@ -63,13 +67,14 @@ class Expectation:
                 self.damages += fact["count"]
             case "putting":
                 self.removed -= blocks
+                self.doubtful -= blocks
                 self.synced -= blocks
                 self.flushed -= blocks
                 self.put_bytes += fact["nbytes"]
             case "stayed":
                 self.flushed |= blocks
             case "flushed":
-                self.flushed |= blocks
+                self.flushed |= blocks - self.limbo
                 self.synced |= set(fact["removed"]) & self.removed
             case "removing":
                 self.flushed -= blocks
@@ -79,6 +84,7 @@ class Expectation:
                 self.flushed -= blocks
                 self.apart -= blocks
                 self.removed |= blocks
+                self.doubtful |= blocks if fact["away"] else set()
                 if fact["durable"]:
                     self.synced |= blocks
             case "residents":
@@ -91,8 +97,10 @@ class Expectation:
                     self.synced if fact["cut"] and fact["away"] else self.removed
                 ) - blocks
                 self.synced = set(self.removed)
-                self.flushed = blocks
-                self.must = set(blocks)
+                self.limbo = self.limbo | (blocks & self.doubtful) if fact["away"] else set()
+                self.doubtful &= self.removed if fact["away"] else set()
+                self.flushed = blocks - self.limbo
+                self.must = set(self.flushed)
             case "drives":
                 self.ssds, self.segments = fact["ssds"], fact["segments"]
                 self.shrunk = self.shrunk or fact["shrunk"]

@@ -414,6 +414,8 @@ def judge_store(
     away, gone, must = bool(world.away()), expected.removed, must_be_there(world, ledger)
     if cut:
         gone = expected.synced
+    if away:
+        gone = gone - expected.doubtful
     if cut and world.mix.fsync == "never":
         gone, must = set(), set()
     for number in sorted(present & gone):

@@ -58,6 +58,7 @@ class StoreSession:
         self._removed: set[int] = set()
         """Since the last flush."""
         self._leases: list[Lease] = []
+        self._was_away = bool(world.away())
         self._change: threading.Thread | None = None
         """Drains or resizes beside the other calls."""
 
@@ -192,6 +193,7 @@ class StoreSession:
         """One goes, with all that is written to it, until it is brought back."""
         if len(self.world.ssds) > 1 and not self.world.away():
             self.await_change()
+            self._was_away = True
             self.world.take_away(self._chance.choice(self.world.ssds))
 
     def resize(self) -> None:
@@ -259,7 +261,7 @@ class StoreSession:
         self._timed("remove", 4 * LIMIT_S, work)
         if self._trust.holds():
             always = self.world.mix.fsync == "always"
-            self._ledger.write("removed", numbers, durable=always)
+            self._ledger.write("removed", numbers, durable=always, away=self._was_away)
             self._removed |= numbers
 
     def _covered(self, blocks: set[int]) -> None:
