@@ -222,15 +222,15 @@ class StoreSession:
         self._timed("add", 4 * LIMIT_S, lambda: self.store.add_drive("ssd", path))
 
     def _resize(self, segments: int) -> None:
+        """The next opening has the larger size: a drive may wait with shrinking for leases to end,
+        and would drop blocks when it is opened smaller than it is.
+        """
         world = self.world
         shrunk = segments < world.ssd_segments
         world.ssd_segments = max(segments, world.ssd_segments)
         self._tell_drives(shrunk=shrunk)
         nbytes = segments * len(world.ssds) * SEGMENT_BYTES
         self._timed("resize", 4 * LIMIT_S, lambda: self.store.resize("ssd", nbytes))
-        if self._trust.holds():
-            world.ssd_segments = segments
-            self._tell_drives()
 
     def _begin_change(self, work: Callable[[], None]) -> None:
         def change() -> None:
