@@ -130,7 +130,7 @@ class DriveFacts:
     takes_blocks: bool
     """It is up, not draining, lost or full, and has not spent its budget of writes."""
     full: bool = False
-    """Its disk has no room for what is written, and was asked lately; it can be read."""
+    """Its disk had no room for what was written last; it can be read."""
     lost: bool = False
     """Its medium was taken away; its blocks are gone until it is mounted again."""
     draining: bool = False

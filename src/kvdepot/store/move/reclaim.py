@@ -107,7 +107,7 @@ class DriveRoom:
         with self._upkeep(drive, 0.0) as mine:
             while mine:
                 facts = self._lower.tier.drive(drive)
-                if not facts.up or facts.lost or facts.spare_segments >= 1:
+                if not facts.up or facts.full or facts.lost or facts.spare_segments >= 1:
                     return
                 if not self.reclaimer.reclaim(drive):
                     return
@@ -379,6 +379,8 @@ class Reclaimer:
                 piece, left = self._mover.claim(job, left, size.nbytes)
             if not piece.rows or not self._mover.copy(job, piece, [drive], None):
                 break
+        facts = self._tier.drive(drive)
+        writes = facts.up and not facts.full  # else it is the disk that has no room for them
         with state.lock:
             for row in kept:
                 place = lower.place_in(row, drive, slot)
@@ -386,7 +388,7 @@ class Reclaimer:
                     continue
                 if lower.is_on_another(row, place):
                     lower.drop_copy(row, place)
-                elif catalog.leases(row) == 1 and self._tier.is_up(drive):
+                elif catalog.leases(row) == 1 and writes:
                     self._evict(row)
             state.unlease(kept)
 

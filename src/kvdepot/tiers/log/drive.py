@@ -30,7 +30,7 @@ from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops, io_rows
 from kvdepot.tiers.device.speed import Gauge
 from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
-from kvdepot.tiers.log.notes import Notes
+from kvdepot.tiers.log.notes import Notes, kept_back
 from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 from kvdepot.tiers.log.removals import NAME, RemovalFile
@@ -41,22 +41,10 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory or a file in it was removed"
 _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
-_NOTE_RESERVE_MAX: Final = 64 << 10
-_CARRY_RESERVE_MAX: Final = 256 << 10
-_BLANK_BYTES: Final = 1 << 20
 _FOR_NOTES: Final = 2
 """Segments that a drive which was made smaller may have for notes, beside those that leases keep:
 one that is written to, and one that can be reclaimed, as notes take less room together.
 """
-
-
-def kept_back(purpose: Purpose, segment_bytes: int, *, last: bool) -> int:
-    """Room in a segment that is not for this purpose: in each some for notes alone, so that
-    removals can be recorded on a full drive; in the last some for notes that a reclaim must carry.
-    """
-    notes = 0 if purpose.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
-    carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)
-    return notes + (carried if last and purpose is not Purpose.CARRY else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -533,11 +521,14 @@ class Drive:
     def facts(self) -> DriveFacts:
         up, profile = self.breaker.closed, self.gauge.profile
         usable = up and not (self.lost or self.draining)
-        full = not self._room_left.closed and self._room_left.health().retry_in_s > 0
+        full = not self._room_left.closed
+        asked_lately = full and self._room_left.health().retry_in_s > 0
         return DriveFacts(
             label=self.medium.label,
             up=up,
-            takes_blocks=usable and not full and not (self.wear.limited and self.wear.spent),
+            takes_blocks=usable
+            and not asked_lately
+            and not (self.wear.limited and self.wear.spent),
             full=full,
             lost=self.lost,
             draining=self.draining,
@@ -692,6 +683,19 @@ class Drive:
             self.take_back(lent)
         return self.breaker.errors == errors and not any(map(self._is_held, list(self.parting)))
 
+    def try_for_room(self) -> None:
+        """Ask a disk that had no room now and then. Nothing is reclaimed before it has some."""
+        if self._room_left.closed or not self._room_left.allows():
+            return
+        try:
+            known = known_superblock(self.medium)
+            if known is not None:
+                self.medium.write_superblock(known)
+        except OSError as error:
+            self._write_failed(error.errno or errno.EIO)
+        else:
+            self._room_left.succeeded()
+
     def trial_reads(self) -> "tuple[Segment, list[int], Ops, memoryview] | None":
         """Reads from the fullest segment: it, offsets in it, operations, the memory they fill.
 
@@ -742,12 +746,7 @@ class Drive:
         long, and what a removed tenant was called must not stay on disk.
         """
         fd, base = self.medium.extent(slot)
-        spans: list[list[int]] = []
-        for start, nbytes in sorted(self.notes.described_at.get(segment_id, [])):
-            if spans and spans[-1][1] >= start and start + nbytes - spans[-1][0] <= _BLANK_BYTES:
-                spans[-1][1] = start + nbytes
-            else:
-                spans.append([start, start + nbytes])
+        spans = self.notes.description_spans(segment_id)
         for start, stop in spans:
             self.files.write(fd, base + start, bytes(stop - start))
         if spans and self.settings.fsync != "never":

@@ -21,8 +21,20 @@ if TYPE_CHECKING:
 
 _REMOVAL_KEY: Final = space_key(b"")
 _REMOVALS_PER_NOTE: Final = 256
+_NOTE_RESERVE_MAX: Final = 64 << 10
+_CARRY_RESERVE_MAX: Final = 256 << 10
+_SPAN_BYTES_MAX: Final = 1 << 20
 NOTE_BYTES_MAX = record_bytes(_REMOVALS_PER_NOTE * 64)
 """Room that a note of removals can take."""
+
+
+def kept_back(purpose: Purpose, segment_bytes: int, *, last: bool) -> int:
+    """Room in a segment that is not for this purpose: in each some for notes alone, so that
+    removals can be recorded on a full drive; in the last some for notes that a reclaim must carry.
+    """
+    notes = 0 if purpose.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
+    carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)
+    return notes + (carried if last and purpose is not Purpose.CARRY else 0)
 
 
 class Notes:
@@ -56,6 +68,17 @@ class Notes:
         """Tags whose descriptions are in a segment."""
         spaces = self.spaces.copy()  # others add to it meanwhile
         return [tag for tag, (at, _) in spaces.items() if at == segment_id and tag != PROFILE_TAG]
+
+    def description_spans(self, segment_id: int) -> list[tuple[int, int]]:
+        """Where in a segment descriptions lie, start and stop; those that touch are one."""
+        spans: list[tuple[int, int]] = []
+        for start, nbytes in sorted(self.described_at.get(segment_id, [])):
+            first, last = spans[-1] if spans else (0, -1)
+            if last >= start and start + nbytes - first <= _SPAN_BYTES_MAX:
+                spans[-1] = (first, start + nbytes)
+            else:
+                spans.append((start, start + nbytes))
+        return spans
 
     def forget(self, tags: Collection[bytes]) -> None:
         """Carry these descriptions along no more."""

@@ -583,6 +583,8 @@ class LogTier:
             one.lose()
         elif not one.breaker.closed:
             self._try_out(drive)
+        elif self.writable:
+            one.try_for_room()
 
     def _try_out(self, index: int) -> None:
         """Write to and read from a drive whose pause is over, so that no request has to."""
