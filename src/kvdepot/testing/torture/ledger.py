@@ -39,6 +39,8 @@ class Expectation:
     """Such blocks that were seen again: they may stay, or go when the drives meet."""
     synced: set[int] = field(default_factory=set)
     """Those of them whose removal a true flush covered."""
+    met: set[int] = field(default_factory=set)
+    """Drives that were all there at one opening: each knows of the others' numbers."""
     put_bytes: int = 0
     """Put in this round so far."""
     snapshot: bool = False
@@ -97,6 +99,7 @@ class Expectation:
                     self.synced if fact["cut"] and fact["away"] else self.removed
                 ) - blocks
                 self.synced = set(self.removed)
+                self.met = self.met if fact["away"] else set(fact["ssds"])
                 self.limbo = self.limbo | (blocks & self.doubtful) if fact["away"] else set()
                 self.doubtful &= self.removed if fact["away"] else set()
                 self.flushed = blocks - self.limbo

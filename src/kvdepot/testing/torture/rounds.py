@@ -117,7 +117,7 @@ def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: Ro
     """A store that is opened, judged, worked on and killed, again and again."""
     for life in range(LIVES):
         seed = chance.getrandbits(64)
-        _pull_or_bring_back(world, chance)
+        _pull_or_bring_back(world, ledger, chance)
         outside_s = chance.uniform(0.0, 0.25) if chance.random() < 0.2 else None
         code = in_child(ledger, lambda: _live(world, ledger, seed, last=False), outside_s)  # noqa: B023
         ledger.catch_up()
@@ -133,11 +133,11 @@ def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: Ro
         ledger.fault("error", f"the last life: exit code {code}")
 
 
-def _pull_or_bring_back(world: World, chance: random.Random) -> None:
+def _pull_or_bring_back(world: World, ledger: Ledger, chance: random.Random) -> None:
     """Between two lives: a drive that was away is back, or stays away; or one goes."""
     if chance.random() < 0.7:
         world.bring_back()
-    elif len(world.ssds) > 1 and not world.away():
+    elif world.may_lose_one(ledger.expected.met):
         world.take_away(chance.choice(world.ssds))
 
 
@@ -290,7 +290,7 @@ def _play_cuts(world: World, ledger: Ledger, chance: random.Random) -> None:
     """A store that is opened, judged, worked on and has its power cut, again and again."""
     before = (descriptors(), threads())
     for _ in range(LIVES):
-        _pull_or_bring_back(world, chance)
+        _pull_or_bring_back(world, ledger, chance)
         _live_until_cut(world, ledger, chance)
         judge_leaks(ledger, *before)
     world.bring_back()
@@ -437,7 +437,7 @@ def judge_store(
     quarantined = store.stats()["counters"]["quarantined"]
     if quarantined and world.mix.fsync != "never":
         ledger.fault("unclean", f"{quarantined} blocks were quarantined")
-    ledger.write("present", present, away=away, cut=cut)
+    ledger.write("present", present, away=away, cut=cut, ssds=world.ssds)
 
 
 def must_be_there(world: World, ledger: Ledger) -> set[int]:

@@ -191,8 +191,8 @@ class StoreSession:
 
     def pull_a_drive(self) -> None:
         """One goes, with all that is written to it, until it is brought back."""
-        if len(self.world.ssds) > 1 and not self.world.away():
-            self.await_change()
+        self.await_change()
+        if self.world.may_lose_one(self._ledger.expected.met):
             self._was_away = True
             self.world.take_away(self._chance.choice(self.world.ssds))
 

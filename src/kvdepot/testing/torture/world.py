@@ -158,6 +158,10 @@ class World:
         """As a drive that is pulled."""
         self._mount(number).rename(self.folder / f"away-{number}")
 
+    def may_lose_one(self, met: set[int]) -> bool:
+        """Whether those that stay know of the one that goes, and none is away."""
+        return len(self.ssds) > 1 and set(self.ssds) <= met and not self.away()
+
     def bring_back(self) -> None:
         """All drives that were taken away."""
         for path in self.folder.glob("away-*"):
