@@ -63,6 +63,8 @@ class Expectation:
                 self.told, self.snapshot = self.snapshot, False
             case "unopened":
                 self.snapshot = self.told
+            case "returned":
+                self.apart.clear()  # what it has may have to make room from now on
             case "cut":
                 self.cuts += 1
             case "damaged":

@@ -76,7 +76,7 @@ class StoreSession:
             (self.change_drives, 4),
             (self.resize, 4),
             (self.pull_a_drive, 1),
-            (self.world.bring_back, 2),
+            (self.bring_back, 2),
         ]
         for step in self._chance.choices(
             [one for one, _ in choices], [weight for _, weight in choices], k=steps
@@ -87,7 +87,7 @@ class StoreSession:
 
     def settle(self) -> None:
         """End what is held and under way, so that the store can be closed."""
-        self.world.bring_back()
+        self.bring_back()
         while self._leases:
             self._leases.pop().release()
         self.await_change()
@@ -195,6 +195,11 @@ class StoreSession:
         if self.world.may_lose_one(self._ledger.expected.met):
             self._was_away = True
             self.world.take_away(self._chance.choice(self.world.ssds))
+
+    def bring_back(self) -> None:
+        if self.world.away():
+            self._ledger.write("returned")
+            self.world.bring_back()
 
     def resize(self) -> None:
         self.await_change()
