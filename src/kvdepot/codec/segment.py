@@ -47,7 +47,7 @@ Entries = npt.NDArray[np.void]
 """An array of ENTRY."""
 
 _SLOTS_CHARS_MAX: Final = 5 << 9
-_EPOCHS_MAX: Final = 1 << 23
+_EPOCHS_MAX: Final = 1 << 33
 _SEGMENT_BYTES_MAX: Final = 1 << 44
 """Pages of a segment are counted in 32 bits."""
 _ENTRY: Final = struct.Struct("<32sIIQQQ")
@@ -132,8 +132,9 @@ class Superblock:
     members: str = ""
     """The drives that belong together, as `VERSION:NAME,NAME`; empty for one alone."""
     epoch: int = 0
-    """How often the store was opened for writing: ids and sequences of one time never come again,
-    also if a power cut takes all that was written with them."""
+    """When the store was last opened for writing, in steps of 1/8 s, or one more than the time
+    before: ids and sequences of one time never come again, also if a power cut takes all that was
+    written with them."""
 
     def pack(self) -> bytes:
         page = bytearray(PAGE)

@@ -1,6 +1,7 @@
 """A removal reaches a drive that was away, whatever becomes of the others meanwhile."""
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.store_contract import prompt, put, space_of
+from kvdepot.tiers.log.numbers import EPOCH_S
 
 ALL = frozenset({Call.RUN_READ, Call.RUN_WRITE, Call.READ, Call.WRITE})
 
@@ -172,3 +174,17 @@ def test_a_drive_that_was_drained_or_never_was_is_not_missed(tmp_path: Path) -> 
         assert not store.inspect().log_tier()._members.are_missing()
     with opened(tmp_path, "a") as store:
         assert not store.inspect().log_tier()._members.are_missing()
+
+
+def test_a_removal_covers_what_was_written_on_a_drive_that_was_used_apart(tmp_path: Path) -> None:
+    with opened(tmp_path, "a", "b") as store:
+        first = fill(store, prompts=2)
+    for count in range(3):  # what b writes bears higher numbers than a has ever seen
+        with opened(tmp_path, "b") as store:
+            keys = [*first, *fill(store, 100 * (count + 1), prompts=6)]
+        time.sleep(EPOCH_S)
+    with opened(tmp_path, "a") as store:
+        space_of(store)
+        store.remove(keys)
+    with opened(tmp_path, "a", "b") as store:
+        assert not back(store, keys)

@@ -42,6 +42,7 @@ from kvdepot.testing.torture.world import (
     read_blocks,
     residents,
 )
+from kvdepot.tiers.log.numbers import EPOCH_S
 
 Kind = Literal["cuts", "kills", "damages"]
 KINDS: Final[tuple[Kind, ...]] = ("cuts", "kills", "damages")
@@ -134,11 +135,16 @@ def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: Ro
 
 
 def _pull_or_bring_back(world: World, ledger: Ledger, chance: random.Random) -> None:
-    """Between two lives: a drive that was away is back, or stays away; or one goes."""
+    """Between two lives: a drive that was away is back, or stays away; or one goes. Epochs of
+    drives that are used apart tell of the time as long as no two begin in the same moment.
+    """
+    away = world.away()
     if chance.random() < 0.7:
         world.bring_back()
     elif world.may_lose_one(ledger.expected.met):
         world.take_away(chance.choice(world.ssds))
+    if away or world.away():
+        time.sleep(EPOCH_S)
 
 
 def _follow(world: World, ledger: Ledger) -> None:

@@ -3,15 +3,20 @@
 import threading
 from typing import Final
 
-_EPOCH_SEGMENTS: Final = 32
-_EPOCH_RECORDS: Final = 40
-"""Bits for what is numbered in one epoch."""
+_EPOCH_BITS: Final = 30
+"""For what is numbered in one epoch. What goes beyond takes numbers of epochs that are over before
+the store is opened again."""
+_EPOCHS_FROM_S: Final = 1_767_225_600
+"""The beginning of 2026."""
+EPOCH_S: Final = 0.125
 
 
 class Numbers:
     """Segment ids and record sequences of a tier: each is given out once, and they rise.
 
     Each time a tier is opened for writing is an epoch, and they begin anew far above those before.
+    An epoch is named by the time of day: drives that were used apart cannot tell each other how far
+    their numbers had come, and a removal must cover what was written before it.
     """
 
     def __init__(self) -> None:
@@ -20,12 +25,13 @@ class Numbers:
         self._sequence = 1
         self.epoch = 0
 
-    def begin_epoch(self, last: int) -> None:
-        """`last` is the highest epoch that a drive knows of."""
+    def begin_epoch(self, last: int, now_s: float) -> None:
+        """`last` is the highest epoch that a drive knows of; `now_s` is in seconds since 1970."""
         with self._lock:
-            self.epoch = max(last, self._segment_id >> _EPOCH_SEGMENTS) + 1
-            self._segment_id = max(self._segment_id, self.epoch << _EPOCH_SEGMENTS)
-            self._sequence = max(self._sequence, self.epoch << _EPOCH_RECORDS)
+            used = max(last, self._segment_id >> _EPOCH_BITS, self._sequence >> _EPOCH_BITS)
+            self.epoch = max(used + 1, int((now_s - _EPOCHS_FROM_S) / EPOCH_S))
+            self._segment_id = max(self._segment_id, self.epoch << _EPOCH_BITS)
+            self._sequence = max(self._sequence, self.epoch << _EPOCH_BITS)
 
     def raise_to(self, segment_id: int, sequence: int) -> None:
         with self._lock:

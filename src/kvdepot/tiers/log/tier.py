@@ -29,7 +29,7 @@ from kvdepot.codec.record import (
     round_up,
 )
 from kvdepot.core.block import BlockKey
-from kvdepot.core.clock import Clock
+from kvdepot.core.clock import Clock, WallClock
 from kvdepot.core.tier import (
     DRIVES_MAX,
     NO_CONTENTS,
@@ -174,7 +174,8 @@ class LogTier:
                 _log.warning("damage: %s: %d in all", drive.medium.label, len(drive.damage))
         if self.writable:
             known = [drive.medium for drive in self.drives if not drive.lost]
-            self._numbers.begin_epoch(max(map(_epoch_of, known), default=0))
+            last = max(map(_epoch_of, known), default=0)
+            self._numbers.begin_epoch(last, WallClock().now())
             for drive, recovered in zip(self.drives, found, strict=True):
                 drive.resume(recovered)
             self._members.share_removals()
