@@ -85,7 +85,7 @@ class World:
             store.set_write_mode("hdd", modes.get(name, "pass-through"))
             for keys in prompts:
                 answers = store.put_many(keys, [payload] * len(keys), timeout_s=WAIT_S)
-                if not all(answers) or not store.flush(WAIT_S):
+                if not all(answers) or not store.flush(WAIT_S).complete:
                     raise SystemExit("the emulated drives did not take the blocks")
 
     def _prompt(self, number: int) -> list[kvdepot.BlockKey]:

@@ -117,7 +117,7 @@ class World:
             assert all(
                 self.store.put_many(keys, [self.payloads[key] for key in keys], timeout_s=60)
             )
-            assert self.store.flush(120)
+            assert self.store.flush(120).complete
         state = self.store.inspect().state
         with state.lock:
             keys = list(self.payloads)

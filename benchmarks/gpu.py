@@ -250,7 +250,7 @@ def ttft(path: Path, rounds: int) -> tuple[list[Ratio], list[str]]:
         served = attach(model, store, revision="bench", block_tokens=BLOCK_TOKENS)
         assert first_token(served, ids) == expected
         served.flush()
-        assert store.flush(timeout_s=300.0)
+        assert store.flush(timeout_s=300.0).complete
         alternate(
             memory,
             lambda: first_token(served, ids),
@@ -272,11 +272,11 @@ def ttft(path: Path, rounds: int) -> tuple[list[Ratio], list[str]]:
             first_token(model, ids)
             miss.own_s.append(seconds(unseen, settled=False))
             served.flush()
-            assert store.flush(timeout_s=300.0)
+            assert store.flush(timeout_s=300.0).complete
             first_token(model, ids)
             miss.limit_s.append(seconds(lambda: first_token(model, ids), settled=False))
         say(" | ".join(miss.line()))
-        assert store.flush(timeout_s=300.0)
+        assert store.flush(timeout_s=300.0).complete
         served.close()
     disk = Ratio("first token from disk / raw read", "≤ 1.15", faster_is_more=False, nbytes=nbytes)
     raw = raw_read(path, nbytes)
@@ -320,7 +320,7 @@ def slowdown(path: Path, rounds: int) -> list[Ratio]:
         source = np.zeros(layout().block_bytes, dtype=np.uint8)
         for key in keys:
             assert store.put(key, source, timeout_s=60.0)
-        assert store.flush(timeout_s=300.0)
+        assert store.flush(timeout_s=300.0).complete
         moved = 0
         stop = threading.Event()
 

@@ -59,7 +59,7 @@ def fill(folder: Path, sessions: int, blocks: int) -> None:
         for number in range(sessions):
             keys = session(store, number, blocks)
             assert all(store.put_many(keys, [payload(key) for key in keys], timeout_s=60.0))
-            assert store.flush(60.0)
+            assert store.flush(60.0).complete
 
 
 def fetch(store: Store, keys: list[BlockKey], lead_s: float) -> dict[str, Any]:

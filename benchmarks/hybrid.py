@@ -231,7 +231,7 @@ class World:
 
     def _put(self, keys: Sequence[BlockKey]) -> None:
         answers = self.store.put_many(keys, [self._payload] * len(keys), timeout_s=_WAIT_S)
-        if not all(answers) or not self.store.flush(_WAIT_S):
+        if not all(answers) or not self.store.flush(_WAIT_S).complete:
             raise StateError("the emulated drives did not take the blocks")
 
     def get_all(self, *, together: bool) -> list[float]:
@@ -253,7 +253,7 @@ class World:
 
     def settle(self) -> None:
         """Wait until what was read has been written where it is promoted to."""
-        if not self.store.flush(_WAIT_S):
+        if not self.store.flush(_WAIT_S).complete:
             raise StateError("promoted blocks were not written")
 
 

@@ -228,7 +228,7 @@ def put_prompts(store: Store, blocks: int, seed: int = 0) -> None:
         (keys,) = prompts.fresh(1)
         if not all(store.put_many(keys, prompts.sources, timeout_s=_WAIT_S)):
             raise StateError("a put was refused although there is room")
-    if not store.flush(_WAIT_S):
+    if not store.flush(_WAIT_S).complete:
         raise StateError("flush did not write everything down")
 
 
@@ -299,7 +299,7 @@ class FullStore:
                 raise StateError("a put was refused although there is room")
 
     def _flush(self) -> None:
-        if not self.store.flush(_WAIT_S):
+        if not self.store.flush(_WAIT_S).complete:
             raise StateError("flush did not write everything down")
 
 

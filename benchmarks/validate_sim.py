@@ -64,7 +64,7 @@ class World:
     def put(self, keys: list[Any]) -> None:
         if keys and not all(self.store.put_many(keys, [self._payload] * len(keys), timeout_s=60)):
             raise SystemExit("the store did not take the blocks")
-        if not self.store.flush(60):
+        if not self.store.flush(60).complete:
             raise SystemExit("the store did not write the blocks down")
 
     def get(self, keys: list[Any]) -> tuple[float, list[str]]:

@@ -14,7 +14,7 @@ from kvdepot.testing.torture.rounds import Kind, play
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
-ROUNDS_MAX = 12
+ROUNDS_MAX = 60
 
 
 def forget_removals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ class Daemon:
             connection.end()
         with self._changed:
             self._changed.wait_for(lambda: not self._connections, timeout_s)
+        self._workers.close()
         self._close_forgotten()
         report = self.store.close(timeout_s)
         self._listener.close()
@@ -220,9 +221,10 @@ class WorkerThreads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free = 0
+        self._closed = False
 
     def run(self, job: Job) -> None:
         """Have a job done. Does not block."""
@@ -236,10 +238,20 @@ class WorkerThreads:
         else:
             self._jobs.put(job)
 
-    def _work(self, job: Job) -> None:
-        while True:
+    def close(self) -> None:
+        """Threads end that are free, and those that are not when their job is done."""
+        with self._lock:
+            free, self._free, self._closed = self._free, 0, True
+        for _ in range(free):
+            self._jobs.put(None)
+
+    def _work(self, first: Job) -> None:
+        job: Job | None = first
+        while job is not None:
             job()
             with self._lock:
+                if self._closed:
+                    return
                 self._free += 1
             try:
                 job = self._jobs.get(timeout=_IDLE_S)
@@ -248,5 +260,5 @@ class WorkerThreads:
                     if self._free:
                         self._free -= 1
                         return
-                # `run` has counted on this thread just now.
+                # `run` or `close` has counted on this thread just now.
                 job = self._jobs.get()
