@@ -81,6 +81,16 @@ class Bench:
 
         self.llm = LLM(**engine_arguments(args, **more))
         self.tokenizer = self.llm.get_tokenizer()
+        if self.connector is not None:
+            self._await_weights()
+
+    def _await_weights(self) -> None:
+        """Requests that come before the weights are read are left to vLLM; these here are not to
+        be among them.
+        """
+        limit_s = time.monotonic() + 60
+        while not self.connector.scheduler_side._is_ready() and time.monotonic() < limit_s:
+            time.sleep(0.05)
 
     @property
     def engine(self) -> Any:
