@@ -10,6 +10,7 @@ from kvdepot.core.depot import FlushReport
 from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
+from kvdepot.testing.torture.ledger import Expectation
 from kvdepot.testing.torture.rounds import Kind, play
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
@@ -78,3 +79,19 @@ def test_a_round_follows_from_its_seed(tmp_path: Path) -> None:
     one, other = (play(tmp_path, 3, "damages") for _ in range(2))
     assert one.ok and other.ok
     assert (one.words, one.done) == (other.words, other.done)
+
+
+def test_a_removed_block_that_is_seen_until_the_drives_meet_is_not_lost_when_they_do() -> None:
+    """Its removal was not flushed: a power cut took the note of one drive and left another's."""
+    expected = Expectation()
+    seen = {"cut": True, "ssds": [0, 1]}
+    for fact in (
+        {"fact": "flushed", "blocks": [7, 8], "removed": []},
+        {"fact": "removed", "blocks": [7], "durable": False, "away": True},
+        {"fact": "present", "blocks": [8], "away": True, **seen},
+        {"fact": "present", "blocks": [7, 8], "away": True, **seen},
+        {"fact": "flushed", "blocks": [7, 8], "removed": []},
+        {"fact": "residents", "blocks": [7, 8]},
+    ):
+        expected.take(fact)
+    assert expected.must == {8}

@@ -34,7 +34,8 @@ class Expectation:
     removed: set[int] = field(default_factory=set)
     """Blocks that a removal which returned took away."""
     doubtful: set[int] = field(default_factory=set)
-    """Those of them that went while a drive was away: it cannot know before it met the others."""
+    """Blocks that were removed while a drive was away: it cannot know before it met the others, and
+    they may be seen until then."""
     limbo: set[int] = field(default_factory=set)
     """Such blocks that were seen again: they may stay, or go when the drives meet."""
     synced: set[int] = field(default_factory=set)
@@ -103,7 +104,7 @@ class Expectation:
                 self.synced = set(self.removed)
                 self.met = self.met if fact["away"] else set(fact["ssds"])
                 self.limbo = self.limbo | (blocks & self.doubtful) if fact["away"] else set()
-                self.doubtful &= self.removed if fact["away"] else set()
+                self.doubtful = self.doubtful if fact["away"] else set()
                 self.flushed = blocks - self.limbo
                 self.must = set(self.flushed)
             case "drives":
