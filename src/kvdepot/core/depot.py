@@ -196,7 +196,9 @@ class Lease(ABC):
 
     @abstractmethod
     def view(self, index: int) -> memoryview | None:
-        """Payload of one leased block in place, read-only; None if it is on disk only."""
+        """Payload of one leased block in place, read-only; None if it is on disk only. Memory as it
+        is: `deliver` and `get` verify it.
+        """
 
     @abstractmethod
     def deliver(
