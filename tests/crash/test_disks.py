@@ -405,3 +405,24 @@ def test_a_raw_block_device(tmp_path: Path) -> None:
             kvdepot.open(**settings(device))
     finally:
         subprocess.run(["losetup", "-d", str(device)], check=True)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_write_that_fails_on_one_drive_goes_to_another(tmp_path: Path, code: int) -> None:
+    """Also where the drive that failed it is up again, or still, when that is decided."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store, files = open_faulty(folders, retry_initial="1us", retry_max="1us")
+    with store:
+        space = space_of(store)
+        faults = [
+            files.add(Fault(Call.RUN_WRITE, Fail(code), where=lambda one: "/a/" in one.path))
+            for _ in range(12)
+        ]
+        for number in range(100):
+            assert all(put_all(store, prompt(space, number, 4)))
+            assert store.flush()
+            if faults[-1].hits:
+                break
+        assert faults[-1].hits, "all of them were met, one after the other"
+        assert store.stats()["counters"]["write_failed"] == 0
+        assert_quiet(store)

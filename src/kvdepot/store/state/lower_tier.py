@@ -60,6 +60,8 @@ class LowerTier:
         """Rows in memory that wait to be written, oldest first."""
         self.tickets: dict[int, int] = {}
         """Rows waiting or being written, oldest first, with the number of their arrival."""
+        self.failed_on: dict[int, set[int]] = {}
+        """Rows waiting that could not be written before, and the drives that failed to."""
         self.dirty_bytes = 0
         self.dirty_since_s = 0.0
         self.flush_ticket = 0
@@ -236,6 +238,7 @@ class LowerTier:
         """A block no longer waits."""
         self.dirty_bytes -= record_bytes(self.catalog.nbytes[row])
         self.tickets.pop(row, None)
+        self.failed_on.pop(row, None)
         self.catalog.leaves.release(row)
 
     def oldest_ticket(self) -> int | None:

@@ -63,8 +63,13 @@ class WriteDown(CopyJob):
 
     def give_up(self, row: int) -> None:
         """What could not be written goes to another drive, or is given up."""
-        self.target.copies.drop(row)
-        if _is_down_alone(self.target, self._drive):
+        lower = self.target
+        lower.copies.drop(row)
+        failed_on = lower.failed_on.setdefault(row, set())
+        failed_on.add(self._drive)
+        tier = lower.tier
+        others = (drive for drive in range(tier.drive_count()) if drive not in failed_on)
+        if any(tier.drive(drive).takes_blocks for drive in others):
             self._returned.append(row)
         else:
             self.given_up += 1
@@ -166,13 +171,15 @@ class WriteBack:
         if not able:
             self._give_up_all()
             return None, None
+        failed_on = lower.failed_on.get(lower.dirty[0], ())
+        able = [drive for drive in able if drive not in failed_on] or able
         free = [drive for drive in able if self._busy[drive] < self._a_drive]
         if not free:
             return None, retry_s
         first = lower.shares.next()
         if first in free:
             return first, None
-        if first is not None and not pressed:
+        if first in able and not pressed:
             # The drive that should take the next run is busy: wait for it a little.
             if lower.run_bytes:
                 wait_s = self._left_s(lower.shares.taken_s, _LINGER_S)
@@ -216,6 +223,7 @@ class WriteBack:
         segment_bytes = lower.tier.drive(drive).segment_bytes
         budget = min(lower.run_bytes or self._part_bytes(drive), segment_bytes // 4)
         rows: list[int] = []
+        passed_over: list[int] = []
         for _ in range(min(len(lower.dirty), _BLOCKS_MAX)):
             row = lower.dirty[0]
             nbytes = record_bytes(catalog.nbytes[row])
@@ -226,10 +234,13 @@ class WriteBack:
                 state.mark_clean(row, lower)
                 state.written.notify_all()
             elif self._mover.is_appended_elsewhere(row, lower):
-                lower.dirty.append(row)  # its head is written to now
+                passed_over.append(row)  # its head is written to now
+            elif rows and drive in lower.failed_on.get(row, ()):
+                passed_over.append(row)  # another drive is chosen for it
             else:
                 budget -= nbytes
                 rows.append(row)
+        lower.dirty.extend(passed_over)
         return rows
 
     def _part_bytes(self, drive: int) -> int:
@@ -253,15 +264,6 @@ class WriteBack:
             state.give_up_writing(row, lower)
         state.written.notify_all()
         state.room.notify_all()
-
-
-def _is_down_alone(lower: LowerTier, drive: int) -> bool:
-    """Whether this drive takes no blocks, and another one does."""
-    tier = lower.tier
-    if tier.drive(drive).takes_blocks:
-        return False
-    others = (one for one in range(tier.drive_count()) if one != drive)
-    return any(tier.drive(one).takes_blocks for one in others)
 
 
 class Flusher:

@@ -81,12 +81,13 @@ class Measuring:
 
     def stop(self) -> None:
         """Give back what a drive has lent."""
-        current, self._current = self._current, None
+        current = self._current
         if current is None:
             return
         if current.lent is not None:
             current.drive.take_back(current.lent, current.survey.written_bytes)
         current.drive.files.descriptors.end(current.use)
+        self._current = None
 
     def _find_new(self) -> None:
         """Give drives the profile that their log has; queue those that are to be measured."""
@@ -121,14 +122,16 @@ class Measuring:
         """Go to the next drive. False: there is none that can be measured now."""
         there = self._drives()
         for _ in range(len(self._waiting)):
-            drive = self._waiting.popleft()
-            if drive.lost or drive.draining or drive not in there:
-                continue
-            if drive.breaker.closed and not drive.wear.spent:
+            drive = self._waiting[0]
+            gone = drive.lost or drive.draining or drive not in there
+            if not gone and drive.breaker.closed and not drive.wear.spent:
                 self._current = self._open(drive)
+            if gone or self._current is not None:
+                self._waiting.popleft()
+            else:
+                self._waiting.rotate(-1)
             if self._current is not None:
                 return True
-            self._waiting.append(drive)
         return False
 
     def _open(self, drive: Drive) -> MeasuredDrive | None:
