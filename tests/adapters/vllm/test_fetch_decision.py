@@ -67,7 +67,7 @@ def test_the_same_question_is_asked_once() -> None:
 def test_a_load_has_the_decisions_deadline_and_counts_until_it_is_over() -> None:
     decider, one = taught(1e-3, 1e-9), tracked("r")
     ruling = decider.decide(one, hit(), [one])
-    assert decider.load_started("r", hit().tiers) == ruling.decision.deadline_s
+    assert decider.load_started("r", hit().tiers) is ruling.decision
     assert decider._outstanding["ssd"] == 10 * BLOCK_BYTES
     decider.load_ended(LoadEnd("r", 3, (), 7, 1.0))
     assert decider._outstanding["ssd"] == 0

@@ -2,7 +2,10 @@
 costs misses and nothing else."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +20,8 @@ from kvdepot.adapters.tensors import HostMover, KVTensors
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob
 from kvdepot.adapters.vllm.metrics import ConnectorCounts
 from kvdepot.adapters.vllm.page_transfer import FinishedLoad, Loader, PagedCache, Saver
-from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Depot
+from kvdepot.core.block import BlockKey, Got
+from kvdepot.core.depot import Depot, Sink
 from kvdepot.core.layout import KVLayout
 from kvdepot.testing.daemons import DaemonProcess
 
@@ -42,9 +45,12 @@ def save(store: Depot, cache: PagedCache, keys: list[BlockKey]) -> int | None:
     return unsaved
 
 
-def load(store: Depot, cache: PagedCache, keys: list[BlockKey]) -> FinishedLoad:
+def load(
+    store: Any, cache: PagedCache, keys: list[BlockKey], recompute_s: float = 0.0
+) -> FinishedLoad:
     loader = Loader(store, cache, ConnectorCounts(), 1)
-    job = LoadJob("r", "", (tuple(keys),), tuple(range(len(keys))), 0, timeout_s=20.0)
+    limits = (0, 20.0, recompute_s)
+    job = LoadJob("r", "", (tuple(keys),), tuple(range(len(keys))), 0, *limits)
     loader.submit(job, keys)
     loader.close()
     (finished,) = loader.take()
@@ -80,6 +86,57 @@ def test_a_save_that_cannot_start_gives_its_slots_back(open_store: OpenStore) ->
         assert save(store, cache_of(HostMover()), keys) is None
         assert load(store, cache_of(mover), keys).end.failed_block == 0
         assert store.stats()["leased"] == 0
+
+
+class LateStore:
+    """A store whose leases say of all but the first blocks that they are late, once."""
+
+    def __init__(self, store: Depot, in_time: int) -> None:
+        self._store = store
+        self._in_time = in_time
+        self.asked: list[tuple[int, float]] = []
+        """First block and time of each delivery."""
+
+    @contextmanager
+    def lease(self, keys: list[BlockKey]) -> Iterator["LateStore"]:
+        with self._store.lease(keys) as self._lease:
+            yield self
+
+    def deliver(self, sink: Sink, *, timeout_s: float, start: int = 0, beside: bool) -> list[Got]:
+        self.asked.append((start, timeout_s))
+        if len(self.asked) > 1:
+            return self._lease.deliver(sink, start=start, beside=beside, timeout_s=20.0)
+        came = self._lease.deliver(sink, stop=self._in_time, beside=beside, timeout_s=20.0)
+        return [*came, *[Got(None, "late")] * (PAGES - self._in_time)]
+
+
+def test_a_load_that_is_nearly_there_is_finished(open_store: OpenStore) -> None:
+    with open_store() as store:
+        source, target = cache_of(HostMover()), cache_of(HostMover())
+        keys = keys_of(store)
+        assert save(store, source, keys) is None
+        late = LateStore(store, PAGES - 1)
+        end = load(late, target, keys, recompute_s=3600.0).end
+        assert end.failed_block is None
+        assert not end.late_blocks
+        assert [first for first, _ in late.asked] == [0, PAGES - 1]
+        assert [time.blocks for time in end.times] == [PAGES - 1], "not learnt as the tier's"
+        pages = range(PAGES)
+        mine, other = (each.tensors.pages(pages).tensors for each in (source, target))
+        assert all(map(torch.equal, mine, other))
+
+
+@pytest.mark.parametrize(("in_time", "recompute_s"), [(PAGES - 1, 0.0), (0, 3600.0)])
+def test_one_that_is_not_is_given_up(
+    open_store: OpenStore, in_time: int, recompute_s: float
+) -> None:
+    with open_store() as store:
+        cache, keys = cache_of(HostMover()), keys_of(store)
+        assert save(store, cache, keys) is None
+        late = LateStore(store, in_time)
+        end = load(late, cache, keys, recompute_s=recompute_s).end
+        assert (end.failed_block, end.late_blocks) == (in_time, PAGES - in_time)
+        assert len(late.asked) == 1
 
 
 def mapped_arenas() -> int:

@@ -9,6 +9,7 @@ from kvdepot.policy.fetching.advisor import PROBE_BLOCKS, PROBE_EVERY, Advisor, 
 from kvdepot.policy.fetching.fetch_or_recompute import (
     EXPLORE_BYTES,
     EXPLORE_SHARE,
+    PATIENCE_SHARE,
     Decision,
     EngineFeatures,
     EngineQueue,
@@ -16,6 +17,7 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     Reason,
     TierRun,
     decide,
+    worth_waiting_s,
 )
 from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace, TierProfile, Transfer
 
@@ -195,8 +197,13 @@ class TestSplit:
 
 class TestDeadline:
     def test_a_sure_fetch_is_given_up_soon(self) -> None:
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1, spread=0.01)})
-        assert decision.deadline_s == pytest.approx(1.5)
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.3, spread=0.01)})
+        assert decision.deadline_s == pytest.approx(4.5)
+
+    def test_not_before_a_quarter_of_the_recompute(self) -> None:
+        """A tier that was expected far too fast is still waited for: giving up costs more."""
+        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.001, spread=0.01)})
+        assert decision.deadline_s == pytest.approx(PATIENCE_SHARE * decision.recompute_s)
 
     def test_an_unsure_one_later(self) -> None:
         decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1, spread=0.5)})
@@ -211,6 +218,20 @@ class TestDeadline:
             runs(("ssd", 10)), {"ssd": tier(0.1)}, queue=EngineQueue(ahead_tokens=700)
         )
         assert decision.deadline_s == pytest.approx(7.0)
+
+
+class TestWorthWaiting:
+    def test_what_is_nearly_there_is_waited_for(self) -> None:
+        assert worth_waiting_s(6, 1, 0.6, 10.0) == pytest.approx(0.15)
+
+    def test_what_is_far_away_is_not(self) -> None:
+        assert worth_waiting_s(1, 9, 1.0, 8.0) == 0.0
+
+    def test_no_longer_than_its_recompute(self) -> None:
+        assert worth_waiting_s(5, 5, 0.9, 2.0) == pytest.approx(1.0)
+
+    def test_nothing_came_or_nothing_is_late(self) -> None:
+        assert worth_waiting_s(0, 7, 0.1, inf) == worth_waiting_s(7, 0, 0.1, inf) == 0.0
 
 
 class TestUnknown:
@@ -270,6 +291,19 @@ class TestAdvisor:
             pass
         asked.tiers["hdd"].observe(Transfer(1, BLOCK, 0.2))
         assert asked.advise(PROMPT, runs(("hdd", 10)), {}).probe is not None
+
+    def test_a_tier_far_below_its_profile_is_probed_every_time_and_soon_used_again(self) -> None:
+        one = advisor(TierProfile(0.001, BLOCK / 0.1))
+        for _ in range(2):
+            one.tiers["hdd"].observe(Transfer(7, 7 * BLOCK, 20.0, late_blocks=6))
+        for _ in range(2):
+            advice = one.advise(PROMPT, runs(("hdd", 10)), {})
+            assert advice.decision.reason is Reason.RECOMPUTE
+            assert advice.probe is not None
+            size = advice.probe.blocks * BLOCK
+            one.tiers["hdd"].observe(Transfer(advice.probe.blocks, size, 0.1 * size / BLOCK))
+        advice = one.advise(PROMPT, runs(("hdd", 10)), {})
+        assert advice.decision.reason is Reason.FETCH
 
     def test_a_tier_in_use_needs_no_probe(self) -> None:
         asked = advisor(TierProfile(0.001, BLOCK * 10))

@@ -2,7 +2,8 @@
 
 The facts come from vLLM's own steps, from finished loads and from the requests that are present;
 `policy` decides. Decided once for a request and a match; holds until one of them changes. What was
-learnt (speeds of the engine and of the tiers) is kept in a file for the next start on this machine.
+learnt (speeds of the engine and of the tiers) is kept in a file for the next start on this machine,
+which believes it as far as it agrees with what the depot has measured of its drives.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
 from kvdepot.adapters.vllm.requests import DepotHit, Phase, TrackedRequest
@@ -30,7 +31,13 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     PromptLengths,
     TierRun,
 )
-from kvdepot.policy.fetching.speed_models import PrefillPace, TierProfile, Transfer, attention_work
+from kvdepot.policy.fetching.speed_models import (
+    PrefillPace,
+    TierProfile,
+    Transfer,
+    attention_work,
+    starting_profile,
+)
 
 WRITE_EVERY_S: Final = 10.0
 
@@ -49,8 +56,20 @@ class FetchDecision:
         return self.hit.first_block + self.decision.cut_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class LoadUnderWay:
+    """Blocks by tier, the bytes that were outstanding before, and the tiers that are cold."""
+
+    blocks_by_tier: Counter[str]
+    outstanding_bytes: dict[str, int]
+    cold: frozenset[str]
+
+
 class FetchDecider:
-    """Decides for one engine. Belongs to the scheduler's thread."""
+    """Decides for one engine. Belongs to the scheduler's thread.
+
+    `drives`: what the depot has measured of its tiers.
+    """
 
     def __init__(
         self,
@@ -59,6 +78,7 @@ class FetchDecider:
         chunk_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         speeds_path: Path | None = None,
+        drives: Mapping[str, TierProfile] = {},
     ) -> None:
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
@@ -68,12 +88,16 @@ class FetchDecider:
         speeds = read_speeds(speeds_path) if speeds_path is not None else LearnedSpeeds()
         self.advisor = Advisor(
             EngineFeatures(chunk_tokens=chunk_tokens),
-            {tier: speeds.tiers.get(tier) for tier in TIER_NAMES},
+            {
+                tier: starting_profile(tier, drives.get(tier), speeds.tiers.get(tier))
+                for tier in TIER_NAMES
+            },
             prefill=speeds.prefill,
         )
         self._decisions: dict[str, FetchDecision] = {}
-        self._loading: dict[str, tuple[Counter[str], dict[str, int]]] = {}
-        """For each load its blocks by tier, and the bytes that were outstanding before it."""
+        self._loading: dict[str, LoadUnderWay] = {}
+        self._cold = set(TIER_NAMES)
+        """Tiers of which no load of this process is over."""
         self._outstanding = dict.fromkeys(TIER_NAMES, 0)
         self.probes: list[tuple[str, int, int]] = []
         """Request, first block and number of blocks to be fetched only to measure a tier."""
@@ -97,30 +121,32 @@ class FetchDecider:
             self.probes.append((name, first, advice.probe.blocks))
         return decided
 
-    def load_started(self, name: str, tiers: Sequence[str]) -> float | None:
-        """A load of blocks in these tiers begins; how long it may take."""
+    def load_started(self, name: str, tiers: Sequence[str]) -> Decision | None:
+        """A load of blocks in these tiers begins; what was decided of it."""
         blocks_by_tier = Counter(tiers)
-        self._loading[name] = blocks_by_tier, dict(self._outstanding)
+        load = LoadUnderWay(blocks_by_tier, dict(self._outstanding), frozenset(self._cold))
+        self._loading[name] = load
         for tier, blocks in blocks_by_tier.items():
             self._outstanding[tier] += blocks * self._block_bytes
         decided = self._decisions.get(name)
-        return decided.decision.deadline_s if decided is not None else None
+        return decided.decision if decided is not None else None
 
     def load_ended(self, end: LoadEnd) -> None:
         """Learn from what came, and from what was late."""
         if end.request_id not in self._loading:
             return
-        blocks_by_tier, outstanding_before = self._loading.pop(end.request_id)
+        load = self._loading.pop(end.request_id)
         came = {time.tier: time for time in end.times}
-        for tier, blocks in blocks_by_tier.items():
+        for tier, blocks in load.blocks_by_tier.items():
             self._outstanding[tier] -= blocks * self._block_bytes
+            self._cold.discard(tier)
             got = came[tier].blocks if tier in came else 0
             late = min(end.late_blocks, max(0, blocks - got))
             seconds = end.seconds if late else (came[tier].seconds if tier in came else 0.0)
             if got + late and seconds > 0:
                 size_bytes = (got + late) * self._block_bytes
-                before = outstanding_before[tier]
-                transfer = Transfer(got + late, size_bytes, seconds, before, late)
+                before, cold = load.outstanding_bytes[tier], tier in load.cold
+                transfer = Transfer(got + late, size_bytes, seconds, before, late, cold)
                 self.advisor.tiers[tier].observe(transfer)
 
     def observe_steps(self, steps: Iterable[StepTime]) -> None:
@@ -190,6 +216,23 @@ def step_work(step: Iterable[tuple[TrackedRequest, int]]) -> tuple[int, float, b
         tokens, attention = tokens + count, attention + attention_work(count, computed)
         prefill = prefill or computed + 1 < tracked.request.num_prompt_tokens
     return tokens, attention, prefill
+
+
+def drive_profiles(stats: Mapping[str, Any]) -> dict[str, TierProfile]:
+    """What `stats` of a depot says of tiers whose drives were measured, past the page cache.
+
+    Drives read side by side; one that was not measured counts as the mean of the others.
+    """
+    found = {}
+    for name, tier in stats.get("tiers", {}).items():
+        drives = tier.get("drives", ())
+        known = [each["profile"] for each in drives if each.get("profile")]
+        known = [each for each in known if each["direct_io"] and each["read_bytes_per_s"] > 0]
+        if known:
+            mean = sum(each["read_bytes_per_s"] for each in known) / len(known)
+            latency_s = max(each["read_latency_us"] for each in known) / 1e6
+            found[name] = TierProfile(latency_s, mean * len(drives))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class LoadJob(TransferJob):
     present_pages: int = 0
     """So many leading pages hold their content already and may be in use: they are left alone."""
     timeout_s: float = 0.0
+    recompute_s: float = 0.0
+    """Of all of it: what is late then is waited for if it is expected sooner than recomputed."""
     whole: bool = False
     """A part of it is of no use: vLLM could not go on from there, for want of earlier pages."""
 

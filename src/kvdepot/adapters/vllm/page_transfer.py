@@ -23,6 +23,7 @@ from kvdepot.adapters.vllm.shared_depot import use_all_cores
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.depot import Arrival, Depot, Reservation
 from kvdepot.errors import KVDepotError, ModelError
+from kvdepot.policy.fetching.fetch_or_recompute import worth_waiting_s
 
 _GROUP_BYTES: Final = 128 << 20
 """Given to the mover at a time: the bus starts on the first ones while the rest is prepared."""
@@ -126,17 +127,26 @@ class Loader:
         beside = self._cache.mover.device.type == "cuda"
         with self._own_stream(start_after), self._store.lease(keys) as lease:
             got = lease.deliver(sink, beside=beside, timeout_s=job.timeout_s)
+            times = self._times(got, arrived_s)
+            first, more_s = _nearly_there(got, time.monotonic() - started, job.recompute_s)
+            if more_s:
+                rest = lease.deliver(sink, start=first, beside=beside, timeout_s=more_s)
+                got = [*got[:first], *rest]
         answers = [*got, *[Got(None, "absent")] * (len(job.keys[0]) - len(got))]
-        times = []
-        for tier in sorted({answer.tier for answer in answers if answer.tier is not None}):
-            came = [arrived_s[at] for at, answer in enumerate(answers) if answer.tier == tier]
-            times.append(TierTime(tier, len(came), self._block_bytes * len(came), max(came)))
-        self._counts.loaded(times)
+        self._counts.loaded(self._times(got, arrived_s))
         self._counts.missed(answer.reason for answer in answers if not answer)
         failed = next((at for at, answer in enumerate(answers) if not answer), None)
         block = None if failed is None else job.first_block + failed
         late = sum(answer.reason == "late" for answer in answers)
         return LoadEnd(job.request_id, block, tuple(times), late, time.monotonic() - started)
+
+    def _times(self, got: Sequence[Got], arrived_s: Mapping[int, float]) -> list[TierTime]:
+        """What came of each tier, and when the last of it was there."""
+        times = []
+        for tier in sorted({answer.tier for answer in got if answer.tier is not None}):
+            came = [arrived_s[at] for at, answer in enumerate(got) if answer.tier == tier]
+            times.append(TierTime(tier, len(came), self._block_bytes * len(came), max(came)))
+        return times
 
     def _scatter(self, job: LoadJob, arrivals: list[Arrival]) -> None:
         """Copy blocks into their pages. The first block may have pages that are left alone."""
@@ -174,6 +184,17 @@ class Loader:
         with torch.cuda.device(device), torch.cuda.stream(local.stream):
             local.stream.wait_event(start_after)
             yield
+
+
+def _nearly_there(got: Sequence[Got], elapsed_s: float, recompute_s: float) -> tuple[int, float]:
+    """The first block that is late, and how much longer to wait for all that are; 0: give up.
+
+    What they were read into by then is in memory, so they count as read from there if they come:
+    how long that takes is not told as a time of the tier.
+    """
+    late = [at for at, answer in enumerate(got) if answer.reason == "late"]
+    came = sum(1 for answer in got if answer)
+    return (late[0] if late else 0), worth_waiting_s(came, len(late), elapsed_s, recompute_s)
 
 
 def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], list[Pieces]]:

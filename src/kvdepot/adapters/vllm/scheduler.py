@@ -11,7 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.fetch_decision import FetchDecider, speeds_file, step_work
+from kvdepot.adapters.vllm.fetch_decision import (
+    FetchDecider,
+    drive_profiles,
+    speeds_file,
+    step_work,
+)
 from kvdepot.adapters.vllm.identity import adapter_of, known_weights, namespace_of
 from kvdepot.adapters.vllm.messages import LoadJob, ShardFacts, StepPlan, StepReport
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
@@ -121,6 +126,7 @@ class ConnectorScheduler:
                 size,
                 self._engine.chunk_tokens,
                 speeds_path=speeds_file(self._config.speeds, spaces[0].tag),
+                drives=drive_profiles(self._depot.store.stats()),
             )
         return True
 
@@ -178,11 +184,15 @@ class ConnectorScheduler:
             return
         self._queue_hints.begun(request_id)
         load = tracked.begin_load(external_tokens, pages, self._page_tokens)
-        timeout_s = self._config.load_timeout
+        timeout_s = limit_s = self._config.load_timeout
+        recompute_s = 0.0
         if self._decider is not None and tracked.hit is not None:
-            limit_s = self._decider.load_started(request_id, tracked.hit.tiers[: len(load.keys[0])])
-            timeout_s = min(timeout_s, timeout_s if limit_s is None else limit_s)
-        self._plan.loads.append(replace(load, timeout_s=timeout_s))
+            tiers = tracked.hit.tiers[: len(load.keys[0])]
+            decision = self._decider.load_started(request_id, tiers)
+            if decision is not None:
+                timeout_s = min(limit_s, decision.deadline_s)
+                recompute_s = min(limit_s - timeout_s, decision.saved_s)
+        self._plan.loads.append(replace(load, timeout_s=timeout_s, recompute_s=recompute_s))
         self._loading[request_id] = frozenset(load.keys[0])
         self.counts.add("hit_tokens", external_tokens)
 

@@ -71,7 +71,8 @@ class DecisionLog:
 
 
 PROBE_EVERY: Final = 2
-"""A tier that was passed over this often in a row is asked for a little, to see how it is now."""
+"""A tier that was passed over this often in a row is asked for a little, to see how it is now; one
+that is far below its profile every time."""
 PROBE_BYTES: Final = (4 << 20, 16 << 20)
 """How little: by turns this much, or one block and three. Two sizes tell latency from bandwidth."""
 PROBE_BLOCKS: Final = (1, 3)
@@ -149,10 +150,11 @@ class Advisor:
         start = 0
         for run in runs:
             if run.blocks and run.tier not in used:
-                tier = run.tier
+                tier, model = run.tier, self.tiers[run.tier]
                 self._passed_over[tier] += 1
-                often = self._passed_over[tier] >= PROBE_EVERY or self.tiers[tier].doubting
-                if outstanding_bytes.get(tier, 0) or not often:
+                often = self._passed_over[tier] >= PROBE_EVERY
+                due = often or model.doubting or model.below_profile
+                if outstanding_bytes.get(tier, 0) or not due:
                     return None
                 self._passed_over[tier] = 0
                 return self._probe_of(run, start)

@@ -31,6 +31,10 @@ EXPLORE_S: Final = 0.25
 MARGIN_SPREADS: Final = 4.0
 MARGIN_SHARE_MIN: Final = 0.5
 """A fetch may be late by so many spreads, or by this share of its time, before we give up."""
+PATIENCE_SHARE: Final = 0.25
+"""And for this share of what the recompute takes, which is as much as giving up may cost."""
+FIRST_LOAD_S: Final = 1.0
+"""As long as the speed of prefill is not known, a fetch has at least this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +120,9 @@ class PrefillTimes:
             pace.token_s + 0.5 * pace.pair_s * (prompt.tokens + self.positions)
         )
 
-    @property
-    def saved_s(self) -> float:
-        """What having all the blocks in place would save."""
-        return float(self.suffix_s[0] - self.suffix_s[-1])
+    def saved_s(self, cut: int) -> float:
+        """What having the first blocks in place saves."""
+        return float(self.suffix_s[0] - self.suffix_s[cut])
 
     def stretch_s(self, start: int, stop: int) -> float:
         """Recompute of the blocks start..stop, when all before them is in place."""
@@ -273,7 +276,8 @@ class Decision:
 
     Of the matched blocks those before `cut_blocks` are fetched, but for `hole_blocks` from
     `hole_start` on, which the engine recomputes meanwhile. `deadline_s` and `fetch_s` count from
-    now; what has not come by the deadline is recomputed too. Times to the first token:
+    now; what has not come by the deadline is recomputed too, which takes `saved_s` for all of it.
+    Times to the first token:
     `predicted_s` of this decision, `fetch_all_s` of fetching all that can be asked for,
     `recompute_s` of fetching nothing; inf where the speed of prefill is not known.
     """
@@ -284,6 +288,7 @@ class Decision:
     by_run: tuple[int, ...]
     fetch_s: float
     deadline_s: float
+    saved_s: float
     predicted_s: float
     fetch_all_s: float
     recompute_s: float
@@ -313,10 +318,12 @@ def decide(
     if prefill is not None:
         times = PrefillTimes(prompt, blocks, prefill, queue, engine)
         plan, fetch_all_s, recompute_s = _fastest(times, asked, tiers, splits=engine.splits)
+        saved_s = times.saved_s(plan.cut)
     else:
         # As long as no step was seen, a hit is taken to be worth its time.
         fetch_s = float(fetch_seconds(asked, _paces(asked, tiers, EXPLORE_S))[-1])
         plan, fetch_all_s, recompute_s = FetchPlan(blocks, 0, 0, fetch_s, 0.0, inf), inf, inf
+        saved_s = inf
     by_run = _by_run(runs, plan)
     used = [tiers[run.tier] for run, count in zip(runs, by_run, strict=True) if count]
     return Decision(
@@ -326,6 +333,7 @@ def decide(
         by_run=by_run,
         fetch_s=plan.fetch_s,
         deadline_s=_deadline(plan, used, recompute_s),
+        saved_s=saved_s,
         predicted_s=plan.finish_s,
         fetch_all_s=fetch_all_s,
         recompute_s=recompute_s,
@@ -342,7 +350,7 @@ def _fastest(
 ) -> tuple[FetchPlan, float, float]:
     """The fastest plan, and the times of fetching all and of recomputing all."""
     blocks = times.blocks
-    paces = _paces(runs, tiers, EXPLORE_SHARE * times.saved_s)
+    paces = _paces(runs, tiers, EXPLORE_SHARE * times.saved_s(blocks))
     fetch_s = fetch_seconds(runs, paces)
     finish_s = times.finish_s(fetch_s)
     cut = blocks - int(finish_s[::-1].argmin())
@@ -401,7 +409,23 @@ def _deadline(plan: FetchPlan, used: Sequence[TierPace | None], recompute_s: flo
         return 0.0
     spreads = [pace.spread_share for pace in used if pace is not None]
     margin = max((max(MARGIN_SPREADS * one, MARGIN_SHARE_MIN) for one in spreads), default=0.0)
-    return min(max(plan.fetch_s * (1.0 + margin), plan.busy_s), recompute_s)
+    patience_s = PATIENCE_SHARE * recompute_s if recompute_s < inf else FIRST_LOAD_S
+    wait_s = max(plan.fetch_s * (1.0 + margin), patience_s if spreads else 0.0)
+    return min(max(wait_s, plan.busy_s), recompute_s)
+
+
+def worth_waiting_s(came: int, late: int, elapsed_s: float, recompute_s: float) -> float:
+    """How much longer to wait at the deadline of a fetch of which some blocks have come.
+
+    The rest is taken to come as fast as what came. It is waited for if that is sooner than its
+    recompute, its share of `recompute_s`; 0: give up. What lies behind counts as much as what
+    lies before, so this is right for the tail of a fetch and rather too short for its head.
+    """
+    if not came or not late:
+        return 0.0
+    rest_s = elapsed_s * late / came
+    limit_s = recompute_s * late / (came + late)
+    return min(rest_s * (1.0 + MARGIN_SHARE_MIN), limit_s) if rest_s < limit_s else 0.0
 
 
 def _reason(plan: FetchPlan, blocks: int, *, prefill_known: bool, explores: bool) -> Reason:

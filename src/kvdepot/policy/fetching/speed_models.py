@@ -6,7 +6,7 @@ told. Where the samples cannot tell the costs apart (all of one size), they keep
 that were assumed or learnt before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, frexp, inf, isfinite, log, sqrt
 from typing import Final
@@ -75,6 +75,8 @@ class LinearFit:
         rows = CLASSES * DEPTH
         self.costs: tuple[float, ...] = tuple(shape)
         self.samples = 0
+        """Measured or assumed."""
+        self._measured = 0
         self._memory = memory
         self._to_scale = to_scale
         self._first: Floats = np.array(shape, dtype=np.float64)
@@ -96,25 +98,30 @@ class LinearFit:
     @property
     def spread_share(self) -> float:
         """Standard deviation of a measurement, relative to its estimate."""
-        return sqrt(self._variance) if self.samples else SPREAD_UNSEEN
+        return sqrt(self._variance) if self._measured else SPREAD_UNSEEN
 
     @property
     def _limit(self) -> float:
         """Relative errors beyond this (natural log) are surprises."""
         return min(max(3.0 * self.spread_share, LIMIT_MIN), LIMIT_MAX)
 
+    def assume(self, features: Sequence[float]) -> None:
+        """Count what the costs say now as a sample: measurements have to outweigh it."""
+        self._enter(features, self.value(features), 1.0)
+
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """Learn from one measurement. One that is not above 0 and finite is ignored."""
         if not (seconds > 0.0 and isfinite(seconds)):
             return
+        self._measured += 1
         if not self._to_scale:
-            self._first = self._anchor = self._first * (seconds / self._value(features))
+            self._first = self._anchor = self._first * (seconds / self.value(features))
             self.costs = tuple(self._first.tolist())
             self._to_scale = True
-        error = log(seconds / self._value(features)) if self.samples else 0.0
+        error = log(seconds / self.value(features)) if self.samples else 0.0
         surprise = abs(error) > self._limit
         row = self._enter(features, seconds, DOUBTED if surprise else 1.0)
-        if self.samples > 1:
+        if self._measured > 1:
             seen = min(error**2, SPREAD_CLIP * self._variance)
             self._variance += SPREAD_GAIN * (seen - self._variance)
         if self._confirmed(row, error, surprise):
@@ -122,7 +129,7 @@ class LinearFit:
         else:
             self._refit()
 
-    def _value(self, features: Sequence[float]) -> float:
+    def value(self, features: Sequence[float]) -> float:
         return sum(cost * feature for cost, feature in zip(self.costs, features, strict=True))
 
     def _enter(self, features: Sequence[float], seconds: float, trust: float) -> int:
@@ -326,12 +333,46 @@ LATENCY_MIN_BYTES: Final = 1 << 14
 """A latency of zero could never be learnt to be more: it is at least worth this many bytes."""
 
 
+PROFILE_BYTES: Final = (1 << 22, 1 << 26)
+"""A profile counts as one transfer of each of these sizes: a single one never outweighs it."""
+MEASURED_WITHIN: Final = 3.0
+ASSUMED_WITHIN: Final = 10.0
+"""What was learnt before is believed if it is at most so many times off what was measured of the
+drives, or assumed of their kind."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierProfile:
     """What a tier is said to do, or did when it was measured last."""
 
     latency_s: float
     bandwidth_bytes_s: float
+
+
+MEDIUM_PROFILES: Final[Mapping[str, TierProfile]] = {
+    "dram": TierProfile(1e-4, 12e9),
+    "cxl": TierProfile(1e-4, 8e9),
+    "ssd": TierProfile(2e-4, 5e9),
+    "hdd": TierProfile(1.2e-2, 2e8),
+    "plugin": TierProfile(5e-3, 1e9),
+}
+"""What a good medium of each kind does: the assumption of one that was not measured. Rather too
+fast than too slow: a fetch tells the truth, a recompute tells nothing."""
+
+
+def starting_profile(
+    tier: str, measured: TierProfile | None, learnt: TierProfile | None
+) -> TierProfile | None:
+    """What to expect of a tier at a start: what was learnt before, unless that is absurd.
+
+    `measured`: its drives with nothing else to do. None for a tier of an unknown kind.
+    """
+    expected = measured or MEDIUM_PROFILES.get(tier)
+    if expected is None or learnt is None:
+        return expected or learnt
+    ratio = learnt.bandwidth_bytes_s / expected.bandwidth_bytes_s
+    within = MEASURED_WITHIN if measured is not None else ASSUMED_WITHIN
+    return learnt if 1.0 / within <= ratio <= within else expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +382,7 @@ class Transfer:
     `seconds`: from the request until the last block was ready for use, or until we stopped waiting.
     `outstanding_bytes`: asked of the tier before, and not there yet when this was asked.
     `late_blocks`: those of `blocks` that had not come when we stopped waiting.
+    `cold`: the first one of a process, which also waits for threads and memory to be there.
     """
 
     blocks: int
@@ -348,6 +390,7 @@ class Transfer:
     seconds: float
     outstanding_bytes: int = 0
     late_blocks: int = 0
+    cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +410,10 @@ class TierPace:
 
 
 class TierModel:
-    """Latency and bandwidth of one tier; two surprising transfers in a row are a change."""
+    """Latency and bandwidth of one tier; two surprising transfers in a row are a change.
+
+    A profile is believed until transfers agree on something else.
+    """
 
     def __init__(self, profile: TierProfile | None = None) -> None:
         shape = (float(LATENCY_BYTES), 1.0)
@@ -375,15 +421,26 @@ class TierModel:
             byte_s = 1.0 / profile.bandwidth_bytes_s
             shape = (max(profile.latency_s, LATENCY_MIN_BYTES * byte_s), byte_s)
         self._fit = LinearFit(shape, TIER_WEIGHTING, to_scale=profile is not None)
-        self._profiled = profile is not None
+        self._profile = profile
+        if profile is not None:
+            for size_bytes in PROFILE_BYTES:
+                self._fit.assume((1.0, float(size_bytes)))
 
     @property
     def known(self) -> bool:
-        return self._profiled or self._fit.samples > 0
+        return self._fit.samples > 0
 
     @property
     def doubting(self) -> bool:
         return self._fit.doubting
+
+    @property
+    def below_profile(self) -> bool:
+        """Whether it has become so slow that a new start would not believe it."""
+        profile = self._profile
+        if profile is None:
+            return False
+        return self.bandwidth_bytes_s * MEASURED_WITHIN < profile.bandwidth_bytes_s
 
     @property
     def latency_s(self) -> float:
@@ -394,11 +451,17 @@ class TierModel:
         return 1.0 / self._fit.costs[1] if self.known and self._fit.costs[1] > 0.0 else inf
 
     def observe(self, transfer: Transfer) -> None:
-        """Learn from a transfer, complete or not; one of 0 bytes is ignored."""
+        """Learn from a transfer, complete or not; one of 0 bytes is ignored.
+
+        So is a cold one that took longer than expected: that says nothing about the tier.
+        """
         if not transfer.size_bytes:
             return
         size_bytes = float(transfer.outstanding_bytes + transfer.size_bytes)
-        self._fit.observe((1.0, size_bytes), self._seconds(transfer, size_bytes))
+        features, seconds = (1.0, size_bytes), self._seconds(transfer, size_bytes)
+        if transfer.cold and self.known and seconds > self._fit.value(features):
+            return
+        self._fit.observe(features, seconds)
 
     def _seconds(self, transfer: Transfer, size_bytes: float) -> float:
         """How long the transfer would have taken, had we waited for the rest of it."""
