@@ -18,19 +18,53 @@ if TYPE_CHECKING:
     from kvdepot.core.hf_config import model_layout
     from kvdepot.core.layout import KVLayout, ModelLayout
     from kvdepot.core.namespace import Namespace, fingerprint
+    from kvdepot.errors import (
+        BadBufferError,
+        ConfigError,
+        DaemonError,
+        DriveError,
+        ExtraMissingError,
+        FormatError,
+        KeyFormatError,
+        KVDepotError,
+        LeaseError,
+        ModelError,
+        StateError,
+        StoreBusyError,
+        StoreClosedError,
+        TraceError,
+        UnsafePathError,
+        WireError,
+    )
     from kvdepot.store.store import Store
 
 __version__ = "0.1.0"
 __all__ = [
+    "BadBufferError",
     "BlockKey",
     "Config",
+    "ConfigError",
+    "DaemonError",
     "Depot",
+    "DriveError",
+    "ExtraMissingError",
+    "FormatError",
     "Got",
+    "KVDepotError",
     "KVLayout",
+    "KeyFormatError",
+    "LeaseError",
+    "ModelError",
     "ModelLayout",
     "Namespace",
     "Put",
+    "StateError",
     "Store",
+    "StoreBusyError",
+    "StoreClosedError",
+    "TraceError",
+    "UnsafePathError",
+    "WireError",
     "__version__",
     "fingerprint",
     "model_layout",
@@ -49,6 +83,22 @@ _HOMES = {
     "Store": "store.store",
     "fingerprint": "core.namespace",
     "model_layout": "core.hf_config",
+    "BadBufferError": "errors",
+    "ConfigError": "errors",
+    "DaemonError": "errors",
+    "DriveError": "errors",
+    "ExtraMissingError": "errors",
+    "FormatError": "errors",
+    "KVDepotError": "errors",
+    "KeyFormatError": "errors",
+    "LeaseError": "errors",
+    "ModelError": "errors",
+    "StateError": "errors",
+    "StoreBusyError": "errors",
+    "StoreClosedError": "errors",
+    "TraceError": "errors",
+    "UnsafePathError": "errors",
+    "WireError": "errors",
 }
 
 
@@ -69,12 +119,20 @@ def open(config: "str | os.PathLike[str] | Config | None" = None, **settings: An
     return open_store(config, **settings)
 
 
-def __getattr__(name: str) -> Any:
-    """Public names are imported when first used, so that `import kvdepot` costs nothing."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvdepot' has no attribute {name!r}")
-    import importlib
+if not TYPE_CHECKING:  # type checkers take a module's __getattr__ for leave to name anything
 
-    value = getattr(importlib.import_module(f"kvdepot.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        """Public names are imported when first used, so that `import kvdepot` costs nothing."""
+        import importlib
+        import sys
+
+        if name not in _HOMES:
+            here = sys.modules[__name__]
+            text = f"module 'kvdepot' has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=here)  # Python adds what was meant
+        value = getattr(importlib.import_module(f"kvdepot.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOMES})

@@ -31,6 +31,7 @@ def play(capsys: Capture, *arguments: str) -> dict[str, Any]:
 
 
 def test_document_says_what_happened(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "scratch").mkdir()
     answer = play(capsys, "--path", str(tmp_path / "scratch"))
     assert answer["identical"] is True
     passes = [turn["pass"] for turn in answer["turns"]]
@@ -99,12 +100,14 @@ def test_a_server_that_hangs_is_an_error_not_a_hang(
 ) -> None:
     monkeypatch.setenv("STAND_IN", "hang")
     monkeypatch.setattr(demo_play, "ANSWER_TIMEOUT_S", 0.3)
+    (tmp_path / "scratch").mkdir()
     assert main(["demo", "--path", str(tmp_path / "scratch")]) == 2
     assert "did not answer within 0 s" in capsys.readouterr().err
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_keep_leaves_the_store(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "scratch").mkdir()
     play(capsys, "--path", str(tmp_path / "scratch"), "--keep")
     (kept,) = (tmp_path / "scratch").iterdir()
     assert (kept / "store" / "segment-000000.kvs").exists()

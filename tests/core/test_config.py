@@ -345,3 +345,31 @@ def test_a_tier_has_as_many_drives_as_a_location_can_name(tier: str) -> None:
     with pytest.raises(ConfigError, match="128 paths are too many") as raised:
         load(overrides={tier: {**settings, "path": paths}})
     assert raised.value.hint
+
+
+def test_variables_of_a_kubernetes_service_are_not_settings() -> None:
+    made = {
+        "KVDEPOT_PORT": "tcp://10.96.0.7:9400",
+        "KVDEPOT_PORT_9400_TCP": "tcp://10.96.0.7:9400",
+        "KVDEPOT_PORT_9400_TCP_PROTO": "tcp",
+        "KVDEPOT_PORT_9400_TCP_PORT": "9400",
+        "KVDEPOT_PORT_9400_TCP_ADDR": "10.96.0.7",
+        "KVDEPOT_SERVICE_HOST": "10.96.0.7",
+        "KVDEPOT_SERVICE_PORT": "9400",
+        "KVDEPOT_SERVICE_PORT_METRICS": "9400",
+        "KVDEPOT_METRICS_SERVICE_HOST": "fd00::7",
+        "KVDEPOT_METRICS_PORT": "udp://10.96.0.7:9400",
+    }
+    assert load(env=made) == load()
+    assert load(env={**made, "KVDEPOT_BLOCK_TOKENS": "64"}).block_tokens == 64
+
+
+@pytest.mark.parametrize("name", ["KVDEPOT_PORT", "KVDEPOT_SERVICE_HOST", "KVDEPOT_DRAM__PORT"])
+def test_a_wrong_variable_is_still_told(name: str) -> None:
+    with pytest.raises(ConfigError, match="unknown key"):
+        load(env={name: "yes please"})
+
+
+def test_variables_of_other_commands_are_not_settings() -> None:
+    other = {"KVDEPOT_PLAN_MODEL": "m", "KVDEPOT_PARTS_YEARS": "3", "KVDEPOT_SOCKET": "/run/s"}
+    assert load(env=other) == load()

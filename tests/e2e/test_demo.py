@@ -22,6 +22,7 @@ def kvdepot(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.crash
 def test_a_real_model_answers_the_same_with_and_without(tmp_path: Path) -> None:
     scratch, report = tmp_path / "scratch", tmp_path / "demo.html"
+    scratch.mkdir()
     places = ("--path", str(scratch), "--report", str(report))
     done = kvdepot("demo", "--users", "2", "--turns", "2", "--json", *places)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,8 +1,10 @@
 """Plans: what is chosen and why, contradictory goals, the answer for scripts and the report."""
 
+import dataclasses
 import json
 import random
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvdepot.cli.main import main
+from kvdepot.core.config import Config
 from kvdepot.planner.analytic import AnalyticEvaluator
 from kvdepot.planner.outcome import Cost, Evaluate, Mix, MixOutcome, TierUse
 from kvdepot.planner.parts import Parts, load_parts, shipped_parts
@@ -285,7 +288,8 @@ def test_report(parts_file: Path, tmp_path: Path, capsys: Seen) -> None:
     for drawing in drawings:
         ElementTree.fromstring("<svg" + drawing.partition("</svg>")[0] + "</svg>")
     assert found["verdict"].replace("&", "&amp;") in page
-    assert found["chosen_units"].keys() == FEW.keys()
+    known = {field.name for field in dataclasses.fields(Config)}
+    assert found["chosen_units"].keys() == FEW.keys() & known
     assert "nan" not in page.lower().replace("finance", "")
 
 
@@ -301,7 +305,54 @@ def test_parts_and_scenarios_can_be_printed(capsys: Seen) -> None:
     assert main(["plan", "--print-parts"]) == 0
     assert capsys.readouterr().out.rstrip() == shipped_parts().rstrip()
     assert main(["plan", "dell-80", "--show", "--users", "9"]) == 0
-    assert json.loads(capsys.readouterr().out)["traffic"]["users"] == 9
+    assert tomllib.loads(capsys.readouterr().out)["traffic"]["users"] == 9
+
+
+@pytest.mark.parametrize(("options", "name"), [([], "mine.toml"), (["--json"], "mine.json")])
+def test_what_show_prints_can_be_planned(
+    options: list[str], name: str, tmp_path: Path, capsys: Seen
+) -> None:
+    asked = ["--users", "9", "--set", "traffic.gap_spread=0.5"]
+    assert main(["plan", "dell-80", "--show", *asked, *options]) == 0
+    (tmp_path / name).write_text(capsys.readouterr().out)
+    again = load_scenario(str(tmp_path / name))
+    assert again == load_scenario(
+        "dell-80", overrides={"traffic.users": 9, "traffic.gap_spread": 0.5}
+    )
+
+
+def test_tiers_that_do_not_exist_are_not_sold(
+    parts_file: Path, tmp_path: Path, capsys: Seen
+) -> None:
+    tape = parts_file.read_text().replace("[tiers.object]", "[tiers.tape]", 1)
+    mine = tmp_path / "mine.toml"
+    mine.write_text(tape)
+    assert main(["plan", "dell-80", "--parts", str(mine), "--json"]) in (0, 1)
+    seen = capsys.readouterr()
+    assert "tape" not in json.loads(seen.out)["chosen_units"]
+    assert "left out: tape" in seen.err
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int4", "1.4"])
+def test_codecs_that_do_not_exist_are_not_sold(codec: str, capsys: Seen) -> None:
+    assert main(["plan", "dell-80", "--codec", codec]) == 2
+    assert "cannot be bought" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--print-parts", "--users", "3"], "--users: has no effect with --print-parts"),
+        (["dell-80", "--show", "--report", "x.html"], "--report: has no effect with --show"),
+        (["dell-80", "--set", "goal.ttft_p95"], "hint: --set goal.ttft_p95=2s, for example"),
+        (["dell-80", "--set", "goal=5"], "or set goal.ttft_p95"),
+        (["--set", "goal.retention=1d"], "hint: start from a scenario"),
+        (["dell-80", "--set", "fleet.gpus_per_node=9", "--tp", "3"], "error: tp: 8 kv heads"),
+    ],
+)
+def test_hints_lead_on(words: list[str], said: str, capsys: Seen) -> None:
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_dearer_drives_cost_more(plan: Plan, parts: Parts) -> None:

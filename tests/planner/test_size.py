@@ -108,7 +108,7 @@ def test_wrong_numbers(arguments: list[str], capsys: Seen) -> None:
         (["--tier", "ssd=0"], "ssd"),
         (["--codec", "zip"], "codec"),
         (["--codec", "0.5"], "codec"),
-        (["--tp", "3"], "shard_size"),
+        (["--tp", "3"], "tp"),
     ],
 )
 def test_wrong_values(arguments: list[str], word: str, capsys: Seen) -> None:

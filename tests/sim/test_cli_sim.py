@@ -88,7 +88,7 @@ def test_a_bad_line_stops_or_is_skipped(trace: Path, capsys: pytest.CaptureFixtu
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sim", "--trace", str(tmp_path / "no"), "--capacity", "dram=1Mtok", "--hits-only"]
     assert main(words) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "there is no such file" in capsys.readouterr().err
 
 
 def test_a_fleet_over_a_trace(
@@ -147,7 +147,7 @@ def test_a_sample_says_its_error(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nodes", "0"], "above 0"),
         (["--speed", "0"], "above 0"),
         (["--backlog", "nan"], "above 0"),
-        (["--sample", "0.5"], "multi-turn"),
+        (["--sample", "0.5"], "with --trace"),
     ],
 )
 def test_mistakes_about_a_fleet_are_told(
@@ -170,3 +170,75 @@ def test_mistakes_about_users_are_told(
 def test_hits_only_needs_its_input(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--trace", str(trace), "--hits-only"]) == 2
     assert "--capacity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trace", "T", "--capacity", "dram=1Mtok"], "--capacity: has no effect without --hits"),
+        (["--trace", "T", "--plot", "p.html"], "--plot: has no effect without --hits-only"),
+        (["--trace", "T", "--hits-only", "--report", "r.html"], "--report: has no effect with"),
+        (["--trace", "T", "--hits-only", "--tiers", "dram=1TB"], "--tiers: has no effect with"),
+        (["--trace", "T", "--users", "3"], "--users: has no effect with --trace"),
+        (["--workload", "multi-turn", "--speed", "2"], "--speed: has no effect without --trace"),
+        (
+            ["--workload", "multi-turn", "--sample", "0.5", "--report", "r.html"],
+            "--report: has no effect with --sample",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(
+    words: list[str], said: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", *(str(trace) if word == "T" else word for word in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_prompts_longer_than_gpu_memory_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--history-tokens", "600000", "--users", "2", "--turns", "2"]
+    assert main(["sim", "--workload", "multi-turn", *words]) == 2
+    said = capsys.readouterr().err
+    assert "none of the 2 requests fits" in said or "none of the 4 requests fits" in said
+    assert "hint: more GPUs" in said
+
+
+def test_an_overloaded_fleet_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    busy = ["sim", "--workload", "multi-turn", "--users", "20", "--turns", "2", "--qps", "1000"]
+    assert main([*busy, "--json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert "overloaded: the GPUs are busy" in note
+    assert main(busy) == 0
+    assert note in capsys.readouterr().err
+    calm = ["--users", "2", "--turns", "2", "--qps", "0.01", "--json"]
+    assert main(["sim", "--workload", "multi-turn", *calm]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+
+
+def test_a_trace_in_which_nothing_returns_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    azure = tmp_path / "azure.csv"
+    lines = ["2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.0319600,3180,8"]
+    azure.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines, ""]))
+    words = ["sim", "--trace", str(azure), "--capacity", "dram=1Mtok", "--hits-only"]
+    assert main(words) == 0
+    assert "Azure's traces have lengths only" in capsys.readouterr().err
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"]
+
+
+def test_one_request_is_no_requests(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace.write_text(trace.read_text().splitlines()[0] + "\n")
+    assert main(["sim", "--trace", str(trace), "--capacity", "dram=1Mtok", "--hits-only"]) == 0
+    assert "1 request, 1,024 tokens, 2 blocks" in capsys.readouterr().err
+
+
+def test_a_codec_that_does_not_exist_is_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--workload", "multi-turn", "--codec", "int4"]) == 2
+    assert "cannot be bought" in capsys.readouterr().err
+
+
+def test_the_wrong_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--workload", "multi-turn", "--tp", "3"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: tp: 8 kv heads do not divide by 3\nhint: 1, 2, 4, 8")

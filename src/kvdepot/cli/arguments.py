@@ -2,16 +2,30 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import kvdepot
+from kvdepot.core.config import SOCKET_ENV
 from kvdepot.core.depot import Depot
 from kvdepot.core.private import runtime_folder
 from kvdepot.errors import ConfigError
 
 Value = TypeVar("Value")
+SYSTEM_SOCKET: Final = Path("/run/kvdepot/depot.sock")
+"""Where the daemon of a whole machine listens, as deploy/ starts it."""
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20}
+
+
+@dataclass(frozen=True, slots=True)
+class EffectRule:
+    """Options that do something only where `holds`."""
+
+    options: tuple[str, ...]
+    holds: bool
+    words: str
+    """After "has no effect"."""
 
 
 def positive(text: str) -> float:
@@ -69,18 +83,28 @@ def add_socket(parser: argparse.ArgumentParser, text: str) -> None:
         "--socket",
         type=Path,
         metavar="PATH",
-        help=f"{text} (default: kvdepot/depot.sock in your runtime directory)",
+        help=f"{text} (default: KVDEPOT_SOCKET, else kvdepot/depot.sock in your runtime directory)",
     )
 
 
 def socket_path(args: argparse.Namespace) -> Path:
-    path: Path | None = args.socket
-    return path or runtime_folder(args.env) / "depot.sock"
+    """Where a daemon listens: as named, by an option or the environment, else this user's place."""
+    if args.socket is not None:
+        return cast(Path, args.socket)
+    if args.env.get(SOCKET_ENV):
+        return Path(args.env[SOCKET_ENV])
+    return runtime_folder(args.env) / SYSTEM_SOCKET.name
 
 
 def open_daemon(args: argparse.Namespace) -> Depot:
-    """The store of the daemon that `add_daemon`'s options name."""
-    return kvdepot.open(f"unix:{socket_path(args)}", daemon_user=args.daemon_user)
+    """The store of the daemon that `add_daemon`'s options name; unnamed, this user's daemon or,
+    where there is none, the machine's.
+    """
+    path = socket_path(args)
+    named = args.socket is not None or args.env.get(SOCKET_ENV)
+    if not named and not path.exists() and SYSTEM_SOCKET.exists():
+        path = SYSTEM_SOCKET
+    return kvdepot.open(f"unix:{path}", daemon_user=args.daemon_user)
 
 
 def add_store_settings(parser: argparse.ArgumentParser) -> None:
@@ -94,14 +118,42 @@ def add_set(parser: argparse.ArgumentParser, text: str) -> None:
     )
 
 
-def parse_settings(settings: Sequence[str]) -> dict[str, str]:
+def parse_settings(settings: Sequence[str], example: str = "ssd.capacity=20GiB") -> dict[str, str]:
     """`a.b=c` texts as a mapping. Raises ConfigError for one without a name or a value."""
     overrides = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not name or not equals:
             raise ConfigError(
-                setting, "not of the form a.b=value", hint="--set ssd.capacity=20GiB, for example"
+                setting, "not of the form a.b=value", hint=f"--set {example}, for example"
             )
         overrides[name.strip()] = value.strip()
     return overrides
+
+
+def remember_defaults(parser: argparse.ArgumentParser) -> None:
+    """Let `given` tell what was asked for. Call it when all options are added."""
+    parser.set_defaults(
+        defaults={
+            action.dest: action.default for action in parser._actions if action.option_strings
+        }
+    )
+
+
+def given(args: argparse.Namespace) -> dict[str, str]:
+    """The options that were set to another value than their default, by name."""
+    changed = [
+        name for name, default in args.defaults.items() if getattr(args, name, default) != default
+    ]
+    return {name: "--" + name.replace("_", "-") for name in changed}
+
+
+def refuse_without_effect(args: argparse.Namespace, rules: Sequence[EffectRule]) -> None:
+    """ConfigError for the first option that was given and would do nothing."""
+    asked = given(args)
+    for rule in rules:
+        for name in rule.options:
+            if not rule.holds and name in asked:
+                raise ConfigError(
+                    asked[name], f"has no effect {rule.words}", hint=f"leave {asked[name]} out"
+                )

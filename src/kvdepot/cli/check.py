@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvdepot.cli import output
 from kvdepot.core.depot import Finding
-from kvdepot.core.units import format_bytes
+from kvdepot.core.units import format_bytes, format_count
 from kvdepot.store.check.offline import AuditReport, audit
 from kvdepot.store.check.repair import RepairReport, repair
 
@@ -62,12 +62,12 @@ def show(report: AuditReport, *, as_json: bool) -> None:
         output.document(report.as_dict())
         return
     show_list(report.findings)
-    held = f"{report.blocks:,} intact blocks, {format_bytes(report.nbytes)}, "
-    held += f"in {report.segments:,} segments"
+    held = f"{format_count(report.blocks, 'intact block')}, {format_bytes(report.nbytes)}, "
+    held += f"in {format_count(report.segments, 'segment')}"
     if report.ok:
         output.data(f"{report.path}: ok, {held}")
         return
-    output.data(f"{report.path}: damaged in {len(report.findings):,} places; {held}")
+    output.data(f"{report.path}: damaged in {format_count(len(report.findings), 'place')}; {held}")
     output.say(f"hint: kvdepot check --repair {report.path}")
 
 

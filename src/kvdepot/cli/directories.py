@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvdepot.cli.doctor import machine
-from kvdepot.core.private import FOLDER_MODE, write_private_file
+from kvdepot.core.private import write_private_file
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 
@@ -21,7 +21,9 @@ def choose_parent(given: Path | None, needed_bytes: int) -> machine.PathFacts:
     Prefers a disk to a filesystem in memory. Raises ConfigError where there is not enough room.
     """
     if given is not None:
-        given.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        if not given.is_dir():
+            reason = f"{given} is no directory" if given.exists() else f"{given} does not exist"
+            raise ConfigError("--path", reason, hint=f"mkdir -p {given}")
         candidates = [given]
     else:
         candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]

@@ -16,7 +16,7 @@ from kvdepot.cli.report.tables import Table
 from kvdepot.codec.notes import parse_object
 from kvdepot.codec.segment import FORMAT
 from kvdepot.core.tier import Contents
-from kvdepot.core.units import format_bytes
+from kvdepot.core.units import format_bytes, format_count
 from kvdepot.store.check.offline import opened, read_drive
 from kvdepot.tiers.device.speed import PROFILE_TAG, Profile
 from kvdepot.tiers.log.drive import Drive
@@ -170,7 +170,9 @@ def show(found: Inspection) -> None:
     output.data(f"{found.path}: store {found.uuid}, format {found.format}")
     held = f"{format_bytes(found.held_bytes)} in segments of {format_bytes(found.segment_bytes)}"
     output.data(f"  holds     {held}, {found.free_slots} of them free")
-    output.data(f"  live      {found.blocks:,} blocks, {format_bytes(found.live_bytes)}")
+    output.data(
+        f"  live      {format_count(found.blocks, 'block')}, {format_bytes(found.live_bytes)}"
+    )
     output.data(f"  removals  {found.removals:,}")
     speed = profile_text(found.profile) if found.profile else NOT_MEASURED
     output.data(f"  speed     {speed}")

@@ -16,12 +16,14 @@ import argparse
 import importlib
 import importlib.metadata
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
 from kvdepot.cli import output
+from kvdepot.cli.completion import SHELLS, script
 from kvdepot.errors import KVDepotError, StateError
 
 EXIT_FAILED = 2
@@ -68,6 +70,10 @@ class CommandModule(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
+class UsageError(KVDepotError):
+    """Words that make no command."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints look like all our others."""
 
@@ -75,8 +81,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
-        output.error(message, hint=f"{self.prog} --help")
-        raise SystemExit(EXIT_FAILED)
+        raise UsageError(message, hint=f"{self.prog} --help")
 
 
 class ShowVersion(argparse.Action):
@@ -87,56 +92,102 @@ class ShowVersion(argparse.Action):
         raise SystemExit(0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. Never raises for a user's mistake."""
-    return exit_status(lambda: dispatch(argv))
+class ShowCompletion(argparse.Action):
+    """Prints the completion of a shell; every command's module is loaded for it."""
+
+    def __call__(
+        self, parser: object, namespace: object, values: object, *_: object, **__: object
+    ) -> NoReturn:
+        output.data(script(str(values), build_parser(COMMANDS)[0]))
+        raise SystemExit(0)
 
 
-def exit_status(work: Callable[[], int]) -> int:
+def main(argv: Sequence[str] | None = None, *, on_interrupt: Any = None) -> int:
+    """Run one command and return its exit status. Never raises for a user's mistake.
+
+    `on_interrupt` is what SIGINT does while the command runs; None leaves it as it is.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def work() -> int:
+        if on_interrupt is not None:
+            signal.signal(signal.SIGINT, on_interrupt)
+        return dispatch(arguments)
+
+    return exit_status(work, as_json="--json" in arguments)
+
+
+def exit_status(work: Callable[[], int], *, as_json: bool = False) -> int:
     """The status that `work` returns; a failure of it becomes a message and a status."""
     try:
-        status = work()
-        output.flush()
+        try:
+            status = work()
+        except UsageError as error:
+            output.error(str(error), hint=error.hint, as_json=as_json)
+            raise SystemExit(EXIT_FAILED) from None
+        finally:
+            output.flush()
     except StateError:
         raise  # a bug of ours: the trace is what the reporter needs
     except KVDepotError as error:
-        output.error(str(error), hint=error.hint)
+        output.error(str(error), hint=error.hint, as_json=as_json)
         return EXIT_FAILED
     except BrokenPipeError:
         output.discard_stdout()
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        output.error(describe(error))
-        return EXIT_FAILED
+        return failed_by_system(error, as_json=as_json)
     except KeyboardInterrupt:
         output.say("interrupted")
         return EXIT_INTERRUPTED
     return status
 
 
-def dispatch(argv: Sequence[str] | None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def failed_by_system(error: OSError, *, as_json: bool) -> int:
+    """Tell of an error of the system; it may be stdout that cannot be written to."""
+    try:
+        output.error(describe(error), as_json=as_json)
+        output.flush()
+    except OSError:
+        output.discard_stdout()
+    return EXIT_FAILED
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    output.respect(os.environ)
     chosen = arguments[0] if arguments else ""
+    parser, loaded = build_parser({chosen})
+    args = parser.parse_args(arguments)
+    if chosen not in loaded:
+        parser.print_help(output.talk_stream())
+        return EXIT_FAILED
+    args.env = dict(os.environ)
+    return loaded[chosen].run(args)
+
+
+def build_parser(wanted: Container[str]) -> tuple[Parser, dict[str, CommandModule]]:
+    """The parser of all commands. Those wanted know their words, and their modules are loaded."""
     parser = Parser(
         prog="kvdepot",
         description="A tiered store for the KV cache of LLM inference.",
         epilog="kvdepot COMMAND --help tells more about one command.",
     )
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
+    parser.add_argument(
+        "--completion",
+        action=ShowCompletion,
+        choices=SHELLS,
+        help="print a script that completes our words in your shell",
+    )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    module: CommandModule | None = None
+    loaded: dict[str, CommandModule] = {}
     for name, command in COMMANDS.items():
-        if name == chosen:
-            module = cast(CommandModule, importlib.import_module(command.module))
-            module.add_parser(subparsers)
+        if name in wanted:
+            loaded[name] = cast(CommandModule, importlib.import_module(command.module))
+            loaded[name].add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=command.help)
-    args = parser.parse_args(arguments)
-    if module is None:
-        parser.print_help(output.talk_stream())
-        return EXIT_FAILED
-    args.env = dict(os.environ)
-    return module.run(args)
+    return parser, loaded
 
 
 def describe(error: OSError) -> str:

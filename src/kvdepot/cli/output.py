@@ -1,15 +1,18 @@
-"""How commands talk: data on stdout, talk on stderr, readable without colour.
+"""How commands talk: data on stdout, talk on stderr; colour on terminals only, and never needed.
 
 The only file of the package that prints.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import errno
+import io
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -20,6 +23,23 @@ SILENT_S = 2.0
 """Nothing is shown of what ends sooner."""
 TTY_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
+RED, CYAN = "1;31", "36"
+"""Of errors and of hints, as terminals number them."""
+
+
+@dataclasses.dataclass(slots=True)
+class TerminalWishes:
+    """What the environment asks of a terminal's look."""
+
+    colour: bool = True
+
+
+_wishes = TerminalWishes()
+
+
+def respect(env: Mapping[str, str]) -> None:
+    """No colour where NO_COLOR is set to anything, and on terminals that cannot show it."""
+    _wishes.colour = not env.get("NO_COLOR") and env.get("TERM") != "dumb"
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +48,8 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 def data(text: str) -> None:
     """One piece of the answer, on stdout."""
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "standard output is closed")
     print(text)
 
 
@@ -37,32 +59,56 @@ def document(value: object) -> None:
 
 
 def say(text: str) -> None:
-    """Talk, on stderr."""
-    print(text, file=sys.stderr)
+    """Talk, on stderr. Where that is closed there is no reader to tell."""
+    with contextlib.suppress(OSError):
+        print(text, file=talk_stream())
 
 
-def error(message: str, *, hint: str = "") -> None:
-    say(f"error: {message}")
+def error(message: str, *, hint: str = "", as_json: bool = False) -> None:
+    """What went wrong and what to do about it: for people, and for a script that asked for JSON."""
+    say(f"{painted('error:', RED)} {message}")
     if hint:
-        say(f"hint: {hint}")
+        say(f"{painted('hint:', CYAN)} {hint}")
+    if as_json and sys.stdout is not None:
+        data(json.dumps({"ok": False, "error": message, "hint": hint}))
+
+
+def painted(text: str, colour: str) -> str:
+    """`text` for stderr, in colour where that is a terminal."""
+    if _wishes.colour and talk_stream().isatty():
+        return f"\x1b[{colour}m{text}\x1b[0m"
+    return text
 
 
 def flush() -> None:
     """Raise BrokenPipeError now, where it is handled, and not at interpreter exit."""
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def is_terminal() -> bool:
     """Whether a person watches stdout as it is written."""
-    return sys.stdout.isatty()
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def width() -> int | None:
+    """The columns of the terminal that stdout is; None where it is none."""
+    if not is_terminal():
+        return None
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except OSError:
+        return None
 
 
 def talk_stream() -> TextIO:
-    return sys.stderr
+    return io.StringIO() if sys.stderr is None else sys.stderr
 
 
 def discard_stdout() -> None:
     """After the reader has gone: let nothing that is still buffered fail at interpreter exit."""
+    if sys.stdout is None:
+        return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -103,7 +149,7 @@ class Progress:
         self.label = label
         self.total = total
         self.done = 0
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = talk_stream() if stream is None else stream
         self._is_tty = self._stream.isatty()
         self._clock = clock
         self._next_s = clock() + (0.0 if self._is_tty else SILENT_S)

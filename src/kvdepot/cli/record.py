@@ -8,7 +8,7 @@ from pathlib import Path
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_daemon, explained, open_daemon
 from kvdepot.core.depot import Depot
-from kvdepot.core.units import parse_duration
+from kvdepot.core.units import format_count, parse_duration
 
 LOOK_S = 0.5
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.document({"file": str(args.file), "requests": requests})
     else:
-        output.data(f"{requests} requests in {args.file}")
+        output.data(f"{format_count(requests, 'request')} in {args.file}")
         output.say(f"hint: kvdepot sim --trace {args.file} --capacity dram=3Mtok --hits-only")
     return 0
 
@@ -58,5 +58,5 @@ def watch(store: Depot, seconds: float | None) -> None:
             left_s = LOOK_S if seconds is None else began_s + seconds - time.monotonic()
             time.sleep(max(0.0, min(LOOK_S, left_s)))
             recording = store.stats().get("recording") or {}
-            line.label = f"recording, {recording.get('requests', 0)} requests"
+            line.label = f"recording, {format_count(recording.get('requests', 0), 'request')}"
             line.advance(0)

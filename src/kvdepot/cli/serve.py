@@ -19,7 +19,7 @@ from kvdepot.cli.arguments import (
 )
 from kvdepot.core import config
 from kvdepot.core.private import make_private_folder
-from kvdepot.core.units import format_bytes
+from kvdepot.core.units import format_bytes, format_count
 from kvdepot.server.client_holdings import ClientLimits
 from kvdepot.server.daemon import Daemon
 from kvdepot.server.listener import Listener
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     settings = config.load(args.config, env=args.env, overrides=parse_settings(args.settings))
     path = socket_path(args)
-    if args.socket is None:
+    if args.socket is None and not args.env.get(config.SOCKET_ENV):
         make_private_folder(path.parent)
     listener = Listener(path, args.group)
     try:
@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         line({"stopped": True, "ok": report.complete, "waiting": report.waiting})
     else:
         left = report.waiting + report.given_up
-        output.say("stopped" if report.complete else f"stopped; {left} blocks were not written")
+        output.say(
+            "stopped" if report.complete else f"stopped; {format_count(left, 'block')} not written"
+        )
     return 0 if report.complete else 1
 
 
@@ -98,7 +100,7 @@ def announce(daemon: Daemon, path: Path, args: argparse.Namespace) -> None:
         if slower := stats["tiers"].get("cxl"):
             memory += f" and {format_bytes(slower['capacity_bytes'])} of {slower['source']} as cxl"
         output.data(
-            f"ready: unix:{path}, {stats['blocks']:,} blocks, {memory} of memory, "
+            f"ready: unix:{path}, {format_count(stats['blocks'], 'block')}, {memory} of memory, "
             f"process {os.getpid()}"
         )
     output.flush()

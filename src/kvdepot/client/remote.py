@@ -59,6 +59,10 @@ class RemoteStore(Depot):
         self._namespaces = Namespaces()
         self._closed = False
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<kvdepot.RemoteStore, unix:{self._daemon.path}{state}>"
+
     def namespace(
         self,
         *,

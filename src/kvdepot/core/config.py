@@ -17,6 +17,10 @@ from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 
 ENV_PREFIX: Final = "KVDEPOT_"
+SOCKET_ENV: Final = "KVDEPOT_SOCKET"
+"""Where commands look for a daemon, and where `kvdepot serve` listens."""
+_NOT_SETTINGS: Final = (SOCKET_ENV, "KVDEPOT_PLAN_", "KVDEPOT_PARTS_")
+"""Variables, and beginnings of variables, that are read elsewhere."""
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -462,12 +466,13 @@ def load(
 
     `overrides` is nested (`{"ssd": {"path": ...}}`), dotted (`{"ssd.path": ...}`) or both.
     """
-    return load_tree(Config, path, prefix=ENV_PREFIX, env=env, overrides=overrides)
+    ours = {name: value for name, value in env.items() if not name.startswith(_NOT_SETTINGS)}
+    return load_tree(Config, path, prefix=ENV_PREFIX, env=ours, overrides=overrides)
 
 
 def _check_size(path: str, value: int, least: int = PAGE_BYTES) -> None:
     if value >= _SIZE_LIMIT:
-        raise ConfigError(path, f"{value} bytes is more than any machine has")
+        raise ConfigError(path, f"{format_bytes(value)} is more than any machine has")
     if value < least:
         raise ConfigError(
             path,

@@ -36,6 +36,10 @@ _TRUE: Final = ("true", "1", "yes", "on")
 _FALSE: Final = ("false", "0", "no", "off")
 _MASK: Final = "***"
 _COMMENT_WIDTH: Final = 96
+_SERVICE_NAME: Final = re.compile(
+    r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)\w*)?)"
+)
+_SERVICE_VALUE: Final = re.compile(r"(?:tcp|udp|sctp)(?:://.*)?|\d+|\d+(?:\.\d+){3}|[0-9a-f:]+")
 
 
 class Unit(Enum):
@@ -61,18 +65,30 @@ def load_tree(
 ) -> T:
     """A `cls` from its defaults, then the TOML file, then `env`, then `overrides`; later wins.
 
-    Of `env` only names that begin with `prefix` count: PREFIX_SSD__PATH is ssd.path. `overrides`
-    may be nested and its top-level names dotted. An unknown key in any source is a ConfigError.
+    Of `env` only names that begin with `prefix` count: PREFIX_SSD__PATH is ssd.path; but not those
+    that Kubernetes makes for a service of that name. `overrides` may be nested and its top-level
+    names dotted. An unknown key in any source is a ConfigError.
     """
     sources: list[Tree] = [_read_toml(Path(path))] if path is not None else []
     for name in sorted(env):
-        if name.startswith(prefix):
-            sources.append(_nest(name.removeprefix(prefix).lower().split("__"), env[name]))
+        setting = name.removeprefix(prefix)
+        if name.startswith(prefix) and not _is_of_a_service(setting, env[name]):
+            sources.append(_nest(setting.lower().split("__"), env[name]))
     sources += [_nest(name.split("."), value) for name, value in overrides.items()]
     tree: Tree = {}
     for source in sources:
         tree = _merge(tree, _normalise(cls, source, ""))
     return typing.cast(T, _build(cls, tree, ""))
+
+
+def _is_of_a_service(name: str, value: str) -> bool:
+    """Whether Kubernetes has made the variable: PORT=tcp://10.0.0.1:80, SERVICE_HOST=10.0.0.1.
+
+    A pod gets such variables for each service beside it, under the service's name.
+    """
+    if "__" in name or not _SERVICE_NAME.fullmatch(name):
+        return False
+    return _SERVICE_VALUE.fullmatch(value) is not None
 
 
 def _read_toml(path: Path) -> Tree:
@@ -202,7 +218,7 @@ def _build(cls: Any, tree: Any, path: str) -> Any:
         raise ConfigError(
             path,
             f"needs a table{needs}, not a single value",
-            hint=f"write {path} = {{ {example} }}" if required else "",
+            hint=f"write {path} = {{ {example} }}, or set {path}.{required[0]}" if required else "",
         )
     for name in required:
         if name not in tree:

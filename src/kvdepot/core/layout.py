@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal, get_args
 
 from kvdepot.core.keys import encode
+from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 
 Kind = Literal["mha", "gqa", "mla", "state", "opaque"]
@@ -281,7 +282,9 @@ class KVLayout:
         self._check_windows()
         self._check_layer_ids()
         if self.block_bytes > _BLOCK_BYTES_MAX:
-            raise ConfigError("block_tokens", f"a block would have {self.block_bytes} bytes")
+            raise ConfigError(
+                "block_tokens", f"a block would have {format_bytes(self.block_bytes)}"
+            )
 
     def _check_windows(self) -> None:
         for name in _WINDOWS:

@@ -104,6 +104,11 @@ def _digits(number: float) -> str:
     return text.removesuffix(".0")
 
 
+def format_count(count: int, noun: str) -> str:
+    """`count` of something for a reader: "1 block", "2 blocks", "12,031 requests"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def exact_bytes(count: int) -> str:
     """`count` in the largest binary unit that divides it; `parse_bytes` gives `count` back."""
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):

@@ -11,6 +11,9 @@ from kvdepot.planner.models import Model
 CODEC_BITS: Final[Mapping[str, float]] = {"fp8": 8.0, "int8": 8.125, "int4": 4.5}
 """Bits of one stored element. int8: a 16-bit scale for each 128 elements; int4: for each 32."""
 RAW: Final = "raw"
+TP_SIZES: Final = (1, 2, 4, 8, 16)
+EXISTING_CODECS: Final = (RAW,)
+"""Those that a store has; the others are there to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,18 @@ def find_codec(text: str) -> StorageCodec:
     if not 1.0 <= ratio <= 100.0:
         raise ConfigError("codec", f"a ratio is between 1 and 100, got {text}")
     return StorageCodec(text, ratio=ratio)
+
+
+def existing_codec(text: str) -> str:
+    """`text` where kvdepot stores blocks so. ConfigError for codecs that can only be imagined."""
+    find_codec(text)
+    if text not in EXISTING_CODECS:
+        raise ConfigError(
+            "codec",
+            f"{text} cannot be bought: kvdepot stores blocks as they are ({RAW})",
+            hint=f"kvdepot size --codec {text} shows what it would save",
+        )
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,5 +120,19 @@ def footprint_of(
     if tp < 1:
         raise ConfigError("tp", f"must be at least 1, got {tp}")
     found = Footprint(model.layout(dtype=dtype, block_tokens=block_tokens), find_codec(codec), tp)
-    found.gpu_bytes_per_token  # noqa: B018  heads that do not divide are told now
+    try:
+        found.gpu_bytes_per_token  # noqa: B018  heads that do not divide are told now
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{error.path}: ")
+        fitting = [size for size in TP_SIZES if _divides(found.layout, size)]
+        hint = f"{', '.join(map(str, fitting))} work for this model" if fitting else error.hint
+        raise ConfigError("tp", reason, hint=hint) from error
     return found
+
+
+def _divides(layout: ModelLayout, tp: int) -> bool:
+    try:
+        Footprint(layout, tp=tp).gpu_bytes_per_token  # noqa: B018
+    except ConfigError:
+        return False
+    return True

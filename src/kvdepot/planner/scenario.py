@@ -1,5 +1,6 @@
 """What to plan for: a model, the GPUs that serve it, its traffic, and what must be reached."""
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Final
 from kvdepot.core.config_loader import Unit, load_tree
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DType
 from kvdepot.errors import ConfigError
-from kvdepot.planner.footprint import RAW
+from kvdepot.planner.footprint import RAW, existing_codec
 from kvdepot.planner.parts import check_numbers
 
 Seconds = Annotated[float, Unit.SECONDS]
@@ -124,16 +125,26 @@ def load_scenario(
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Scenario:
-    """`source` is a shipped scenario's name, a TOML file, or None for overrides alone.
+    """`source` is a shipped scenario's name, a TOML or JSON file, or None for overrides alone.
 
     Raises ConfigError that names what is wrong or missing.
     """
     settings = dict(overrides or {})
-    if source is None or Path(source).is_file() or source.endswith(".toml"):
-        return _load(source, env or {}, settings)
     shipped = _shipped()
+    known = ", ".join(shipped)
+    if source is None:
+        try:
+            return _load(None, env or {}, settings)
+        except ConfigError as error:
+            hint = error.hint or f"start from a scenario, which has all settings: {known}"
+            raise ConfigError(
+                error.path, str(error).removeprefix(f"{error.path}: "), hint=hint
+            ) from error
+    if Path(source).suffix == ".json":
+        return _load(None, env or {}, {**_dotted(_read_json(Path(source))), **settings})
+    if Path(source).is_file() or source.endswith(".toml"):
+        return _load(source, env or {}, settings)
     if source not in shipped:
-        known = ", ".join(shipped)
         raise ConfigError("scenario", f"{source!r} is neither a file nor one of {known}")
     return _load(None, env or {}, {**_dotted(shipped[source]), **settings})
 
@@ -141,6 +152,7 @@ def load_scenario(
 def _load(path: str | None, env: Mapping[str, str], overrides: Mapping[str, Any]) -> Scenario:
     scenario = load_tree(Scenario, path, prefix=PREFIX, env=env, overrides=overrides)
     check_numbers(scenario, may_be_zero=_MAY_BE_ZERO)
+    existing_codec(scenario.codec)
     traffic, fleet = scenario.traffic, scenario.fleet
     if fleet.gpus_per_node % fleet.tp:
         raise ConfigError("fleet.tp", f"{fleet.gpus_per_node} GPUs a node do not divide by it")
@@ -152,6 +164,19 @@ def _load(path: str | None, env: Mapping[str, str], overrides: Mapping[str, Any]
     if traffic.return_share and not traffic.return_gap:
         raise ConfigError("traffic.return_gap", "needed where return_share is more than 0")
     return scenario
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A scenario as `kvdepot plan --show --json` prints it."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(str(path), f"is not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(str(path), "is not one JSON object")
+    return tree
 
 
 def _shipped() -> dict[str, Any]:

@@ -52,6 +52,11 @@ class Workload:
         return len(self.parents)
 
     @property
+    def blocks_asked(self) -> int:
+        """Blocks of all prompts; more than `block_count` where one is asked for again."""
+        return sum(int(runs[1].sum()) for runs in self._runs)
+
+    @property
     def tokens_asked(self) -> int:
         return sum(self.input_tokens)
 

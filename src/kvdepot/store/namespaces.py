@@ -13,6 +13,7 @@ from kvdepot.core.hf_config import model_layout
 from kvdepot.core.keys import check_key
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
+from kvdepot.core.units import format_bytes
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
 from kvdepot.native import address_of
 from kvdepot.store.read.disk_reads import BlockRead
@@ -128,7 +129,9 @@ def check_block_bytes(block_bytes: int) -> None:
     """Refuse blocks that cannot be read and written as one."""
     if block_bytes > BLOCK_BYTES_MAX:
         raise ConfigError(
-            "layout", f"a block of {block_bytes} bytes is over 2 GiB", hint="fewer block_tokens"
+            "layout",
+            f"a block of {format_bytes(block_bytes)} is over 2GiB",
+            hint="fewer block_tokens",
         )
 
 

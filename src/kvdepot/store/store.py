@@ -26,6 +26,7 @@ from kvdepot.core.depot import (
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import Removal
+from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.check.online import check_store
@@ -64,6 +65,18 @@ class Store(Depot):
         self._sessions = Sessions(state.catalog)
         self._drives = DriveMaintenance(state)
         self._flusher = Flusher(state)
+
+    def __repr__(self) -> str:
+        state = self._state
+        if state.closing.is_set():
+            return "<kvdepot.Store, closed>"
+        config = state.config
+        rooms = {"dram": config.dram.capacity} | (
+            {"cxl": config.cxl.capacity} if config.cxl else {}
+        )
+        rooms |= {lower.name: lower.tier.usage().capacity_bytes for lower in state.lower_tiers}
+        told = ", ".join(f"{name} {format_bytes(room)}" for name, room in rooms.items())
+        return f"<kvdepot.Store, {told}: {format_count(state.catalog.table.live, 'block')}>"
 
     def namespace(
         self,
@@ -359,13 +372,13 @@ class Store(Depot):
         state = self._state
         if not state.arena.chunks_for(nbytes):
             raise ConfigError(
-                "dram.capacity", f"a block takes {nbytes} bytes, more than the tier has"
+                "dram.capacity", f"a block takes {format_bytes(nbytes)}, more than the tier has"
             )
         if not state.lower_tiers:
             return
         if not state.staging.chunks_for(nbytes):
             raise ConfigError(
-                "writeback.staging", f"a block takes {nbytes} bytes, more than there is"
+                "writeback.staging", f"a block takes {format_bytes(nbytes)}, more than there is"
             )
         for lower in state.lower_tiers:
             drives = range(lower.tier.drive_count())
@@ -374,6 +387,7 @@ class Store(Depot):
                 segment = f"{lower.name}.segment"
                 raise ConfigError(
                     segment,
-                    f"a block takes {nbytes} bytes, a segment of this store holds {room}",
+                    f"a block takes {format_bytes(nbytes)}, a segment of this store holds "
+                    f"{format_bytes(room)}",
                     hint=f"make a new store with a larger {segment} or {lower.name}.capacity",
                 )

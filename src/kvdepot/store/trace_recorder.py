@@ -1,5 +1,6 @@
 """Writes the lookups of a store to a file, as a trace that `kvdepot sim` reads."""
 
+import errno
 import os
 import threading
 from collections import OrderedDict, deque
@@ -20,6 +21,14 @@ _FILE_BYTES_MAX: Final = 1 << 30
 _PAUSE_S: Final = 0.2
 
 
+def _hint(path: Path, error: OSError) -> str:
+    if error.errno == errno.EEXIST:
+        return "name a file that does not exist yet"
+    if error.errno == errno.ENOENT:
+        return f"mkdir -p {path.parent}, where the daemon runs"
+    return "name a file that the daemon's user may write"
+
+
 class TraceRecorder:
     """One recording. Lookups are queued at once and written by a thread; a full disk ends it."""
 
@@ -32,7 +41,7 @@ class TraceRecorder:
             self._file.flush()
         except OSError as error:
             reason = f"cannot write to {path}: {error.strerror}"
-            raise ConfigError("record", reason, hint="name a new file") from error
+            raise ConfigError("record", reason, hint=_hint(path, error)) from error
         self.path = path
         self.requests = 0
         """Written so far."""

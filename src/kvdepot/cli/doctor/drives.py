@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from kvdepot.cli import output
 from kvdepot.core.config import Config, FileTierConfig
-from kvdepot.core.units import format_bytes
+from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import ConfigError, FormatError
 from kvdepot.store.check.offline import opened, read_drive
 from kvdepot.store.open import assemble
@@ -78,7 +78,7 @@ def measure(config: Config) -> None:
             progress.advance(done - told)
             told = done
     if told < count:
-        output.say(f"{count - told} drives could not be measured: they are full, or fail")
+        output.say(f"{format_count(count - told, 'drive')} could not be measured: full, or failing")
 
 
 def _always(tier: Tier | None) -> Tier | None:

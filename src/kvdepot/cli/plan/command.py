@@ -1,15 +1,24 @@
 """`kvdepot plan`: which memory and drives to buy for a model and its traffic."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.cli import output
-from kvdepot.cli.arguments import add_set, parse_settings
+from kvdepot.cli.arguments import (
+    EffectRule,
+    add_set,
+    parse_settings,
+    refuse_without_effect,
+    remember_defaults,
+)
 from kvdepot.cli.directories import write_page
 from kvdepot.cli.plan.report import as_page, as_text, verdict
+from kvdepot.core.config import Config
 from kvdepot.core.config_loader import show as shown
-from kvdepot.planner.parts import load_parts, shipped_parts
+from kvdepot.core.config_loader import to_toml
+from kvdepot.planner.parts import Parts, load_parts, shipped_parts
 from kvdepot.planner.plan import Plan, all_mixes, make_plan
 from kvdepot.planner.scenario import load_scenario, scenario_names
 
@@ -44,13 +53,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Find the memory and drives to buy for a model and its traffic: the cheapest "
         "mix that reaches the goals, what it is compared with, what limits it and what it depends "
         "on. Exits with 1 where no mix reaches the goals.",
-        epilog="A scenario file has the settings of `kvdepot plan NAME --show`.",
+        epilog="A scenario file is what `kvdepot plan NAME --show` prints, or --show --json.",
     )
     parser.add_argument(
         "scenario",
         nargs="?",
         metavar="SCENARIO",
-        help=f"{', '.join(scenario_names())}, or a TOML file; options below change it",
+        help=f"{', '.join(scenario_names())}, or a TOML or JSON file; options below change it",
     )
     parser.add_argument("--parts", type=Path, metavar="FILE", help="a parts list of your own")
     parser.add_argument("--print-parts", action="store_true", help="print the shipped parts list")
@@ -62,19 +71,26 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         parser, "any other setting of the scenario, such as traffic.gap_spread=0.5; may be repeated"
     )
     output.add_json_flag(parser)
+    remember_defaults(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    refuse_without_effect(args, rules(args))
     if args.print_parts:
         output.data(shipped_parts().rstrip())
         return 0
     scenario = load_scenario(args.scenario, env=args.env, overrides=overrides(args))
     if args.show:
-        output.document(shown(scenario))
+        if args.json:
+            output.document(shown(scenario))
+        else:
+            output.data(to_toml(scenario).rstrip())
         return 0
-    parts = load_parts(args.parts, env=args.env)
+    parts, absent = existing_parts(load_parts(args.parts, env=args.env))
     with output.Progress("trying mixes", len(all_mixes(parts))) as progress:
         plan = make_plan(scenario, parts, advance=progress.advance)
+    if absent:
+        output.say(f"left out: {', '.join(absent)}; this kvdepot has no such tier")
     if args.report is not None:
         write_page(args.report, as_page(plan))
         output.say(f"report: {args.report}")
@@ -85,8 +101,25 @@ def run(args: argparse.Namespace) -> int:
     return 1 if plan.misses else 0
 
 
+def rules(args: argparse.Namespace) -> list[EffectRule]:
+    """Which options do nothing beside which others."""
+    others = [name for name in args.defaults if name not in ("print_parts", "help")]
+    return [
+        EffectRule(tuple(others), not args.print_parts, "with --print-parts"),
+        EffectRule(("parts", "report"), not args.show, "with --show"),
+    ]
+
+
+def existing_parts(parts: Parts) -> tuple[Parts, list[str]]:
+    """The parts that this kvdepot can use, and the names of the tiers that it cannot."""
+    known = {field.name for field in dataclasses.fields(Config)}
+    absent = [name for name in parts.tiers if name not in known]
+    tiers = {name: device for name, device in parts.tiers.items() if name in known}
+    return dataclasses.replace(parts, tiers=tiers), absent
+
+
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
-    given: dict[str, Any] = dict(parse_settings(args.settings))
+    given: dict[str, Any] = dict(parse_settings(args.settings, "goal.ttft_p95=2s"))
     for option, (name, _, _) in SETTINGS.items():
         value = getattr(args, option.replace("-", "_"))
         if value is not None:

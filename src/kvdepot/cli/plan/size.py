@@ -11,7 +11,14 @@ from kvdepot.cli.report.tables import Table
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DTYPE_BYTES, KVLayout
 from kvdepot.core.units import format_bytes, format_decimal_bytes, parse_bytes
 from kvdepot.errors import ConfigError
-from kvdepot.planner.footprint import CODEC_BITS, RAW, Footprint, find_codec, footprint_of
+from kvdepot.planner.footprint import (
+    CODEC_BITS,
+    EXISTING_CODECS,
+    RAW,
+    Footprint,
+    find_codec,
+    footprint_of,
+)
 from kvdepot.planner.models import KNOWN_MODELS, Model, find_model
 from kvdepot.planner.retention import DAY_S, SEED_TIERS, SEED_TOKENS_PER_S, Retention, retention
 
@@ -65,7 +72,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--codec",
         default=RAW,
         metavar="NAME|RATIO",
-        help=f"how tiers store it: {RAW}, {', '.join(CODEC_BITS)}, or a ratio such as 1.4",
+        help=f"as if tiers stored it so: {RAW}, {', '.join(CODEC_BITS)}, or a ratio such as 1.4",
     )
     parser.add_argument(
         "--context", type=counts, default=CONTEXTS, metavar="N,…", help="tokens of one user"
@@ -189,7 +196,8 @@ def show(found: ModelSize) -> None:
     output.data(f"\nat {rate}: {format_decimal_bytes(found.bytes_per_second)}/s, {daily} a day")
     output.data("\n" + retention_table(found.retention))
     rows = [(r["codec"], f"{r['bytes_per_token']:,}", f"{r['ratio']:.2f}×") for r in found.codecs]
-    output.data("\n" + Table(("stored as", "bytes a token", "smaller"), rows).text())
+    output.data("\n" + Table(("if stored as", "bytes a token", "smaller"), rows).text())
+    output.say(f"kvdepot stores {', '.join(EXISTING_CODECS)}; the others are there to compare with")
 
 
 def unit_rows(found: ModelSize) -> list[tuple[str, str, str, str]]:

@@ -1,10 +1,17 @@
 """Tables, for the terminal and for pages. Columns that are mostly numbers are flushed right."""
 
 import re
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import zip_longest
 from typing import Final
 
+from kvdepot.cli import output
+
+NARROW: Final = 10
+"""Columns of words are not made narrower than this to fit a terminal."""
+GAP: Final = 2
 NUMBER: Final = re.compile(r"[+−×±-]? ?\d[\d,]*(\.\d+)? ?(%|×|[A-Za-zµ]+(/s)?)?")
 """`12`, `1,024`, `0.93`, `4.5GiB`, `250 us`, `1.9GiB/s`, `93 %`, `× 0.5`"""
 UNKNOWN: Final = ("", "-", "–")
@@ -20,18 +27,51 @@ class Table:
         columns = zip(heads, *self.rows, strict=True)
         self._numeric = [_is_numeric(cells) for _, *cells in columns]
 
-    def text(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.heads, *self.rows, strict=True)]
+    def text(self, width: int | None = None) -> str:
+        """For a terminal of `width` columns, by default that of stdout; else as wide as it is.
 
-        def line(row: Sequence[str]) -> str:
-            placed = (
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, self._numeric, strict=True)
-            )
-            return "  ".join(placed).rstrip()
+        Words are wrapped to fit; where that is not enough each row becomes a list of its cells.
+        """
+        limit = width or output.width()
+        natural = [max(map(len, column)) for column in zip(self.heads, *self.rows, strict=True)]
+        widths = natural if limit is None else self._fitted(natural, limit)
+        if widths is None:
+            return self._as_lists(limit or 0)
 
-        rule = ["-" * width for width in widths]
-        return "\n".join([line(self.heads), line(rule), *map(line, self.rows)])
+        def lines(row: Sequence[str]) -> Iterator[str]:
+            wrapped = [_wrapped(cell, room) for cell, room in zip(row, widths, strict=True)]
+            for cells in zip_longest(*wrapped, fillvalue=""):
+                placed = (
+                    cell.rjust(room) if right else cell.ljust(room)
+                    for cell, room, right in zip(cells, widths, self._numeric, strict=True)
+                )
+                yield (" " * GAP).join(placed).rstrip()
+
+        rule = ["-" * room for room in widths]
+        return "\n".join(line for row in (self.heads, rule, *self.rows) for line in lines(row))
+
+    def _fitted(self, natural: list[int], limit: int) -> list[int] | None:
+        """Widths that fit into `limit`, taken from the widest columns of words; None: no way."""
+        widths = list(natural)
+        over = sum(widths) + GAP * (len(widths) - 1) - limit
+        words = [index for index, numeric in enumerate(self._numeric) if not numeric]
+        while over > 0:
+            widest = max(words, key=widths.__getitem__, default=None)
+            if widest is None or widths[widest] <= NARROW:
+                return None
+            widths[widest] -= 1
+            over -= 1
+        return widths
+
+    def _as_lists(self, limit: int) -> str:
+        room = max(map(len, self.heads)) + GAP
+
+        def lines(row: Sequence[str]) -> Iterator[str]:
+            for head, cell in zip(self.heads, row, strict=True):
+                for number, piece in enumerate(_wrapped(cell, max(NARROW, limit - room))):
+                    yield f"{'' if number else head:{room}}{piece}".rstrip()
+
+        return "\n\n".join("\n".join(line for line in lines(row) if line) for row in self.rows)
 
     def html(self) -> str:
         kinds = [' class="number"' if numeric else "" for numeric in self._numeric]
@@ -44,6 +84,12 @@ class Table:
         body = "\n".join(line("td", row) for row in self.rows)
         table = f"<table><thead>{line('th', self.heads)}</thead>\n<tbody>\n{body}\n</tbody></table>"
         return f'<div class="wide">{table}</div>'
+
+
+def _wrapped(cell: str, room: int) -> list[str]:
+    if len(cell) <= room:
+        return [cell]
+    return textwrap.wrap(cell, room, break_on_hyphens=False) or [""]
 
 
 def _cell(value: object) -> str:

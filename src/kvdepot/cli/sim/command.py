@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.cli import output
+from kvdepot.cli.arguments import EffectRule, refuse_without_effect, remember_defaults
 from kvdepot.cli.directories import write_page
 from kvdepot.cli.report.tables import Table
 from kvdepot.cli.sim import fleet as sim_fleet
 from kvdepot.cli.sim.report import hits_page
-from kvdepot.errors import ConfigError
+from kvdepot.core.units import format_count
+from kvdepot.errors import ConfigError, TraceError
 from kvdepot.sim.hits_only import POLICIES, Case, HitCounts, check_case, parse_capacity, play
 from kvdepot.sim.traces.agent_sessions import GAP_S, Replay
 from kvdepot.sim.traces.formats import read_trace
@@ -19,6 +21,14 @@ from kvdepot.sim.workload import Workload
 
 SHOWN_MAX = 5
 """Bad lines printed for people; --json has all of them."""
+TRACE_OPTIONS = ("bad_lines", "speed", "session_gap", "merge")
+WHERE_TRACES_ARE = (
+    "kvdepot record FILE writes one; docs/simulator.md names public ones and where they are"
+)
+NOTHING_RETURNS = (
+    "note: no block of this trace is asked for twice, so nothing can be hit: it has no prompt that "
+    "returns, or no word of which prompts share a prefix (Azure's traces have lengths only)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +98,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--merge", type=int, default=1, metavar="N", help="make one block of N of the trace's"
     )
     output.add_json_flag(parser)
+    remember_defaults(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    refuse_without_effect(args, rules(args))
     if not args.hits_only:
         return sim_fleet.run(args, load)
     if args.trace is None or not args.capacity:
@@ -108,16 +120,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def rules(args: argparse.Namespace) -> list[EffectRule]:
+    """Which options do nothing beside which others."""
+    return [
+        EffectRule(("capacity", "plot"), args.hits_only, "without --hits-only"),
+        EffectRule(sim_fleet.OPTIONS, not args.hits_only, "with --hits-only"),
+        EffectRule(sim_fleet.TALK_OPTIONS, args.trace is None, "with --trace"),
+        EffectRule(TRACE_OPTIONS, args.trace is not None, "without --trace"),
+        EffectRule(("report", "poisson"), args.sample is None, "with --sample"),
+    ]
+
+
 def load(args: argparse.Namespace) -> Workload:
+    if not args.trace.exists():
+        raise TraceError(str(args.trace), 0, "there is no such file", hint=WHERE_TRACES_ARE)
     if args.session_gap <= 0 or args.merge < 1:
         raise ConfigError("--session-gap, --merge", "should be above 0")
     replay = Replay(gap_s=args.session_gap, seed=args.seed, merge=args.merge)
     with output.Progress(f"reading {args.trace.name}"):
         workload = read_trace(args.trace, bad_lines=args.bad_lines, replay=replay)
+    if workload.blocks_asked == workload.block_count:
+        output.say(NOTHING_RETURNS)
     for complaint in workload.skipped[:SHOWN_MAX]:
         output.say(f"skipped {complaint}")
     if len(workload.skipped) > SHOWN_MAX:
-        output.say(f"skipped {len(workload.skipped)} lines in all")
+        output.say(f"skipped {format_count(len(workload.skipped), 'line')} in all")
     return workload
 
 
@@ -150,6 +177,7 @@ def report(trace: Path, workload: Workload, outcomes: list[CaseResult]) -> dict[
         "block_tokens": workload.block_tokens,
         "unique_blocks": workload.block_count,
         "skipped_lines": workload.skipped,
+        "notes": [NOTHING_RETURNS] if workload.blocks_asked == workload.block_count else [],
     }
     if len(outcomes) == 1:
         return {**facts, **outcomes[0].as_dict()}
@@ -158,8 +186,9 @@ def report(trace: Path, workload: Workload, outcomes: list[CaseResult]) -> dict[
 
 def show(workload: Workload, outcomes: list[CaseResult]) -> None:
     output.say(
-        f"{len(workload):,} requests, {workload.tokens_asked:,} tokens, "
-        f"{workload.block_count:,} blocks of {workload.block_tokens} tokens"
+        f"{format_count(len(workload), 'request')}, "
+        f"{format_count(workload.tokens_asked, 'token')}, "
+        f"{format_count(workload.block_count, 'block')} of {workload.block_tokens} tokens"
     )
     tiers = list(dict.fromkeys(name for one in outcomes for name in one.counts.by_tier))
     shown = tiers if len(tiers) > 1 else []

@@ -12,7 +12,9 @@ from kvdepot.cli import output
 from kvdepot.cli.directories import write_page
 from kvdepot.cli.report.tables import Table
 from kvdepot.cli.sim.report import fleet_page, tiers_table, times_table
+from kvdepot.core.units import format_count
 from kvdepot.errors import ConfigError
+from kvdepot.planner.footprint import existing_codec
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulation import Bill, Machines, bill_of, fleet_of, parse_tiers
 from kvdepot.policy.fetching.speed_models import PrefillPace
@@ -25,6 +27,43 @@ from kvdepot.sim.workload import Workload
 
 _TALKS: Final = MultiTurn()
 Load = Callable[[argparse.Namespace], Workload]
+OPTIONS: Final = (
+    "report",
+    "model",
+    "gpu",
+    "tp",
+    "nodes",
+    "copies",
+    "tiers",
+    "parts",
+    "codec",
+    "write",
+    "backlog",
+    "route",
+    "prefill",
+    "chunk",
+    "recompute",
+    "fetch_all",
+    "no_hbm_reuse",
+    "speed",
+)
+"""Of a fleet: without effect where hits only are counted."""
+TALK_OPTIONS: Final = (
+    "users",
+    "turns",
+    "system_tokens",
+    "history_tokens",
+    "question_tokens",
+    "answer_tokens",
+    "qps",
+    "think",
+    "poisson",
+    "block_tokens",
+    "sample",
+)
+"""Of --workload multi-turn."""
+BUSY: Final = 0.95
+"""A part that is busy for more of the time than this is what the others wait for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +176,7 @@ def machines_of(args: argparse.Namespace, parts: Parts) -> Machines:
         nodes=args.nodes,
         workers_per_node=args.copies,
         tiers=parse_tiers(args.tiers, parts) if args.tiers else {},
-        codec=args.codec,
+        codec=existing_codec(args.codec),
         policy=policies[0],
         write_mode=args.write,
         route=args.route,
@@ -185,6 +224,13 @@ def simulate(
     with output.Progress("simulating", total=len(workload)) as line:
         fleet = SimulatedFleet(fleet_of(machines, parts, workload.block_tokens), workload)
         findings = fleet.run(arrivals, lambda done: line.advance(done - line.done))
+    if findings.refused and not findings.served:
+        raise ConfigError(
+            "GPU memory",
+            f"none of the {findings.refused:,} requests fits into it: the prompts and answers are "
+            "longer than what it holds beside the weights",
+            hint="more GPUs for a copy (--tp), another --gpu, or shorter prompts",
+        )
     elapsed_s = time.perf_counter() - started_s
     return Simulation(machines, findings, bill_of(findings, machines, parts), elapsed_s)
 
@@ -213,16 +259,35 @@ def as_dict(done: Simulation) -> dict[str, Any]:
         "cost_per_million_tokens": bill.cost.per_million_tokens,
         "price": bill.cost.price,
         "power_w": bill.cost.power_w,
+        "notes": notes(found),
         "block_events": found.block_events,
         "elapsed_s": done.elapsed_s,
         "block_events_per_s": found.block_events / done.elapsed_s,
     }
 
 
+def notes(found: Findings) -> list[str]:
+    """What a reader of the times should know: parts that cannot keep up."""
+    told = []
+    if found.gpu_busy > BUSY:
+        told.append(
+            f"overloaded: the GPUs are busy {found.gpu_busy:.0%} of the time, so the times are "
+            "those of a queue; fewer requests a second, or more GPUs"
+        )
+    for flow in found.tiers:
+        if flow.write_busy + flow.read_busy > BUSY:
+            told.append(
+                f"overloaded: {flow.tier} reads {flow.read_busy:.0%} and writes "
+                f"{flow.write_busy:.0%} of the time; what waits to be written counts as there; "
+                "more units, or a --backlog"
+            )
+    return told
+
+
 def show(done: Simulation) -> None:
     found, bill = done.findings, done.bill
     output.say(
-        f"{len(found.served):,} requests in {found.duration_s:,.0f} simulated seconds"
+        f"{format_count(len(found.served), 'request')} in {found.duration_s:,.0f} simulated seconds"
         + (f"; {found.refused:,} refused, too long for GPU memory" if found.refused else "")
     )
     output.data(f"{times_table(found).text()}\n\n{tiers_table(found, bill).text()}\n")
@@ -231,6 +296,8 @@ def show(done: Simulation) -> None:
         f"{bill.gpu_power_w:.0f} W each, {bill.gpu_energy_kwh:.3g} kWh; "
         f"{bill.cost.per_million_tokens:.4g} USD for a million tokens"
     )
+    for note in notes(found):
+        output.say(note)
     speed = found.block_events / done.elapsed_s
     output.say(f"{found.block_events:,} block events in {done.elapsed_s:.1f} s, {speed:,.0f} a s")
 

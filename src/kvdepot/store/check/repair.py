@@ -14,6 +14,7 @@ import numpy as np
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import ENTRY, Entries, SegmentHeader, Trailer, footer_bytes
 from kvdepot.core.depot import Finding
+from kvdepot.core.units import format_bytes
 from kvdepot.native import checksum
 from kvdepot.store.check.offline import Pace, Progress, examine, opened, reader_of
 from kvdepot.tiers.log.drive import Drive
@@ -58,7 +59,7 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
         slots = drive.medium.open_slots(segment_bytes)
         for slot in slots:  # opening them has also written down which ones there are
             if sizes.get(slot, segment_bytes) != segment_bytes:
-                report.did(slot, f"file given its size of {segment_bytes} bytes again")
+                report.did(slot, f"file given its size of {format_bytes(segment_bytes)} again")
         found = _recover(drive, slots, report)
         ids = {segment.segment_id for segment in found if segment.usable}
         pace = Pace(progress, len(found) * segment_bytes)

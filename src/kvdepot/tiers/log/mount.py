@@ -15,6 +15,7 @@ import numpy as np
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
 from kvdepot.core.clock import Clock
+from kvdepot.core.units import format_bytes
 from kvdepot.errors import DriveError, FormatError, KVDepotError, UnsafePathError
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.drive import Drive
@@ -138,7 +139,7 @@ def _slots(medium: Medium, superblock: Superblock, settings: MountSettings) -> i
     if settings.writable and slots < _SLOTS_MIN:
         raise DriveError(
             f"{settings.tier}.capacity",
-            f"{medium.label}: room for {slots} segments of {segment_bytes} bytes, "
+            f"{medium.label}: room for {slots} segments of {format_bytes(segment_bytes)}, "
             f"at least {_SLOTS_MIN} needed",
             hint=f"raise {settings.tier}.capacity, or remove the store and choose a smaller "
             f"{settings.tier}.segment",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 from kvdepot.native import address_of
 from kvdepot.tiers.memory import dax, numa
@@ -54,7 +55,10 @@ class Memory:
         self._collapse = shared and huge_pages != "never"
         limit = memory_limit()
         if self.nbytes > limit:
-            raise OSError(errno.ENOMEM, f"{nbytes} bytes asked for, this machine has {limit}")
+            raise OSError(
+                errno.ENOMEM,
+                f"{format_bytes(nbytes)} asked for, this machine has {format_bytes(limit)}",
+            )
         if huge_pages != "never":
             self._try_hugetlb()
         if not self.huge and huge_pages == "always":
