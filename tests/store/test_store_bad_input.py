@@ -275,7 +275,7 @@ class TestConfiguration:
 
     def test_a_block_larger_than_memory(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            with pytest.raises(ConfigError, match=r"dram\.capacity.*5246976"):
+            with pytest.raises(ConfigError, match=r"dram\.capacity.*5MiB"):
                 store.namespace(model="m", layout=kvdepot.KVLayout.opaque(5 << 20, 16))
             Corner(store).check()
 

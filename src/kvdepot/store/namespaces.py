@@ -13,7 +13,6 @@ from kvdepot.core.hf_config import model_layout
 from kvdepot.core.keys import check_key
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
-from kvdepot.core.units import format_bytes
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
 from kvdepot.native import address_of
 from kvdepot.store.read.disk_reads import BlockRead
@@ -130,7 +129,7 @@ def check_block_bytes(block_bytes: int) -> None:
     if block_bytes > BLOCK_BYTES_MAX:
         raise ConfigError(
             "layout",
-            f"a block of {format_bytes(block_bytes)} is over 2GiB",
+            f"a block of {block_bytes} bytes is over 2 GiB",
             hint="fewer block_tokens",
         )
 
