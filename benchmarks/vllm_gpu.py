@@ -10,6 +10,8 @@ its log in `--place`; those that are compared run side by side and are asked in 
 
     same     tokens and log-probabilities beside vLLM's own prefix hit: attention backends, eager
              and CUDA graphs, bf16 and fp8 KV; from memory, from disk in a new process, with garbage
+    models   the same for models with several kinds of KV: windows, Mamba2 hybrids, MLA; and the
+             room that vLLM has for KV with us and without
     memory   the first token of 21,000, 8B shape: from our memory, vLLM's OffloadingConnector,
              vLLM's own prefix hit, computed
     verified the first token from our memory, verified beside the copy and not verified, in turns
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +42,7 @@ BLOCK_TOKENS = 256
 HIT = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
 SHORT = 6 * BLOCK_TOKENS + 5
-PARTS = ["same", "memory", "verified", "restarts", "decode", "disk", "decide"]
+PARTS = ["same", "models", "memory", "verified", "restarts", "decode", "disk", "decide"]
 SPEED = {"memory", "decode", "disk", "decide"}
 KINDS = [
     (backend, eager, kv)
@@ -185,6 +188,73 @@ def same(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
         what = f"{_name(kind)}: control with garbage, log-probability"
         rows.add(what, [difference], "other tokens", not same)
         engine.kill()
+
+
+MODELS = ["gemma3", "nemotron_h", "falcon_h1", "deepseek"]
+LONG = 3000
+
+
+def models(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
+    """Each beside vLLM's own prefix hit: from memory, from disk after a kill, with garbage."""
+
+    def attempt(shape: str) -> None:
+        try:
+            _try_model(args.place, shape, rows, notes)
+        except (RuntimeError, AssertionError) as error:
+            rows.add(f"{shape}: {type(error).__name__}: {error}", [0.0], "runs", ok=False)
+
+    with ThreadPoolExecutor() as pool:  # a start takes a minute, and the models are small
+        list(pool.map(attempt, args.models))
+
+
+def _try_model(place: Path, shape: str, rows: Rows, notes: dict[str, Any]) -> None:
+    plain, own = Engine(f"{shape}-plain", place), Engine(f"{shape}-own", place)
+    again = Engine(f"{shape}-again", place)
+    extra = depot(place / f"depot-{shape}", dram="256MiB", decide=False)
+    _open_model(plain, shape)
+    _open_model(own, shape, connector="kvdepot", extra=extra)
+    without, with_us = plain.end() and plain.do("space"), own.end() and own.do("space")
+    plain.kill()
+    share = with_us["blocks"] / without["blocks"]
+    rows.add(f"{shape}: room for KV, with us / without", [share], "0.99", share >= 0.99, **with_us)
+    for seed in (1, 2, 3):
+        own.ask(seed, LONG, 16)
+    wanted = [own.ask(seed, LONG, 16) for seed in (1, 2, 3)]
+    found = [own.again(seed, LONG, 16) for seed in (1, 2, 3)]
+    _judge_model(rows, f"{shape}: from memory", found, wanted)
+    notes[f"{shape} counts"] = own.do("figures")
+    assert own.do("flush")["flushed"]
+    own.kill()
+    _open_model(again, shape, connector="kvdepot", extra=extra)
+    again.end()
+    found = [again.ask(seed, LONG, 16) for seed in (1, 2, 3)]
+    _judge_model(rows, f"{shape}: from disk, new process", found, wanted)
+    again.do("garbage", on=True)
+    found = [again.again(seed, LONG, 16) for seed in (1, 2, 3)]
+    same, difference = worst(found, wanted)
+    rows.add(f"{shape}: control with garbage", [difference], "other tokens", not same)
+    again.kill()
+
+
+def _open_model(engine: Engine, shape: str, **settings: Any) -> None:
+    engine.open(
+        shape,
+        enforce_eager=True,
+        max_model_len=8192,
+        kv_cache_memory_bytes=2 << 30,
+        gpu_memory_utilization=0.05,
+        **settings,
+    )
+
+
+def _judge_model(rows: Rows, what: str, found: Any, wanted: Any) -> None:
+    same, difference = worst(found, wanted)
+    cached = [answer["cached"] for answer in found]
+    local = [answer["cached"] for answer in wanted]
+    ok = same and difference == 0 and cached == local and min(cached) > 0
+    rows.add(
+        f"{what}, log-probability", [difference], "as vLLM's hit", ok, cached=cached, local=local
+    )
 
 
 def _tiny(place: Path, name: str, kinds: Sequence[Any]) -> dict[Any, Engine]:
@@ -572,6 +642,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--place", type=Path, default=Path("/tmp/kvdepot-vllm-gpu"))
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=4, help="of the parts disk and decide")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs in the speed parts")
@@ -599,6 +670,7 @@ def main() -> int:
     asked = set(args.parts)
     parts = (
         (same, "same" in asked),
+        (models, "models" in asked),
         (verified, "verified" in asked),
         (restarts, "restarts" in asked),
         (speed, asked & SPEED),

@@ -52,6 +52,75 @@ LARGE = {
     "head_dim": 128,
     "vocab_size": 128256,
 }
+_SMALL = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "max_position_embeddings": 16384,
+}
+_MAMBA = {"head_dim": 64, "n_groups": 1, "conv_kernel": 4, "chunk_size": 128}
+HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 64,
+            "sliding_window": 512,
+            "query_pre_attn_scalar": 64,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            **_MAMBA,
+            "hybrid_override_pattern": "M-M*-M-*",
+            "num_hidden_layers": 8,
+            "mamba_num_heads": 16,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 64,
+            "mlp_hidden_act": "relu2",
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 16,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 64,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 256,
+        },
+    ),
+    "deepseek": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+    ),
+}
+"""Models with several kinds of KV: configuration class, architecture, shape. All are small."""
+STATEFUL = {"nemotron_h", "falcon_h1"}
 SHAPES: dict[str, tuple[dict[str, Any], float]] = {"tiny": (TINY, 0.1), "8b": (LARGE, 0.03)}
 """Shape, and the spread of the random weights: enough for the KV to decide on the tokens."""
 CONNECTORS: dict[str, dict[str, Any]] = {
@@ -68,6 +137,14 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(range(10, 30000), k=tokens)
 
 
+def _hybrid(shape: str) -> dict[str, Any]:
+    import transformers
+
+    kind, architecture, size = HYBRIDS[shape]
+    config = getattr(transformers, kind)(**{**_SMALL, **size}).to_dict()
+    return {**config, "architectures": [architecture], "torch_dtype": "bfloat16"}
+
+
 class Engine:
     """The commands. All times are of this process, with nothing else running in it."""
 
@@ -81,10 +158,16 @@ class Engine:
     def open(self, shape: str, place: str, connector: str = "", **settings: Any) -> dict[str, Any]:
         """Start vLLM: `connector` is "", "kvdepot" or "vllm", `extra` its settings."""
         started = time.monotonic()
-        size, spread = SHAPES[shape]
         folder = Path(place) / f"model-{shape}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps({**LLAMA, **size}))
+        if shape in HYBRIDS:
+            size, spread = _hybrid(shape), 0.05
+            if shape in STATEFUL:
+                settings["mamba_cache_mode"] = "align"
+        else:
+            size, spread = SHAPES[shape]
+            size = {**LLAMA, **size}
+        (folder / "config.json").write_text(json.dumps(size, default=str))
         extra = settings.pop("extra", {})
         self._ours = connector == "kvdepot"
         if connector:
@@ -126,6 +209,16 @@ class Engine:
                 for chosen, token in zip(first.logprobs, first.token_ids, strict=True)
             ],
         }
+
+    def space(self) -> dict[str, Any]:
+        """How many blocks vLLM has for KV, and its groups."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        config = core.scheduler.kv_cache_config
+        groups = [
+            [type(one.kv_cache_spec).__name__, one.kv_cache_spec.block_size, len(one.layer_names)]
+            for one in config.kv_cache_groups
+        ]
+        return {"blocks": config.num_blocks, "groups": groups}
 
     def decode(self, seed: int, sequences: int, tokens: int, answer: int) -> dict[str, Any]:
         """Several prompts at once; times the steps from the last first token to the end."""
