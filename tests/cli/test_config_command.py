@@ -1,17 +1,20 @@
 """`kvdepot config`: which source wins, what is printed, and how mistakes are told."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import kvdepot
 from kvdepot.cli.arguments import parse_settings
 from kvdepot.cli.main import main
 from kvdepot.core import config
 from kvdepot.errors import ConfigError
 
 Seen = pytest.CaptureFixture[str]
+TIERS = ("ssd", "hdd")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +83,38 @@ def test_check_accepts_a_good_file(file: Path, capsys: Seen) -> None:
     assert main(["config", "check", str(file)]) == 0
     assert capsys.readouterr().out == f"{file}: ok\n"
     assert main(["config", "check", "--json", str(file)]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True}
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "notes": []}
+
+
+def test_check_looks_for_the_room_on_the_disk(file: Path, tmp_path: Path, capsys: Seen) -> None:
+    file.write_text(f'[ssd]\npath = "{tmp_path}/not/there"\ncapacity = "900TiB"\n')
+    assert main(["config", "check", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ssd.capacity: 900TiB wanted on the disk of ")
+    assert "which has room for" in said and "--file-only" in said
+    assert main(["config", "check", "--json", str(file)]) == 1
+    assert json.loads(capsys.readouterr().out)["key"] == "ssd.capacity"
+    assert main(["config", "check", "--file-only", str(file)]) == 0
+
+
+def test_two_tiers_on_one_disk_share_its_room(file: Path, tmp_path: Path, capsys: Seen) -> None:
+    found = os.statvfs(tmp_path)
+    share = found.f_bavail * found.f_frsize * 2 // 3
+    tiers = [f'[{tier}]\npath = "{tmp_path}/{tier}"\ncapacity = {share}\n' for tier in TIERS]
+    file.write_text("".join(tiers))
+    assert main(["config", "check", str(file)]) == 1
+    assert "error: ssd.capacity and hdd.capacity: " in capsys.readouterr().err
+    file.write_text(tiers[0])
+    assert main(["config", "check", str(file)]) == 0
+    assert f"does not exist; it would be made below {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_store_that_is_larger_than_its_disk_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ssd = {"path": tmp_path / "kv", "capacity": "900TiB", "profile": "never"}
+    kvdepot.open(dram="2MiB", ssd=ssd).close()
+    assert "ssd.capacity: 900TiB wanted on the disk of" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["[dram]\ncapcity = 1\n", "[dram\n", 'block_tokens = "many"\n'])

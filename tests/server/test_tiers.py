@@ -44,7 +44,8 @@ def test_a_drive_is_replaced_while_blocks_are_read(
         assert asked(daemon, "add", "ssd", str(tmp_path / "c")) == 0
         seen = capsys.readouterr()
         assert "takes its share" in seen.out
-        assert f"hint: for the next start, add {tmp_path / 'c'} to ssd.path" in seen.err
+        assert "hint: for the next start set ssd.path = [" in seen.err
+        assert f'"{tmp_path / "c"}"], ssd.capacity = "' in seen.err
         assert asked(daemon, "drain", "ssd", str(tmp_path / "a"), "--json") == 0
         said = json.loads(capsys.readouterr().out)
         assert said["tier"] == "ssd" and said["moved"] > 0
@@ -64,9 +65,14 @@ def test_room_and_mode(daemon: DaemonProcess, capsys: Seen) -> None:
     assert asked(daemon, "resize", "ssd", "32MiB") == 0
     seen = capsys.readouterr()
     assert seen.out == "ssd: has 32MiB now\n"
-    assert 'set ssd.capacity = "32MiB"' in seen.err
+    assert 'ssd.capacity = "32MiB"; --save does it' in seen.err
     assert asked(daemon, "mode", "ssd", "write-through", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"tier": "ssd", "write_mode": "write-through"}
+    assert json.loads(capsys.readouterr().out) == {
+        "tier": "ssd",
+        "write_mode": "write-through",
+        "settings": {"ssd.write_mode": "write-through"},
+        "saved": None,
+    }
     found = listed(daemon, capsys)["ssd"]
     assert (found["write_mode"], found["capacity_bytes"]) == ("write-through", 32 << 20)
 
@@ -103,3 +109,41 @@ def test_no_daemon(tmp_path: Path, capsys: Seen) -> None:
     assert main(["tiers", "list", "--socket", str(tmp_path / "none.sock")]) == 2
     seen = capsys.readouterr()
     assert "no daemon answers" in seen.err and "hint: start one" in seen.err
+
+
+def rooms(daemon: DaemonProcess, capsys: Seen) -> dict[str, int]:
+    drives = listed(daemon, capsys)["ssd"]["drives"]
+    return {one["path"]: one["capacity_bytes"] for one in drives if not one["drained"]}
+
+
+def test_what_is_saved_gives_every_drive_its_room_again(
+    daemon: DaemonProcess, tmp_path: Path, capsys: Seen
+) -> None:
+    """The hint of `add` once made each drive smaller: the capacity stayed for more paths."""
+    file = tmp_path / "daemon.toml"
+    file.write_text("# kept by hand\n" + file.read_text())
+    assert asked(daemon, "resize", "ssd", "24MiB", "--save") == 0
+    assert asked(daemon, "add", "ssd", str(tmp_path / "c"), "--save") == 0
+    assert f"saved to {file}" in capsys.readouterr().out
+    now = rooms(daemon, capsys)
+    assert set(now.values()) == {12 << 20}
+    assert asked(daemon, "mode", "ssd", "write-through", "--save") == 0
+    assert daemon.stop() == 0
+    daemon.start()
+    capsys.readouterr()
+    assert rooms(daemon, capsys) == now
+    assert asked(daemon, "drain", "ssd", str(tmp_path / "a"), "--save") == 0
+    now = rooms(daemon, capsys) if capsys.readouterr() else {}
+    assert daemon.stop() == 0
+    daemon.start()
+    assert rooms(daemon, capsys) == now == {str(tmp_path / name): 12 << 20 for name in "bc"}
+    assert listed(daemon, capsys)["ssd"]["write_mode"] == "write-through"
+    assert file.read_text().startswith("# kept by hand\n")
+
+
+def test_what_cannot_be_saved_is_told(start_daemon: StartDaemon, capsys: Seen) -> None:
+    daemon = start_daemon("--set", "ssd.write_mode=write-back")
+    assert asked(daemon, "mode", "ssd", "write-through", "--save") == 2
+    said = capsys.readouterr().err
+    assert "not saved: ssd.write_mode was given by --set or the environment" in said
+    assert listed(daemon, capsys)["ssd"]["write_mode"] == "write-through"

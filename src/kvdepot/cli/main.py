@@ -58,6 +58,9 @@ COMMANDS = {
     "sim": Command(
         "kvdepot.cli.sim.command", "what a trace would hit, by eviction policy and capacity"
     ),
+    "upgrade-check": Command(
+        "kvdepot.cli.upgrade_check", "whether this version can take over from another one"
+    ),
     "config": Command("kvdepot.cli.config", "show or check a configuration"),
 }
 

@@ -55,7 +55,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    settings = config.load(args.config, env=args.env, overrides=parse_settings(args.settings))
+    overrides = parse_settings(args.settings)
+    settings = config.load(args.config, env=args.env, overrides=overrides)
     path = socket_path(args)
     if args.socket is None and not args.env.get(config.SOCKET_ENV):
         make_private_folder(path.parent)
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     except BaseException:
         listener.close()
         raise
+    daemon.settings_file = args.config and args.config.resolve()
+    daemon.settings_elsewhere = config.names_outside_file(args.env, overrides)
     for number in STOPPING:
         signal.signal(number, lambda *_: stop(daemon))
     listener.listen()

@@ -10,9 +10,12 @@ from typing import Any
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_daemon, explained, open_daemon
 from kvdepot.cli.report.tables import Table
+from kvdepot.core.config_loader import toml_value
 from kvdepot.core.depot import Depot
-from kvdepot.core.units import exact_bytes, format_bytes, parse_bytes
-from kvdepot.errors import KVDepotError
+from kvdepot.core.private import replace_file
+from kvdepot.core.toml_edit import set_values
+from kvdepot.core.units import exact_bytes, format_bytes, format_count, parse_bytes
+from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.policy.placing.write_mode import WriteMode
 
 LOOK_S = 0.5
@@ -22,7 +25,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "tiers",
         description="See and change the tiers of a running daemon. Changes are for its own user "
-        "and root, and last until it ends: put them into its settings too.",
+        "and root, and last until it ends, unless --save puts them into its settings too.",
     )
     verbs = parser.add_subparsers(title="what to do", metavar="VERB", dest="verb", required=True)
     add_verb(verbs, "list", "what each tier and drive holds, and how it is")
@@ -43,6 +46,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_verb(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
     add_daemon(parser)
+    if name != "list":
+        parser.add_argument(
+            "--save", action="store_true", help="also in the file that the daemon was started with"
+        )
     output.add_json_flag(parser)
     return parser
 
@@ -101,10 +108,10 @@ def add(store: Depot, args: argparse.Namespace) -> int:
     with waiting(f"making {args.path} ready"):
         store.add_drive(args.tier, args.path)
     return changed(
+        store,
         args,
         {"tier": args.tier, "added": str(args.path.absolute())},
         f"{args.tier}: {args.path} takes its share from now on",
-        f"add {args.path.absolute()} to {args.tier}.path",
     )
 
 
@@ -113,10 +120,10 @@ def drain(store: Depot, args: argparse.Namespace) -> int:
     with waiting(f"draining {args.path}", held, lambda: held - used_bytes(store, args)):
         moved = store.drain_drive(args.tier, args.path)
     return changed(
+        store,
         args,
         {"tier": args.tier, "drained": str(args.path.absolute()), "moved": moved},
-        f"{args.tier}: {moved:,} blocks moved; {args.path} can be taken away",
-        f"take {args.path.absolute()} out of {args.tier}.path",
+        f"{args.tier}: {format_count(moved, 'block')} moved; {args.path} can be taken away",
     )
 
 
@@ -125,31 +132,79 @@ def resize(store: Depot, args: argparse.Namespace) -> int:
         store.resize(args.tier, args.capacity)
     room = store.stats()["tiers"][args.tier]["capacity_bytes"]
     return changed(
+        store,
         args,
         {"tier": args.tier, "capacity_bytes": room},
         f"{args.tier}: has {format_bytes(room)} now",
-        f'set {args.tier}.capacity = "{exact_bytes(args.capacity)}"',
     )
 
 
 def set_mode(store: Depot, args: argparse.Namespace) -> int:
     store.set_write_mode(args.tier, args.mode)
     return changed(
+        store,
         args,
         {"tier": args.tier, "write_mode": args.mode},
         f"{args.tier}: {args.mode} from now on",
-        f'set {args.tier}.write_mode = "{args.mode}"',
     )
 
 
-def changed(args: argparse.Namespace, facts: dict[str, Any], text: str, setting: str) -> int:
-    """Say what was changed; and that it is not in the settings, which the next start reads."""
+def settings_now(stats: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """What the configuration must say for the next start to find the tier as it is.
+
+    A configuration gives a tier's capacity to its paths in equal parts: with one path more and the
+    capacity as it was, each of them would shrink.
+    """
+    if args.verb == "mode":
+        return {f"{args.tier}.write_mode": args.mode}
+    drives = [
+        drive
+        for drive in stats["tiers"][args.tier]["drives"]
+        if not drive["drained"] and not drive["draining"]
+    ]
+    paths = [str(drive["path"]) for drive in drives]
+    capacity = len(drives) * max(drive["capacity_bytes"] for drive in drives)
+    return {
+        f"{args.tier}.path": paths if len(paths) > 1 else paths[0],
+        f"{args.tier}.capacity": exact_bytes(args.capacity if args.verb == "resize" else capacity),
+    }
+
+
+def changed(store: Depot, args: argparse.Namespace, facts: dict[str, Any], text: str) -> int:
+    """Say what was changed; put it into the settings, which the next start reads, or say how."""
+    stats = store.stats()
+    settings = settings_now(stats, args)
+    saved = save(stats["daemon"], args.tier, settings) if args.save else None
     if args.json:
-        output.document(facts)
+        output.document({**facts, "settings": settings, "saved": saved and str(saved)})
+        return 0
+    output.data(text)
+    if saved is not None:
+        output.data(f"saved to {saved}")
     else:
-        output.data(text)
-        output.say(f"hint: for the next start, {setting}")
+        lines = ", ".join(f"{name} = {toml_value(value)}" for name, value in settings.items())
+        output.say(f"hint: for the next start set {lines}; --save does it")
     return 0
+
+
+def save(daemon: dict[str, Any], tier: str, settings: dict[str, Any]) -> Path:
+    """Write settings to the file that the daemon was started with, and return its path.
+
+    ConfigError where there is none, or where the daemon has these settings from elsewhere.
+    """
+    done = f"{tier} is changed until the daemon ends, but not saved"
+    if not daemon.get("settings_file"):
+        raise ConfigError("--save", f"{done}: it was started without --config")
+    for name in daemon["settings_elsewhere"]:
+        if name == tier or name in settings:
+            raise ConfigError("--save", f"{done}: {name} was given by --set or the environment")
+    path = Path(daemon["settings_file"])
+    try:
+        replace_file(path, set_values(path.read_text("utf-8"), settings).encode())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError("--save", f"{done}: {path}: {reason}") from error
+    return path
 
 
 def used_bytes(store: Depot, args: argparse.Namespace) -> int:

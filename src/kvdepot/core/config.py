@@ -470,6 +470,16 @@ def load(
     return load_tree(Config, path, prefix=ENV_PREFIX, env=ours, overrides=overrides)
 
 
+def names_outside_file(env: Mapping[str, str], overrides: Mapping[str, Any]) -> list[str]:
+    """The settings, as dotted names, that `env` and `overrides` take out of a file's hands."""
+    found = [
+        name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+        for name in env
+        if name.startswith(ENV_PREFIX) and not name.startswith(_NOT_SETTINGS)
+    ]
+    return sorted({*found, *overrides})
+
+
 def _check_size(path: str, value: int, least: int = PAGE_BYTES) -> None:
     if value >= _SIZE_LIMIT:
         raise ConfigError(path, f"{format_bytes(value)} is more than any machine has")

@@ -397,14 +397,15 @@ def _assignment(name: str, hint: Any, value: Any) -> str:
     if Secret.HIDDEN in _shape(hint).marks:
         return f"# {name} = {'(set, not shown)' if value else '...'}"
     shown = _shown(hint, value)
-    return f"# {name} = ..." if shown is None else f"{name} = {_toml_value(shown)}"
+    return f"# {name} = ..." if shown is None else f"{name} = {toml_value(shown)}"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it, on one line."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml_value, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
-        pairs = [f"{_toml_key(name)} = {_toml_value(item)}" for name, item in value.items()]
+        pairs = [f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()]
         return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -412,7 +413,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _toml_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_value(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
 def _comment(text: str) -> list[str]:

@@ -138,6 +138,22 @@ def replace_private_file(path: Path, text: bytes) -> None:
     fresh.replace(path)
 
 
+def replace_file(path: Path, text: bytes) -> None:
+    """Change a file that is there, whole or not at all; it keeps its owner and its mode."""
+    path = path.resolve(strict=True)
+    was = path.stat()
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(open_private_file(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(text)
+        if (was.st_uid, was.st_gid) != (os.geteuid(), os.getegid()):
+            os.fchown(file.fileno(), was.st_uid, was.st_gid)
+        os.fchmod(file.fileno(), stat.S_IMODE(was.st_mode))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
 def _make_folder(path: Path) -> None:
     try:
         path.mkdir(mode=FOLDER_MODE)

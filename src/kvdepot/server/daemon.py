@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import kvdepot
@@ -52,6 +53,10 @@ class Daemon:
         self.counters = ServerCounters()
         self.instance = os.urandom(16)
         """Of this run: clients know by it that what they had put to another one may be gone."""
+        self.settings_file: Path | None = None
+        """Where the settings come from; `kvdepot tiers --save` changes it."""
+        self.settings_elsewhere: list[str] = []
+        """Settings that this file does not decide: they were given beside it."""
         self._listener = listener
         self._workers = WorkerThreads("kvdepot-client")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -160,6 +165,8 @@ class Daemon:
             "version": kvdepot.__version__,
             "protocol": PROTOCOL,
             "socket": str(self._listener.path),
+            "settings_file": str(self.settings_file) if self.settings_file else None,
+            "settings_elsewhere": self.settings_elsewhere,
             "uptime_s": time.monotonic() - self._started,
             "is_prefaulted": self.mapped.is_prefaulted(),
             "sessions": [client.describe() for client in clients],

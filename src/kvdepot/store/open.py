@@ -1,5 +1,6 @@
 """Putting a store together from a configuration."""
 
+import logging
 import os
 import resource
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from kvdepot.errors import ConfigError, DriveError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
+from kvdepot.store.drives.disk_room import shortages
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.store import Store
@@ -38,6 +40,7 @@ from kvdepot.tiers.memory.memory import HUGE_BYTES, Memory, trim_heap
 from kvdepot.tiers.memory.numa import check_node
 from kvdepot.tiers.registry import open_plugin
 
+_log = logging.getLogger("kvdepot.store")
 Mode = Literal["rw", "r"]
 HugePages = Literal["auto", "always", "never"]
 
@@ -76,6 +79,9 @@ def assemble(
     """
     clock = SystemClock()
     _raise_open_files_limit()
+    if mode == "rw":
+        for disk in shortages(config):
+            _log.warning("%s; blocks are evicted when the disk is full", disk)
     held: list[Closable] = []
     try:
         tiers: list[Tier] = []

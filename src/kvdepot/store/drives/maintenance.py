@@ -81,6 +81,7 @@ class DriveMaintenance:
         lower, drives = self._changeable(tier)
         with self._change:
             drive = drives.add(path)
+            self._give_its_share(lower, drives, drive)
             with self._state.lock:
                 threads = self.write_backs[lower].add_threads()
                 self._threads += threads
@@ -88,6 +89,15 @@ class DriveMaintenance:
             for thread in threads:
                 thread.start()
         _log.info("%s: drive %d added: %s", tier, drive, path)
+
+    def _give_its_share(self, lower: LowerTier, drives: ChangesDrives, drive: int) -> None:
+        """A drive that comes gets as much room as the others have now, whatever they began with."""
+        count = lower.tier.drive_count()
+        others = [lower.tier.drive(one) for one in range(count) if one != drive]
+        rooms = [fact.segments_max * fact.segment_bytes for fact in others if not fact.draining]
+        if rooms:
+            segments = max(rooms) // lower.tier.drive(drive).segment_bytes
+            drives.resize(drive, max(_SEGMENTS_MIN, segments))
 
     def drain(self, tier: str, path: Path) -> int:
         """Move a drive's blocks to the others and use it no more. Returns how many were moved."""

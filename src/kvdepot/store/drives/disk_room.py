@@ -1,0 +1,65 @@
+"""Whether the disks have the room that a configuration promises to use."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvdepot.core.config import Config
+from kvdepot.core.units import format_bytes
+
+
+@dataclass(slots=True)
+class DiskRoom:
+    """One filesystem, and what the paths on it are to take of it."""
+
+    free_bytes: int
+    """Also what the store's own segments take already."""
+    wanted_bytes: int = 0
+    settings: dict[str, None] = field(default_factory=dict)
+    """Whose capacities they are, in order."""
+    paths: list[Path] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.paths))
+        return (
+            f"{' and '.join(self.settings)}: {format_bytes(self.wanted_bytes)} wanted on the disk "
+            f"of {where}, which has room for {format_bytes(self.free_bytes)}"
+        )
+
+
+def shortages(config: Config) -> list[DiskRoom]:
+    """The filesystems that have less room than the file tiers on them are to use."""
+    disks: dict[int, DiskRoom] = {}
+    for tier in config.file_tiers:
+        for path in tier.path:
+            place = nearest(path)
+            if path.is_block_device() or place is None:
+                continue  # a device tells its size when it is opened
+            disk = disks.setdefault(place.stat().st_dev, DiskRoom(_free_bytes(place)))
+            disk.free_bytes += sum(_segment_sizes(path))
+            disk.wanted_bytes += tier.path_capacity
+            disk.settings[f"{tier.TIER}.capacity"] = None
+            disk.paths.append(path)
+    return [disk for disk in disks.values() if disk.wanted_bytes > disk.free_bytes]
+
+
+def nearest(path: Path) -> Path | None:
+    """The path, or the folder that is there above it; None where none can be looked at."""
+    for place in (path, *path.absolute().parents):
+        try:
+            if place.exists():
+                return place
+        except OSError:
+            return None
+    return None
+
+
+def _free_bytes(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def _segment_sizes(path: Path) -> Iterator[int]:
+    for segment in path.glob("segment-*.kvs"):
+        yield segment.stat().st_blocks * 512
