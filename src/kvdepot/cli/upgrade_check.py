@@ -13,8 +13,9 @@ import kvdepot
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_daemon, open_daemon, socket_path
 from kvdepot.cli.report.tables import Table
-from kvdepot.codec.segment import FORMAT, PAGE, Superblock
+from kvdepot.codec.segment import FORMAT, Superblock
 from kvdepot.core import config
+from kvdepot.core.config import PAGE_BYTES
 from kvdepot.core.units import format_count
 from kvdepot.errors import ConfigError, DaemonError, WireError
 from kvdepot.wire.frames import PROTOCOL
@@ -107,11 +108,11 @@ def first_page(path: Path) -> bytes:
     if path.is_dir():
         path /= "superblock"
         if not path.exists():
-            return bytes(PAGE)
+            return bytes(PAGE_BYTES)
     elif not path.exists():
-        return bytes(PAGE)
+        return bytes(PAGE_BYTES)
     with path.open("rb") as file:
-        return file.read(PAGE).ljust(PAGE, b"\0")
+        return file.read(PAGE_BYTES).ljust(PAGE_BYTES, b"\0")
 
 
 def look_at_daemon(args: argparse.Namespace) -> UpgradeFinding:
