@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         UnsafePathError,
         WireError,
     )
+    from kvdepot.store.metrics import metrics
     from kvdepot.store.store import Store
 
 __version__ = "0.1.0"
@@ -67,6 +68,7 @@ __all__ = [
     "WireError",
     "__version__",
     "fingerprint",
+    "metrics",
     "model_layout",
     "open",
 ]
@@ -82,6 +84,7 @@ _HOMES = {
     "Put": "core.block",
     "Store": "store.store",
     "fingerprint": "core.namespace",
+    "metrics": "store.metrics",
     "model_layout": "core.hf_config",
     "BadBufferError": "errors",
     "ConfigError": "errors",

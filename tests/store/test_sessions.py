@@ -9,6 +9,7 @@ from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.clock import SystemClock
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KeyFormatError
 from kvdepot.index.catalog import Catalog
@@ -88,7 +89,7 @@ class Books:
 
     def __init__(self, **bounds: int) -> None:
         self.catalog = Catalog()
-        self.sessions = Sessions(self.catalog, **bounds)
+        self.sessions = Sessions(self.catalog, SystemClock(), **bounds)
 
     def tell(self, tag: str, name: str, blocks: int) -> None:
         words = np.arange(1, 4 * blocks + 1, dtype=np.uint64).reshape(-1, 4)

@@ -7,23 +7,29 @@ import os
 import signal
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdepot.cli import output
 from kvdepot.cli.arguments import (
     add_socket,
     add_store_settings,
     count,
+    explained,
     parse_settings,
+    positive,
     socket_path,
 )
 from kvdepot.core import config
 from kvdepot.core.private import make_private_folder
 from kvdepot.core.units import format_bytes, format_count
+from kvdepot.errors import ConfigError, ExtraMissingError
 from kvdepot.server.client_holdings import ClientLimits
 from kvdepot.server.daemon import Daemon
 from kvdepot.server.listener import Listener
 from kvdepot.wire.frames import PROTOCOL
+
+if TYPE_CHECKING:
+    from kvdepot.server.http.service import HttpService
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 NOTIFY = "NOTIFY_SOCKET"
@@ -48,12 +54,68 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N",
         help="processes at once",
     )
+    add_http(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one line of JSON when ready, one at the end"
     )
 
 
+def add_http(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        type=explained(parse_address),
+        help="serve the dashboard, metrics and an API too, for example on 127.0.0.1:9400",
+    )
+    for option, text in (
+        ("--http-token-file", "who sends its content may read and change; needed for other hosts"),
+        ("--http-cert", "a certificate, as PEM: serve HTTPS"),
+        ("--http-key", "the certificate's key, as PEM"),
+    ):
+        parser.add_argument(option, type=Path, metavar="FILE", help=text)
+    parser.add_argument(
+        "--prefill-tokens-per-s",
+        type=positive,
+        metavar="N",
+        help="what the GPUs compute without kvdepot: metrics tell the seconds saved by it",
+    )
+    parser.add_argument(
+        "--gpu-watts", type=positive, metavar="N", help="of these GPUs, for the joules saved"
+    )
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`127.0.0.1:9400` or `[::1]:9400`; ValueError for anything else."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"{text!r} is not an address and a port, as 127.0.0.1:9400")
+    return host, int(port)
+
+
+def http_service(daemon: Daemon, args: argparse.Namespace) -> "HttpService":
+    """The HTTP server that the options ask for."""
+    try:
+        from kvdepot.server.http.service import HttpService, HttpSettings
+    except ImportError as error:
+        raise ExtraMissingError("http", str(error.name)) from error
+    host, port = args.http
+    files = (args.http_token_file, args.http_cert, args.http_key)
+    return HttpService(daemon, HttpSettings(host, port, *files))
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse options that would do nothing."""
+    for option in ("http_token_file", "http_cert", "http_key"):
+        if getattr(args, option) is not None and args.http is None:
+            name = "--" + option.replace("_", "-")
+            raise ConfigError(name, "is for --http", hint="give --http 127.0.0.1:9400 too")
+    if args.gpu_watts is not None and args.prefill_tokens_per_s is None:
+        raise ConfigError("--gpu-watts", "needs --prefill-tokens-per-s")
+
+
 def run(args: argparse.Namespace) -> int:
+    check_options(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     overrides = parse_settings(args.settings)
     settings = config.load(args.config, env=args.env, overrides=overrides)
@@ -68,12 +130,25 @@ def run(args: argparse.Namespace) -> int:
         raise
     daemon.settings_file = args.config and args.config.resolve()
     daemon.settings_elsewhere = config.names_outside_file(args.env, overrides)
+    assumed = {"prefill_tokens_per_s": args.prefill_tokens_per_s, "gpu_watts": args.gpu_watts}
+    daemon.assumed = {name: value for name, value in assumed.items() if value is not None}
+    http = None
+    if args.http is not None:
+        try:
+            http = http_service(daemon, args)
+        except BaseException:
+            daemon.close()
+            raise
     for number in STOPPING:
         signal.signal(number, lambda *_: stop(daemon))
     listener.listen()
-    announce(daemon, path, args)
+    if http is not None:
+        http.start()
+    announce(daemon, path, args, http.url if http is not None else "")
     daemon.run()
     output.say("stopping: writing down what waits")
+    if http is not None:
+        http.stop()
     report = daemon.close()
     if args.json:
         line({"stopped": True, "ok": report.complete, "waiting": report.waiting})
@@ -92,11 +167,12 @@ def stop(daemon: Daemon) -> None:
     daemon.stop()
 
 
-def announce(daemon: Daemon, path: Path, args: argparse.Namespace) -> None:
+def announce(daemon: Daemon, path: Path, args: argparse.Namespace, http: str) -> None:
     """Say that clients can connect: to people, scripts and systemd."""
     stats = daemon.store.stats()
     if args.json:
         facts = {"ready": True, "socket": str(path), "pid": os.getpid()}
+        facts |= {"http": http} if http else {}
         line({**facts, "protocol": PROTOCOL, "blocks": stats["blocks"]})
     else:
         memory = format_bytes(stats["tiers"]["dram"]["capacity_bytes"])
@@ -104,7 +180,7 @@ def announce(daemon: Daemon, path: Path, args: argparse.Namespace) -> None:
             memory += f" and {format_bytes(slower['capacity_bytes'])} of {slower['source']} as cxl"
         output.data(
             f"ready: unix:{path}, {format_count(stats['blocks'], 'block')}, {memory} of memory, "
-            f"process {os.getpid()}"
+            f"process {os.getpid()}" + (f", {http}" if http else "")
         )
     output.flush()
     if args.env.get(NOTIFY):

@@ -51,6 +51,8 @@ class Daemon:
         self.mapped = self.store.mapped()
         self.limits = limits or ClientLimits()
         self.counters = ServerCounters()
+        self.assumed: dict[str, float] = {}
+        """What savings are computed with: prefill_tokens_per_s, gpu_watts."""
         self.instance = os.urandom(16)
         """Of this run: clients know by it that what they had put to another one may be gone."""
         self.settings_file: Path | None = None
@@ -93,6 +95,10 @@ class Daemon:
                         self._idle[fd].on_readable()
         finally:
             sys.setswitchinterval(before)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
 
     def stop(self) -> None:
         """Make `run` return. May be called from a signal handler, and twice."""
@@ -171,6 +177,7 @@ class Daemon:
             "is_prefaulted": self.mapped.is_prefaulted(),
             "sessions": [client.describe() for client in clients],
             "counters": self.counters.as_dict(),
+            "assumed": dict(self.assumed),
         }
 
     def _take_returned(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -23,8 +24,11 @@ from kvdepot.wire.frames import Channel, Flag, Frame, FrameKind
 _BUSY: Final = ANSWERS.index(Got(None, "busy"))
 _HINT_WAIT_S_MAX: Final = 10.0
 """A thread waits this long for a hint at most; the client asks again."""
+_LISTED: Final = 5
+"""Sessions of each kind that STATS names."""
 _INDEX: Final = np.dtype("<u4")
 _LEASE: Final = np.dtype("<u8")
+_NAMES: Final = {kind: kind.name.lower() for kind in FrameKind}
 
 
 class ClientGoneError(KVDepotError):
@@ -49,6 +53,7 @@ class RequestHandler:
         self._mapped = mapped
         self._config = config
         self._describe = describe
+        self._took: Final = mapped.traffic.took
         self._handlers: Final = {
             FrameKind.REGISTER: self._register,
             FrameKind.MATCH: self._match,
@@ -88,7 +93,9 @@ class RequestHandler:
         verb = self._handlers.get(frame.kind)
         if verb is None:
             raise WireError(f"{frame.kind.name} is not a request")
+        began_s = time.monotonic()
         verb(frame)
+        self._took("request", time.monotonic() - began_s, _NAMES[frame.kind])
 
     def _number(self, frame: Frame, value: int) -> None:
         self._channel.send(FrameKind.NUMBER, frame.serial, messages.Number(value).body())
@@ -238,7 +245,8 @@ class RequestHandler:
     def _stats(self, frame: Frame) -> None:
         if frame.body:
             raise WireError("STATS with a body")
-        stats = {**self._store.stats(), "daemon": dict(self._describe())}
+        listed = {order: self._store.list_sessions(order, _LISTED) for order in ("busy", "cold")}
+        stats = {**self._store.stats(), "daemon": dict(self._describe()), "sessions_shown": listed}
         self._channel.send_text(frame.serial, json.dumps(stats, default=str).encode())
 
     def _has_secret(self, frame: Frame) -> None:

@@ -24,7 +24,7 @@ from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint, Prefetcher
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.sessions import Sessions
-from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.state import StoreState, Traffic
 from kvdepot.store.write.put import NewBlock, Putter
 
 _READY: Final = int(CopyState.READY)
@@ -110,6 +110,10 @@ class MappedStore:
         """Lengths of what the descriptors stand for."""
         return [arena.memory.nbytes for arena in self._state.all_arenas]
 
+    @property
+    def traffic(self) -> Traffic:
+        return self._state.traffic
+
     def is_prefaulted(self) -> bool:
         """Whether all memory has been touched, or will not be."""
         return all(arena.memory.prefaulted(0.0) for arena in self._state.all_arenas)
@@ -141,7 +145,11 @@ class MappedStore:
         if residency is None:
             with self._state.lock:
                 residency = self._state.catalog.residency.array[self._resident(keys)]
-        return bytes(self._codes[residency])
+        found = bytes(self._codes[residency])
+        counts = self._state.traffic.match
+        counts.add(len(keys), len(found))
+        counts.add_found(found)
+        return found
 
     def lease(self, keys: Keys) -> Hold:
         """Hold the longest resident prefix, and count it as used."""
@@ -152,6 +160,7 @@ class MappedStore:
             rows = self._resident(keys).tolist()
             catalog.use(rows)
             self._state.lease(rows)
+            self._state.traffic.lease.add(len(keys), len(rows))
         return Hold(rows, keys[: len(rows)])
 
     def where(self, hold: Hold) -> tuple[Array, Array]:
@@ -347,19 +356,41 @@ class MappedStore:
             self._state.lease(held)
             hold.rows += held
             locations = locations[hot]
-            length = span[1] - span[0]
-            state.counters.get_dram += len(held)
-            if len(state.memory_tiers) > 1:
-                slower = rows[hot][locations >= self._arena_bytes].tolist()
-                state.counters.get_dram -= len(slower)
-                state.counters.get_cxl += len(slower)
-                state.memory_tiers[0].note_hits_below(slower)
-            state.counters.get_bytes += length * len(held) if length else int(expected[hot].sum())
+            self._count_hot(keys, rows[hot], locations, (span, expected[hot]))
             state.counters.get_miss += len(rows) - int((hot | cold).sum())
         indices = np.flatnonzero(hot)
         arrivals = MappedBlocks(indices, locations, np.zeros(len(indices), bool), verified=False)
         wanted = np.flatnonzero(cold).tolist()
         return arrivals, {index: _want(keys[index], sizes[index], span) for index in wanted}
+
+    def _count_hot(
+        self, keys: Keys, rows: Rows, locations: Array, sizes: tuple[Span, Array]
+    ) -> None:
+        """Blocks at those rows, of the keys, are served from memory."""
+        state, (span, expected) = self._state, sizes
+        tokens = self._tokens(keys, rows)
+        parts: list[tuple[str, int, int]] = []
+        if len(state.memory_tiers) > 1:
+            slower = locations >= self._arena_bytes
+            state.memory_tiers[0].note_hits_below(rows[slower].tolist())
+            parts.append(("cxl", int(slower.sum()), int(expected[slower].sum())))
+        below, below_bytes = (parts[0][1], parts[0][2]) if parts else (0, 0)
+        parts.append(("dram", len(rows) - below, int(expected.sum()) - below_bytes))
+        for tier, count, nbytes in parts:
+            if count:
+                nbytes = count * (span[1] - span[0]) or nbytes
+                state.counters.add("get", tier, count)
+                state.counters.get_bytes += nbytes
+                state.traffic.served(tier, nbytes, tokens * count / len(rows))
+
+    def _tokens(self, keys: Keys, rows: Rows) -> float:
+        """How many tokens the blocks at rows stand for, which are all or some of the keys."""
+        known, tags = self._state.traffic.tokens, keys[:, 0]
+        if len(tags) and (tags == tags[0]).all():
+            return len(rows) * known.get(tags[0].tobytes(), 0.0)
+        words, counts = np.unique(self._state.catalog.table.tags()[rows], return_counts=True)
+        pairs = zip(words, counts.tolist(), strict=True)
+        return sum((count * known.get(word.tobytes(), 0.0) for word, count in pairs), 0.0)
 
     def _wants(self, keys: Keys, span: Span) -> dict[int, BlockRead]:
         """Reads of all keys whose blocks have the size that was registered, or are unknown."""

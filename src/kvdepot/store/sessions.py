@@ -6,13 +6,15 @@ bounded: beyond that, the namespace that has most forgets its oldest.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.clock import Clock
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
@@ -27,6 +29,7 @@ STATES: Final = {
 _WORD_BYTES: Final = 8
 _PACKED_BYTES: Final = 3 * _WORD_BYTES
 """A key without its namespace's tag."""
+_LOOKED_AT: Final = 4096
 _OVERHEAD_BYTES: Final = 300
 """Of a name and its entry."""
 
@@ -61,6 +64,10 @@ class Prompt:
 
     packed: bytes
     state: SessionState
+    turns: int = 1
+    """How often it was told of."""
+    told_s: float = 0.0
+    """When it was told of last."""
 
     def __len__(self) -> int:
         return len(self.packed) // _PACKED_BYTES
@@ -85,13 +92,26 @@ class Prompt:
         return [BlockKey(raw[at : at + KEY_BYTES]) for at in range(0, len(raw), KEY_BYTES)]
 
 
+SESSION_ORDERS: Final[dict[str, Callable[[tuple[bytes, str, Prompt]], float]]] = {
+    "recent": lambda one: -one[2].told_s,
+    "cold": lambda one: one[2].told_s,
+    "busy": lambda one: -one[2].turns,
+}
+"""In which sessions are listed."""
+
+
 class Sessions:
     """All sessions of a store. Call with the store's lock held."""
 
     def __init__(
-        self, catalog: Catalog, number_max: int = NUMBER_MAX, bytes_max: int = BYTES_MAX
+        self,
+        catalog: Catalog,
+        clock: Clock,
+        number_max: int = NUMBER_MAX,
+        bytes_max: int = BYTES_MAX,
     ) -> None:
         self._catalog = catalog
+        self._clock = clock
         self._number_max = number_max
         self._bytes_max = bytes_max
         self._known: dict[bytes, OrderedDict[str, Prompt]] = {}
@@ -119,7 +139,8 @@ class Sessions:
         if len(packed) > self._bytes_max // 2:
             return
         self.forget(tag, name)
-        prompt = Prompt(packed, state)
+        turns = before.turns + (not start) if before is not None else 1
+        prompt = Prompt(packed, state, turns, self._clock.now())
         self._known.setdefault(tag, OrderedDict())[name] = prompt
         self._tails[tag, prompt.tail] += 1
         self._held[tag] += prompt.nbytes
@@ -177,6 +198,28 @@ class Sessions:
         """For `stats`."""
         total = self._held.total()
         return {"remembered": self._number, "bytes": total, "forgotten": self._forgotten}
+
+    def known(self, order: str, limit: int) -> list[tuple[bytes, str, Prompt]]:
+        """The first of an order, with the tags of their namespaces; the lock is not held for more
+        than some thousands. `busy` is of those told of last.
+        """
+        limit = _LOOKED_AT if order == "busy" else min(limit, _LOOKED_AT)
+        found: list[tuple[bytes, str, Prompt]] = []
+        for tag, names in self._known.items():
+            told = names.items() if order == "cold" else reversed(names.items())
+            found += [(tag, name, prompt) for name, prompt in islice(told, limit)]
+            if len(found) > 2 * _LOOKED_AT:
+                break
+        return found
+
+    def tags_of(self, name: str) -> list[bytes]:
+        """Namespaces that have a session of that name."""
+        return [tag for tag, names in self._known.items() if name in names]
+
+    def tiers_of(self, tag: bytes, prompt: Prompt) -> dict[str, int]:
+        """How many blocks of a prompt each tier is the fastest to have."""
+        rows = self._resident(prompt.words(tag))
+        return dict(Counter(self._catalog.fastest(rows)))
 
     def _mark(self, tag: bytes, words: Keys, rows: list[int], state: SessionState) -> None:
         """Let the order of leaving know, and the file tiers."""

@@ -17,6 +17,13 @@ def describe(state: StoreState) -> dict[str, Any]:
     tiers.update((lower.name, _lower(lower)) for lower in state.lower_tiers)
     for lower in state.lower_tiers[:1]:
         tiers[lower.name]["thrashing"] = state.admission.thrashing
+    now_s = state.clock.now()
+    for lower in state.lower_tiers:
+        tiers[lower.name]["write_queue"] = {
+            "blocks": len(lower.tickets),
+            "bytes": lower.dirty_bytes,
+            "oldest_s": round(lower.oldest_age_s(now_s), 3),
+        }
     recorder = state.recorder
     recording = recorder and {"path": str(recorder.path), "requests": recorder.requests}
     return {
@@ -24,9 +31,11 @@ def describe(state: StoreState) -> dict[str, Any]:
         "blocks": state.catalog.table.live,
         "leased": state.leased,
         "dirty_bytes": state.dirty_bytes,
+        "dirty_limit_bytes": state.dirty_limit_bytes,
         "staging_bytes": state.staging.used_bytes,
         "index_bytes": state.catalog.table.memory_bytes(),
         "counters": state.counters.as_dict(),
+        "traffic": state.traffic.describe(),
         "recording": recording,
     }
 

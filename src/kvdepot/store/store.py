@@ -37,7 +37,7 @@ from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.sessions import Sessions, by_tag, checked_name, state_of
+from kvdepot.store.sessions import SESSION_ORDERS, Sessions, by_tag, checked_name, state_of
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.stats import describe
@@ -62,7 +62,7 @@ class Store(Depot):
         self._putter = Putter(state, self._slots)
         self._reader = Reader(state, self._slots, self._late)
         self._prefetcher = Prefetcher(state, self._reader)
-        self._sessions = Sessions(state.catalog)
+        self._sessions = Sessions(state.catalog, state.clock)
         self._drives = DriveMaintenance(state)
         self._flusher = Flusher(state)
 
@@ -104,6 +104,7 @@ class Store(Depot):
         check_block_bytes(block_bytes)
         self._check_fits(record_bytes(block_bytes))
         self._state.descriptions.register(tag, description)
+        self._state.traffic.registered(tag, description)
 
     def put_many(
         self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
@@ -158,7 +159,10 @@ class Store(Depot):
         with state.lock:
             rows = state.usable_prefix(state.catalog.resident(keys))
             state.record_lookup(keys)
-            return Match(tuple(state.catalog.fastest(rows)))
+            found = Match(tuple(state.catalog.fastest(rows)))
+            state.traffic.match.add(len(keys), len(rows))
+            state.traffic.match.add_found(found.tiers)
+            return found
 
     def lease(self, keys: Sequence[BlockKey]) -> StoreLease:
         state = self._state
@@ -169,6 +173,7 @@ class Store(Depot):
             state.record_lookup(keys)
             state.catalog.use(rows)
             state.lease(rows)
+            state.traffic.lease.add(len(keys), len(rows))
         return StoreLease(state, self._reader, self._namespaces, list(keys[: len(rows)]), rows)
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
@@ -279,6 +284,29 @@ class Store(Depot):
         self._state.check_open()
         with self._state.lock:
             return {**describe(self._state), "sessions": self._sessions.describe()}
+
+    def list_sessions(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
+        """Sessions that are remembered: `recent` or `cold` by when they were told of last, or
+        `busy` by how often. With their state, turns, blocks, and how many each tier has.
+        """
+        state = self._state
+        state.check_open()
+        with state.lock:
+            known, now_s = self._sessions.known(order, limit), state.clock.now()
+        known.sort(key=SESSION_ORDERS[order])
+        found = []
+        for tag, name, prompt in known[:limit]:
+            with state.lock:
+                tiers = self._sessions.tiers_of(tag, prompt)
+            facts = {"name": name, "namespace": tag.hex(), "state": prompt.state.name.lower()}
+            counts = {"turns": prompt.turns, "blocks": len(prompt), "tiers": tiers}
+            found.append({**facts, **counts, "idle_s": round(now_s - prompt.told_s, 3)})
+        return found
+
+    def namespaces_of_session(self, name: str) -> list[bytes]:
+        """Tags of the namespaces that have a session of that name."""
+        with self._state.lock:
+            return self._sessions.tags_of(checked_name(name))
 
     def mapped(self) -> MappedStore:
         """This store for processes that map its memory; it must be shared (`dram.shared`)."""

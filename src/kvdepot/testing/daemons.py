@@ -55,7 +55,9 @@ class DaemonProcess:
         if not said:
             self._process.wait()
             raise AssertionError(f"the daemon did not start: {self._log.read_text()}")
-        assert json.loads(said)["ready"]
+        self.ready: dict[str, Any] = json.loads(said)
+        """The line that it said when it was ready."""
+        assert self.ready["ready"]
 
     def stop(self) -> int:
         """Ask it to end, and wait. Returns its exit status; fails if it complained."""

@@ -286,6 +286,7 @@ class RecordMover:
         with state.lock:
             removed = [catalog.is_doomed(row) for row, _ in blocks]
             mounts = target.mounts[drive]
+        began_s = state.clock.now()
         locations = target.tier.append(
             drive,
             [image for _, image in blocks],
@@ -296,6 +297,7 @@ class RecordMover:
         written: list[int] = []
         left: list[tuple[int, memoryview]] = []
         with state.lock:
+            state.traffic.took("write", state.clock.now() - began_s, target.name)
             # What was appended to a drive that was mounted anew meanwhile is gone.
             remounted = target.mounts[drive] != mounts
             for block, location in zip(blocks, locations, strict=True):

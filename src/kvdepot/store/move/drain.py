@@ -42,6 +42,7 @@ class MoveAway(CopyJob):
     def give_up(self, row: int) -> None:
         self.target.drop_copy(row, self.target.place_on(row, self._drive))
         self._state.counters.add("evicted", self.target.name)
+        self._state.traffic.drained_away[self.target.name] += 1
 
 
 def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -> int:

@@ -113,6 +113,7 @@ class Wave:
     hedged: bool = False
     """Another drive has these blocks too: this one is given half the time there is."""
     reading: Reading | None = None
+    began_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -238,7 +239,8 @@ class DiskReads:
         """Begin to read a wave: in this thread if there is nothing to do meanwhile."""
         lower, clock = reads.lower, self._state.clock
         loads = [block.load for block in wave.blocks]
-        left_s = max(0.0, call.deadline - clock.now()) * (0.5 if wave.hedged else 1.0)
+        wave.began_s = clock.now()
+        left_s = max(0.0, call.deadline - wave.began_s) * (0.5 if wave.hedged else 1.0)
         if not call.is_prefetch:
             lower.foreground.begin()
 
@@ -388,6 +390,7 @@ class DiskReads:
             call.hand_over(arrivals)
         finally:
             with state.lock:
+                state.traffic.took("read", state.clock.now() - wave.began_s, reads.lower.name)
                 self._keep(call, reads.lower, wave, outcomes)
                 for block, outcome in zip(wave.blocks, outcomes, strict=True):
                     read = call.reads[block.index]

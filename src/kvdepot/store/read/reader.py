@@ -7,7 +7,7 @@ from typing import Final
 
 from kvdepot.codec.copy_ops import copy_op, read_op, transfers, verified_ops
 from kvdepot.codec.record import holds_key, record_bytes
-from kvdepot.core.block import MISS, CopyState, Got
+from kvdepot.core.block import MISS, TAG_BYTES, CopyState, Got
 from kvdepot.core.depot import Sink
 from kvdepot.index.table import NONE
 from kvdepot.store.read.disk_reads import CORRUPT, BlockRead, DiskReads, ReadCall
@@ -66,7 +66,8 @@ class Reader:
         state, catalog = self._state, self._state.catalog
         if verify is None:
             verify = state.config.dram.verify
-        deadline = state.clock.now() + timeout_s
+        began_s = state.clock.now()
+        deadline = began_s + timeout_s
         call = ReadCall(reads, [MISS] * len(reads), deadline, verify, sink, is_prefetch, beside)
         in_memory: list[int] = []
         elsewhere: list[int] = []
@@ -97,6 +98,7 @@ class Reader:
             with state.lock:
                 if not is_prefetch:
                     self._count(call)
+                    state.traffic.get.observe(state.clock.now() - began_s)
                 state.unlease(held)
         if self.after_read is not None and read_ahead and not is_prefetch:
             self.after_read(reads)
@@ -273,12 +275,16 @@ class Reader:
             return {index: memory.location[rows[index]] for index in here}
 
     def _count(self, call: ReadCall) -> None:
-        counters = self._state.counters
-        found: dict[str | None, int] = {}
+        counters, traffic = self._state.counters, self._state.traffic
+        tokens_in = traffic.tokens.get
+        found: dict[str | None, tuple[int, int, float]] = {}
         for read, got in zip(call.reads, call.results, strict=True):
-            found[got.tier] = found.get(got.tier, 0) + 1
-            if got.tier is not None:
-                counters.get_bytes += read.stop - read.start
-        for tier, count in found.items():
+            count, nbytes, tokens = found.get(got.tier, (0, 0, 0.0))
+            tokens += tokens_in(read.key[:TAG_BYTES], 0.0)
+            found[got.tier] = (count + 1, nbytes + read.stop - read.start, tokens)
+        for tier, (count, nbytes, tokens) in found.items():
             counters.add("get", tier or "miss", count)
+            if tier is not None:
+                counters.get_bytes += nbytes
+                traffic.served(tier, nbytes, tokens)
         counters.get_mirror += sum(call.results[index].tier is not None for index in call.rescued)

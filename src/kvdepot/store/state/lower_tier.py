@@ -26,6 +26,8 @@ from kvdepot.policy.placing.write_mode import WriteMode
 
 FAILED: Final = DURABILITY.index(Durability.FAILED)
 _WAVE_BYTES: Final = 32 << 20
+_ARRIVALS_MAX: Final = 3600
+_ARRIVALS_APART_S: Final = 1.0
 _UNEVEN: Final = 1.25
 """Drives whose speeds differ by less count as alike."""
 
@@ -64,6 +66,8 @@ class LowerTier:
         """Rows waiting that could not be written before, and the drives that failed to."""
         self.dirty_bytes = 0
         self.dirty_since_s = 0.0
+        self._arrivals: deque[tuple[int, float]] = deque(maxlen=_ARRIVALS_MAX)
+        """Tickets and when they came, one for each second that something came."""
         self.flush_ticket = 0
         """Blocks up to this number do not wait for others of their prompt."""
         self.writers = 0
@@ -229,6 +233,8 @@ class LowerTier:
         """A block in memory waits to be written; it cannot leave memory before."""
         if not self.dirty:
             self.dirty_since_s = now_s
+        if not self._arrivals or now_s - self._arrivals[-1][1] >= _ARRIVALS_APART_S:
+            self._arrivals.append((ticket, now_s))
         self.catalog.leaves.hold(row)
         self.tickets[row] = ticket
         self.dirty.append(row)
@@ -243,6 +249,15 @@ class LowerTier:
 
     def oldest_ticket(self) -> int | None:
         return next(iter(self.tickets.values()), None)
+
+    def oldest_age_s(self, now_s: float) -> float:
+        """How long the oldest block has been waiting to be written, to about a second."""
+        oldest, arrivals = self.oldest_ticket(), self._arrivals
+        if oldest is None:
+            return 0.0
+        while len(arrivals) > 1 and arrivals[1][0] <= oldest:
+            arrivals.popleft()
+        return max(0.0, now_s - arrivals[0][1])
 
     def sort_dirty(self) -> None:
         """Bring what waits into the order of prompts, where that matters."""

@@ -61,7 +61,8 @@ class Putter:
         Waits for room until `timeout_s` has passed, no longer.
         """
         state = self._state
-        deadline = state.clock.now() + timeout_s
+        began_s = state.clock.now()
+        deadline = began_s + timeout_s
         results: list[Put] = []
         while len(results) < len(offers):
             wave: list[NewBlock] = []
@@ -79,6 +80,7 @@ class Putter:
         if results.count(Put.STORED) < len(results):
             with state.lock:
                 self._count_others(results)
+        state.traffic.took("put", state.clock.now() - began_s)
         return results
 
     def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
@@ -97,7 +99,8 @@ class Putter:
         before it: these were not tried.
         """
         state = self._state
-        deadline = state.clock.now() + timeout_s
+        began_s = state.clock.now()
+        deadline = began_s + timeout_s
         results: list[Put] = []
         wave: list[NewBlock] = []
         for part in _parts(offers):
@@ -107,6 +110,7 @@ class Putter:
                 break
         with state.lock:
             self._count_others(results)
+        state.traffic.took("reserve", state.clock.now() - began_s)
         return results
 
     def payload(self, offer: NewBlock) -> memoryview:

@@ -1,0 +1,310 @@
+"""What can be asked over HTTP, as one table, and the answers.
+
+The table makes the routes, checks what comes in, and makes /openapi.json.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvdepot.core.block import KEY_BYTES
+from kvdepot.core.config_loader import show
+from kvdepot.core.order import SessionState
+from kvdepot.errors import ConfigError
+from kvdepot.policy.placing.write_mode import WriteMode
+from kvdepot.server.daemon import Daemon
+from kvdepot.server.http.changes import ChangeRunner, StoreChange
+from kvdepot.server.http.events import RecentEvents
+from kvdepot.store.alerts import alerts
+from kvdepot.store.metrics import gpu_seconds_saved, hit_ratio, joules_saved, served_tokens
+from kvdepot.store.sessions import SESSION_ORDERS, state_of
+from kvdepot.wire.messages import key_words
+
+LISTED_MAX: Final = 1000
+_SHOWN: Final = 5
+"""Sessions of each kind on the dashboard."""
+_KEYS_MAX: Final = 8192
+_HINT_S_MAX: Final = 3600.0
+_PATH_MAX: Final = 4096
+_NAME_MAX: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A parameter or a field of a body."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """Of JSON Schema: type, and limits."""
+    text: str
+    required: bool = True
+    place: str = "body"
+    """body, query or path."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiCall:
+    """One request, checked."""
+
+    values: Mapping[str, Any]
+    trusted: bool
+    """It came with the token."""
+
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One line of the table."""
+
+    method: str
+    path: str
+    text: str
+    answer: Callable[["Api", ApiCall], Answer]
+    fields: tuple[Field, ...] = ()
+
+
+def _text(limit: int) -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": limit}
+
+
+TIER: Final = Field("tier", _text(32), "a tier of files: ssd or hdd", place="path")
+DRIVE: Final = Field("path", _text(_PATH_MAX), "an absolute directory or block device")
+SESSION: Final = Field("session", _text(_NAME_MAX), "the name of a session")
+NAMESPACE: Final = Field(
+    "namespace",
+    {"type": "string", "pattern": "^[0-9a-f]{16}$", "maxLength": 16},
+    "the session's namespace; left out, all that have a session of that name",
+    required=False,
+)
+
+
+class Api:
+    """The answers. Its calls may block for a short while, and may come from several threads."""
+
+    def __init__(self, daemon: Daemon, events: RecentEvents) -> None:
+        self._daemon = daemon
+        self._store = daemon.store
+        self._events = events
+        self.changes = ChangeRunner()
+
+    def stats(self) -> Answer:
+        """What `stats` answers to a client of the daemon."""
+        return {**self._store.stats(), "daemon": self._daemon.describe()}
+
+    def overview(self, call: ApiCall) -> Answer:
+        stats = self.stats()
+        listed = {order: self._list(order, _SHOWN, call) for order in ("busy", "cold")}
+        return {
+            "stats": stats,
+            "derived": {
+                "hit_ratio": hit_ratio(stats),
+                "tokens": served_tokens(stats),
+                "gpu_seconds": gpu_seconds_saved(stats),
+                "joules": joules_saved(stats),
+            },
+            "alerts": [alert.as_dict() for alert in alerts(stats)],
+            "events": self._events.latest(),
+            "sessions": listed,
+            "change": self.changes.last.as_dict(),
+            "names_hidden": not call.trusted,
+        }
+
+    def tiers(self, _: ApiCall) -> Answer:
+        return {"tiers": self._store.stats()["tiers"]}
+
+    def sessions(self, call: ApiCall) -> Answer:
+        order, limit = call.values.get("order", "recent"), call.values.get("limit", 100)
+        return {"sessions": self._list(order, limit, call), "names_hidden": not call.trusted}
+
+    def _list(self, order: str, limit: int, call: ApiCall) -> list[dict[str, Any]]:
+        """Sessions; for those who have no token their names stay private."""
+        found = self._store.list_sessions(order, limit)
+        if not call.trusted:
+            for one in found:
+                digest = hashlib.blake2b(
+                    f"{one['namespace']} {one['name']}".encode(), key=self._daemon.instance
+                )
+                one["name"] = f"session {digest.hexdigest()[:8]}"
+        return found
+
+    def config(self, _: ApiCall) -> Answer:
+        return {"config": show(self._daemon.config)}
+
+    def alerts(self, _: ApiCall) -> Answer:
+        return {"alerts": [alert.as_dict() for alert in alerts(self.stats())]}
+
+    def events(self, _: ApiCall) -> Answer:
+        return {"events": self._events.latest()}
+
+    def change(self, _: ApiCall) -> Answer:
+        return self.changes.last.as_dict()
+
+    def add_drive(self, call: ApiCall) -> Answer:
+        tier, path = call.values["tier"], _absolute(call.values["path"])
+        return self._change(f"add {path} to {tier}", lambda: self._store.add_drive(tier, path))
+
+    def drain(self, call: ApiCall) -> Answer:
+        tier, path = call.values["tier"], _absolute(call.values["path"])
+        return self._change(f"drain {path} of {tier}", lambda: self._store.drain_drive(tier, path))
+
+    def resize(self, call: ApiCall) -> Answer:
+        tier, size = call.values["tier"], call.values["capacity"]
+        return self._change(f"resize {tier} to {size}", lambda: self._store.resize(tier, size))
+
+    def set_mode(self, call: ApiCall) -> Answer:
+        tier, mode = call.values["tier"], call.values["mode"]
+        work = lambda: self._store.set_write_mode(tier, mode)  # noqa: E731
+        return self._change(f"set the write mode of {tier} to {mode}", work)
+
+    def _change(self, what: str, work: Callable[[], int | None]) -> Answer:
+        change: StoreChange = self.changes.run(what, work)
+        if change.state == "failed":
+            raise ConfigError("change", change.error, hint=change.hint)
+        return change.as_dict()
+
+    def tell_session(self, call: ApiCall) -> Answer:
+        name, state = call.values["session"], state_of(call.values["state"])
+        mapped = self._daemon.mapped
+        tags = self._tags(name, call)
+        found = [mapped.tell(tag, name, None, SessionState(state), 0) for tag in tags]
+        return {"namespaces": [tag.hex() for tag in tags], "blocks": sum(found)}
+
+    def hint(self, call: ApiCall) -> Answer:
+        deadline_s, mapped = call.values["deadline_s"], self._daemon.mapped
+        name, keys = call.values.get("session"), call.values.get("keys")
+        if keys is not None and name is None:
+            words = key_words(b"".join(bytes.fromhex(key) for key in keys))
+            hints = [mapped.hint(words, deadline_s)]
+        elif name is not None and keys is None:
+            tags = self._tags(name, call)
+            hints = [mapped.hint_session(tag, name, deadline_s) for tag in tags]
+        else:
+            raise ConfigError("hint", "give either a session or keys")
+        resident = sum(found for _, found in hints)
+        return {"resident": resident, "wanted": sum(hint.wanted for hint, _ in hints)}
+
+    def _tags(self, name: str, call: ApiCall) -> list[bytes]:
+        """Namespaces that have a session of that name; ConfigError if there is none."""
+        wanted = call.values.get("namespace")
+        tags = self._store.namespaces_of_session(name)
+        if wanted is not None:
+            tags = [tag for tag in tags if tag.hex() == wanted]
+        if not tags:
+            raise ConfigError("session", "is not known", hint="GET /api/sessions")
+        return tags
+
+
+ENDPOINTS: Final = (
+    Endpoint("GET", "/api/overview", "All that the dashboard shows.", Api.overview),
+    Endpoint("GET", "/api/stats", "All that is known of the store.", lambda api, _: api.stats()),
+    Endpoint("GET", "/api/tiers", "The tiers and their drives.", Api.tiers),
+    Endpoint(
+        "GET",
+        "/api/sessions",
+        "Sessions that are remembered. Without the token their names are hidden.",
+        Api.sessions,
+        (
+            Field(
+                "order",
+                {"type": "string", "enum": sorted(SESSION_ORDERS)},
+                "which come first",
+                required=False,
+                place="query",
+            ),
+            Field(
+                "limit",
+                {"type": "integer", "minimum": 1, "maximum": LISTED_MAX},
+                "how many",
+                required=False,
+                place="query",
+            ),
+        ),
+    ),
+    Endpoint("GET", "/api/config", "The settings in force; secrets are masked.", Api.config),
+    Endpoint("GET", "/api/alerts", "What is wrong, and what to do.", Api.alerts),
+    Endpoint("GET", "/api/events", "The latest lines of the daemon's log.", Api.events),
+    Endpoint("GET", "/api/change", "The latest change, and what became of it.", Api.change),
+    Endpoint(
+        "POST", "/api/tiers/{tier}/drives", "Use one more drive.", Api.add_drive, (TIER, DRIVE)
+    ),
+    Endpoint(
+        "POST",
+        "/api/tiers/{tier}/drain",
+        "Move a drive's blocks to the others and use it no more.",
+        Api.drain,
+        (TIER, DRIVE),
+    ),
+    Endpoint(
+        "PUT",
+        "/api/tiers/{tier}/capacity",
+        "Give a tier more or less room.",
+        Api.resize,
+        (TIER, Field("capacity", _text(32), "of all its drives, as 100TiB")),
+    ),
+    Endpoint(
+        "PUT",
+        "/api/tiers/{tier}/write-mode",
+        "Change when blocks come to a tier.",
+        Api.set_mode,
+        (
+            TIER,
+            Field(
+                "mode", {"type": "string", "enum": [mode.value for mode in WriteMode]}, "the mode"
+            ),
+        ),
+    ),
+    Endpoint(
+        "POST",
+        "/api/sessions/state",
+        "Tell what becomes of a session.",
+        Api.tell_session,
+        (
+            SESSION,
+            NAMESPACE,
+            Field(
+                "state",
+                {"type": "string", "enum": ["alive", "pending", "closed"]},
+                "closed: it will not come back",
+            ),
+        ),
+    ),
+    Endpoint(
+        "POST",
+        "/api/hints",
+        "Bring the blocks of a session, or of keys, to memory ahead of need.",
+        Api.hint,
+        (
+            Field(SESSION.name, SESSION.schema, SESSION.text, required=False),
+            NAMESPACE,
+            Field(
+                "keys",
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": _KEYS_MAX,
+                    "items": {
+                        "type": "string",
+                        "pattern": f"^[0-9a-f]{{{2 * KEY_BYTES}}}$",
+                        "maxLength": 2 * KEY_BYTES,
+                    },
+                },
+                "keys of one prompt, head first",
+                required=False,
+            ),
+            Field(
+                "deadline_s",
+                {"type": "number", "minimum": 0, "maximum": _HINT_S_MAX},
+                "when they will be wanted",
+            ),
+        ),
+    ),
+)
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/") or "\0" in path:
+        raise ConfigError("path", "must be absolute: the daemon runs in another directory")
+    return path

@@ -1,0 +1,75 @@
+"""Changes of a store that were asked for over HTTP: one at a time, in a thread of its own.
+
+A drain may take hours. The answer comes when the change is done, or after a short while with the
+change still running; `last` tells how it goes on.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from kvdepot.errors import KVDepotError, StateError
+
+_WAIT_S: Final = 2.0
+
+
+class ChangeRunningError(KVDepotError):
+    """Another change is under way."""
+
+
+@dataclass(slots=True)
+class StoreChange:
+    """One change, and what became of it."""
+
+    number: int
+    what: str
+    state: str = "running"
+    """running, done or failed."""
+    result: int | None = None
+    """What the change returned: of a drain, how many blocks were moved."""
+    error: str = ""
+    hint: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ChangeRunner:
+    """Runs changes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = StoreChange(0, "", "done")
+
+    @property
+    def last(self) -> StoreChange:
+        """The latest change; number 0 before the first."""
+        return self._last
+
+    def run(self, what: str, work: Callable[[], int | None]) -> StoreChange:
+        """Start a change, and wait for it for a short while."""
+        with self._lock:
+            if self._last.state == "running":
+                raise ChangeRunningError(
+                    f"another change is under way: {self._last.what}", hint="GET /api/change"
+                )
+            change = self._last = StoreChange(self._last.number + 1, what)
+        thread = threading.Thread(
+            target=_settle, args=(change, work), name="kvdepot-http-change", daemon=True
+        )
+        thread.start()
+        thread.join(_WAIT_S)
+        return change
+
+
+def _settle(change: StoreChange, work: Callable[[], int | None]) -> None:
+    try:
+        change.result = work()
+        change.state = "done"
+    except StateError:
+        change.error, change.state = "a bug in kvdepot: see the daemon's log", "failed"
+        raise
+    except (KVDepotError, OSError, ValueError) as error:
+        change.error, change.hint = str(error)[:2000], getattr(error, "hint", "")
+        change.state = "failed"

@@ -1,0 +1,135 @@
+"""What every HTTP request has to pass: where it came for, how many there are, who sends it.
+
+Without a token the server listens on the loopback address only, and everyone on the machine may
+read; nothing can be changed, and names of sessions are hidden. With a token all but the page itself
+and the health checks need it. A request for another host name is refused: it comes from a page of
+another site that has pointed its name here.
+"""
+
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+BODY_BYTES_MAX: Final = 1 << 20
+_RATE: Final = 50.0
+"""Requests a second, all senders together."""
+_BURST: Final = 100.0
+OPEN: Final = frozenset({"/healthz", "/readyz"})
+"""Paths that need no token: they tell nothing of the store."""
+UNCOUNTED: Final = frozenset({"/healthz", "/readyz"})
+HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRules:
+    """Who may do what."""
+
+    token: bytes = b""
+    """Empty: everyone may read, and change nothing."""
+    hosts: frozenset[str] = frozenset()
+    """Names that the server may be called by; empty: any."""
+
+
+class RateLimit:
+    """A bucket of requests, filled at a constant rate. For one thread."""
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
+        self._rate, self._burst, self._clock = rate, burst, clock
+        self._left, self._at_s = burst, clock()
+
+    def allows(self) -> bool:
+        now_s = self._clock()
+        self._left = min(self._burst, self._left + (now_s - self._at_s) * self._rate)
+        self._at_s = now_s
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+class Guard:
+    """ASGI middleware; `scope["state"]["trusted"]` tells the rest whether the token was right."""
+
+    def __init__(
+        self, app: ASGIApp, rules: AccessRules, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._app = app
+        self._rules = rules
+        self._limit = RateLimit(_RATE, _BURST, clock)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        refusal = self._refusal(scope, Headers(scope=scope))
+        if refusal is not None:
+            await refusal(scope, receive, send_safely)
+        else:
+            await self._app(scope, receive, send_safely)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
+        """Why a request is not served; None: it is."""
+        path = scope["path"]
+        if path not in UNCOUNTED and not self._limit.allows():
+            return refusal(429, "too many requests", "ask less often", {"retry-after": "1"})
+        host = _host_of(headers.get("host", ""))
+        if self._rules.hosts and host not in self._rules.hosts:
+            return refusal(421, f"this is not {host[:100]!r}", "use the address it listens on")
+        trusted = self._is_trusted(headers)
+        scope.setdefault("state", {})["trusted"] = trusted
+        if scope["method"] in ("GET", "HEAD"):
+            if self._rules.token and not trusted and path not in OPEN:
+                return _unknown()
+            return None
+        if not self._rules.token:
+            return refusal(
+                403,
+                "changes need a token",
+                "start with --http-token-file FILE, or use kvdepot tiers",
+            )
+        return None if trusted else _unknown()
+
+    def _is_trusted(self, headers: Headers) -> bool:
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        token = self._rules.token
+        same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), token)
+        return bool(token) and kind.lower() == "bearer" and same
+
+
+def refusal(
+    status: int, error: str, hint: str = "", headers: dict[str, str] | None = None
+) -> JSONResponse:
+    return JSONResponse({"error": error, "hint": hint}, status, headers)
+
+
+def _unknown() -> JSONResponse:
+    hint = "send Authorization: Bearer TOKEN, as in the file given with --http-token-file"
+    return refusal(401, "a token is needed", hint, {"www-authenticate": "Bearer"})
+
+
+def _host_of(header: str) -> str:
+    """The name in a Host header, without its port."""
+    if header.startswith("["):
+        return header.partition("]")[0][1:].lower()
+    return header.partition(":")[0].lower()

@@ -1,0 +1,133 @@
+"""What is wrong with a store, in words, and what to do about it: from what `stats` answers."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from kvdepot.core.units import format_bytes
+
+_QUEUE_OLD_S: Final = 60.0
+_SLOW_SHARE: Final = 0.5
+_NEARLY_ALL: Final = 0.9
+_LOOKUPS_ENOUGH: Final = 1000
+Stats = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One thing that an operator should know."""
+
+    level: str
+    """`bad`: something is lost or stands still. `warn`: it soon may be. `info`: as it should be."""
+    what: str
+    do: str
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def alerts(stats: Stats) -> list[Alert]:
+    """What is wrong now, the worst first."""
+    found = [*_drives(stats), *_queues(stats), *_counted(stats), *_traffic(stats)]
+    return sorted(found, key=lambda one: ("bad", "warn", "info").index(one.level))
+
+
+def _drives(stats: Stats) -> Iterator[Alert]:
+    for tier, facts in stats.get("tiers", {}).items():
+        for drive in facts.get("drives", ()):
+            path = drive.get("path", "")
+            if drive.get("drained"):
+                yield Alert("info", f"{tier}: {path} is drained", "it can be taken away")
+            elif drive.get("draining"):
+                left = format_bytes(drive.get("used_bytes", 0))
+                yield Alert("info", f"{tier}: {path} is being drained, {left} left", "wait")
+            elif not drive.get("healthy", True):
+                reason = drive.get("reason") or "no reason known"
+                yield Alert(
+                    "bad",
+                    f"{tier}: {path} is down: {reason}",
+                    f"look at the drive; it is tried again by itself. To give it up: "
+                    f"kvdepot tiers drain {tier} {path}",
+                )
+            elif (share := drive.get("of_profile")) and share < _SLOW_SHARE:
+                yield Alert(
+                    "warn",
+                    f"{tier}: {path} reads at {share:.0%} of its measured speed",
+                    "see what else uses the drive; replace it if it stays slow",
+                )
+            yield from _wear(tier, path, drive.get("written") or {})
+
+
+def _wear(tier: str, path: str, written: Mapping[str, Any]) -> Iterator[Alert]:
+    if "daily_bytes" in written and written.get("level_bytes", 1) <= 0:
+        daily = format_bytes(written["daily_bytes"])
+        yield Alert(
+            "warn",
+            f"{tier}: {path} has used up its writes for now ({daily} a day)",
+            f"new blocks pass it by until there is budget again; raise {tier}.writes_per_day "
+            "if the drive allows it",
+        )
+
+
+def _queues(stats: Stats) -> Iterator[Alert]:
+    for tier, facts in stats.get("tiers", {}).items():
+        oldest_s = facts.get("write_queue", {}).get("oldest_s", 0.0)
+        if oldest_s > _QUEUE_OLD_S:
+            waiting = format_bytes(facts["write_queue"]["bytes"])
+            yield Alert(
+                "warn",
+                f"{tier}: {waiting} wait to be written, the oldest for {oldest_s:.0f} s",
+                "the drives do not keep up: add one (kvdepot tiers add), or write less "
+                "(write_mode)",
+            )
+        if facts.get("thrashing"):
+            yield Alert(
+                "warn",
+                f"{tier}: what is promoted to it pushes out what would be hit",
+                f"it is too small for this traffic: raise {tier}.capacity or add a drive",
+            )
+    limit = stats.get("dirty_limit_bytes", 0)
+    if limit and stats.get("dirty_bytes", 0) > _NEARLY_ALL * limit:
+        yield Alert(
+            "warn",
+            "so much waits to be written that puts wait",
+            "add drives, raise dram.capacity or writeback.dirty_limit",
+        )
+
+
+def _counted(stats: Stats) -> Iterator[Alert]:
+    counters = stats.get("counters", {})
+    if corrupt := counters.get("quarantined"):
+        yield Alert(
+            "bad",
+            f"corrupt copies dropped since the start: {corrupt:,}; none was served",
+            "kvdepot check finds the drive; look at its log and memory tests of the machine",
+        )
+    if failed := counters.get("write_failed"):
+        yield Alert(
+            "warn",
+            f"blocks that could not be written since the start: {failed:,}",
+            "they are in memory only: look at the drives and at the daemon's log",
+        )
+    if unrecorded := counters.get("removal_unrecorded"):
+        yield Alert(
+            "bad",
+            f"removals not written down since the start: {unrecorded:,}",
+            "remove again before the next restart, else the blocks may come back",
+        )
+
+
+def _traffic(stats: Stats) -> Iterator[Alert]:
+    counters = stats.get("counters", {})
+    if not stats.get("blocks") and not counters.get("put_stored") and stats.get("daemon"):
+        attached = len(stats["daemon"].get("sessions", ()))
+        if not attached:
+            yield Alert("info", "no engine is attached", "docs/start.md says how to attach one")
+    asked = stats.get("traffic", {}).get("lookups", {}).get("match", {})
+    if asked.get("none", 0) >= _LOOKUPS_ENOUGH and not asked.get("found_blocks"):
+        yield Alert(
+            "warn",
+            f"{asked['none']:,} lookups found nothing",
+            "prompts do not repeat, or the model, its settings or the tenant's secret change "
+            "between runs",
+        )
