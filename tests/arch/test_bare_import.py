@@ -25,10 +25,12 @@ def run_bare(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def shipped_modules() -> list[str]:
-    """Every module but the test kit, which needs pytest, and the adapters, which need engines."""
+    """Every module but the test kit, which needs pytest, the adapters, which need engines, and
+    the daemon's HTTP, which needs an extra.
+    """
     paths = [path.relative_to(SRC).with_suffix("") for path in SRC.rglob("*.py")]
     names = {".".join(path.parts).removesuffix(".__init__") for path in paths}
-    left_out = ("kvdepot.testing", "kvdepot.adapters.", "kvdepot.__main__")
+    left_out = ("kvdepot.testing", "kvdepot.adapters.", "kvdepot.__main__", "kvdepot.server.http.")
     return sorted(name for name in names if not name.startswith(left_out))
 
 
@@ -55,3 +57,14 @@ def test_help_does_not_load_numpy() -> None:
     result = run_bare(code)
     assert result.returncode == 0, result.stderr
     assert "doctor" in result.stdout
+
+
+def test_http_without_its_extra_names_it(tmp_path: Path) -> None:
+    given = ["serve", "--socket", str(tmp_path / "s"), "--set", "dram=2MiB"]
+    code = (
+        "from kvdepot.cli.main import main\n"
+        f"raise SystemExit(main({[*given, '--http', '127.0.0.1:0']!r}))\n"
+    )
+    result = run_bare(code)
+    assert result.returncode == 2
+    assert "hint: pip install 'kvdepot[http]'" in result.stderr

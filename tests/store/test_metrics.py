@@ -16,7 +16,7 @@ import kvdepot
 from kvdepot.index.table import as_words
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import METRICS, render, values
-from kvdepot.store.state.state import Latency, Traffic
+from kvdepot.store.state.state import LatencyHistogram, StoreTraffic
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import (
     BLOCK_BYTES,
@@ -209,7 +209,7 @@ def test_the_text_is_what_prometheus_reads(tmp_path: Path) -> None:
 
 
 def test_buckets_hold_what_took_less() -> None:
-    latency, traffic = Latency(), Traffic()
+    latency, traffic = LatencyHistogram(), StoreTraffic()
     for seconds in (0.0, 15e-6, 17e-6, 0.0011, 1.0, 1e6):
         latency.observe(seconds)
     traffic.get = latency

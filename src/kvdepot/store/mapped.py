@@ -24,7 +24,7 @@ from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint, Prefetcher
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.sessions import Sessions
-from kvdepot.store.state.state import StoreState, Traffic
+from kvdepot.store.state.state import StoreState, StoreTraffic
 from kvdepot.store.write.put import NewBlock, Putter
 
 _READY: Final = int(CopyState.READY)
@@ -111,7 +111,7 @@ class MappedStore:
         return [arena.memory.nbytes for arena in self._state.all_arenas]
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> StoreTraffic:
         return self._state.traffic
 
     def is_prefaulted(self) -> bool:

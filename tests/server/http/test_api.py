@@ -56,6 +56,7 @@ def test_metrics_are_those_of_the_store(open_daemon: HttpDaemon) -> None:
     keys = prompt(space_of(open_daemon.store), 1, 4)
     put(open_daemon.store, keys)
     open_daemon.store.match(keys)
+    assert open_daemon.store.flush()
     reply = open_daemon.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = list(text_string_to_metric_families(reply.text))

@@ -106,7 +106,7 @@ class Counters:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-class Latency:
+class LatencyHistogram:
     """How long something took, in buckets of powers of two microseconds."""
 
     __slots__ = ("counts", "total_s")
@@ -172,7 +172,7 @@ class LookupCounts:
         return dict(found)
 
 
-class Traffic:
+class StoreTraffic:
     """What was asked of a store, and how long it took, since it was opened.
 
     Counted with plain additions: the interpreter does not change threads inside one, so that
@@ -187,9 +187,9 @@ class Traffic:
         """By tier. A shard of a model's KV counts as its part of the tokens."""
         self.drained_away: defaultdict[str, int] = defaultdict(int)
         """Blocks that were dropped because their drive was drained and no other took them."""
-        self.get = Latency()
+        self.get = LatencyHistogram()
         """Of calls that get blocks."""
-        self.stages: dict[tuple[str, str], Latency] = {}
+        self.stages: dict[tuple[str, str], LatencyHistogram] = {}
         """Other latencies, by stage, and tier or request."""
         self.tokens: dict[bytes, float] = {}
         """Tokens in a block, by tag of its namespace, where that says it."""
@@ -209,7 +209,7 @@ class Traffic:
         """A stage of a call took so long; `what` is the tier or the request."""
         latency = self.stages.get((stage, what))
         if latency is None:
-            latency = self.stages.setdefault((stage, what), Latency())
+            latency = self.stages.setdefault((stage, what), LatencyHistogram())
         latency.observe(seconds)
 
     def describe(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class StoreState:
         self.arena = arenas[0]
         """Of the fastest memory tier."""
         self.counters = Counters()
-        self.traffic = Traffic()
+        self.traffic = StoreTraffic()
         self.admission = Admission(catalog, self.lower_tiers, self.counters)
         self.descriptions = Descriptions(self)
         self.recorder: TraceRecorder | None = None
