@@ -24,6 +24,8 @@ from kvdepot.native.ops import IO_DTYPE, READ, SYNC, WRITE
 SPLIT = 4096
 LONG_S = 30.0
 SHORT_S = 0.1
+SOON_S = 0.01
+"""Enough to start something."""
 
 OpenEngine = Callable[..., Any]
 
@@ -188,11 +190,21 @@ def test_a_pending_may_be_dropped(
     memory = np.zeros(4, np.uint8)
     engine = open_engine()
     for _ in range(3):
-        engine.run(batch(move(READ, pipe[0], memory)), 0.0)
+        engine.run(batch(move(READ, pipe[0], memory)), SOON_S)
     os.write(pipe[1], bytes(12))
     ops = batch(move(WRITE, file, memory))
     assert engine.run(ops, LONG_S) is None
     assert ops["result"][0] == 0
+
+
+def test_nothing_starts_after_its_deadline(open_engine: OpenEngine, file: int) -> None:
+    memory = np.ones(SPLIT, np.uint8)
+    ops = batch(*[move(WRITE, file, memory)] * 3)
+    pending = open_engine().run(ops, 0.0)
+    assert pending is not None
+    assert pending.wait(0.0)
+    assert set(ops["result"].tolist()) == {-errno.ETIMEDOUT}
+    assert os.fstat(file).st_size == 0
 
 
 def test_a_sync_follows_the_ops_before_it(
@@ -264,7 +276,7 @@ def test_a_closed_engine_refuses(open_engine: OpenEngine) -> None:
 def test_closing_leaves_a_pending_usable(open_engine: OpenEngine, pipe: tuple[int, int]) -> None:
     memory = np.zeros(4, np.uint8)
     engine = open_engine()
-    pending = engine.run(batch(move(READ, pipe[0], memory)), 0.0)
+    pending = engine.run(batch(move(READ, pipe[0], memory)), SOON_S)
     engine.close()
     os.write(pipe[1], b"done")
     assert pending.wait(LONG_S)
@@ -373,6 +385,6 @@ def test_a_child_process_may_not_use_the_engine(open_engine: OpenEngine) -> None
 
 def test_the_limit_of_lanes_is_waited_for(open_engine: OpenEngine, pipe: tuple[int, int]) -> None:
     engine, memory = open_engine(threads=32), np.zeros(1, np.uint8)
-    held = [engine.run(batch(move(READ, pipe[0], memory)), 0.0) for _ in range(17)]
+    held = [engine.run(batch(move(READ, pipe[0], memory)), SOON_S) for _ in range(17)]
     os.write(pipe[1], bytes(17))
     assert all(pending.wait(LONG_S) for pending in held)

@@ -1,5 +1,6 @@
 """Onboarding through the daemon: it brings blocks into memory we map, we verify and copy them."""
 
+import time
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Final
 
@@ -36,8 +37,7 @@ class Getter:
     def __init__(self, connections: Connections, link: Link, timeout_s: float) -> None:
         self._connections = connections
         self._link = link
-        self._timeout_s = timeout_s
-        self._limit_s = timeout_s + connections.call_s
+        self._deadline = time.monotonic() + timeout_s
 
     def fetch(self, reads: Sequence[BlockRead]) -> list[Got]:
         """Fill each target or say why not. DaemonAwayError: nothing can be said of any."""
@@ -64,11 +64,13 @@ class Getter:
         self, span: tuple[int, int], reads: Sequence[BlockRead], *, again: bool
     ) -> tuple[list[Got], list[int]]:
         """The answers, and which blocks are damaged. `again`: the daemon verifies all itself."""
-        head = messages.Fetch(*span, again, self._timeout_s)
+        left_s = max(0.0, self._deadline - time.monotonic())
+        head = messages.Fetch(*span, again, left_s)
         keys = b"".join([read.key for read in reads])
         serial = self._link.send(FrameKind.FETCH, head.body() + keys)
         damaged: list[int] = []
-        while (frame := self._link.answer(serial, self._limit_s)).kind is FrameKind.ARRIVED:
+        limit_s = left_s + self._connections.call_s
+        while (frame := self._link.answer(serial, limit_s)).kind is FrameKind.ARRIVED:
             flags = frame.flags
             number, arrivals = arrivals_of(frame, len(reads))
             verify = self._connections.welcome.verify and not flags & Flag.VERIFIED

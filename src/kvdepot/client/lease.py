@@ -1,5 +1,6 @@
 """A lease on blocks of a daemon's store."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +87,7 @@ class RemoteLease(Lease):
             return answers
         if timeout_s is None:
             timeout_s = connections.welcome.read_timeout_s
+        deadline = time.monotonic() + timeout_s
         wrong: set[int] = set()
 
         def hand_over(frame: Frame, first: int, count: int) -> None:
@@ -108,10 +110,11 @@ class RemoteLease(Lease):
                     if first >= last:
                         continue
                     span = (first - part.start, last - part.start)
-                    body = messages.Deliver(part.number, *span, beside, timeout_s).body()
+                    left_s = max(0.0, deadline - time.monotonic())
+                    body = messages.Deliver(part.number, *span, beside, left_s).body()
                     serial = link.send(FrameKind.DELIVER, body)
                     take = partial(hand_over, first=first, count=last - first)
-                    frame = _receive(link, serial, timeout_s + connections.call_s, take)
+                    frame = _receive(link, serial, left_s + connections.call_s, take)
                     found = answers_of(frame, last - first)[1]
                     answers[first - asked.start : last - asked.start] = found
                     connections.check_intact()

@@ -359,7 +359,8 @@ class WritebackConfig:
     """How blocks get from memory to disk in the background."""
 
     dirty_limit: float = 0.5
-    """Share of the memory tier that may wait to be written; beyond it puts are throttled."""
+    """Share of the memory tier that may wait to be written. Beyond it a put waits for its timeout;
+    then it is taken all the same, and written later unless it is evicted before."""
 
     staging: Bytes = 64 * MIB
     """Memory besides the memory tier, for reads from disk and for reclaiming segments."""

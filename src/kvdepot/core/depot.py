@@ -24,6 +24,9 @@ Layout = KVLayout | Mapping[str, Any] | str | os.PathLike[str]
 """A KVLayout, or a Hugging Face config.json: its content or its path."""
 
 
+MEMORY_TIERS: Final = ("dram", "cxl")
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest resident prefix of a chain of keys. `len(match)` is its length in blocks."""
@@ -33,6 +36,12 @@ class Match:
 
     def __len__(self) -> int:
         return len(self.tiers)
+
+    @property
+    def blocks_in_memory(self) -> int:
+        """Leading blocks that lie in memory: the others are worth offering again."""
+        there = enumerate(self.tiers)
+        return next((at for at, tier in there if tier not in MEMORY_TIERS), len(self.tiers))
 
 
 class Durability(StrEnum):
@@ -345,8 +354,11 @@ class Depot(Protocol):
     ) -> list[Put]:
         """Offload blocks: in memory when this returns, on disk later (`flush` waits for that).
 
-        Keys of one prompt go head first. STORED or PRESENT are true. THROTTLED: too much waits to
-        be written or is in use, and `timeout_s` (default writeback.put_timeout) has passed.
+        Keys of one prompt go head first. STORED or PRESENT are true. PRESENT: memory has it. What
+        is on disk only is taken into memory again, and not written again. While too much waits to
+        be written (writeback.dirty_limit) a put waits for `timeout_s` (default
+        writeback.put_timeout); what is taken after that may be evicted before it is written.
+        THROTTLED: memory is in use, or a disk that is written through does not keep up.
         REFUSED: the block can never fit. Raises BadBufferError and KeyFormatError for a caller's
         mistake, before anything is stored.
         """

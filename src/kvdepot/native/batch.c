@@ -332,9 +332,16 @@ static int give_up(struct batch *batch, int error)
     return error;
 }
 
+static int is_past(int64_t deadline_ns)
+{
+    return deadline_ns != NO_DEADLINE && clock_ns() >= deadline_ns;
+}
+
 int batch_run(struct batch *batch, int64_t deadline_ns)
 {
     int refill = 0;
+    if (batch->count > 0 && is_past(deadline_ns))
+        return give_up(batch, -ETIME); /* nothing starts after its deadline */
     for (;;) {
         fill(batch);
         int wait = batch->ready_first == NO_OP;
@@ -354,7 +361,7 @@ int batch_run(struct batch *batch, int64_t deadline_ns)
             work(batch);
         if (!error && batch->unfinished == 0)
             return 0;
-        if (!error && deadline_ns != NO_DEADLINE && clock_ns() >= deadline_ns)
+        if (!error && is_past(deadline_ns))
             error = -ETIME;
         if (error)
             return give_up(batch, error);

@@ -29,8 +29,9 @@ class Engine(Protocol):
 
         Afterwards every `result` is 0 or -errno: -EIO at the end of the file, -EBADMSG when a head
         or a chunk is not what it should be (its copy is then undefined), -ETIMEDOUT when the
-        deadline came first. None when nothing timed out, else a PendingOps. Order is free, except
-        that a SYNC starts after all ops before it have finished.
+        deadline came first, after which nothing is started: with 0 seconds, nothing at all. None
+        when nothing timed out, else a PendingOps. Order is free, except that a SYNC starts after
+        all ops before it have finished.
 
         A read whose `head_check` is set compares the checksum in the head at `head_address` (which
         `head_bytes` > 0 says to read from `head_offset`) and `expect_bytes` bytes after it; with a

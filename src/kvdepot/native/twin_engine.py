@@ -257,6 +257,8 @@ class _Batch:
 
     def run(self, deadline_s: float) -> bool:
         """True when every op has its result; else the unfinished ones have -ETIMEDOUT."""
+        if self._unfinished and time.monotonic() >= deadline_s:
+            return self._give_up()
         while True:
             self._fill()
             if self._unfinished == 0:

@@ -121,6 +121,24 @@ class StoreContract(OpenedStore):
             assert tiers(store, keys) == ["dram"] * 8
             assert store.check()
 
+    def test_what_is_on_disk_only_and_offered_again_is_in_memory(self, depot: OpenDepot) -> None:
+        """It was computed again and is in hand; the disk has it already."""
+        with depot() as store:
+            keys = prompt(space_of(store), 1, 8)
+            assert all(put(store, keys[:6]))
+            assert store.flush()
+        with depot() as store:
+            space_of(store)
+            assert store.match(keys).blocks_in_memory == 0
+            assert put(store, keys) == [Put.STORED] * 8
+            assert store.match(keys).blocks_in_memory == 8
+            assert put(store, keys) == [Put.PRESENT] * 8
+            assert tiers(store, keys) == ["dram"] * 8
+            assert store.flush().durable == 8
+            assert store.stats()["counters"]["written"] == 2
+            assert store.remove(keys) == 8
+            assert store.check()
+
     def test_what_is_hinted_at_comes_from_memory(self, depot: OpenDepot) -> None:
         with depot() as store:
             keys = prompt(space_of(store), 1, 8)
@@ -519,7 +537,8 @@ class InPlaceContract(OpenedStore):
             assert self.delivered(store, keys) == ["dram"] * 8
         with depot() as store:
             space_of(store)
-            assert self.delivered(store, keys) == ["ssd"] * 8
+            assert fill(store, keys[:4]) == [Put.STORED] * 4
+            assert self.delivered(store, keys) == ["dram"] * 4 + ["ssd"] * 4
             assert self.delivered(store, keys) == ["dram"] * 8
             assert store.check()
 

@@ -14,6 +14,7 @@ from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan
 from kvdepot.adapters.vllm.requests import DepotHit
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
+from kvdepot.core.depot import Match
 from kvdepot.core.layout import KVLayout
 from kvdepot.store.store import Store
 
@@ -122,7 +123,7 @@ def test_pages_outside_a_window_are_neither_saved_nor_loaded(open_store: OpenSto
     save = tracked.plan_save(3, [0, 101, 102], SIZE)
     assert save is not None
     assert (save.first_block, save.pages) == (1, (101, 102))
-    tracked.found(DepotHit(0, 0, ("dram",) * 4), 0)
+    tracked.found(DepotHit(0, 0, ("dram",) * 4), Match(()))
     load = tracked.begin_load(16, [0, 0, 102, 103], SIZE)
     assert (load.first_block, load.pages, load.present_pages) == (2, (102, 103), 0)
     assert load.keys == tracked.block_keys.keys(2, 4)
@@ -136,7 +137,7 @@ def test_a_window_that_begins_inside_a_block(open_store: OpenStore) -> None:
     side.add(request)
     tracked = side._tracked["r"]
     tracked.block_keys.grow(request.all_token_ids, 4)
-    tracked.found(DepotHit(0, 0, ("dram",) * 4), 0)
+    tracked.found(DepotHit(0, 0, ("dram",) * 4), Match(()))
     load = tracked.begin_load(16, [0, 0, 0, 103, 104, 105, 106, 107], SIZE // 2)
     assert (load.first_block, load.present_pages) == (1, 1)
     assert load.pages == (0, 103, 104, 105, 106, 107)

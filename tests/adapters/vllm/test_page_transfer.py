@@ -1,6 +1,7 @@
 """Loads and saves of pages: damage in memory is no success, on a GPU neither; a daemon's restart
 costs misses and nothing else."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from tests.support.toy_engine import OpenStore
 
 import kvdepot
 from kvdepot.adapters.tensors import HostMover, KVTensors
+from kvdepot.adapters.vllm import page_transfer
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob
 from kvdepot.adapters.vllm.metrics import ConnectorCounts
 from kvdepot.adapters.vllm.page_transfer import FinishedLoad, Loader, PagedCache, Saver
@@ -175,3 +177,46 @@ def test_a_daemons_restart_costs_misses_and_nothing_else(tmp_path: Path, turns: 
             assert mapped_arenas() == arenas
         assert mover.driver.most_locked == locked
         assert store.stats()["leased"] == 0
+
+
+class OneByOne:
+    """A store whose deliveries take what `take_s` says of the clock; tells what they were given."""
+
+    def __init__(self, take_s: float) -> None:
+        self.now_s = 0.0
+        self.given_s: list[float] = []
+        self._take_s = take_s
+        self.queued = threading.Event()
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def lease(self, keys: list[BlockKey]) -> "OneByOne":
+        self.queued.wait()
+        return self
+
+    def __enter__(self) -> "OneByOne":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def deliver(self, sink: object, *, beside: bool, timeout_s: float) -> list[Got]:
+        self.given_s.append(timeout_s)
+        self.now_s += self._take_s
+        return [Got(None, "late")]
+
+
+def test_the_time_of_a_load_runs_while_it_waits_for_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = OneByOne(take_s=3.0)
+    monkeypatch.setattr(page_transfer, "time", store)
+    loader = Loader(store, cache_of(HostMover()), ConnectorCounts(), 1)  # type: ignore[arg-type]
+    keys = [BlockKey(bytes(32))]
+    for name in "abc":
+        loader.submit(LoadJob(name, "", (tuple(keys),), (0,), 0, timeout_s=5.0), keys)
+    store.queued.set()
+    loader.close()
+    assert store.given_s == [5.0, 2.0, 0.0]
+    assert [one.end.late_blocks for one in loader.take()] == [1, 1, 1]

@@ -21,7 +21,7 @@ from tests.support.toy_engine import (
 )
 
 from kvdepot.adapters.vllm.messages import LoadJob, StepPlan
-from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles
+from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles, Stall
 
 
 @pytest.mark.parametrize("block_tokens", [0, 8, 12])
@@ -148,6 +148,37 @@ def test_a_disk_that_never_answers_right_ends_in_a_recompute(
     again = open_engine(open_store(files))
     files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
     assert ask(again, "warm", PROMPT) == len(PROMPT) + 2
+
+
+def test_what_a_slow_disk_has_and_was_recomputed_is_in_memory(
+    open_store: OpenStore, open_engine: OpenEngine
+) -> None:
+    """Else it would be recomputed for ever."""
+    engine = open_engine(open_store())
+    ask(engine, "cold", PROMPT)
+    engine.close()
+    files = FaultyFiles()
+    store = open_store(files)
+    again = open_engine(store, settings={"load_timeout": 0.01})
+    files.add(Fault(Call.RUN_READ, Stall(), times=None))
+    assert ask(again, "slow", PROMPT) == len(PROMPT) + 2
+    forget_local(again)
+    assert ask(again, "again", PROMPT) == len(PROMPT) % PAGE_TOKENS + 2
+    assert store.stats()["counters"]["get_dram"] == FULL_PAGES
+    assert store.stats()["counters"]["written"] <= 1, "the disk had all but the answer's block"
+    files.clear()
+
+
+def test_what_is_loaded_from_disk_is_not_saved_again(
+    open_store: OpenStore, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(open_store())
+    ask(engine, "cold", PROMPT)
+    engine.close()
+    store = open_store(promote=False)
+    again = open_engine(store)
+    assert ask(again, "warm", PROMPT) == len(PROMPT) % PAGE_TOKENS + 2
+    assert store.stats()["counters"]["put_stored"] == 1, "the answer's block was computed"
 
 
 def test_a_depot_that_is_closed_ends_in_a_recompute(

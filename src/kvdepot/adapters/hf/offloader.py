@@ -140,11 +140,11 @@ class Offloader:
     def _missing(
         self, group: LayerGroup, snapshot: GroupSnapshot, row: OffloadRow, keys: Sequence[BlockKey]
     ) -> range:
-        """The blocks to offer: those behind what is there, or all that the snapshot has."""
+        """The blocks to offer: those behind what is in memory, or all that the snapshot has."""
         if not snapshot.parts[0]:
             return range(0)
         if group.window is None:
-            return range(len(self._store.match(keys)), len(keys))
+            return range(self._store.match(keys).blocks_in_memory, len(keys))
         first = max(row.windows_from, snapshot.first - row.pad)
         return range(-(-first // group.block_tokens), len(keys))
 

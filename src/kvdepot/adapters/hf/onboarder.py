@@ -29,6 +29,8 @@ from kvdepot.errors import KVDepotError
 
 _TRIES: Final = 6
 """How often a shorter prefix is tried where blocks of a window could not be fetched."""
+_WAITED: Final = ("late", "busy")
+"""Why a block was missed after all the time that there was."""
 _FASTEST_FIRST: Final = ("dram", "cxl", "ssd", "hdd", "plugin")
 
 CatchUp = Callable[[DepotCache, PromptRow, int, int], None]
@@ -275,7 +277,7 @@ class Onboarder:
                 answers = [Got(None, "failed")] * len(lease)
         answers += [MISS] * (len(keys) - len(answers))
         row.misses.update(answer.reason for answer in answers if not answer)
-        budget.late = budget.late or any(answer.reason == "late" for answer in answers)
+        budget.late = budget.late or any(answer.reason in _WAITED for answer in answers)
         return answers
 
 

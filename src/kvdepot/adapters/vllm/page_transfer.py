@@ -82,8 +82,12 @@ class Loader:
             self._start_after = torch.cuda.current_stream(device).record_event()
 
     def submit(self, job: LoadJob, keys: Sequence[BlockKey]) -> None:
-        """Start a load. `keys` are this shard's; without any it is a failed load."""
-        future = self._threads.submit(self._load, job, keys, self._start_after)
+        """Start a load. `keys` are this shard's; without any it is a failed load.
+
+        Its time runs from now on, also while it waits for a thread.
+        """
+        deadline = time.monotonic() + job.timeout_s
+        future = self._threads.submit(self._load, job, keys, deadline, self._start_after)
         self._under_way[job.request_id] = job, future
         future.add_done_callback(lambda _: self._one_ended.set())
 
@@ -113,7 +117,9 @@ class Loader:
         return FinishedLoad(job, end, frozenset(job.pages[max(start, job.present_pages) :]))
 
     @torch.no_grad()
-    def _load(self, job: LoadJob, keys: Sequence[BlockKey], start_after: Any) -> LoadEnd:
+    def _load(
+        self, job: LoadJob, keys: Sequence[BlockKey], deadline: float, start_after: Any
+    ) -> LoadEnd:
         started = time.monotonic()
         arrived_s: dict[int, float] = {}
 
@@ -126,7 +132,8 @@ class Loader:
         # While the bus is busy the processor's cores verify; only then is a block a success.
         beside = self._cache.mover.device.type == "cuda"
         with self._own_stream(start_after), self._store.lease(keys) as lease:
-            got = lease.deliver(sink, beside=beside, timeout_s=job.timeout_s)
+            left_s = max(0.0, deadline - time.monotonic())
+            got = lease.deliver(sink, beside=beside, timeout_s=left_s)
             times = self._times(got, arrived_s)
             first, more_s = _nearly_there(got, time.monotonic() - started, job.recompute_s)
             if more_s:

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob, ShardKeys
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import NamespaceHandle
+from kvdepot.core.depot import Match, NamespaceHandle
 from kvdepot.core.keys import encode
 
 NULL_PAGE: Final = 0
@@ -150,20 +150,29 @@ class TrackedRequest:
     block_keys: RequestKeys
     phase: Phase = Phase.QUEUED
     stored: int = 0
-    """Leading blocks that the depot has, or was given."""
+    """Leading blocks that need not be saved: the depot's memory has them or was given them, or they
+    come from vLLM or the depot and are not computed."""
     offered: int = 0
     """Leading blocks that were complete when saves were planned last."""
     limit: int | None = None
     """Leading blocks that may be loaded; None: all."""
     hit: DepotHit | None = None
     """The latest match."""
+    loaded: int = 0
+    """Leading blocks that need not be saved when the latest load is over; 0 where blocks before it
+    are missing in the depot."""
     saved: bool = False
     """A save was planned for it."""
 
-    def found(self, hit: DepotHit, leading: int) -> None:
-        """The depot has a hit, and so many leading blocks, which need not be saved again."""
+    def found(self, hit: DepotHit, leading: Match) -> None:
+        """The depot has a hit, and these leading blocks.
+
+        What is on disk only, and is computed rather than fetched, is worth saving to memory.
+        """
         self.hit = hit
-        self.stored = max(self.stored, leading)
+        local = min(hit.first_block, len(leading))
+        kept = local + Match(leading.tiers[local:]).blocks_in_memory
+        self.stored = max(self.stored, kept)
 
     def begin_load(self, external_tokens: int, pages: Sequence[int], page_tokens: int) -> LoadJob:
         """Load what the latest match found, `external_tokens` of it, into the request's pages."""
@@ -173,6 +182,7 @@ class TrackedRequest:
         begin = _skip_null(pages, local // page_tokens, stop * ratio)
         first = min(begin // ratio, stop - 1)
         self.phase = Phase.LOADING
+        self.loaded = stop if self.stored >= self.hit.first_block else 0
         return LoadJob(
             self.request.request_id,
             self.adapter,
@@ -186,6 +196,9 @@ class TrackedRequest:
     def load_ended(self, failed_block: int | None) -> None:
         """The load is over on a worker; blocks from `failed_block` on were not loaded."""
         self.phase = Phase.QUEUED
+        if failed_block is not None:
+            self.loaded = min(self.loaded, failed_block)
+        self.stored = max(self.stored, self.loaded)
         if failed_block is not None:
             self.forget(failed_block)
             self.offered = min(self.offered, failed_block)

@@ -30,7 +30,7 @@ from kvdepot.adapters.vllm.requests import (
 )
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import NamespaceHandle
+from kvdepot.core.depot import Match, NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
 
@@ -171,7 +171,7 @@ class ConnectorScheduler:
         leading = self._resident(tracked, 0, blocks)
         tiers = leading[first:] or self._resident(tracked, first, blocks)
         hit = DepotHit(local_tokens, first, tiers)
-        tracked.found(hit, len(leading))
+        tracked.found(hit, Match(leading))
         stop = hit.stop_block
         if self._decider is not None and stop * self._block_tokens > local_tokens:
             stop = self._decider.decide(tracked, hit, self._tracked.values()).stop_block

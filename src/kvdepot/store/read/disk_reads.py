@@ -5,6 +5,7 @@ verifies each block and copies it to its target while the next ones are in fligh
 corrupt, failed or late is a miss; the others are delivered.
 """
 
+import contextlib
 import queue
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -28,10 +29,11 @@ from kvdepot.store.write.memory_eviction import SlotAllocator, by_size
 
 CORRUPT: Final = Got(None, "corrupt")
 BUSY: Final = Got(None, "busy")
+LATE: Final = Got(None, "late")
 _REASONS: Final = {
     Outcome.CORRUPT: CORRUPT,
     Outcome.FAILED: Got(None, "failed"),
-    Outcome.LATE: Got(None, "late"),
+    Outcome.LATE: LATE,
 }
 _FILLING: Final = int(CopyState.FILLING)
 _THREADS_A_DRIVE: Final = 2
@@ -186,6 +188,9 @@ class DiskReads:
     def _read_waves(self, call: ReadCall, drives: Drives, done: Done) -> None:
         moves: Counter[int] = Counter()
         while busy := [reads for reads in drives.values() if reads.waiting or reads.flying]:
+            if self._state.clock.now() >= call.deadline:
+                self._stop(call, busy)
+                return
             if self._start_waves(call, busy, done):
                 continue
             if not any(reads.flying for reads in busy):
@@ -195,7 +200,7 @@ class DiskReads:
                     for index in reads.waiting:
                         call.results[index] = BUSY
                 return
-            for reads, wave in self._landed(call, busy, done):
+            for reads, wave in self._landed(call, done):
                 again = self._finish(call, reads, wave)
                 if not again:
                     continue
@@ -205,6 +210,32 @@ class DiskReads:
                 with self._state.lock:
                     left = [index for index in again if moves[index] < _MOVES_MAX]
                     self._assign(call, drives, left)
+
+    def _stop(self, call: ReadCall, busy: list[DriveWaves]) -> None:
+        """Time is up: nothing starts any more, and what is in flight is left behind."""
+        with self._state.lock:
+            self._state.counters.read_late += sum(len(reads.waiting) for reads in busy)
+        for reads in busy:
+            for index in reads.waiting:
+                call.results[index] = LATE
+            reads.waiting.clear()
+            for wave in [wave for wave in reads.flying if not self._withdraw(call, reads, wave)]:
+                self._finish(call, reads, wave)
+
+    def _withdraw(self, call: ReadCall, reads: DriveWaves, wave: Wave) -> bool:
+        """Take back a wave whose turn has not come. False: it has begun."""
+        if not (isinstance(wave.reading, Future) and wave.reading.cancel()):
+            return False
+        state = self._state
+        reads.flying.remove(wave)
+        with state.lock:
+            state.counters.read_late += len(wave.blocks)
+            for block in wave.blocks:
+                call.results[block.index] = LATE
+                self._give_back(block, call.reads[block.index].row)
+            state.arrived.notify_all()
+            state.room.notify_all()
+        return True
 
     def _start_waves(self, call: ReadCall, busy: list[DriveWaves], done: Done) -> bool:
         """Start a wave on every drive that has room for one. False: nothing was planned."""
@@ -225,13 +256,12 @@ class DiskReads:
     def _await_room(self, call: ReadCall, busy: list[DriveWaves], done: Done) -> bool:
         """Wait for memory to read into and start. False: time is up."""
         state = self._state
-        while not self._start_waves(call, busy, done):
+        while (wait_s := call.deadline - state.clock.now()) > 0:
+            if self._start_waves(call, busy, done):
+                return True
             with state.lock:
-                wait_s = call.deadline - state.clock.now()
-                if wait_s <= 0:
-                    return False
                 state.room.wait(min(wait_s, _LOOK_AGAIN_S))
-        return True
+        return False
 
     def _start(
         self, call: ReadCall, reads: DriveWaves, wave: Wave, done: Done, *, inline: bool
@@ -258,9 +288,14 @@ class DiskReads:
             tell()
         else:
             deadline = clock.now() + left_s
-            future = self._pool(reads).submit(
-                lambda: lower.tier.load(loads, max(0.0, deadline - clock.now()))
-            )
+
+            def load() -> Loaded:
+                now = clock.now()
+                if now >= deadline:  # its turn came too late: nothing is in flight
+                    return [Outcome.LATE] * len(loads), None
+                return lower.tier.load(loads, deadline - now)
+
+            future = self._pool(reads).submit(load)
             future.add_done_callback(lambda _: tell())
         return future
 
@@ -274,20 +309,15 @@ class DiskReads:
                 )
             return self._threads[name]
 
-    def _landed(
-        self, call: ReadCall, busy: list[DriveWaves], done: Done
-    ) -> list[tuple[DriveWaves, Wave]]:
-        """Waves that were read; waits for the first. After the deadline, all that are in flight."""
+    def _landed(self, call: ReadCall, done: Done) -> list[tuple[DriveWaves, Wave]]:
+        """Waves that were read; waits for the first, until the deadline."""
         found: list[tuple[DriveWaves, Wave]] = []
-        try:
+        with contextlib.suppress(queue.Empty):
             wait_s = max(0.0, call.deadline - self._state.clock.now())
             found.append(done.get(timeout=min(wait_s, _WAIT_MAX_S)))
             while True:
                 found.append(done.get_nowait())
-        except queue.Empty:
-            if found or self._state.clock.now() < call.deadline:
-                return found
-        return [(reads, wave) for reads in busy for wave in reads.flying]
+        return found
 
     def _plan(self, call: ReadCall, reads: DriveWaves) -> Wave:
         """The next wave: blocks for which there is memory to read into.
@@ -398,7 +428,11 @@ class DiskReads:
                     if outcome is Outcome.OK:
                         continue
                     if outcome is Outcome.LATE:
-                        late.append(self._set_aside(block, read))
+                        state.counters.read_late += 1
+                        if pending is None:
+                            self._give_back(block, read.row)
+                        else:
+                            late.append(self._set_aside(block, read))
                     if self._failed(call, reads.lower, block, outcome, hedged=wave.hedged):
                         again.append(block.index)
                     call.results[block.index] = _REASONS[outcome]
@@ -437,10 +471,7 @@ class DiskReads:
         if outcome is Outcome.LATE:
             return hedged
         state, row = self._state, call.reads[block.index].row
-        if block.promote:
-            state.arena.free(state.catalog.memory.drop(row))
-        else:
-            state.staging.free(block.slot)
+        self._give_back(block, row)
         location, places = block.load.location, lower.places(row)
         if location in places:
             corrupt = outcome is Outcome.CORRUPT
@@ -459,13 +490,19 @@ class DiskReads:
             return not call.tried[block.index].issuperset(lower.places(row))
         return other is not None
 
+    def _give_back(self, block: WaveBlock, row: int) -> None:
+        """Free a slot that nothing was read into."""
+        if block.promote:
+            self._state.arena.free(self._state.catalog.memory.drop(row))
+        else:
+            self._state.staging.free(block.slot)
+
     def _set_aside(self, block: WaveBlock, read: BlockRead) -> LateRead:
         """The slot is busy until the kernel lets go of it; the block is not in memory meanwhile."""
         state = self._state
         if block.promote:
             state.catalog.memory.drop(read.row)
             state.arena.set_owner(block.slot, TEMPORARY)
-        state.counters.read_late += 1
         return LateRead(block.slot, read.key, len(block.load.image), block.promote)
 
 

@@ -5,7 +5,7 @@ Guarded by the store's lock, but for `tier` itself.
 
 import threading
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from typing import Final
 
@@ -60,6 +60,9 @@ class LowerTier:
         """Rows whose record is being copied to this tier or within it."""
         self.dirty: deque[int] = deque()
         """Rows in memory that wait to be written, oldest first."""
+        self.deferred: OrderedDict[int, None] = OrderedDict()
+        """Rows in memory beyond what may wait: written when there is room, unless they are evicted
+        before."""
         self.tickets: dict[int, int] = {}
         """Rows waiting or being written, oldest first, with the number of their arrival."""
         self.failed_on: dict[int, set[int]] = {}

@@ -54,6 +54,8 @@ class Counters:
     put_present: int = 0
     put_throttled: int = 0
     put_refused: int = 0
+    put_deferred: int = 0
+    """Of those stored: taken while too much waited to be written, and written if they stay."""
     put_bytes: int = 0
     get_dram: int = 0
     get_cxl: int = 0
@@ -370,6 +372,7 @@ class StoreState:
             if memory.copies.ready(row):
                 memory.drop(row)
         for lower in self.lower_tiers:
+            lower.deferred.pop(row, None)
             if lower.copies.ready(row):
                 lower.drop(row)
         self.catalog.forget_if_gone(row)
@@ -394,8 +397,11 @@ class StoreState:
         tiers = self.lower_tiers
         return any(row in lower.tickets or row in lower.moving for row in rows for lower in tiers)
 
-    def write_new(self, rows: list[int]) -> None:
-        """New blocks in memory wait to be written to the lower tiers that want them."""
+    def write_new(self, rows: list[int], *, later: bool = False) -> None:
+        """New blocks in memory wait to be written to the lower tiers that want them.
+
+        `later`: too much waits already; they may be evicted before their turn comes.
+        """
         unwritten, learns = self.catalog.unwritten.view, self.admission.learns
         if not self.lower_tiers:
             for row in rows:
@@ -404,7 +410,19 @@ class StoreState:
         for row in rows:
             promising = learns and self.admission.made(row)
             unwritten[row] = _WAITING
-            self._write_to(row, self._targets[promising])
+            self._write_to(row, self._targets[promising], later=later)
+        self.counters.put_deferred += len(rows) if later else 0
+
+    def write_deferred(self, lower: LowerTier, limit_bytes: int) -> None:
+        """What was deferred waits to be written now, until so much does: first what was asked for
+        since, then the oldest.
+        """
+        assert self.held()
+        catalog = self.catalog
+        while lower.deferred and self.dirty_bytes < limit_bytes:
+            row, _ = lower.deferred.popitem(last=False)
+            if catalog.memory.ready(row) and catalog.is_live(row):
+                self._queue(row, lower)
 
     def give_up_writing(self, row: int, lower: LowerTier) -> None:
         """A block could not be written to this tier; it is in memory while there is room."""
@@ -425,6 +443,10 @@ class StoreState:
         assert self.held()
         if self.admission.learns:
             self.admission.asked(rows)
+        for lower in self.lower_tiers:
+            for row in reversed(rows) if lower.deferred else ():
+                if row in lower.deferred:
+                    lower.deferred.move_to_end(row, last=False)
         if self._targets[False] == self._targets[True]:
             return
         for row in rows:
@@ -462,7 +484,13 @@ class StoreState:
         if catalog.is_doomed(row) and not catalog.leases(row) and not self.is_dirty(row):
             self.drop_everywhere(row)
 
-    def _write_to(self, row: int, numbers: list[int]) -> None:
+    def _queue(self, row: int, lower: LowerTier) -> None:
+        """A block in memory waits to be written to a tier, unless it is there or waits already."""
+        if lower.writers and lower.copies.absent(row) and row not in lower.tickets:
+            self.last_ticket += 1
+            lower.mark_dirty(row, self.last_ticket, self.clock.now())
+
+    def _write_to(self, row: int, numbers: list[int], *, later: bool = False) -> None:
         """A block in memory waits to be written to those of these tiers that it may enter."""
         kept = _POLICY
         if self.admission.learns:
@@ -470,11 +498,12 @@ class StoreState:
             kept = _BUDGET if wanted and not numbers else _POLICY
         for number in numbers:
             lower = self.lower_tiers[number]
-            if lower.writers and lower.copies.absent(row) and row not in lower.tickets:
-                self.last_ticket += 1
-                lower.mark_dirty(row, self.last_ticket, self.clock.now())
+            if later and lower.writers:
+                lower.deferred[row] = None
+            else:
+                self._queue(row, lower)
         if self.catalog.unwritten.view[row]:
-            if self.is_dirty(row):
+            if self.is_dirty(row) or any(row in lower.deferred for lower in self.lower_tiers):
                 kept = _WAITING
             elif not self.writes_back:
                 kept = _READ_ONLY if self.lower_tiers else _NO_DRIVE

@@ -197,6 +197,10 @@ class SlotAllocator:
         memory = self._memory
         self._state.counters.add("evicted", memory.name, len(rows))
         residency = memory.catalog.residency.view
+        for lower in self._state.lower_tiers:
+            for row in rows if lower.deferred else ():
+                if not memory.catalog.memory.ready(row):
+                    lower.deferred.pop(row, None)
         for row in rows:
             if not residency[row]:
                 memory.catalog.forget_if_gone(row)

@@ -18,6 +18,7 @@ from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
 from kvdepot.index.table import NONE
+from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
 
@@ -38,6 +39,8 @@ class NewBlock:
     chunk_bytes: int
     row: int = NONE
     slot: int = NONE
+    deferred: bool = False
+    """Taken while too much waited to be written."""
 
 
 def _parts(offers: Sequence[NewBlock]) -> Iterator[range]:
@@ -164,20 +167,34 @@ class Putter:
             ahead = min(len(offers) - len(results), _PART) - 1
             outcome = self._try(offer, room, ahead, may_wait=may_wait)
             if outcome is Put.THROTTLED:
-                if wave:
-                    return
                 wait_s = deadline - state.clock.now()
+                if wave and wait_s > 0:
+                    return
                 if wait_s > 0:
                     state.room.wait(wait_s)
                     dirty_room = self._dirty_room()
                     continue
-                if may_wait:
-                    may_wait = False
-                    continue
+                outcome = self._take_anyway(offer, room, ahead)
+                if wave and outcome is Put.THROTTLED:
+                    return
             results.append(outcome)
             if outcome is Put.STORED:
                 wave.append(offer)
                 total += record_bytes(offer.payload_bytes)
+
+    def _take_anyway(self, offer: NewBlock, room: int, ahead: int) -> Put:
+        """There is no time left: memory takes what it has a slot for, written or not.
+
+        Which blocks leave memory before they are written is up to eviction: cold ones, and tails
+        before heads.
+        """
+        state = self._state
+        first = state.lower_tiers[0] if state.lower_tiers else None
+        through = first is not None and first.mode is WriteMode.THROUGH
+        over = record_bytes(offer.payload_bytes) > room
+        outcome = self._try(offer, room if through else _NO_LIMIT, ahead, may_wait=False)
+        offer.deferred = over and outcome is Put.STORED
+        return outcome
 
     def _dirty_room(self) -> int:
         """How much more may wait to be written."""
@@ -191,19 +208,23 @@ class Putter:
         not.
         """
         state, catalog = self._state, self._state.catalog
-        row = catalog.row(offer.key)
+        row, below = catalog.row(offer.key), False
         if row != NONE:
             if catalog.memory.absent(row):
                 state.drop_unreadable(row)
-            if not catalog.is_absent(row):
+            below = self._is_below(row)
+            if not below and not catalog.is_absent(row):
                 catalog.use([row])
                 return Put.PRESENT
         nbytes = record_bytes(offer.payload_bytes)
         if not state.arena.chunks_for(nbytes):
             return Put.REFUSED
         slot = None
-        if nbytes <= dirty_room:
+        if below or nbytes <= dirty_room:
             slot = self._slots.allocate(nbytes, NONE, ahead=ahead, may_wait=may_wait)
+        if slot is None and below:
+            catalog.use([row])
+            return Put.PRESENT
         if slot is None:
             return Put.THROTTLED
         if row == NONE:
@@ -215,6 +236,12 @@ class Putter:
         catalog.lease([row])
         offer.row, offer.slot = row, slot
         return Put.STORED
+
+    def _is_below(self, row: int) -> bool:
+        """Whether a block is in lower tiers only: what is offered belongs in memory again."""
+        state = self._state
+        here = any(not memory.copies.absent(row) for memory in state.memory_tiers)
+        return not here and bool(state.catalog.residency.view[row])
 
     def _copy(self, wave: list[NewBlock]) -> None:
         """Copy and checksum, without the lock: a slot that is being filled is invisible."""
@@ -237,20 +264,38 @@ class Putter:
                 image[end:] = _ZEROS[: nbytes - end]
 
     def _seal(self, wave: list[NewBlock]) -> None:
-        """Make the blocks visible and queue them for write-back."""
+        """Make the blocks visible and queue new ones for write-back."""
         assert self._state.held()
         state, catalog = self._state, self._state.catalog
         rows = [offer.row for offer in wave]
+        below = [row for row in rows if catalog.residency.view[row]]
         for offer in wave:
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
-        state.write_new(rows)
-        catalog.use(rows, hit=False)
+        if below:
+            self._seal_returned(below, wave[-1].key[-1])
+            new = [row for row in rows if row not in set(below)]
+        else:
+            new = rows
+        deferred = {offer.row for offer in wave if offer.deferred}
+        state.write_new([row for row in new if row not in deferred] if deferred else new)
+        if deferred:
+            state.write_new([row for row in new if row in deferred], later=True)
+        catalog.use(new, hit=False)
         state.unlease(rows)
         state.counters.put_stored += len(wave)
         state.counters.put_bytes += sum([offer.payload_bytes for offer in wave])
         if state.dirty_bytes:
             state.work.notify_all()
+
+    def _seal_returned(self, rows: list[int], sample: int) -> None:
+        """Blocks that a lower tier has are in memory again, as if they had been read from there."""
+        state = self._state
+        state.catalog.use(rows)
+        for row in rows:
+            source = state.source(row)
+            if source is not None and state.promotes_from(source):
+                state.promote(row, source, sample)
 
     def _abandon(self, wave: list[NewBlock]) -> None:
         """Give the slots back."""

@@ -34,6 +34,7 @@ _YIELD_S: Final = 0.1
 _PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
 """Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
+_NO_LIMIT: Final = 1 << 62
 _DURABLE: Final = DURABILITY.index(Durability.DURABLE)
 _log = RateLimitedLog("kvdepot.store")
 
@@ -124,6 +125,8 @@ class WriteBack:
         state, lower = self._state, self._lower
         with state.lock:
             while not state.closing.is_set():
+                if lower.deferred:
+                    state.write_deferred(lower, state.dirty_limit_bytes // 2)
                 drive, pause_s = self._choose_drive()
                 if drive is not None:
                     job = WriteDown(state, lower, drive)
@@ -311,8 +314,10 @@ class Flusher:
             return self._report(last, unsynced)
 
     def _try_again(self) -> None:
-        """Queue what could not be written before."""
+        """Queue what could not be written before, or was put off."""
         state, catalog = self._state, self._state.catalog
+        for lower in state.lower_tiers:
+            state.write_deferred(lower, _NO_LIMIT)
         rows = catalog.live_rows()
         for row in rows[catalog.unwritten.array[rows] == FAILED].tolist():
             state.write_again(row)
