@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,3 +126,51 @@ def test_the_power_goes_at_a_chosen_write(tmp_path: Path) -> None:
         files.write(fd, 0, NEW)
     assert files.off
     files.close()
+
+
+def test_a_directory_that_is_moved_takes_its_unsynced_names_along(tmp_path: Path) -> None:
+    found = set()
+    for seed in range(60):
+        here = tmp_path / str(seed)
+        here.mkdir()
+        files = PowerFiles(random.Random(seed), "python")
+        os.close(make(files, here / "a"))
+        here.rename(tmp_path / f"away-{seed}")
+        files.cut()
+        files.close()
+        found.add((tmp_path / f"away-{seed}" / "a").exists())
+    assert found == {True, False}
+
+
+def test_a_directory_is_synced_wherever_it_is(tmp_path: Path) -> None:
+    for seed in range(20):
+        here, away = tmp_path / str(seed), tmp_path / f"away-{seed}"
+        here.mkdir()
+        files = PowerFiles(random.Random(seed), "python")
+        directory = files.open_directory(here)
+        fd = make(files, here / "a")
+        here.rename(away)
+        files.sync(fd)
+        files.sync_directory(directory)
+        for one in (fd, directory):
+            os.close(one)
+        away.rename(here)
+        files.cut()
+        files.close()
+        assert describe(here / "a") == "oooo"
+
+
+def test_a_directory_that_is_gone_has_no_names_and_a_cut_keeps_no_descriptor(
+    tmp_path: Path,
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    here = tmp_path / "drive"
+    here.mkdir()
+    files = PowerFiles(random.Random(0), "python")
+    os.close(make(files, here / "a"))
+    os.close(make(files, here / "b"))
+    shutil.rmtree(here)
+    files.cut()
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not here.exists()

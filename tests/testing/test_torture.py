@@ -1,5 +1,8 @@
 """Torture finds what is broken on purpose: each promise, broken, is seen."""
 
+import json
+import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,11 @@ from kvdepot.core.depot import FlushReport
 from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
-from kvdepot.testing.torture.ledger import Expectation
+from kvdepot.testing.torture import workload
+from kvdepot.testing.torture.ledger import Expectation, Ledger
 from kvdepot.testing.torture.rounds import Kind, play
+from kvdepot.testing.torture.workload import StoreSession, Trust
+from kvdepot.testing.torture.world import TierMix, World
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
@@ -65,6 +71,40 @@ def test_a_broken_promise_is_seen(
     assert fault in found(tmp_path, "kills", fault)
 
 
+def test_a_round_that_failed_is_kept_with_its_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raise_in_removals(monkeypatch)
+    for seed in range(ROUNDS_MAX):
+        if not play(tmp_path, seed, "kills", keep=True).ok:
+            break
+    (kept,) = tmp_path.iterdir()
+    assert sorted(path.name for path in kept.iterdir()) == ["drives", "ledger.jsonl"]
+    facts = [json.loads(line) for line in (kept / "ledger.jsonl").read_text().splitlines()]
+    assert next(fact["kind"] for fact in facts if fact["fact"] == "fault") == "error"
+    assert [fact["at_s"] for fact in facts] == sorted(fact["at_s"] for fact in facts)
+
+
+def test_what_does_not_end_leaves_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workload, "CLOSE_S", 0.0)
+    monkeypatch.setattr(workload, "ALLOWANCE_S", 0.01)
+    world = World(tmp_path / "drives", TierMix.draw(random.Random(1)))
+    world.folder.mkdir()
+    world.make_folders()
+    ledger, go = Ledger(), threading.Event()
+    with world.open() as store:
+        monkeypatch.setattr(store, "resize", lambda *_: go.wait())
+        session = StoreSession(world, store, ledger, random.Random(1), Trust())
+        session.resize()
+        session.await_change()
+        go.set()
+    assert [fact["kind"] for fact in ledger.everything() if fact["fact"] == "fault"] == ["late"]
+    assert "_resize" in world.stacks_path.read_text()
+    ledger.close()
+
+
 def found(folder: Path, kind: Kind, fault: str) -> set[str]:
     """Faults of some rounds, until there is the one."""
     seen: set[str] = set()
@@ -91,7 +131,31 @@ def test_a_removed_block_that_is_seen_until_the_drives_meet_is_not_lost_when_the
         {"fact": "present", "blocks": [8], "away": True, **seen},
         {"fact": "present", "blocks": [7, 8], "away": True, **seen},
         {"fact": "flushed", "blocks": [7, 8], "removed": []},
-        {"fact": "residents", "blocks": [7, 8]},
+        {"fact": "residents", "blocks": [7, 8], "slots": 4},
     ):
         expected.take(fact)
     assert expected.must == {8}
+
+
+@pytest.mark.parametrize("way", ["killed", "cut"])
+def test_a_removal_that_only_the_absent_drive_knows_of_may_show_when_the_drives_meet(
+    way: str,
+) -> None:
+    """The end came between the notes on two drives; or both notes were written, one was lost."""
+    expected = Expectation()
+    facts: list[dict[str, Any]] = [
+        {"fact": "flushed", "blocks": [7, 8], "removed": []},
+        {"fact": "removing", "blocks": [7]},
+    ]
+    if way == "cut":
+        facts += [{"fact": "removed", "blocks": [7], "durable": False, "away": False}]
+    seen = {"cut": way == "cut", "ssds": [0, 1]}
+    facts += [
+        {"fact": "present", "blocks": [7, 8], "away": True, **seen},
+        {"fact": "residents", "blocks": [7, 8], "slots": 4},
+    ]
+    for fact in facts:
+        expected.take(fact)
+    assert expected.must == {8}
+    expected.take({"fact": "present", "blocks": [8], "away": False, **seen})
+    assert expected.doubtful == expected.limbo == set()

@@ -59,7 +59,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="KIND,…",
         help="of cuts, kills and damages (default: all)",
     )
-    parser.add_argument("--keep", action="store_true", help="keep folders of rounds that failed")
+    parser.add_argument("--keep", action="store_true", help="keep what failed, with a ledger")
     output.add_json_flag(parser)
 
 

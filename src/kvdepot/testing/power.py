@@ -77,13 +77,20 @@ class NameChange:
 
 @dataclass(slots=True)
 class UnsyncedNames:
-    """What a directory has that a power cut may take."""
+    """What a directory has that a power cut may take, wherever it is moved to."""
 
+    fd: int
+    """A descriptor of our own."""
     durable: dict[str, FileId] = field(default_factory=dict)
     """Names that were there when it was last synced, of those that changed since."""
     changes: list[NameChange] = field(default_factory=list)
     graves: dict[FileId, Path] = field(default_factory=dict)
     """Where files are kept whose last name was taken."""
+
+    @property
+    def path(self) -> Path:
+        """The directory, whatever it is called now."""
+        return Path(f"/proc/self/fd/{self.fd}")
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +125,8 @@ class PowerFiles(Files):
         self._seams = seams
         self._lock = threading.RLock()
         self._files: dict[FileId, UnsyncedFile] = {}
-        self._names: dict[Path, UnsyncedNames] = {}
+        self._names: dict[FileId, UnsyncedNames] = {}
+        """By directory."""
         self._late: list[LateWrites] = []
         self.off = False
         """The power was cut."""
@@ -133,20 +141,34 @@ class PowerFiles(Files):
             if self.off:
                 return
             self.off = True
-            for unsynced in self._files.values():
-                self._lose_pages(unsynced)
-            for late in self._late:
-                for fd, offset, data in late.writes:
-                    if self._rng.random() < 0.5:
-                        os.pwrite(fd, data, offset)
-                    os.close(fd)
-            for directory, names in self._names.items():
-                self._lose_names(directory, names)
-            for unsynced in self._files.values():
-                os.close(unsynced.fd)
-            self._files.clear()
-            self._names.clear()
-            self._late.clear()
+            try:
+                self._lose()
+            except OSError as error:  # a store would take it for the disk's
+                raise AssertionError(f"the model of a power cut is wrong: {error}") from error
+            finally:
+                self._close_own()
+
+    def _lose(self) -> None:
+        for unsynced in self._files.values():
+            self._lose_pages(unsynced)
+        for late in self._late:
+            for fd, offset, data in late.writes:
+                if self._rng.random() < 0.5:
+                    os.pwrite(fd, data, offset)
+        for names in self._names.values():
+            if os.fstat(names.fd).st_nlink:  # one that was removed has no names
+                self._lose_names(names)
+
+    def _close_own(self) -> None:
+        """Close the descriptors that are not the store's."""
+        fds = [fd for late in self._late for fd, _, _ in late.writes]
+        fds += [unsynced.fd for unsynced in self._files.values()]
+        fds += [names.fd for names in self._names.values()]
+        for fd in fds:
+            os.close(fd)
+        self._files.clear()
+        self._names.clear()
+        self._late.clear()
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         try:
@@ -215,10 +237,12 @@ class PowerFiles(Files):
             self._check()
             return super().open_file(path, flags)
         with self._changing():
+            names = self._unsynced_names(path.parent)
+            path = names.path / path.name
             known = path.exists()
             fd = super().open_file(path, flags & ~os.O_TRUNC)
             if not known:
-                self._change(path.parent, NameChange(path.name, _file_id(fd)))
+                names.changes.append(NameChange(path.name, _file_id(fd)))
             if flags & os.O_TRUNC:
                 self._unsynced(fd)
                 os.ftruncate(fd, 0)
@@ -238,27 +262,33 @@ class PowerFiles(Files):
 
     def unlink(self, path: Path) -> None:
         with self._changing():
-            if path.exists():
-                self._bury(path)
-                self._change(path.parent, NameChange(path.name, None))
+            try:
+                names = self._unsynced_names(path.parent)
+            except FileNotFoundError:
+                return
+            if (names.path / path.name).exists():
+                _bury(names, path.name)
+                names.changes.append(NameChange(path.name, None))
 
     def replace(self, source: Path, target: Path) -> None:
+        assert source.parent == target.parent
         with self._changing():
-            moved = _path_id(source)
-            if target.exists():
-                self._bury(target)
-            self._note_durable(source.parent, source.name, moved)
-            self._change(target.parent, NameChange(target.name, moved, source.name))
-            super().replace(source, target)
+            names = self._unsynced_names(target.parent)
+            moved = _path_id(names.path / source.name)
+            if (names.path / target.name).exists():
+                _bury(names, target.name)
+            _note_durable(names, source.name, moved)
+            names.changes.append(NameChange(target.name, moved, source.name))
+            super().replace(names.path / source.name, names.path / target.name)
 
     def sync_directory(self, fd: int) -> None:
         with self._changing():
             if "sync_directory" not in self._seams:
                 return
-            directory = Path(os.readlink(f"/proc/self/fd/{fd}"))
-            names = self._names.pop(directory, None)
+            names = self._names.pop(_file_id(fd), None)
             if names is not None:
-                _clear_graves(directory, names)
+                _clear_graves(names)
+                os.close(names.fd)
 
     def close(self) -> None:
         super().close()
@@ -266,12 +296,9 @@ class PowerFiles(Files):
             if not self._holders and not self.off:  # the kernel has written it all down
                 for late in list(self._late):
                     self._land(late)
-                for directory, names in self._names.items():
-                    _clear_graves(directory, names)
-                for unsynced in self._files.values():
-                    os.close(unsynced.fd)
-                self._files.clear()
-                self._names.clear()
+                for names in self._names.values():
+                    _clear_graves(names)
+                self._close_own()
 
     def let_go(self, late: LateWrites, *, now: bool) -> bool:
         """Whether late writes have ended; `now` they do."""
@@ -338,24 +365,13 @@ class PowerFiles(Files):
             if unsynced is not None:
                 os.close(unsynced.fd)
 
-    def _change(self, directory: Path, change: NameChange) -> None:
-        names = self._names.setdefault(directory.resolve(), UnsyncedNames())
-        names.changes.append(change)
-
-    def _note_durable(self, directory: Path, name: str, file: FileId) -> None:
-        """A name is about to go: unless it was made since the last sync, it is durable."""
-        names = self._names.setdefault(directory.resolve(), UnsyncedNames())
-        if not any(name in (change.name, change.before) for change in names.changes):
-            names.durable[name] = file
-
-    def _bury(self, path: Path) -> None:
-        """Keep a file whose name is taken, for the case that it comes back."""
-        file, directory = _path_id(path), path.parent.resolve()
-        self._note_durable(directory, path.name, file)
-        grave = directory / _GRAVES / f"{file[1]}"
-        grave.parent.mkdir(exist_ok=True)
-        os.replace(path, grave)
-        self._names[directory].graves[file] = grave
+    def _unsynced_names(self, directory: Path) -> UnsyncedNames:
+        """The record of a directory that is about to change."""
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        names = self._names.setdefault(_file_id(fd), UnsyncedNames(fd))
+        if names.fd != fd:
+            os.close(fd)
+        return names
 
     def _lose_pages(self, file: UnsyncedFile) -> None:
         if stat.S_ISREG(os.fstat(file.fd).st_mode) and self._rng.random() < 0.5:
@@ -373,8 +389,9 @@ class PowerFiles(Files):
                 left = versions[at][:cut] + versions[at - 1][cut:]
             os.pwrite(file.fd, left, page * PAGE)
 
-    def _lose_names(self, directory: Path, names: UnsyncedNames) -> None:
+    def _lose_names(self, names: UnsyncedNames) -> None:
         """Names as they would be after a cut: of the changes, some."""
+        directory = names.path
         share = self._rng.choice(_KEPT_SHARES)
         wanted: dict[str, FileId | None] = dict(names.durable)
         for change in names.changes:
@@ -403,11 +420,28 @@ class PowerFiles(Files):
         spare.rmdir()
 
 
-def _clear_graves(directory: Path, names: UnsyncedNames) -> None:
+def _note_durable(names: UnsyncedNames, name: str, file: FileId) -> None:
+    """A name is about to go: unless it was made since the last sync, it is durable."""
+    if not any(name in (change.name, change.before) for change in names.changes):
+        names.durable[name] = file
+
+
+def _bury(names: UnsyncedNames, name: str) -> None:
+    """Keep a file whose name is taken, for the case that it comes back."""
+    path = names.path / name
+    file = _path_id(path)
+    _note_durable(names, name, file)
+    grave = names.path / _GRAVES / f"{file[1]}"
+    grave.parent.mkdir(exist_ok=True)
+    os.replace(path, grave)
+    names.graves[file] = grave
+
+
+def _clear_graves(names: UnsyncedNames) -> None:
     for grave in names.graves.values():
         grave.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        (directory / _GRAVES).rmdir()
+        (names.path / _GRAVES).rmdir()
 
 
 def _write_op(fd: int, offset: int, nbytes: int) -> Ops:

@@ -13,8 +13,10 @@ from tests.support.stores import settings
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.core.block import BlockKey
+from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.config import load
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
@@ -331,3 +333,31 @@ class TestSmallerWhileLeased:
         with kvdepot.open(**{**tree, "ssd": {**tree["ssd"], "capacity": "4MiB"}}) as store:
             space_of(store)
             assert not any(store.match([key]).tiers for key in removed), "removed blocks are back"
+
+    def test_it_does_not_move_the_same_blocks_round_and_round(self, tmp_path: Path) -> None:
+        """Two leased blocks and notes need two segments, and neither is half full of leases."""
+        segment = 64 << 10
+        tree = two_drives(tmp_path, path=str(tmp_path / "a"), capacity=8 * segment, segment=segment)
+        with kvdepot.open(**tree) as store:
+            large = Namespace(model="large", layout=KVLayout.opaque(20_480, 4))
+            small = Namespace(model="small", layout=KVLayout.opaque(4_096, 4))
+            for space in (large, small):
+                store.register(space)
+            keys = [large.keys([number] * 4)[0] for number in range(7)]
+            for key in keys:
+                assert store.put_many([key], [bytes(20_480)]) == [Put.STORED]
+                assert store.flush()
+            leases = [store.lease([keys[1]]), store.lease([keys[3]])]
+            for number in range(4):
+                store.remove(small.keys([number] * 4)[0])
+            resizing = threading.Thread(target=store.resize, args=("ssd", 3 * segment))
+            resizing.start()
+            resizing.join(20.0)
+            hung = resizing.is_alive()
+            reclaimed = store.stats()["counters"]["reclaimed_segments"]
+            for lease in leases:
+                lease.release()
+            resizing.join()
+            assert not hung and reclaimed < 30
+            until(lambda: len(list((tmp_path / "a").glob("segment-*"))) <= 3)
+            assert store.check().ok

@@ -34,6 +34,9 @@ _STEP: Final = 256
 _PATIENCE_S: Final = 2.0
 """How long write-back waits for room that leases hold, before blocks are given up."""
 _LOOK_AGAIN_S: Final = 0.05
+_SHRINK_AGAIN_S: Final = 10.0
+"""A drive whose leased blocks do not fit into fewer segments is tried again after so long, or when
+there are no leases."""
 _log = logging.getLogger("kvdepot.store")
 
 
@@ -50,8 +53,9 @@ class DriveRoom:
         """Held by the thread that reclaims or mounts a drive."""
         self._makers: dict[int, threading.Thread] = {}
         """The last thread that made room for removals, by drive."""
-        self._shrinking: set[int] = set()
-        """Drives that have more segments than they may."""
+        self._shrinking: dict[int, float] = {}
+        """Drives that have more segments than they may, and when to go on although there are
+        leases."""
 
     def make(self, drive: int, nbytes: int) -> bool:
         """Do what lets a refused append succeed. False: nothing helps."""
@@ -115,22 +119,38 @@ class DriveRoom:
     def shrink(self, drive: int, timeout_s: float = 0.0) -> None:
         """Reclaim until the drive has no more segments than it may. What leases hold up, or
         another thread's reclaim, is left to the watchdog, which tries again.
+
+        Leased blocks are moved, not dropped: where as many reclaims as there are segments have not
+        made them fewer, the next would only write the same blocks again.
         """
         tier = self._lower.tier
         assert isinstance(tier, ChangesDrives)
-        self._shrinking.add(drive)
+        self._shrinking[drive] = 0.0
         with self._upkeep(drive, timeout_s) as mine:
+            fewest, in_vain = self._segments_in_use(drive), 0
             while mine and not self._state.closing.is_set():
                 if tier.trim(drive):
-                    self._shrinking.discard(drive)
+                    self._shrinking.pop(drive, None)
+                    return
+                if in_vain > fewest:
+                    self._shrinking[drive] = self._state.clock.now() + _SHRINK_AGAIN_S
                     return
                 if not self.reclaimer.reclaim(drive):
                     return
+                left = self._segments_in_use(drive)
+                in_vain = 0 if left < fewest else in_vain + 1
+                fewest = min(left, fewest)
 
     def shrink_again(self, drive: int) -> None:
         """Go on with what `shrink` could not end."""
-        if drive in self._shrinking:
+        due_s = self._shrinking.get(drive)
+        if due_s is not None and (
+            not self._state.catalog.leased or self._state.clock.now() >= due_s
+        ):
             self.shrink(drive)
+
+    def _segments_in_use(self, drive: int) -> int:
+        return len(self._lower.tier.segments(drive, reclaimable=False))
 
     def restore(self, drive: int, timeout_s: float = 1.0) -> bool:
         """Mount a drive that was lost anew, unless another thread does. True: it can be used."""

@@ -7,8 +7,10 @@ written before or after something became true; what a killed child wrote is ther
 import json
 import os
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 Fault = Literal["wrong", "lost", "back", "late", "leaked", "unclean", "error"]
@@ -34,8 +36,10 @@ class Expectation:
     removed: set[int] = field(default_factory=set)
     """Blocks that a removal which returned took away."""
     doubtful: set[int] = field(default_factory=set)
-    """Blocks that were removed while a drive was away: it cannot know before it met the others, and
-    they may be seen until then."""
+    """Blocks whose removal one drive may know of and another not, because that one was away, or the
+    end came before all had it: they may be seen until the drives meet."""
+    begun: set[int] = field(default_factory=set)
+    """Blocks of a removal that has not returned."""
     limbo: set[int] = field(default_factory=set)
     """Such blocks that were seen again: they may stay, or go when the drives meet."""
     synced: set[int] = field(default_factory=set)
@@ -54,6 +58,9 @@ class Expectation:
     """Drives that were there at the end; empty: as they were at first."""
     segments: int = 0
     """Of each SSD at the end; 0: as at first."""
+    slots: int = 0
+    """The most segments that an SSD had at the end: one that is made smaller has more than it may
+    while leases last, and a store that is opened with less room drops the oldest."""
     shrunk: bool = False
     """Whether there ever was less room than before."""
 
@@ -85,9 +92,11 @@ class Expectation:
                 self.flushed -= blocks
                 self.must -= blocks
                 self.apart -= blocks
+                self.begun |= blocks
             case "removed":
                 self.flushed -= blocks
                 self.apart -= blocks
+                self.begun -= blocks
                 self.removed |= blocks
                 self.doubtful |= blocks if fact["away"] else set()
                 if fact["durable"]:
@@ -95,16 +104,19 @@ class Expectation:
             case "residents":
                 self.snapshot = True
                 self.must = self.flushed & blocks
+                self.slots = fact["slots"]
             case "present":
                 wanted = self.apart | (self.must if self.told else set())
                 self.apart = wanted - blocks - self.removed if fact["away"] else set()
+                unsynced = self.removed - self.synced if fact["cut"] else set()
+                unsure = self.doubtful | self.begun | unsynced
                 self.removed = (
                     self.synced if fact["cut"] and fact["away"] else self.removed
                 ) - blocks
                 self.synced = set(self.removed)
                 self.met = self.met if fact["away"] else set(fact["ssds"])
-                self.limbo = self.limbo | (blocks & self.doubtful) if fact["away"] else set()
-                self.doubtful = self.doubtful if fact["away"] else set()
+                self.limbo = self.limbo | (blocks & unsure) if fact["away"] else set()
+                self.doubtful, self.begun = unsure if fact["away"] else set(), set()
                 self.flushed = blocks - self.limbo
                 self.must = set(self.flushed)
             case "drives":
@@ -125,6 +137,7 @@ class Ledger:
     def write(self, fact: str, blocks: Iterable[int] = (), **more: Any) -> None:
         line = {"fact": fact, "blocks": sorted(blocks), **more}
         with self._lock:
+            line["at_s"] = round(time.monotonic(), 3)
             os.write(self._fd, json.dumps(line).encode() + b"\n")
             self._take_in()
 
@@ -146,6 +159,10 @@ class Ledger:
     def everything(self) -> list[dict[str, Any]]:
         raw = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         return [json.loads(line) for line in raw.splitlines()]
+
+    def save(self, path: Path) -> None:
+        """Write the facts down, a line of JSON each."""
+        path.write_text("".join(json.dumps(fact) + "\n" for fact in self.everything()))
 
     def close(self) -> None:
         os.close(self._fd)

@@ -19,8 +19,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from kvdepot.errors import ConfigError, DriveError, FormatError
 from kvdepot.store.check.offline import audit
@@ -43,6 +44,7 @@ from kvdepot.testing.torture.world import (
     residents,
 )
 from kvdepot.tiers.log.numbers import EPOCH_S
+from kvdepot.tiers.log.tier import LogTier
 
 Kind = Literal["cuts", "kills", "damages"]
 KINDS: Final[tuple[Kind, ...]] = ("cuts", "kills", "damages")
@@ -96,11 +98,11 @@ def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOut
             case "kills":
                 _play_kills(world, ledger, chance, outcome)
             case "cuts":
-                in_child(ledger, lambda: _play_cuts(world, ledger, chance))
+                in_child(world, ledger, lambda: _play_cuts(world, ledger, chance))
                 ledger.catch_up()
                 outcome.done = ledger.expected.cuts
             case "damages":
-                in_child(ledger, lambda: _suffer(world, ledger, chance))
+                in_child(world, ledger, lambda: _suffer(world, ledger, chance))
                 ledger.catch_up()
                 outcome.done = ledger.expected.damages
         for fact in ledger.everything():
@@ -108,9 +110,13 @@ def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOut
                 outcome.faults[fact["kind"]] += fact["count"]
                 outcome.texts.append(f"{fact['kind']}: {fact['text']}")
     finally:
-        ledger.close()
         if outcome.ok or not keep:
             shutil.rmtree(place, ignore_errors=True)
+        else:
+            ledger.save(place / "ledger.jsonl")
+            if not world.stacks_path.stat().st_size:
+                world.stacks_path.unlink()
+        ledger.close()
     return outcome
 
 
@@ -120,7 +126,8 @@ def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: Ro
         seed = chance.getrandbits(64)
         _pull_or_bring_back(world, ledger, chance)
         outside_s = chance.uniform(0.0, 0.25) if chance.random() < 0.2 else None
-        code = in_child(ledger, lambda: _live(world, ledger, seed, last=False), outside_s)  # noqa: B023
+        life_of = partial(_live, world, ledger, seed, last=False)
+        code = in_child(world, ledger, life_of, outside_s)
         ledger.catch_up()
         _follow(world, ledger)
         if code == -signal.SIGKILL:
@@ -130,7 +137,7 @@ def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: Ro
             return
     world.bring_back()
     seed = chance.getrandbits(64)
-    if code := in_child(ledger, lambda: _live(world, ledger, seed, last=True)):
+    if code := in_child(world, ledger, lambda: _live(world, ledger, seed, last=True)):
         ledger.fault("error", f"the last life: exit code {code}")
 
 
@@ -151,10 +158,12 @@ def _follow(world: World, ledger: Ledger) -> None:
     """Know what a child did to the number and size of drives."""
     expected = ledger.expected
     world.ssds = expected.ssds or world.ssds
-    world.ssd_segments = expected.segments or world.ssd_segments
+    world.ssd_segments = max(expected.segments or world.ssd_segments, expected.slots)
 
 
-def in_child(ledger: Ledger, work: Callable[[], None], kill_after_s: float | None = None) -> int:
+def in_child(
+    world: World, ledger: Ledger, work: Callable[[], None], kill_after_s: float | None = None
+) -> int:
     """Do something in a forked process; its exit code, negative for a signal.
 
     What it raises is a fault in the ledger. It does not outlive HUNG_S.
@@ -163,7 +172,7 @@ def in_child(ledger: Ledger, work: Callable[[], None], kill_after_s: float | Non
     if pid == 0:
         code = 1
         try:
-            faulthandler.register(signal.SIGUSR1, file=2)
+            faulthandler.register(signal.SIGUSR1, file=world.stacks_path.open("a"))
             mirror._LOOK_S = 0.005
             threading.excepthook = lambda failed: _raised(ledger, failed.exc_value)
             work()
@@ -178,7 +187,7 @@ def in_child(ledger: Ledger, work: Callable[[], None], kill_after_s: float | Non
             time.sleep(kill_after_s)
             os.kill(pid, signal.SIGKILL)
         elif not _ends(pid, HUNG_S):
-            ledger.fault("late", f"a process hangs for {HUNG_S:.0f} s; its stacks are on stderr")
+            ledger.fault("late", f"a process hangs for {HUNG_S:.0f} s; see stacks.txt")
             os.kill(pid, signal.SIGUSR1)
             _ends(pid, 1.0)
             os.kill(pid, signal.SIGKILL)
@@ -205,6 +214,16 @@ def _raised(ledger: Ledger, error: BaseException | None) -> None:
     ledger.fault("error", f"{type(error).__name__}: {error} ({' > '.join(places[-8:])})")
 
 
+def tell_end(ledger: Ledger, store: Store) -> None:
+    """The end comes: which blocks the drives have by the store's index, and how many segments an
+    SSD has. Takes the store's lock, and none of a drive: the thread may be at a write.
+    """
+    tiers = [one.tier for one in store.inspect().state.lower_tiers if one.name == "ssd"]
+    drives = [drive for tier in tiers if isinstance(tier, LogTier) for drive in tier.drives]
+    slots = max((drive.slot_count() for drive in drives), default=0)
+    ledger.write("residents", residents(store), slots=slots)
+
+
 class LastWords:
     """Ends this process, after telling which blocks the drives have by the store's index.
 
@@ -227,7 +246,7 @@ class LastWords:
         if self.store is None:
             self._ledger.write("unopened")
         elif self.store.inspect().state.lock.acquire(timeout=10.0):
-            self._ledger.write("residents", residents(self.store))
+            tell_end(self._ledger, self.store)
 
     def end(self) -> None:
         self.say()
@@ -287,7 +306,7 @@ class TorturedFiles(PowerFiles):
                 if self.store is None:
                     self._ledger.write("unopened")
                 else:
-                    self._ledger.write("residents", residents(self.store))
+                    tell_end(self._ledger, self.store)
                 self._ledger.write("cut")
             super().cut()
 
@@ -298,6 +317,7 @@ def _play_cuts(world: World, ledger: Ledger, chance: random.Random) -> None:
     for _ in range(LIVES):
         _pull_or_bring_back(world, ledger, chance)
         _live_until_cut(world, ledger, chance)
+        _follow(world, ledger)
         judge_leaks(ledger, *before)
     world.bring_back()
     ledger.write("open")
@@ -416,6 +436,7 @@ def judge_store(
 ) -> None:
     """Everything that must hold after a store's end, however it came."""
     expected, blocks = ledger.expected, all_blocks()
+    ledger.write("opened", drives=drive_facts(store))
     present = {block.number for block in blocks if store.match([block.key])}
     away, gone, must = bool(world.away()), expected.removed, must_be_there(world, ledger)
     if cut:
@@ -444,6 +465,14 @@ def judge_store(
     if quarantined and world.mix.fsync != "never":
         ledger.fault("unclean", f"{quarantined} blocks were quarantined")
     ledger.write("present", present, away=away, cut=cut, ssds=world.ssds)
+
+
+def drive_facts(store: Store) -> list[dict[str, Any]]:
+    """For people who read a ledger: what is known of each drive."""
+    wanted = ("path", "healthy", "reason", "segments", "free_segments", "capacity_bytes", "damage")
+    tiers = [lower.tier for lower in store.inspect().state.lower_tiers]
+    told = [one for tier in tiers if isinstance(tier, LogTier) for one in tier.describe_drives()]
+    return [{name: one[name] for name in wanted} for one in told]
 
 
 def must_be_there(world: World, ledger: Ledger) -> set[int]:

@@ -96,7 +96,8 @@ class StoreSession:
         if self._change is not None:
             self._change.join(CLOSE_S + ALLOWANCE_S)
             if self._change.is_alive():
-                self._ledger.fault("late", "a drain or resize does not end")
+                self.world.write_stacks("a drain or resize does not end")
+                self._ledger.fault("late", "a drain or resize does not end; see stacks.txt")
             self._change = None
 
     def close(self) -> bool:

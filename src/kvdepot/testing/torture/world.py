@@ -1,5 +1,6 @@
 """What a round of torture works on: tiers drawn from a seed, folders of drives, blocks."""
 
+import faulthandler
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,18 @@ class World:
     def __post_init__(self) -> None:
         self.ssds = self.ssds or list(range(self.mix.ssds))
         self.ssd_segments = self.ssd_segments or self.mix.ssd_segments
+
+    @property
+    def stacks_path(self) -> Path:
+        """Where the stacks of a process that does not end are, beside the drives."""
+        return self.folder.with_name("stacks.txt")
+
+    def write_stacks(self, about: str) -> None:
+        """What every thread of this process is at."""
+        with self.stacks_path.open("a") as file:
+            file.write(f"{about}\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
 
     def make_folders(self) -> None:
         for path in (*self.ssd_paths, *self.hdd_paths):

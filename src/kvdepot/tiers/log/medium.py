@@ -165,7 +165,7 @@ class DirectoryMedium:
             except UnsafePathError:
                 self._unlock()
                 raise
-        self._device = path.stat().st_dev
+        self._device = os.fstat(self._directory_fd).st_dev
         self.direct = settings.direct_io != "never" and self._accepts_direct()
         if settings.direct_io == "always" and not self.direct:
             self.close()

@@ -1,0 +1,120 @@
+"""Whatever ends the work of a tier, and at whichever of its steps, no descriptor stays open."""
+
+import contextlib
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.waiting import until
+
+from kvdepot.core.clock import SystemClock
+from kvdepot.errors import KVDepotError
+from kvdepot.testing.images import make_image, make_key
+from kvdepot.testing.power import PowerFiles
+from kvdepot.tiers.device.breaker import RetryPauses
+from kvdepot.tiers.device.files import Files
+from kvdepot.tiers.log.medium import MountSettings
+from kvdepot.tiers.log.tier import LogTier
+
+pytestmark = pytest.mark.crash
+
+SEGMENT_BYTES = 64 << 10
+STRIDE = 7
+"""One write of so many is the one, another time another."""
+
+
+def test_the_power_is_cut_at_any_write(tmp_path: Path, seed: int) -> None:
+    before, cut_at, off = open_files(), seed % STRIDE, True
+    while off:
+        cut_at += STRIDE
+        files = PowerFiles(random.Random(cut_at), "python")
+        files.cut_at = cut_at
+        lead_a_life(tmp_path / str(cut_at), files)
+        off = files.off
+        assert open_files() == before, f"the power was cut at write {cut_at}"
+    assert cut_at > 80
+
+
+def test_a_drive_goes_again_while_it_is_mounted(tmp_path: Path) -> None:
+    before = open_files()
+    for number in range(1, 12):
+        folder = tmp_path / str(number)
+        files = PullingFiles(folder / "0", number)
+        lead_a_life(folder, files, files.arm)
+        assert (folder / "0-away").exists()
+        assert open_files() == before, f"it went before step {number}"
+
+
+class PullingFiles(Files):
+    """Files that rename a folder away before the nth step of a mount, once armed."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        super().__init__("python")
+        self._folder = folder
+        self._left = number
+        self._armed = False
+
+    def arm(self) -> None:
+        self._armed = True
+
+    def _step(self) -> None:
+        self._left -= self._armed
+        if self._armed and not self._left:
+            self._armed = False
+            self._folder.rename(self._folder.with_name(f"{self._folder.name}-away"))
+
+    def open_file(self, path: Path, flags: int) -> int:
+        self._step()
+        return super().open_file(path, flags)
+
+    def open_directory(self, path: Path, flags: int = 0) -> int:
+        self._step()
+        fd = super().open_directory(path, flags)
+        self._step()
+        return fd
+
+    def unlink(self, path: Path) -> None:
+        self._step()
+        super().unlink(path)
+        self._step()
+
+
+def lead_a_life(
+    folder: Path, files: Files, before_remount: Callable[[], None] = lambda: None
+) -> None:
+    """Everything that opens or closes files: drives mounted, lost, mounted again, added, drained
+    and made smaller. What fails is left.
+    """
+    folder.mkdir()
+    drives = [folder / name / "kv" for name in "012"]
+    for path in drives:
+        path.parent.mkdir()
+    images = [make_image(make_key(number), bytes(12_000)) for number in range(8)]
+    settings = MountSettings(4 * SEGMENT_BYTES, SEGMENT_BYTES, pauses=RetryPauses(0.001, 0.01))
+    tier = LogTier(drives[:2], files, settings, SystemClock())
+    steps: list[Callable[[], object]] = [
+        lambda: [tier.append(number % 2, [image]) for number, image in enumerate(images)],
+        lambda: tier.erase([tier.removal(make_key(3))]),
+        tier.flush,
+        lambda: drives[0].rename(folder / "hidden"),
+        lambda: tier.probe(0),
+        lambda: (folder / "hidden").rename(drives[0]),
+        before_remount,
+        lambda: until(lambda: not tier.drive(0).retry_in_s),
+        lambda: tier.remount(0, lambda: None),
+        lambda: tier.add(drives[2]),
+        lambda: tier.start_drain(1),
+        lambda: tier.retire(1),
+        lambda: tier.resize(0, 3),
+        lambda: tier.trim(0),
+    ]
+    for step in steps:
+        with contextlib.suppress(OSError, KVDepotError):
+            step()
+    tier.close()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
