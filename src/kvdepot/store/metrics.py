@@ -320,6 +320,13 @@ METRICS: Final = (
         "counters.put_OUTCOME",
     ),
     _counter(
+        "deferred_blocks",
+        "",
+        "Of the blocks stored: taken while too much waited to be written.",
+        _one("counters", "put_deferred"),
+        "counters.put_deferred",
+    ),
+    _counter(
         "put_bytes",
         "",
         "Bytes of the blocks that were stored.",

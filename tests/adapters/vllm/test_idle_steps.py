@@ -1,0 +1,73 @@
+"""A step in which nothing is to be loaded or saved costs the engine nothing of the depot."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.support.toy_engine import PROMPT, OpenEngine, OpenStore, ToyEngine, ToyRequest
+from tests.support.waiting import eventually
+
+from kvdepot.store.store import Store
+
+STEPS = 25
+BLOCK_TOKENS = 128
+"""No block is complete while the steps run."""
+ON_ITS_OWN = "kvdepot-watchdog"
+"""Looks at the drives once a second."""
+
+
+@pytest.fixture
+def decoding(open_store: OpenStore, open_engine: OpenEngine) -> ToyEngine:
+    """An engine whose only request is in the middle of its answer; nothing is under way."""
+    store = open_store()
+    engine = open_engine(store, settings={"block_tokens": BLOCK_TOKENS, "decide": True})
+    engine.add(ToyRequest("r", list(PROMPT), BLOCK_TOKENS))
+    while not engine.requests["r"].answer:
+        engine.step()
+    assert store.flush()
+    return engine
+
+
+def test_it_asks_the_store_for_nothing(
+    decoding: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for name in [name for name in dir(Store) if not name.startswith("_")]:
+        if callable(getattr(Store, name)):
+
+            def spy(*_: Any, _name: str = name, **__: Any) -> None:
+                called.append(_name)
+
+            monkeypatch.setattr(Store, name, spy)
+    for _ in range(STEPS):
+        decoding.step()
+    monkeypatch.undo()
+    assert len(decoding.requests["r"].answer) > STEPS
+    assert called == []
+
+
+def switches() -> dict[str, int]:
+    """How often each of our threads has gone to sleep."""
+    found = {}
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvdepot") and thread.name != ON_ITS_OWN:
+            status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+            found[thread.name] = int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return found
+
+
+def test_it_wakes_no_thread(decoding: ToyEngine) -> None:
+    before: list[dict[str, int]] = [{}]
+
+    def calm() -> bool:
+        last, before[0] = before[0], switches()
+        return last == before[0]
+
+    assert eventually(calm, 20.0)
+    for _ in range(STEPS):
+        decoding.step()
+    assert switches() == before[0]
