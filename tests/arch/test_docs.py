@@ -1,12 +1,17 @@
 """What the documents tell people to type works, and what they link to exists."""
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvdepot.cli.main import UsageError, build_parser
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCED = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"`((?:src/kvdepot/)?[a-z_]+/[a-z_/]+\.py)[:`]")
 VAGUE = re.compile(r"(?<!\")\b(?:somebody|nobody|whoever|anybody|everybody|someone|anyone)\b", re.I)
@@ -51,3 +56,43 @@ def test_files_it_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_actors_are_named(page: Path) -> None:
     assert VAGUE.findall(page.read_text()) == []
+
+
+def typed_commands(text: str) -> Iterator[list[str]]:
+    """The words of each `kvdepot …` in fenced text, as a reader would type it."""
+    for block in FENCED.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = re.sub(r"^(\$|sudo(?: -u \w+)?) ", "", line.strip())
+            if re.match(r"(\S*/)?kvdepot \S", line):
+                words = shlex.split(line, comments=True)
+                ends = [at for at, word in enumerate(words) if re.match(r"[|>&]|2>", word)]
+                yield words[1 : min(ends, default=len(words))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_can_be_typed_as_printed(page: Path) -> None:
+    for words in typed_commands(page.read_text()):
+        try:
+            build_parser({words[0]})[0].parse_args(words)
+        except UsageError as error:
+            raise AssertionError(f"kvdepot {shlex.join(words)}: {error}") from error
+        except SystemExit as end:  # --help, --version
+            assert end.code == 0, words
+
+
+def test_a_command_that_cannot_be_typed_is_noticed() -> None:
+    page = "```\n$ kvdepot sim --trace a \\\n  --bogus > x  # no\n```\n"
+    (words,) = typed_commands(page)
+    assert words == ["sim", "--trace", "a", "--bogus"]
+
+
+def test_messages_in_the_troubleshooting_tables_are_ours() -> None:
+    """What on-call staff compare with what they see is what the program says."""
+    page = (ROOT / "docs" / "troubleshoot.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    first_cells = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
+    messages = [text for cell in first_cells for text in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) > 8
+    for message in messages:
+        for part in filter(None, map(str.strip, message.split("…"))):
+            assert part in source, part
