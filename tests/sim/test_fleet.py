@@ -1,20 +1,22 @@
 """The fleet: nothing is lost, nothing is invented, and one seed gives one outcome."""
 
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.sim.arrivals import AsRecorded, Conversations, MultiTurn
+from kvdepot.sim.arrivals import AsRecorded, Conversations, InFlight, MultiTurn
 from kvdepot.sim.drives import DriveSpeed
 from kvdepot.sim.fleet import FleetSetup, SimulatedFleet, TierSetup, interval_of, part_of
 from kvdepot.sim.gpu import GpuPace
 from kvdepot.sim.results import Findings
 from kvdepot.sim.worker import HBM, WorkerRules
-from kvdepot.sim.workload import PromptRequest, Workload
+from kvdepot.sim.workload import NO_PARENT, PromptRequest, Workload
 
 PACE = GpuPace(PrefillPace(0.001, 1e-4, 1e-8), weights_s=0.005, context_token_s=1e-8)
 SSD = TierSetup("ssd", 100e6, DriveSpeed(2, 1e9, 5e8, latency_s=1e-4))
@@ -188,3 +190,46 @@ def test_the_interval_is_students() -> None:
     assert found.mean == 2.5
     # Standard deviation sqrt(5 / 3), over sqrt(4), times 3.182.
     assert found.error == pytest.approx(2.0540, abs=1e-3)
+
+
+def returning_users(users: int, seed: int) -> Workload:
+    """Each comes twice, the second time in another order and with a little more."""
+    workload = Workload(256)
+    shared = workload.new_blocks(NO_PARENT, 20)
+    chains = [
+        np.concatenate((shared, workload.new_blocks(int(shared[-1]), 26))) for _ in range(users)
+    ]
+    for chain in chains:
+        workload.add(PromptRequest(0.0, 40 * 256, 16, chain[:40]))
+    for user in random.Random(seed).sample(range(users), users):
+        workload.add(PromptRequest(0.0, 46 * 256, 16, chains[user]))
+    return workload
+
+
+def test_a_disk_slower_than_the_gpu_is_capacity_beside_it() -> None:
+    """A GPU of 31,000 tokens a second, a disk of 22,000: for one prompt alone it is of no use."""
+    token_bytes, users = 131_072, 24
+    workloads = [returning_users(users, seed) for seed in range(4)]
+    pace = GpuPace(PrefillPace(0.012, 26.5e-6, 8.6e-10), 0.005, 4e-8, chunk_tokens=8192)
+    setup = FleetSetup(
+        rules=WorkerRules(pace, 256),
+        block_bytes=256 * token_bytes,
+        memory_blocks=234,
+        link_bytes_per_s=5e10,
+        network_bytes_per_s=1e10,
+        tiers=(TierSetup("ssd", 1e12, DriveSpeed(1, 22_000 * token_bytes, 2e9)),),
+    )
+
+    def second_visits_s(rules: WorkerRules, tiers: tuple[TierSetup, ...] = setup.tiers) -> float:
+        total_s = 0.0
+        for workload in workloads:
+            fleet = SimulatedFleet(replace(setup, rules=rules, tiers=tiers), workload)
+            served = fleet.run(InFlight(workload, 8), lambda done: None).served
+            second = [one for one in served if one.number >= users]
+            total_s += max(one.last_s for one in second) - min(one.arrival_s for one in second)
+        return total_s
+
+    together = second_visits_s(setup.rules)
+    assert together < 0.95 * second_visits_s(replace(setup.rules, considers=False))
+    assert together < 0.95 * second_visits_s(replace(setup.rules, decides=False))
+    assert together < 0.8 * second_visits_s(setup.rules, ())

@@ -1,4 +1,5 @@
-"""When requests come: at the times of a trace, or as users ask on when they were answered."""
+"""When requests come: at the times of a trace, or as users ask on when they were answered, or so
+many at a time."""
 
 import random
 from collections.abc import Iterator
@@ -38,6 +39,24 @@ class AsRecorded:
 
     def after(self, number: int, asked_s: float, answered_s: float) -> tuple[float, int] | None:
         return None
+
+
+class InFlight:
+    """The requests of a workload in order, so many at a time: the next when one is answered."""
+
+    def __init__(self, workload: Workload, at_once: int) -> None:
+        self._count = len(workload)
+        self._begun = min(at_once, self._count)
+
+    def first(self) -> Iterator[tuple[float, int]]:
+        for number in range(self._begun):
+            yield 0.0, number
+
+    def after(self, number: int, asked_s: float, answered_s: float) -> tuple[float, int] | None:
+        if self._begun == self._count:
+            return None
+        self._begun += 1
+        return answered_s, self._begun - 1
 
 
 @dataclass(frozen=True, slots=True)

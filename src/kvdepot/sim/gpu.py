@@ -52,6 +52,7 @@ class SimulatedGpu:
         self._running = False
         self._round = 0
         self._rest: tuple[float, float, int] | None = None
+        self._step_ends_s = 0.0
         self.busy_s = 0.0
         self.prefill_s = 0.0
         self.waiting_tokens = 0
@@ -64,9 +65,16 @@ class SimulatedGpu:
         elif not self._running:
             self._step()
 
+    @property
+    def answers(self) -> int:
+        """Requests that are being answered."""
+        return len(self._answers)
+
     def queue(self) -> EngineQueue:
         work = sum(attention_work(job.new_tokens, job.context_tokens) for job in self._waiting)
-        return EngineQueue(self.waiting_tokens, work, len(self._answers), self._context_tokens)
+        busy_s = max(0.0, self._step_ends_s - self._events.now_s)
+        decodes = len(self._answers)
+        return EngineQueue(self.waiting_tokens, work, decodes, self._context_tokens, busy_s)
 
     def _step(self) -> None:
         """Begin the next step, or many alike when there is only decoding to do."""
@@ -98,7 +106,8 @@ class SimulatedGpu:
         seconds = self._step_s(tokens, work)
         self.prefill_s += seconds
         self.busy_s += seconds
-        self._events.at(self._events.now_s + seconds, lambda: self._after(1, finished))
+        self._step_ends_s = self._events.now_s + seconds
+        self._events.at(self._step_ends_s, lambda: self._after(1, finished))
 
     def _decode_steps(self) -> None:
         """As many steps as no answer ends in; a new prompt cuts them short."""

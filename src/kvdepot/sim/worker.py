@@ -8,6 +8,7 @@ requests are computed; the rest is computed. Then its blocks are kept, and it an
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,13 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     EngineFeatures,
     PromptLengths,
     TierRun,
-    decide,
+)
+from kvdepot.policy.fetching.queue_plan import (
+    WAITING_MAX,
+    Company,
+    FetchingPrompt,
+    MatchedPrompt,
+    decide_in_company,
 )
 from kvdepot.policy.fetching.speed_models import TierPace
 from kvdepot.sim.drives import Pipe
@@ -49,6 +56,8 @@ class WorkerRules:
     """Whether GPU memory keeps what no running request uses."""
     decides: bool = True
     """Whether it recomputes what is slower to fetch; otherwise it fetches all there is."""
+    considers: bool = True
+    """Whether it then thinks of the other requests too."""
 
 
 @dataclass(slots=True)
@@ -80,6 +89,8 @@ class ModelWorker:
     refused: int = 0
     blocks_asked: int = 0
     _waiting: deque[RunningRequest] = field(default_factory=deque)
+    _loads: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Requests that are being fetched: until when, and the prefill that is left then."""
     _reserved: int = 0
 
     @property
@@ -146,7 +157,12 @@ class ModelWorker:
             lambda: self._first(running),
             lambda: self._last(running),
         )
-        self.events.at(served.fetched_s, lambda: self.gpu.add(job))
+
+        def fetched() -> None:
+            self._loads.pop(served.number, None)
+            self.gpu.add(job)
+
+        self.events.at(served.fetched_s, fetched)
 
     def _fetch(self, running: RunningRequest) -> None:
         served, now_s = running.served, self.events.now_s
@@ -181,7 +197,21 @@ class ModelWorker:
     def _wanted(self, running: RunningRequest, where: Rows) -> int:
         if not self.rules.decides:
             return len(where)
-        now_s, size = self.events.now_s, self.rules.block_tokens
+        now_s, pace, paces = self.events.now_s, self.rules.pace, dict[str, TierPace | None]()
+        for tier in self.tiers:
+            rate = min(tier.drives.rate_bytes_per_s(tier.block_bytes), self.link.bytes_per_s)
+            wait_s = max(tier.drives.wait_s(now_s), self.link.wait_s(now_s))
+            paces[tier.name] = TierPace(wait_s, 1.0 / rate, 0.0)
+        engine, queue = EngineFeatures(chunk_tokens=pace.chunk_tokens), self.gpu.queue()
+        company = self._company if self.rules.considers else Company
+        prompt = self._matched(running, where)
+        decision = decide_in_company(prompt, pace.prefill, paces, queue, engine, company)
+        self._loads[running.served.number] = now_s + decision.fetch_s, decision.rest_s
+        return decision.cut_blocks
+
+    def _matched(self, running: RunningRequest, where: Rows) -> MatchedPrompt:
+        """A prompt, of which the blocks behind the local ones are in these tiers."""
+        size = self.rules.block_tokens
         starts = np.flatnonzero(np.diff(where, prepend=-2))
         counts = np.diff(np.append(starts, len(where))).tolist()
         sources = [self.tiers[number] for number in where[starts].tolist()]
@@ -189,15 +219,20 @@ class ModelWorker:
             TierRun(tier.name, count, int(count * tier.block_bytes))
             for tier, count in zip(sources, counts, strict=True)
         ]
-        paces: dict[str, TierPace | None] = {}
-        for tier in sources:
-            rate = min(tier.drives.rate_bytes_per_s(tier.block_bytes), self.link.bytes_per_s)
-            wait_s = max(tier.drives.wait_s(now_s), self.link.wait_s(now_s))
-            paces[tier.name] = TierPace(wait_s, 1.0 / rate, 0.0)
-        prompt = PromptLengths(running.served.input_tokens, size, running.local * size)
-        pace = self.rules.pace
-        engine = EngineFeatures(chunk_tokens=pace.chunk_tokens)
-        return decide(prompt, runs, pace.prefill, paces, self.gpu.queue(), engine).cut_blocks
+        lengths = PromptLengths(running.served.input_tokens, size, running.local * size)
+        return MatchedPrompt(lengths, runs)
+
+    def _company(self) -> Company:
+        """What is being fetched, what waits for room in GPU memory, and how many are answered."""
+        now_s = self.events.now_s
+        loads = [FetchingPrompt(end_s - now_s, work_s) for end_s, work_s in self._loads.values()]
+        waiting = []
+        for other in islice(self._waiting, WAITING_MAX):
+            other.local = leading(self.memory.has(other.rows)) if self._keeps else 0
+            where = fastest_tier(self.tiers, other.rows[other.local :])
+            waiting.append(self._matched(other, where[: leading(where != NOWHERE)]))
+        behind = len(self._waiting) - len(waiting)
+        return Company(tuple(loads), tuple(waiting), self.gpu.answers, behind)
 
     def _first(self, running: RunningRequest) -> None:
         """The prompt is computed: its blocks are in GPU memory, and go to the tiers."""

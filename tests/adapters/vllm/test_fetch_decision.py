@@ -15,6 +15,7 @@ from kvdepot.adapters.vllm.requests import DepotHit, Phase, RequestKeys, Tracked
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
+from kvdepot.policy.fetching.fetch_or_recompute import Reason
 from kvdepot.policy.fetching.speed_models import attention_work
 from kvdepot.testing.clocks import ManualClock
 
@@ -105,6 +106,39 @@ def test_the_queue_is_what_comes_before() -> None:
     assert (queue.decodes, queue.decode_context_tokens) == (1, 500)
     assert queue.ahead_tokens == 600 + 300
     assert queue.ahead_attention == attention_work(600, 400) + attention_work(300, 0)
+
+
+def test_what_is_loading_is_not_before_it_but_in_its_company() -> None:
+    decider = taught(1e-3, 1e-9)
+    loading, me = tracked("a", phase=Phase.LOADING), tracked("b")
+    decider.decide(loading, hit(), [loading])
+    decider.load_started("a", hit().tiers)
+    assert queue_before(me, [loading, me]).ahead_tokens == 0
+    queued = tracked("c", hit=hit())
+    company = decider._company(me, [loading, me, queued, tracked("d")], 5)
+    (load,) = company.loads
+    assert load.ready_s > 0
+    assert load.work_s > 0
+    assert [each.runs[0].blocks for each in company.waiting] == [10]
+    assert (company.answered, company.behind) == (5, 1)
+
+
+def test_with_others_waiting_a_slower_disk_is_used_beside_the_engine() -> None:
+    """0.13 s of prefill for a block, 0.16 s from disk."""
+    me, behind = tracked("r"), [tracked(f"w{number}") for number in range(4)]
+    assert taught(1e-3, 0.16 / BLOCK_BYTES).decide(me, hit(), [me]).stop_block == 0
+    decided = taught(1e-3, 0.16 / BLOCK_BYTES).decide(me, hit(), [me, *behind])
+    assert decided.decision.reason is Reason.RELIEVE
+    assert decided.stop_block == 10
+
+
+def test_a_step_under_way_hides_a_load() -> None:
+    decider, one = taught(1e-3, 0.16 / BLOCK_BYTES), tracked("r")
+    decider.step_planned(2048, 0.0)
+    assert decider.decide(one, hit(), [one]).stop_block == 10
+    decider.step_planned(2048, 0.0)
+    decider.step_planned(2048, 0.0)
+    assert decider._busy_until < 2.5 * 2.1, "an engine has two steps at most"
 
 
 def test_only_steps_with_prefill_are_timed() -> None:

@@ -1,9 +1,10 @@
 """Fetch or recompute: how much of what the depot has is worth fetching for a request.
 
 The facts come from vLLM's own steps, from finished loads and from the requests that are present;
-`policy` decides. Decided once for a request and a match; holds until one of them changes. What was
-learnt (speeds of the engine and of the tiers) is kept in a file for the next start on this machine,
-which believes it as far as it agrees with what the depot has measured of its drives.
+`policy` decides, for all of these together. Decided once for a request and a match; holds until
+one of them changes. What was learnt (speeds of the engine and of the tiers) is kept in a file for
+the next start on this machine, which believes it as far as it agrees with what the depot has
+measured of its drives.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
@@ -30,6 +31,12 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     EngineQueue,
     PromptLengths,
     TierRun,
+)
+from kvdepot.policy.fetching.queue_plan import (
+    WAITING_MAX,
+    Company,
+    FetchingPrompt,
+    MatchedPrompt,
 )
 from kvdepot.policy.fetching.speed_models import (
     PrefillPace,
@@ -63,6 +70,9 @@ class LoadUnderWay:
     blocks_by_tier: Counter[str]
     outstanding_bytes: dict[str, int]
     cold: frozenset[str]
+    until: float = 0.0
+    rest_s: float = 0.0
+    """When it is expected to be over, and the prefill that is left then."""
 
 
 class FetchDecider:
@@ -99,6 +109,8 @@ class FetchDecider:
         self._cold = set(TIER_NAMES)
         """Tiers of which no load of this process is over."""
         self._outstanding = dict.fromkeys(TIER_NAMES, 0)
+        self._busy_until = 0.0
+        """When the steps that were given to the engine are expected to be over."""
         self.probes: list[tuple[str, int, int]] = []
         """Request, first block and number of blocks to be fetched only to measure a tier."""
 
@@ -110,26 +122,70 @@ class FetchDecider:
         known = self._decisions.get(name)
         if known is not None and known.hit == hit:
             return known
-        prompt = PromptLengths(tracked.request.num_tokens, self._block_tokens, hit.local_tokens)
-        counts = [(tier, sum(1 for _ in group)) for tier, group in groupby(hit.tiers)]
-        runs = [TierRun(tier, blocks, blocks * self._block_bytes) for tier, blocks in counts]
-        queue = queue_before(tracked, others)
-        advice = self.advisor.advise(prompt, runs, self._outstanding, queue)
-        decided = self._decisions[name] = FetchDecision(advice.decision, hit, self._clock())
+        now, requests = self._clock(), list(others)
+        busy_s = max(0.0, self._busy_until - now)
+        queue = replace(queue_before(tracked, requests), busy_s=busy_s)
+        prompt = self._matched(tracked, hit)
+        advice = self.advisor.advise(
+            prompt.lengths,
+            prompt.runs,
+            self._outstanding,
+            queue,
+            lambda: self._company(tracked, requests, queue.decodes),
+        )
+        decided = self._decisions[name] = FetchDecision(advice.decision, hit, now)
         if advice.probe is not None:
             first = hit.first_block + advice.probe.start
             self.probes.append((name, first, advice.probe.blocks))
         return decided
 
+    def _matched(self, tracked: TrackedRequest, hit: DepotHit) -> MatchedPrompt:
+        lengths = PromptLengths(tracked.request.num_tokens, self._block_tokens, hit.local_tokens)
+        counts = [(tier, sum(1 for _ in group)) for tier, group in groupby(hit.tiers)]
+        runs = [TierRun(tier, blocks, blocks * self._block_bytes) for tier, blocks in counts]
+        return MatchedPrompt(lengths, runs)
+
+    def _company(
+        self, tracked: TrackedRequest, others: Sequence[TrackedRequest], answered: int
+    ) -> Company:
+        """What is being loaded, and the requests that wait behind this one."""
+        now = self._clock()
+        loads = [
+            FetchingPrompt(max(0.0, load.until - now), load.rest_s)
+            for load in self._loading.values()
+            if load.rest_s
+        ]
+        waiting: list[MatchedPrompt] = []
+        behind, after = 0, False
+        for other in others:
+            if after and other.phase is Phase.QUEUED:
+                if other.hit is not None and len(waiting) < WAITING_MAX:
+                    waiting.append(self._matched(other, other.hit))
+                else:
+                    behind += 1
+            after = after or other is tracked
+        return Company(tuple(loads), tuple(waiting), answered, behind)
+
+    def step_planned(self, tokens: int, attention: float) -> None:
+        """The engine is given a step; it may be asked to decide before the step is over."""
+        pace, now = self.advisor.prefill.pace(), self._clock()
+        if pace is not None and tokens:
+            step_s = pace.step_s + pace.token_s * tokens + pace.pair_s * attention
+            # An engine has one step beside the one that runs, so a wrong guess does not add up.
+            self._busy_until = min(max(now, self._busy_until), now + step_s) + step_s
+
     def load_started(self, name: str, tiers: Sequence[str]) -> Decision | None:
         """A load of blocks in these tiers begins; what was decided of it."""
         blocks_by_tier = Counter(tiers)
-        load = LoadUnderWay(blocks_by_tier, dict(self._outstanding), frozenset(self._cold))
-        self._loading[name] = load
+        decided = self._decisions.get(name)
+        decision = decided.decision if decided is not None else None
+        until = self._clock() + decision.fetch_s if decision is not None else 0.0
+        rest_s = decision.rest_s if decision is not None else 0.0
+        before, cold = dict(self._outstanding), frozenset(self._cold)
+        self._loading[name] = LoadUnderWay(blocks_by_tier, before, cold, until, rest_s)
         for tier, blocks in blocks_by_tier.items():
             self._outstanding[tier] += blocks * self._block_bytes
-        decided = self._decisions.get(name)
-        return decided.decision if decided is not None else None
+        return decision
 
     def load_ended(self, end: LoadEnd) -> None:
         """Learn from what came, and from what was late."""
@@ -190,11 +246,13 @@ class FetchDecider:
 
 
 def queue_before(tracked: TrackedRequest, others: Iterable[TrackedRequest]) -> EngineQueue:
-    """What vLLM has to do before this request, and beside it."""
+    """What vLLM has to do before this request, and beside it; not for those that are loading."""
     tokens, attention, decodes, contexts = 0, 0.0, 0, 0
     for other in others:
         if other is tracked:
             break
+        if other.phase is Phase.LOADING:
+            continue
         request = other.request
         have = request.num_computed_tokens
         if other.phase is Phase.COMPUTING and have >= request.num_prompt_tokens:

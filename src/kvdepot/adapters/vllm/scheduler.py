@@ -338,6 +338,7 @@ class ConnectorScheduler:
     ) -> None:
         """Have the step timed, close decisions whose request is answered by it, and probe."""
         tokens, attention, prefill = step_work(step)
+        decider.step_planned(tokens, attention)
         if prefill:
             plan.new_tokens, plan.attention = tokens, attention
         for tracked, count in step:

@@ -4,7 +4,7 @@ No clock, no thread: times come in as facts. The simulator runs the same code.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Final
@@ -18,8 +18,8 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     PromptLengths,
     Reason,
     TierRun,
-    decide,
 )
+from kvdepot.policy.fetching.queue_plan import Company, MatchedPrompt, decide_in_company
 from kvdepot.policy.fetching.speed_models import (
     CROSSOVER_TOKENS,
     PrefillModel,
@@ -120,6 +120,7 @@ class Advisor:
         runs: Sequence[TierRun],
         outstanding_bytes: Mapping[str, int],
         queue: EngineQueue = IDLE,
+        company: Callable[[], Company] = Company,
     ) -> Advice:
         """Decide, and say whether a tier that was passed over should be looked at again.
 
@@ -129,7 +130,8 @@ class Advisor:
         paces = {
             tier: model.pace(outstanding_bytes.get(tier, 0)) for tier, model in self.tiers.items()
         }
-        decision = decide(prompt, runs, self.prefill.pace(), paces, queue, self.engine)
+        matched, prefill = MatchedPrompt(prompt, runs), self.prefill.pace()
+        decision = decide_in_company(matched, prefill, paces, queue, self.engine, company)
         return Advice(decision, self._probe(decision, runs, outstanding_bytes))
 
     def profiles(self) -> dict[str, TierProfile]:

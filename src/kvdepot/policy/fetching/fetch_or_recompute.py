@@ -61,13 +61,14 @@ class EngineQueue:
 
     `ahead_tokens`, `ahead_attention`: prefill that comes before, with its attention work.
     `decodes`, `decode_context_tokens`: requests that take one token of every step, and the sum of
-    their contexts.
+    their contexts. `busy_s`: until the step that runs now is over; its work is not in the others.
     """
 
     ahead_tokens: int = 0
     ahead_attention: float = 0.0
     decodes: int = 0
     decode_context_tokens: int = 0
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class PrefillTimes:
         self._step_s = pace.step_s + pace.token_s * queue.decodes
         self._step_s += pace.pair_s * queue.decode_context_tokens
         self._chunk = float(max(engine.chunk_tokens - queue.decodes, 1))
-        self.queue_s = self._step_s * queue.ahead_tokens / self._chunk
+        self.queue_s = queue.busy_s + self._step_s * queue.ahead_tokens / self._chunk
         self.queue_s += pace.token_s * queue.ahead_tokens + pace.pair_s * queue.ahead_attention
         first = prompt.local_tokens // prompt.block_tokens * prompt.block_tokens
         # The engine computes at least the last token itself, for its logits.
@@ -266,6 +267,7 @@ class Reason(Enum):
     RECOMPUTE = "recomputing all is faster"
     CUT = "the tail does not pay"
     SPLIT = "one part is recomputed while another is fetched"
+    RELIEVE = "a tier works beside the engine, for the sake of other requests"
     EXPLORE = "a tier is not known yet"
     PREFILL_UNKNOWN = "the speed of prefill is not known yet"
 
@@ -277,7 +279,7 @@ class Decision:
     Of the matched blocks those before `cut_blocks` are fetched, but for `hole_blocks` from
     `hole_start` on, which the engine recomputes meanwhile. `deadline_s` and `fetch_s` count from
     now; what has not come by the deadline is recomputed too, which takes `saved_s` for all of it.
-    Times to the first token:
+    `rest_s`: prefill that is left when all has come. Times to the first token:
     `predicted_s` of this decision, `fetch_all_s` of fetching all that can be asked for,
     `recompute_s` of fetching nothing; inf where the speed of prefill is not known.
     """
@@ -289,6 +291,7 @@ class Decision:
     fetch_s: float
     deadline_s: float
     saved_s: float
+    rest_s: float
     predicted_s: float
     fetch_all_s: float
     recompute_s: float
@@ -318,13 +321,13 @@ def decide(
     if prefill is not None:
         times = PrefillTimes(prompt, blocks, prefill, queue, engine)
         plan, fetch_all_s, recompute_s = _fastest(times, asked, tiers, splits=engine.splits)
-        saved_s = times.saved_s(plan.cut)
+        saved_s, rest_s = times.saved_s(plan.cut), float(times.suffix_s[plan.cut])
     else:
         # As long as no step was seen, a hit is taken to be worth its time.
         fetch_s = float(fetch_seconds(asked, _paces(asked, tiers, EXPLORE_S))[-1])
         plan, fetch_all_s, recompute_s = FetchPlan(blocks, 0, 0, fetch_s, 0.0, inf), inf, inf
-        saved_s = inf
-    by_run = _by_run(runs, plan)
+        saved_s, rest_s = inf, 0.0
+    by_run = split_by_run(runs, plan)
     used = [tiers[run.tier] for run, count in zip(runs, by_run, strict=True) if count]
     return Decision(
         cut_blocks=plan.cut,
@@ -332,8 +335,9 @@ def decide(
         hole_blocks=plan.hole_stop - plan.hole_start,
         by_run=by_run,
         fetch_s=plan.fetch_s,
-        deadline_s=_deadline(plan, used, recompute_s),
+        deadline_s=deadline_of(plan, used, recompute_s),
         saved_s=saved_s,
+        rest_s=rest_s,
         predicted_s=plan.finish_s,
         fetch_all_s=fetch_all_s,
         recompute_s=recompute_s,
@@ -389,7 +393,7 @@ def _paces(
     return paces
 
 
-def _by_run(runs: Sequence[TierRun], plan: FetchPlan) -> tuple[int, ...]:
+def split_by_run(runs: Sequence[TierRun], plan: FetchPlan) -> tuple[int, ...]:
     fetched = []
     start = 0
     for run in runs:
@@ -400,7 +404,7 @@ def _by_run(runs: Sequence[TierRun], plan: FetchPlan) -> tuple[int, ...]:
     return tuple(fetched)
 
 
-def _deadline(plan: FetchPlan, used: Sequence[TierPace | None], recompute_s: float) -> float:
+def deadline_of(plan: FetchPlan, used: Sequence[TierPace | None], recompute_s: float) -> float:
     """Waiting is free while the engine is busy, and never longer than a recompute takes.
 
     A fetch from tiers that are not known may not be late at all.
