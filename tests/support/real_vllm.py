@@ -136,12 +136,13 @@ class Bench:
         """Leave the blocks of a prompt, but for the first ones, on disk only."""
         assert self.store.flush(60.0)
         state = self.store.inspect().state
-        (space,) = self.connector.scheduler_side._spaces_of("")
+        spaces = self.connector.scheduler_side._spaces_of("")
         with state.lock:
-            rows = state.catalog.rows(space.keys(ids)[kept:])
-            for row in reversed(rows):
-                if state.catalog.memory.ready(row):
-                    state.memory_tiers[0].drop(row)
+            for space in spaces:
+                rows = state.catalog.rows(space.keys(ids)[kept:])
+                for row in reversed(rows):
+                    if row >= 0 and state.catalog.memory.ready(row):
+                        state.memory_tiers[0].drop(row)
 
     def figures(self) -> dict[str, float]:
         """What the connector has counted since the last call, and was not taken by vLLM."""
@@ -231,7 +232,7 @@ def warm(args: argparse.Namespace) -> dict[str, Any]:
         (len(prompts[at]) + len(answers[at]["tokens"]) - 1) // PAGE * PAGE for at in range(2)
     ][:2]
     seen["figures"] = bench.figures()
-    seen["identity"] = dict(worker_of(bench).facts.extra)
+    seen["identity"] = dict(worker_of(bench).facts.groups[0].extra)
     seen["flushed"] = bool(bench.store.flush(60.0))
     write(args, seen)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -444,7 +445,7 @@ def roundtrip(args: argparse.Namespace) -> dict[str, Any]:
     bench.forget()
     with garbled():
         seen["control"] = compare(bench.ask([ids]), cold)["worst"]
-    seen["identity"] = dict(worker_of(bench).facts.extra)
+    seen["identity"] = dict(worker_of(bench).facts.groups[0].extra)
     return seen
 
 

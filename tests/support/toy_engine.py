@@ -4,12 +4,16 @@ The "model" is a hash: what a token leaves in its page and the token that follow
 tokens before it. Every step looks at the pages of everything a request has computed, as attention
 would, so a page with wrong bytes fails at once. Pages are shared by prefix, freed, preempted and
 taken again as vLLM does it: contents stay until a page is given to another request.
+
+A model may have several KV groups, whose layers lie in the same memory under different page ids:
+full attention, a sliding window whose pages are dropped behind it, and a state of which there is
+one at the end of each chunk.
 """
 
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +32,8 @@ LAYERS = 3
 HEADS = 2
 WIDTH = 256
 VOCABULARY = 50
+WINDOW = 10
+NULL = 0
 MODEL = "toy"
 PROMPT = [(7 * number) % VOCABULARY for number in range(43)]
 FULL_PAGES = len(PROMPT) // PAGE_TOKENS
@@ -52,7 +58,8 @@ class ToyRequest:
     mm_features: list[Any] = field(default_factory=list)
     kv_transfer_params: dict[str, Any] | None = None
     num_prompt_tokens: int = 0
-    pages: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """Page ids, one list for each KV group."""
     status: str = "waiting"
     loaded_tokens: int = 0
 
@@ -80,36 +87,47 @@ def answer_of(prompt: list[int], count: int, salt: str = "") -> list[int]:
     return tokens[len(prompt) :]
 
 
+PageName = tuple[int, str, tuple[int, ...]]
+"""KV group, salt, and the tokens up to the page's end."""
+
+
 class PagePool:
     """vLLM's block pool: pages with users, and what complete pages hold."""
 
     def __init__(self, count: int) -> None:
         self.users = [0] * count
         self.free = deque(range(1, count))  # page 0 stands for pages that are not kept
-        self.known: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.names: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.known: dict[PageName, int] = {}
+        self.names: dict[int, PageName] = {}
 
     def take(self) -> int:
         page = self.free.popleft()
-        self.known.pop(self.names.pop(page, ("", ())), None)
+        self.known.pop(self.names.pop(page, (0, "", ())), None)
         self.users[page] = 1
         return page
 
     def share(self, page: int) -> None:
+        if page == NULL:
+            return
         if not self.users[page]:
             self.free.remove(page)
         self.users[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        for page in reversed(pages):
+        for page in reversed([page for page in pages if page != NULL]):
             self.users[page] -= 1
             if not self.users[page]:
                 self.free.append(page)
 
-    def name(self, page: int, prefix: tuple[str, tuple[int, ...]]) -> None:
-        if prefix not in self.known:
+    def name(self, page: int, prefix: PageName) -> None:
+        if page != NULL and prefix not in self.known:
             self.known[prefix] = page
             self.names[page] = prefix
+
+
+def first_token(kind: str, stop: int) -> int:
+    """The first token that a group needs to go on from `stop`."""
+    return {"full": 0, "window": max(0, stop - WINDOW + 1), "state": max(0, stop - 1)}[kind]
 
 
 def engine_config() -> Any:
@@ -128,12 +146,39 @@ def engine_config() -> Any:
     )
 
 
-def cache_config(pages: int) -> Any:
-    spec = SimpleNamespace(block_size=PAGE_TOKENS, num_kv_heads=HEADS)
-    names = [f"layer{number}" for number in range(LAYERS)]
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=names)
+class FullAttentionSpec:
+    """As vLLM's, which goes by the same name; the others likewise."""
+
+    block_size = PAGE_TOKENS
+
+
+class SlidingWindowSpec:
+    block_size = PAGE_TOKENS
+    sliding_window = WINDOW
+
+
+class MambaSpec:
+    block_size = PAGE_TOKENS
+    mamba_cache_mode = "align"
+
+
+SPECS = {"full": FullAttentionSpec, "window": SlidingWindowSpec, "state": MambaSpec}
+
+
+def layer_name(group: int, layer: int) -> str:
+    return f"layer{group}.{layer}"
+
+
+def cache_config(pages: int, kinds: Sequence[str] = ("full",)) -> Any:
+    groups = [
+        SimpleNamespace(
+            kv_cache_spec=SPECS[kind](),
+            layer_names=[layer_name(group, layer) for layer in range(LAYERS)],
+        )
+        for group, kind in enumerate(kinds)
+    ]
     return SimpleNamespace(
-        num_blocks=pages, kv_cache_groups=[group], kv_cache_layout="LBHNC", kv_tp_replicas=1
+        num_blocks=pages, kv_cache_groups=groups, kv_cache_layout="LBHNC", kv_tp_replicas=1
     )
 
 
@@ -149,7 +194,9 @@ class ToyEngine:
         budget: int = 24,
         roles: str = "both",
         shards: int = 1,
+        kinds: Sequence[str] = ("full",),
     ) -> None:
+        self.kinds = kinds
         name = f"toy {id(store)}"
         self.pool = PagePool(pages)
         self.budget = budget
@@ -164,18 +211,23 @@ class ToyEngine:
         self.caches = []
         for rank in range(shards):
             shape = (pages, HEADS, PAGE_TOKENS, WIDTH)
-            caches = {f"layer{number}": torch.zeros(shape) for number in range(LAYERS)}
+            caches = [torch.zeros(shape) for _ in range(LAYERS)]
             worker = ConnectorWorker(
-                engine_config(), cache_config(pages), settings, hold(name, lambda: store)
+                engine_config(), cache_config(pages, kinds), settings, hold(name, lambda: store)
             )
-            worker.register(caches, WorkerRank(rank, shards, "toy 1"))
+            named = {
+                layer_name(group, layer): caches[layer]
+                for group in range(len(kinds))
+                for layer in range(LAYERS)
+            }
+            worker.register(named, WorkerRank(rank, shards, "toy 1"))
             self.workers.append(worker)
             self.caches.append(caches)
         self.side.set_workers([worker.facts for worker in self.workers])
         self.requests: dict[str, ToyRequest] = {}
         self.waiting: list[ToyRequest] = []
         self.running: list[ToyRequest] = []
-        self.held: dict[str, list[int]] = {}
+        self.held: dict[str, list[list[int]]] = {}
         self.recv_left: dict[str, int] = {}
         self.sent_left: dict[str, int] = {}
         self.done: dict[str, ToyRequest] = {}
@@ -183,6 +235,7 @@ class ToyEngine:
         self.preemptions = 0
         self.preempted: list[str] = []
         self.waits = 0
+        self.failed_loads = 0
 
     def add(self, request: ToyRequest) -> None:
         self.requests[request.request_id] = request
@@ -214,7 +267,10 @@ class ToyEngine:
 
     def step(self) -> None:
         scheduled = self._schedule()
-        table = SimpleNamespace(get_block_ids=lambda name: (list(self.requests[name].pages),))
+        table = SimpleNamespace(
+            get_block_ids=lambda name: tuple(list(one) for one in self.requests[name].tables),
+            boundary_state_offloads=self._offers(scheduled),
+        )
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             kv_connector_block_state=table,
@@ -231,9 +287,10 @@ class ToyEngine:
         for worker in self.workers:
             worker.save(plan)
             over = worker.finished(plan)
-            assert not over.failed
+            self._failed(over.failed)
             ends.append((over.sent, over.received, worker.take_invalid(), worker.take_report()))
         invalid = set().union(*(end[2] for end in ends))
+        assert not invalid or len(self.kinds) == 1, "vLLM raises"
         self._truncate(invalid)
         for name, count in scheduled.items():
             self._sample(self.requests.get(name), count)
@@ -247,10 +304,38 @@ class ToyEngine:
             worker.close()
         self.side.close()
 
+    def _offers(self, scheduled: dict[str, int]) -> dict[str, list[tuple[int, int, int]]]:
+        """States at the ends of chunks, as vLLM hands them over."""
+        offers: dict[str, list[tuple[int, int, int]]] = {}
+        for name, count in scheduled.items():
+            request = self.requests[name]
+            end = request.num_computed_tokens + count
+            if end % PAGE_TOKENS == 0 and end <= request.num_tokens:
+                offers[name] = [
+                    (group, request.tables[group][end // PAGE_TOKENS - 1], end)
+                    for group, kind in enumerate(self.kinds)
+                    if kind == "state"
+                ]
+        return offers
+
+    def _chunk(self, request: ToyRequest, budget: int) -> int:
+        """Tokens of the next step; where there are states, chunks end at the ends of pages."""
+        start, tokens = request.num_computed_tokens, request.num_tokens
+        end = min(start + budget, tokens)
+        if "state" in self.kinds:
+            last = (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+            if start < last < end:
+                end = last
+            elif end < tokens:
+                end = max(end // PAGE_TOKENS * PAGE_TOKENS, start)
+            if start % PAGE_TOKENS:
+                end = min(end, (start // PAGE_TOKENS + 1) * PAGE_TOKENS)
+        return end - start
+
     def _schedule(self) -> dict[str, int]:
         budget, scheduled = self.budget, {}
         for request in list(self.running):
-            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            count = self._chunk(request, budget)
             if request not in self.running or not count:
                 continue
             if not self._room(request, request.num_computed_tokens + count, preempt=True):
@@ -266,7 +351,9 @@ class ToyEngine:
                 continue
             if request.status == "loading":
                 continue
-            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            count = self._chunk(request, budget)
+            if not count:
+                continue
             if not self._room(request, request.num_computed_tokens + count, preempt=False):
                 break
             self.waiting.remove(request)
@@ -278,72 +365,107 @@ class ToyEngine:
 
     def _make_way(self, request: ToyRequest) -> None:
         """Nothing runs: no other request may hold pages that this one needs. vLLM reserves."""
-        need = -(-(request.num_tokens + 1) // PAGE_TOKENS) - len(request.pages)
-        holders = [one for one in self.waiting if one.pages and one.status == "waiting"]
+        need = self._pages_of(request.num_tokens + 1) * len(self.kinds)
+        need -= sum(page != NULL for table in request.tables for page in table)
+        holders = [one for one in self.waiting if one.tables and one.status == "waiting"]
         for other in reversed(holders):
             if other is not request and need > len(self.pool.free):
-                self.pool.give_back(other.pages)
-                other.pages, other.num_computed_tokens = [], 0
+                self._free(other)
+
+    def _free(self, request: ToyRequest) -> None:
+        for table in request.tables:
+            self.pool.give_back(table)
+        request.tables, request.num_computed_tokens = [], 0
 
     def _running_names(self) -> set[str]:
         return {request.request_id for request in self.running}
+
+    @staticmethod
+    def _pages_of(tokens: int) -> int:
+        return -(-tokens // PAGE_TOKENS)
 
     def _admit(self, request: ToyRequest) -> bool:
         """Prefix hits of a request that has nothing computed; False if there is no room."""
         if request.num_computed_tokens:
             return True
         local = self._local_hit(request)
-        local_tokens = len(local) * PAGE_TOKENS
-        external = self.side.match(request, local_tokens)
+        external = self.side.match(request, local)
         if external is None:
             self.waits += 1
             return False
-        assert 0 <= external <= request.num_tokens - local_tokens
-        need = -(-(local_tokens + external) // PAGE_TOKENS) - len(local)
-        fresh = len(self.pool.free) - sum(1 for page in local if not self.pool.users[page])
-        if need + 1 > fresh:
+        assert 0 <= external <= request.num_tokens - local
+        total = local + external
+        tables, need, unused = [], 0, 0
+        for group, kind in enumerate(self.kinds):
+            skipped = first_token(kind, total) // PAGE_TOKENS
+            have = [
+                NULL if at < skipped else self._known(request, group, at)
+                for at in range(local // PAGE_TOKENS)
+            ]
+            have += [NULL] * (skipped - len(have))
+            tables.append(have)
+            need += self._pages_of(total) - len(have)
+            unused += sum(1 for page in have if page != NULL and not self.pool.users[page])
+        if need + len(self.kinds) > len(self.pool.free) - unused:
             return False
-        for page in local:
-            self.pool.share(page)
-        request.pages = local + [self.pool.take() for _ in range(need)]
-        request.num_computed_tokens = local_tokens + external
-        self.side.allocated(request.request_id, request.pages, external)
+        for table in tables:
+            for page in table:
+                self.pool.share(page)
+        for table in tables:
+            table += [self.pool.take() for _ in range(self._pages_of(total) - len(table))]
+        request.tables = tables
+        request.num_computed_tokens = total
+        self.side.allocated(request.request_id, request.tables, external)
         if external:
             assert sum(self.side.sources(request.request_id, external).values()) == external
             request.status = "loading"
-            request.loaded_tokens = local_tokens
+            request.loaded_tokens = local
             self.recv_left[request.request_id] = len(self.workers)
         return True
 
-    def _local_hit(self, request: ToyRequest) -> list[int]:
-        pages: list[int] = []
-        most = (request.num_tokens - 1) // PAGE_TOKENS
-        for count in range(1, most + 1):
-            prefix = tuple(request.all_token_ids[: count * PAGE_TOKENS])
-            page = self.pool.known.get((request.cache_salt or "", prefix))
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def _known(self, request: ToyRequest, group: int, at: int) -> int:
+        """The page of a prefix that the pool still has; NULL if none."""
+        prefix = tuple(request.all_token_ids[: (at + 1) * PAGE_TOKENS])
+        return self.pool.known.get((group, request.cache_salt or "", prefix), NULL)
+
+    def _local_hit(self, request: ToyRequest) -> int:
+        """Tokens of the longest prefix from which all groups can go on."""
+        for pages in range((request.num_tokens - 1) // PAGE_TOKENS, 0, -1):
+            if all(
+                self._known(request, group, at)
+                for group, kind in enumerate(self.kinds)
+                for at in range(first_token(kind, pages * PAGE_TOKENS) // PAGE_TOKENS, pages)
+            ):
+                return pages * PAGE_TOKENS
+        return 0
 
     def _room(self, request: ToyRequest, tokens: int, *, preempt: bool) -> bool:
-        need = -(-tokens // PAGE_TOKENS) - len(request.pages)
+        """Pages for so many tokens; those behind windows and old states are given back first."""
+        request.tables = request.tables or [[] for _ in self.kinds]
+        for kind, table in zip(self.kinds, request.tables, strict=True):
+            last = first_token(kind, request.num_computed_tokens) // PAGE_TOKENS
+            self.pool.give_back(table[:last])
+            table[:last] = [NULL] * min(last, len(table))
+        need = sum(self._pages_of(tokens) - len(table) for table in request.tables)
         if not preempt and need > len(self.pool.free):
             return False
-        while len(request.pages) * PAGE_TOKENS < tokens:
-            if self.pool.free:
-                request.pages.append(self.pool.take())
-            else:
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is request:
-                    return False
+        for kind, table in zip(self.kinds, request.tables, strict=True):
+            while len(table) < self._pages_of(tokens):
+                if kind == "state" and len(table) + 1 < self._pages_of(tokens):
+                    table.append(NULL)
+                elif self.pool.free:
+                    table.append(self.pool.take())
+                else:
+                    victim = self.running[-1]
+                    self._preempt(victim)
+                    if victim is request:
+                        return False
         return True
 
     def _preempt(self, request: ToyRequest) -> None:
         self.running.remove(request)
-        self.pool.give_back(request.pages)
-        request.pages, request.num_computed_tokens, request.status = [], 0, "waiting"
+        self._free(request)
+        request.status = "waiting"
         self.waiting.insert(0, request)
         self.preemptions += 1
         self.preempted.append(request.request_id)
@@ -354,21 +476,35 @@ class ToyEngine:
     def _compute(self, request: ToyRequest, count: int) -> None:
         """Look at all pages that attention would read, then write the new tokens'."""
         computed = request.num_computed_tokens
-        for position in range(computed):
-            page, slot = request.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
-            want = self._values(request, position)
-            for rank, caches in enumerate(self.caches):
-                for layer in range(LAYERS):
-                    row = caches[f"layer{layer}"][page, :, slot]
-                    found = {float(row[0, 0]), float(row[-1, -1])}
-                    assert found == {want + layer + 7 * rank}, (request.request_id, position, found)
-        for position in range(computed, computed + count):
-            page, slot = request.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
-            for rank, caches in enumerate(self.caches):
-                for layer in range(LAYERS):
-                    value = self._values(request, position) + layer + 7 * rank
-                    caches[f"layer{layer}"][page, :, slot] = value
+        for group, kind in enumerate(self.kinds):
+            for position in range(first_token(kind, computed), computed):
+                slot = 0 if kind == "state" else position % PAGE_TOKENS
+                self._look(request, group, position, slot)
+        for group, kind in enumerate(self.kinds):
+            for position in range(computed, computed + count):
+                if kind != "state":
+                    self._write(request, group, position, position % PAGE_TOKENS)
+            if kind == "state":
+                self._write(request, group, computed + count - 1, 0)
         self.computed_tokens += count
+
+    def _look(self, request: ToyRequest, group: int, position: int, slot: int) -> None:
+        page = request.tables[group][position // PAGE_TOKENS]
+        want = self._values(request, position) + 100 * group
+        for rank, caches in enumerate(self.caches):
+            for layer in range(LAYERS):
+                row = caches[layer][page, :, slot]
+                found = {float(row[0, 0]), float(row[-1, -1])}
+                where = (request.request_id, group, position, found)
+                assert found == {want + layer + 7 * rank}, where
+
+    def _write(self, request: ToyRequest, group: int, position: int, slot: int) -> None:
+        page = request.tables[group][position // PAGE_TOKENS]
+        value = self._values(request, position) + 100 * group
+        assert page != NULL
+        for rank, caches in enumerate(self.caches):
+            for layer in range(LAYERS):
+                caches[layer][page, :, slot] = value + layer + 7 * rank
 
     def _sample(self, request: ToyRequest | None, count: int) -> None:
         if request is None:
@@ -387,25 +523,33 @@ class ToyEngine:
         """Complete pages can be found by others from now on."""
         for count in range(1, tokens // PAGE_TOKENS + 1):
             prefix = tuple(request.all_token_ids[: count * PAGE_TOKENS])
-            self.pool.name(request.pages[count - 1], (request.cache_salt or "", prefix))
+            for group, table in enumerate(request.tables):
+                self.pool.name(table[count - 1], (group, request.cache_salt or "", prefix))
 
     def _finish(self, request: ToyRequest, *, loading: bool = False) -> None:
-        keep = self.side.finish(request, request.pages)
+        keep = self.side.finish(request, request.tables or [[] for _ in self.kinds])
         del self.requests[request.request_id]
         self.done[request.request_id] = request
         request.status = "over"
         if keep or loading:
-            self.held[request.request_id] = request.pages
+            self.held[request.request_id] = request.tables
             self.sent_left[request.request_id] = len(self.workers)
         else:
-            self.pool.give_back(request.pages)
+            self._free(request)
+
+    def _failed(self, names: set[str]) -> None:
+        """vLLM computes a request from the start if it has nothing of its load."""
+        for request in self.waiting:
+            if request.request_id in names and request.status == "loading":
+                request.num_computed_tokens = 0
+                self.failed_loads += 1
 
     def _truncate(self, invalid: set[int]) -> None:
         """vLLM takes a request back to its first page that could not be loaded."""
         for request in self.waiting:
             if request.status == "loading":
-                last = -(-request.num_computed_tokens // PAGE_TOKENS)
-                bad = [at for at in range(last) if request.pages[at] in invalid]
+                last = self._pages_of(request.num_computed_tokens)
+                bad = [at for at in range(last) if request.tables[0][at] in invalid]
                 if bad:
                     request.num_computed_tokens = bad[0] * PAGE_TOKENS
 
@@ -417,20 +561,23 @@ class ToyEngine:
             del self.recv_left[name]
             self.side.loads_ended([name])
             if name in self.held:
-                self.pool.give_back(self.held.pop(name))
+                self._release(name)
                 continue
             self._loaded(self.requests[name])
         for name in sent:
             self.sent_left[name] -= 1
             if not self.sent_left[name]:
                 self.side.saves_ended([name])
-                self.pool.give_back(self.held.pop(name))
+                self._release(name)
+
+    def _release(self, name: str) -> None:
+        for table in self.held.pop(name):
+            self.pool.give_back(table)
 
     def _loaded(self, request: ToyRequest) -> None:
         request.status = "waiting"
         if not request.num_computed_tokens:
-            self.pool.give_back(request.pages)
-            request.pages = []
+            self._free(request)
             return
         self._remember(request, request.num_computed_tokens)
         if request.num_computed_tokens == request.num_tokens:

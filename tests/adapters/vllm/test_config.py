@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvdepot.adapters.vllm.config import pages_per_block, read
-from kvdepot.adapters.vllm.identity import check_engine, check_groups
+from kvdepot.adapters.vllm.config import read
+from kvdepot.adapters.vllm.identity import check_engine
 from kvdepot.adapters.vllm.shared_depot import default_socket, embedded_name
-from kvdepot.errors import ConfigError, ModelError
+from kvdepot.errors import ConfigError
 
 
 def test_sizes_and_durations_are_read_as_everywhere() -> None:
@@ -49,14 +49,6 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], setting: str) -> None:
     assert str(caught.value).startswith(f"{setting}: ")
 
 
-def test_blocks_are_whole_pages() -> None:
-    assert pages_per_block(0, 128) == 1
-    assert pages_per_block(256, 128) == 2
-    with pytest.raises(ConfigError, match="block_tokens: 100 is not a multiple") as caught:
-        pages_per_block(100, 128)
-    assert "128" in caught.value.hint
-
-
 def engine(**transfer: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(**{"kv_load_failure_policy": "recompute", **transfer}),
@@ -77,16 +69,6 @@ def test_engines_that_would_fail_requests_are_refused() -> None:
     scaled.cache_config.calculate_kv_scales = True
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
         check_engine(scaled)
-
-
-def test_models_with_other_caches_are_refused() -> None:
-    attention = SimpleNamespace(kv_cache_spec=SimpleNamespace(num_kv_heads=2, block_size=16))
-    state = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
-    assert check_groups(SimpleNamespace(kv_cache_groups=[attention])) is attention
-    with pytest.raises(ModelError, match="2 KV groups"):
-        check_groups(SimpleNamespace(kv_cache_groups=[attention, attention]))
-    with pytest.raises(ModelError, match="not a KV cache"):
-        check_groups(SimpleNamespace(kv_cache_groups=[state]))
 
 
 def test_each_set_of_disks_has_its_socket() -> None:

@@ -41,7 +41,7 @@ def keys_of(store: Depot) -> list[BlockKey]:
 
 
 def save(store: Depot, cache: PagedCache, keys: list[BlockKey]) -> int | None:
-    saver = Saver(store, cache, ConnectorCounts())
+    saver = Saver(store, [cache], ConnectorCounts())
     unsaved = saver.save(SaveJob("r", "", (tuple(keys),), tuple(range(len(keys))), 0), keys)
     saver.close()
     return unsaved
@@ -50,7 +50,7 @@ def save(store: Depot, cache: PagedCache, keys: list[BlockKey]) -> int | None:
 def load(
     store: Any, cache: PagedCache, keys: list[BlockKey], recompute_s: float = 0.0
 ) -> FinishedLoad:
-    loader = Loader(store, cache, ConnectorCounts(), 1)
+    loader = Loader(store, [cache], ConnectorCounts(), 1)
     limits = (0, 20.0, recompute_s)
     job = LoadJob("r", "", (tuple(keys),), tuple(range(len(keys))), 0, *limits)
     loader.submit(job, keys)

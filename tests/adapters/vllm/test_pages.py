@@ -28,7 +28,7 @@ def cache(order: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize("inner", list(permutations((1, 2, 3))))
 def test_a_page_comes_out_as_it_lies(inner: tuple[int, ...]) -> None:
     tensor = cache((0, *inner))
-    tensors = page_tensors({"a": tensor}, ["a"], PAGES)
+    ((_, tensors),) = page_tensors({"a": tensor}, ["a"], PAGES)
     payload = bytearray(tensors.pages([2]).nbytes)
     HostMover().offload([tensors.pages([2])], [payload])
     size = HEADS * TOKENS * WIDTH
@@ -41,7 +41,7 @@ def test_a_page_comes_out_as_it_lies(inner: tuple[int, ...]) -> None:
 def test_every_layout_goes_out_and_in(order: tuple[int, ...]) -> None:
     source, target = cache(order), torch.zeros_like(cache(order))
     assert source.shape == (PAGES, HEADS, TOKENS, WIDTH)
-    ours, theirs = (page_tensors({"a": one}, ["a"], PAGES) for one in (source, target))
+    ours, theirs = (page_tensors({"a": one}, ["a"], PAGES)[0][1] for one in (source, target))
     payload = bytearray(ours.pages([3, 1]).nbytes)
     HostMover().offload([ours.pages([3, 1])], [payload])
     HostMover().onboard([payload], [theirs.pages([0, 4])])
@@ -53,10 +53,27 @@ def test_every_layout_goes_out_and_in(order: tuple[int, ...]) -> None:
 def test_padding_between_pages_is_left_alone() -> None:
     padded = torch.zeros(PAGES, 2 * TOKENS * WIDTH)
     tensor = padded.as_strided([PAGES, 1, TOKENS, WIDTH], [2 * TOKENS * WIDTH, WIDTH, WIDTH, 1])
-    tensors = page_tensors({"a": tensor}, ["a"], PAGES)
+    ((_, tensors),) = page_tensors({"a": tensor}, ["a"], PAGES)
     HostMover().onboard([b"\x01" * (TOKENS * WIDTH * 4)], [tensors.pages([1])])
     assert padded[1, : TOKENS * WIDTH].any()
     assert not padded[1, TOKENS * WIDTH :].any()
+
+
+def test_layers_of_one_shape_are_together() -> None:
+    """As latent attention and the cache of its indexer, which share vLLM's blocks."""
+    good = cache((0, 1, 2, 3))
+    caches = {"a": good, "b": good[:, :1], "c": good.clone()}
+    found = page_tensors(caches, ["a", "b", "c"], PAGES)
+    assert [names for names, _ in found] == [("a", "c"), ("b",)]
+
+
+def test_blocks_that_the_backend_divides_are_whole_again() -> None:
+    whole = cache((0, 1, 2, 3))
+    parts = whole.reshape(PAGES * 3, 1, TOKENS, WIDTH)
+    ((_, tensors),) = page_tensors({"a": parts}, ["a"], PAGES)
+    payload = bytearray(tensors.pages([2]).nbytes)
+    HostMover().offload([tensors.pages([2])], [payload])
+    assert bytes(payload) == whole[2].numpy().tobytes()
 
 
 def test_what_has_no_pages_is_refused() -> None:
@@ -65,8 +82,6 @@ def test_what_has_no_pages_is_refused() -> None:
         page_tensors({"a": [good]}, ["a"], PAGES)
     with pytest.raises(ModelError, match="does not begin with"):
         page_tensors({"a": good}, ["a"], PAGES + 1)
-    with pytest.raises(ModelError, match="different shapes"):
-        page_tensors({"a": good, "b": good[:, :1]}, ["a", "b"], PAGES)
     gaps = torch.zeros(2, 4, 4, 4, 4)[:, ::2, ::2, ::2, ::2]
     with pytest.raises(ModelError, match="plain bytes"):
         in_memory_order(gaps)

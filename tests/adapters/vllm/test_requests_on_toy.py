@@ -66,7 +66,7 @@ def test_a_local_hit_that_ends_inside_a_block_is_completed(
 ) -> None:
     engine = open_engine(open_store(), settings={"block_tokens": 12})
     ask(engine, "cold", PROMPT)
-    kept = [name for name in engine.pool.known if len(name[1]) <= 2 * PAGE_TOKENS + 12]
+    kept = [name for name in engine.pool.known if len(name[2]) <= 2 * PAGE_TOKENS + 12]
     engine.pool.known = {name: engine.pool.known[name] for name in kept}
     assert ask(engine, "warm", PROMPT) == len(PROMPT) % 12 + 2
 
@@ -226,7 +226,7 @@ def test_blocks_behind_what_vllm_has_are_found_without_those_before(
     ask(engine, "cold", PROMPT)
     keys = engine.side._spaces[""][0].keys(PROMPT)
     assert store.remove(keys[0])
-    kept = [name for name in engine.pool.known if len(name[1]) <= 4 * PAGE_TOKENS]
+    kept = [name for name in engine.pool.known if len(name[2]) <= 4 * PAGE_TOKENS]
     engine.pool.known = {name: engine.pool.known[name] for name in kept}
     assert ask(engine, "warm", PROMPT) == len(PROMPT) % PAGE_TOKENS + 2
     assert len(store.match(keys)) == FULL_PAGES
@@ -274,7 +274,7 @@ def test_the_toy_notices_a_wrong_page(open_store: OpenStore, open_engine: OpenEn
     engine = open_engine(open_store())
     engine.add(ToyRequest("r", list(PROMPT), 3))
     engine.step()
-    engine.caches[0]["layer1"][engine.requests["r"].pages[0], -1, -1, -1] += 1
+    engine.caches[0][1][engine.requests["r"].tables[0][0], -1, -1, -1] += 1
     with pytest.raises(AssertionError):
         engine.run()
 

@@ -27,7 +27,8 @@ from tests.support.toy_engine import (
 
 from kvdepot.adapters.vllm import weights
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.identity import WorkerRank, adapter_of, namespace_of, shard_facts
+from kvdepot.adapters.vllm.groups import layer_groups
+from kvdepot.adapters.vllm.identity import WorkerRank, adapter_of, namespaces_of, shard_facts
 from kvdepot.adapters.vllm.messages import StepReport
 from kvdepot.adapters.vllm.page_transfer import page_tensors
 from kvdepot.adapters.vllm.weights import (
@@ -137,8 +138,12 @@ def facts_of(**model: Any) -> Any:
     engine = engine_config()
     vars(engine.model_config).update(model)
     shape = (4, 2, 4, 256)
-    tensors = page_tensors({f"layer{n}": torch.zeros(shape) for n in range(3)}, ["layer0"], 4)
-    return shard_facts(engine, cache_config(4), tensors, ConnectorConfig(), WorkerRank(0, 1, "v"))
+    cache = cache_config(4)
+    (group,) = layer_groups(cache)
+    caches = {name: torch.zeros(shape) for name in group.layer_names}
+    ((_, tensors),) = page_tensors(caches, group.layer_names, 4)
+    place = WorkerRank(0, 1, "v")
+    return shard_facts(engine, cache, [(group, tensors)], ConnectorConfig(), place)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,8 @@ def test_settings_that_change_kv_are_in_the_namespace(setting: dict[str, Any]) -
     """The length selects LongRoPE's factors, and Llama 4's attention temperature."""
     plain, other = facts_of(max_model_len=4096), facts_of(**{"max_model_len": 4096} | setting)
     config = ConnectorConfig()
-    assert namespace_of(plain, config, "").tag != namespace_of(other, config, "").tag
+    (one,), (two,) = (namespaces_of(facts, config, "") for facts in (plain, other))
+    assert one.tag != two.tag
 
 
 def test_nothing_is_served_or_saved_until_the_weights_are_known(

@@ -69,8 +69,8 @@ def mover() -> SlowMover:
 def engine_with(mover: Any, engine: ToyEngine) -> ToyEngine:
     worker = engine.workers[0]
     assert worker._saver is not None and worker._loader is not None
-    cache = replace(worker._saver._cache, mover=mover)
-    worker._saver._cache = worker._loader._cache = cache
+    caches = [replace(worker._saver._caches[0], mover=mover)]
+    worker._saver._caches = worker._loader._caches = caches
     worker._mover = mover
     return engine
 
@@ -119,7 +119,7 @@ def test_large_loads_are_handed_over_in_groups(
     forget_local(engine)
     worker = engine.workers[0]
     assert worker._loader is not None
-    monkeypatch.setattr(page_transfer, "_GROUP_BYTES", 3 * worker._loader._block_bytes)
+    monkeypatch.setattr(page_transfer, "_GROUP_BYTES", 3 * worker._loader._caches[0].block_bytes)
     ask(engine, "warm", PROMPT)
     assert sum(mover.onboarded) == FULL_PAGES
     assert mover.onboarded == [3] * (FULL_PAGES // 3) + [FULL_PAGES % 3] * (FULL_PAGES % 3 > 0)

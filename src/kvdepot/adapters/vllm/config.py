@@ -67,6 +67,10 @@ class ConnectorConfig:
     block_tokens: int = 0
     """Tokens in one block, a multiple of vLLM's block size; 0 takes that."""
 
+    checkpoint_tokens: int = 0
+    """Tokens between the places of a prompt at which windows and states are saved beside its end;
+    0: four times what they cover, 1024 at least."""
+
     save: Literal["all", "prompt", "none"] = "all"
     """What is offloaded: prompts and answers, prompts only, or nothing."""
 
@@ -91,7 +95,7 @@ class ConnectorConfig:
     this long at most; 0: not."""
 
     def __post_init__(self) -> None:
-        for name, least in (("block_tokens", 0), ("load_threads", 1)):
+        for name, least in (("block_tokens", 0), ("checkpoint_tokens", 0), ("load_threads", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(name, f"must be at least {least}, got {getattr(self, name)}")
         if not self.load_timeout > 0:
@@ -121,16 +125,3 @@ def read(extra: Mapping[str, Any]) -> ConnectorConfig:
     except ConfigError as error:
         reason = str(error).removeprefix(f"{error.path}: ")
         raise ConfigError(f"{SETTING}.{error.path}", reason, hint=error.hint) from error
-
-
-def pages_per_block(block_tokens: int, page_tokens: int) -> int:
-    """How many of vLLM's blocks make one of ours. ConfigError unless they fit."""
-    if not block_tokens:
-        return 1
-    if block_tokens % page_tokens:
-        raise ConfigError(
-            f"{SETTING}.block_tokens",
-            f"{block_tokens} is not a multiple of vLLM's block size, {page_tokens}",
-            hint=f"leave it out, or take {-(-block_tokens // page_tokens) * page_tokens}",
-        )
-    return block_tokens // page_tokens

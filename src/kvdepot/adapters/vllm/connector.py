@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: ignore[import-not-found]
     KVConnectorPromMetrics,
@@ -26,7 +27,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[impo
 from vllm.version import __version__  # type: ignore[import-not-found]
 
 from kvdepot.adapters.vllm import config
-from kvdepot.adapters.vllm.identity import WorkerRank, check_engine, check_groups
+from kvdepot.adapters.vllm.groups import grain_tokens, layer_groups
+from kvdepot.adapters.vllm.identity import WorkerRank, check_engine
 from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport
 from kvdepot.adapters.vllm.metrics import COUNTERS, GAUGES, merged, summary
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
@@ -95,7 +97,7 @@ class DepotMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._metrics[what].labels(*values).inc(count)
 
 
-class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Connects one vLLM engine, as its scheduler or as one of its workers, to a depot."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -107,8 +109,7 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = engine.kv_transfer_config
         settings = config.read(transfer.kv_connector_extra_config)
         check_engine(engine)
-        group = check_groups(cache)
-        config.pages_per_block(settings.block_tokens, group.kv_cache_spec.block_size)
+        grain_tokens([group.rule for group in layer_groups(cache)], settings)
         parallel = engine.parallel_config
         alone = parallel.data_parallel_size == 1
         one_process = alone and parallel.distributed_executor_backend == "uni"
@@ -209,8 +210,8 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            pages = blocks.get_block_ids()[0]
-            self.scheduler_side.allocated(request.request_id, pages, num_external_tokens)
+            tables = blocks.get_block_ids()
+            self.scheduler_side.allocated(request.request_id, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -230,8 +231,8 @@ class KVDepotConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler_side.loads_ended(connector_output.finished_recving or ())
         self.scheduler_side.saves_ended(connector_output.finished_sending or ())
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_side.finish(request, block_ids), None
 

@@ -259,7 +259,7 @@ def queue_before(tracked: TrackedRequest, others: Iterable[TrackedRequest]) -> E
             decodes, contexts = decodes + 1, contexts + have
             continue
         if other.phase is Phase.QUEUED and not have and other.hit is not None:
-            block_tokens = other.block_keys.block_tokens
+            block_tokens = other.block_tokens
             have = max(other.hit.local_tokens, other.hit.stop_block * block_tokens)
         rest = max(0, request.num_tokens - have)
         tokens, attention = tokens + rest, attention + attention_work(rest, have)

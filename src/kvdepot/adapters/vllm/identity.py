@@ -6,7 +6,7 @@ start.
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +14,9 @@ from typing import Any, Final
 import torch
 
 from kvdepot.adapters.tensors.kvtensors import DTYPES, KVTensors
-from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig, pages_per_block
-from kvdepot.adapters.vllm.messages import ShardFacts
+from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
+from kvdepot.adapters.vllm.groups import LayerGroup, block_tokens, grain_tokens, pages_per_block
+from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts
 from kvdepot.adapters.vllm.weights import WeightsDigest, digest_of, weight_files
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace, fingerprint
@@ -61,71 +62,68 @@ def check_engine(engine: Any) -> None:
         )
 
 
-def check_groups(cache: Any) -> Any:
-    """The one KV group; ModelError for a model that has several."""
-    groups = cache.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ModelError(
-            f"the model has {len(groups)} KV groups ({kinds}); kvdepot serves one",
-            hint="--disable-hybrid-kv-cache-manager",
-        )
-    spec = groups[0].kv_cache_spec
-    if not getattr(spec, "prefix_cacheable", True) or not hasattr(spec, "num_kv_heads"):
-        raise ModelError(f"{type(spec).__name__}: not a KV cache that can be kept by prefix")
-    return groups[0]
-
-
 def shard_facts(
-    engine: Any, cache: Any, tensors: KVTensors, config: ConnectorConfig, place: WorkerRank
+    engine: Any,
+    cache: Any,
+    groups: Sequence[tuple[LayerGroup, KVTensors]],
+    config: ConnectorConfig,
+    place: WorkerRank,
 ) -> ShardFacts:
-    """What the namespace of this worker's blocks is made of."""
-    group = check_groups(cache)
-    page_tokens = group.kv_cache_spec.block_size
-    ratio = pages_per_block(config.block_tokens, page_tokens)
-    page_bytes = tensors.pages([0]).nbytes
-    layout = KVLayout.opaque(
-        page_bytes * ratio,
-        page_tokens * ratio,
-        tensors.layer_count,
-        dtype=DTYPES.get(tensors.tensors[0].dtype, "uint8"),
-    )
+    """What the namespaces of this worker's blocks are made of."""
+    grain = grain_tokens([group.rule for group, _ in groups], config)
     replicas = max(1, getattr(cache, "kv_tp_replicas", 1) or 1)
     model = engine.model_config
     path = Path(model.model)
     weights, weights_folder = _weights(engine, config)
+    facts = []
+    for group, tensors in groups:
+        extra = _extra(engine, cache, group, tensors, alone=len(groups) == 1)
+        extra["engine"] = place.engine
+        layout = _layout(group, tensors, grain).description()
+        facts.append(GroupFacts(group.rule, layout, tuple(sorted(extra.items()))))
     return ShardFacts(
         model=config.model or (path.name if path.is_dir() else str(model.model)),
         config=fingerprint({"config": _plain(model.hf_config.to_dict())}),
         weights=weights,
         weights_folder=weights_folder,
-        layout=layout.description(),
         shard_rank=place.rank // replicas,
         shard_size=max(1, place.ranks // replicas),
-        extra=(*_extra(engine, cache, group, tensors), ("engine", place.engine)),
-        pages_per_block=ratio,
-        saves_settle_at_once=tensors.device.type == "cpu",
+        groups=tuple(facts),
+        grain=grain,
+        saves_settle_at_once=groups[0][1].device.type == "cpu",
     )
 
 
-def namespace_of(facts: ShardFacts, config: ConnectorConfig, adapter: str) -> Namespace:
-    """The namespace of a shard's blocks under one adapter. ModelError while the weights are not
-    known."""
+def _layout(group: LayerGroup, tensors: KVTensors, grain: int) -> KVLayout:
+    tokens = block_tokens(group.rule, grain)
+    pages = pages_per_block(group.rule, grain)
+    dtype = DTYPES.get(tensors.tensors[0].dtype, "uint8")
+    nbytes = tensors.pages([0]).nbytes * pages
+    return KVLayout.opaque(nbytes, tokens, tensors.layer_count, dtype=dtype)
+
+
+def namespaces_of(facts: ShardFacts, config: ConnectorConfig, adapter: str) -> list[Namespace]:
+    """The namespaces of a shard's blocks under one adapter, one for each group. ModelError while
+    the weights are not known."""
     weights = known_weights(facts, config)
     if not weights:
         raise ModelError(f"the weights are not known: {_digest(facts, config).reason}")
     tenant = config.tenants.get(config.tenant)
-    return Namespace(
-        model=facts.model,
-        layout=KVLayout.from_description(facts.layout),
-        fingerprint=fingerprint({"config": facts.config}, weights),
-        shard_rank=facts.shard_rank,
-        shard_size=facts.shard_size,
-        adapter=adapter,
-        tenant=config.tenant,
-        secret=tenant.secret() if tenant is not None else b"",
-        extra=facts.extra,
-    )
+    secret = tenant.secret() if tenant is not None else b""
+    return [
+        Namespace(
+            model=facts.model,
+            layout=KVLayout.from_description(group.layout),
+            fingerprint=fingerprint({"config": facts.config}, weights),
+            shard_rank=facts.shard_rank,
+            shard_size=facts.shard_size,
+            adapter=adapter,
+            tenant=config.tenant,
+            secret=secret,
+            extra=group.extra,
+        )
+        for group in facts.groups
+    ]
 
 
 def known_weights(facts: ShardFacts, config: ConnectorConfig) -> str:
@@ -171,8 +169,11 @@ def _weights(engine: Any, config: ConnectorConfig) -> tuple[str, str]:
     return f"commit {commit}", ""
 
 
-def _extra(engine: Any, cache: Any, group: Any, tensors: KVTensors) -> tuple[tuple[str, str], ...]:
-    """What the content of a page depends on besides the model."""
+def _extra(
+    engine: Any, cache: Any, group: LayerGroup, tensors: KVTensors, *, alone: bool
+) -> dict[str, str]:
+    """What the content of a page depends on besides the model; of which layers it is, where the
+    model has others."""
     layers = getattr(engine.compilation_config, "static_forward_context", {})
     first = layers.get(group.layer_names[0])
     backend = getattr(first, "attn_backend", None)
@@ -180,21 +181,26 @@ def _extra(engine: Any, cache: Any, group: Any, tensors: KVTensors) -> tuple[tup
         "model_dtype": str(engine.model_config.dtype),
         "quantization": str(engine.model_config.quantization),
         "cache_dtype": str(engine.cache_config.cache_dtype),
-        "page_tokens": str(group.kv_cache_spec.block_size),
+        "page_tokens": str(group.rule.page_tokens),
         "page_shape": str(tuple(tensors.tensors[0].shape[1:])),
-        "spec": type(group.kv_cache_spec).__name__,
+        "spec": group.spec,
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "backend": str(backend.get_name()) if backend is not None else "unknown",
         "instructions": "",
         "lora_dtype": str(getattr(getattr(engine, "lora_config", None), "lora_dtype", None)),
     }
+    if not alone:
+        pairs["layers"] = fingerprint({"layers": list(group.layer_names)})
     for name in _MODEL_SETTINGS:
         pairs[name] = str(getattr(engine.model_config, name, None))
     if tensors.device.type == "cpu":
         isa = getattr(first, "isa", None) or getattr(getattr(first, "impl", None), "isa", None)
         capability = torch.backends.cpu.get_cpu_capability()
         pairs["instructions"] = f"{platform.machine()} {capability} {isa}"
-    return tuple(sorted(pairs.items()))
+    if group.rule.kind == "state":
+        for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+            pairs[name] = str(getattr(engine.cache_config, name, None))
+    return pairs
 
 
 def _plain(value: Any) -> Any:

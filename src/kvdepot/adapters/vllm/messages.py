@@ -6,6 +6,7 @@ vLLM pickles these at every step.
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvdepot.adapters.vllm.groups import GroupRule
 from kvdepot.core.block import BlockKey
 
 ShardKeys = tuple[tuple[BlockKey, ...], ...]
@@ -14,7 +15,7 @@ ShardKeys = tuple[tuple[BlockKey, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """Consecutive blocks of one request, and the pages that they fill."""
+    """Consecutive blocks of one KV group of a request, and the pages that they fill."""
 
     request_id: str
     adapter: str
@@ -23,12 +24,14 @@ class TransferJob:
     pages: tuple[int, ...]
     """vLLM's block ids, a fixed number of them for each key."""
     first_block: int
-    """Which block of the request the first key is."""
+    """Which block of the group the first key is."""
+    group: int = 0
+    """Which of the groups in ShardFacts."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob(TransferJob):
-    """Blocks to be brought into pages."""
+    """Blocks to be brought into pages. One load may consist of several, one for each group."""
 
     present_pages: int = 0
     """So many leading pages hold their content already and may be in use: they are left alone."""
@@ -36,7 +39,10 @@ class LoadJob(TransferJob):
     recompute_s: float = 0.0
     """Of all of it: what is late then is waited for if it is expected sooner than recomputed."""
     whole: bool = False
-    """A part of it is of no use: vLLM could not go on from there, for want of earlier pages."""
+    """A part of it is of no use: vLLM could not go on from there, for want of earlier pages or of
+    other groups."""
+    jobs: int = 1
+    """So many make up the load of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,8 @@ class LoadEnd:
 
     request_id: str
     failed_block: int | None
-    """The first block of the request that was not loaded."""
+    """The first block that was not loaded: of the group, or of the request where jobs are
+    joined."""
     times: tuple[TierTime, ...] = ()
     late_blocks: int = 0
     seconds: float = 0.0
@@ -121,8 +128,17 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What the namespace of one group's blocks has beside the model's."""
+
+    rule: GroupRule
+    layout: dict[str, Any]
+    extra: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ShardFacts:
-    """The fields of one worker's namespace, as plain values."""
+    """The fields of one worker's namespaces, as plain values."""
 
     model: str
     config: str
@@ -130,10 +146,11 @@ class ShardFacts:
     weights: str
     """What names the weights; empty where their files have to be read first."""
     weights_folder: str
-    layout: dict[str, Any]
     shard_rank: int
     shard_size: int
-    extra: tuple[tuple[str, str], ...]
-    pages_per_block: int
+    groups: tuple[GroupFacts, ...]
+    """Those with full attention first."""
+    grain: int
+    """Tokens of a block of full attention; a prompt is restored up to a multiple of it."""
     saves_settle_at_once: bool
     """A save has read its pages when the step is over."""

@@ -33,11 +33,15 @@ _PAGE_AXES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """A worker's pages, and the mover that copies them."""
+    """A worker's pages of one KV group, and the mover that copies them."""
 
     tensors: KVTensors
     mover: BlockMover
     pages_per_block: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.tensors.pages([0]).nbytes * self.pages_per_block
 
     def block(self, pages: Sequence[int], number: int) -> Pieces:
         """The pieces of the block `number` of those that fill `pages`."""
@@ -56,15 +60,19 @@ class Loader:
     """Loads under way. `submit` and `take` belong to the engine's thread."""
 
     def __init__(
-        self, store: Depot, cache: PagedCache, counts: ConnectorCounts, threads: int
+        self,
+        store: Depot,
+        caches: Sequence[PagedCache],
+        counts: ConnectorCounts,
+        threads: int,
     ) -> None:
         self._store = store
-        self._cache = cache
+        self._caches = caches
         self._counts = counts
         self._warnings = RateLimitedWarnings()
         self._threads = ThreadPoolExecutor(threads, "kvdepot-load", initializer=use_all_cores)
-        self._block_bytes = cache.tensors.pages([0]).nbytes * cache.pages_per_block
-        self._under_way: dict[str, tuple[LoadJob, Future[LoadEnd]]] = {}
+        self._under_way: dict[tuple[str, int], tuple[LoadJob, Future[LoadEnd]]] = {}
+        """By request and group."""
         self._one_ended = threading.Event()
         self._thread_local = threading.local()
         self._start_after: Any = None
@@ -77,7 +85,7 @@ class Loader:
 
         Steps that were scheduled before their pages were handed out may still write to these.
         """
-        device = self._cache.mover.device
+        device = self._caches[0].mover.device
         if device.type == "cuda":
             self._start_after = torch.cuda.current_stream(device).record_event()
 
@@ -88,7 +96,7 @@ class Loader:
         """
         deadline = time.monotonic() + job.timeout_s
         future = self._threads.submit(self._load, job, keys, deadline, self._start_after)
-        self._under_way[job.request_id] = job, future
+        self._under_way[job.request_id, job.group] = job, future
         future.add_done_callback(lambda _: self._one_ended.set())
 
     def take(self, wait_s: float = 0.0) -> list[FinishedLoad]:
@@ -113,7 +121,8 @@ class Loader:
         end = future.result() if error is None else LoadEnd(job.request_id, job.first_block)
         if end.failed_block is None:
             return FinishedLoad(job, end, frozenset())
-        start = (end.failed_block - job.first_block) * self._cache.pages_per_block
+        pages_per_block = self._caches[job.group].pages_per_block
+        start = (end.failed_block - job.first_block) * pages_per_block
         return FinishedLoad(job, end, frozenset(job.pages[max(start, job.present_pages) :]))
 
     @torch.no_grad()
@@ -130,37 +139,30 @@ class Loader:
             arrived_s.update((one.index, now) for one in arrivals)
 
         # While the bus is busy the processor's cores verify; only then is a block a success.
-        beside = self._cache.mover.device.type == "cuda"
+        cache = self._caches[job.group]
+        beside = cache.mover.device.type == "cuda"
         with self._own_stream(start_after), self._store.lease(keys) as lease:
             left_s = max(0.0, deadline - time.monotonic())
             got = lease.deliver(sink, beside=beside, timeout_s=left_s)
-            times = self._times(got, arrived_s)
+            times = _times(got, arrived_s, cache.block_bytes)
             first, more_s = _nearly_there(got, time.monotonic() - started, job.recompute_s)
             if more_s:
                 rest = lease.deliver(sink, start=first, beside=beside, timeout_s=more_s)
                 got = [*got[:first], *rest]
         answers = [*got, *[Got(None, "absent")] * (len(job.keys[0]) - len(got))]
-        self._counts.loaded(self._times(got, arrived_s))
+        self._counts.loaded(_times(got, arrived_s, cache.block_bytes))
         self._counts.missed(answer.reason for answer in answers if not answer)
         failed = next((at for at, answer in enumerate(answers) if not answer), None)
         block = None if failed is None else job.first_block + failed
         late = sum(answer.reason == "late" for answer in answers)
         return LoadEnd(job.request_id, block, tuple(times), late, time.monotonic() - started)
 
-    def _times(self, got: Sequence[Got], arrived_s: Mapping[int, float]) -> list[TierTime]:
-        """What came of each tier, and when the last of it was there."""
-        times = []
-        for tier in sorted({answer.tier for answer in got if answer.tier is not None}):
-            came = [arrived_s[at] for at, answer in enumerate(got) if answer.tier == tier]
-            times.append(TierTime(tier, len(came), self._block_bytes * len(came), max(came)))
-        return times
-
     def _scatter(self, job: LoadJob, arrivals: list[Arrival]) -> None:
         """Copy blocks into their pages. The first block may have pages that are left alone."""
-        cache = self._cache
+        cache = self._caches[job.group]
         tensors, mover = cache.tensors, cache.mover
         whole = [one for one in arrivals if one.index or not job.present_pages]
-        size = max(1, _GROUP_BYTES // self._block_bytes)
+        size = max(1, _GROUP_BYTES // cache.block_bytes)
         tickets = [
             mover.onboard(
                 [one.view for one in whole[start : start + size]],
@@ -185,7 +187,7 @@ class Loader:
         if start_after is None:
             yield
             return
-        device, local = self._cache.mover.device, self._thread_local
+        device, local = self._caches[0].mover.device, self._thread_local
         if not hasattr(local, "stream"):
             local.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(device), torch.cuda.stream(local.stream):
@@ -204,6 +206,17 @@ def _nearly_there(got: Sequence[Got], elapsed_s: float, recompute_s: float) -> t
     return (late[0] if late else 0), worth_waiting_s(came, len(late), elapsed_s, recompute_s)
 
 
+def _times(
+    got: Sequence[Got], arrived_s: Mapping[int, float], block_bytes: int
+) -> list[TierTime]:
+    """What came of each tier, and when the last of it was there."""
+    times = []
+    for tier in sorted({answer.tier for answer in got if answer.tier is not None}):
+        came = [arrived_s[at] for at, answer in enumerate(got) if answer.tier == tier]
+        times.append(TierTime(tier, len(came), block_bytes * len(came), max(came)))
+    return times
+
+
 def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], list[Pieces]]:
     """For each layer the end of its payload, and the pages that it fills."""
     layer_bytes = len(view) // rest.layer_count
@@ -215,9 +228,9 @@ def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], l
 class Saver:
     """Saves under way. All methods belong to the engine's thread."""
 
-    def __init__(self, store: Depot, cache: PagedCache, counts: ConnectorCounts) -> None:
+    def __init__(self, store: Depot, caches: Sequence[PagedCache], counts: ConnectorCounts) -> None:
         self._store = store
-        self._cache = cache
+        self._caches = caches
         self._counts = counts
         self._warnings = RateLimitedWarnings()
         self._thread = ThreadPoolExecutor(1, "kvdepot-save", initializer=use_all_cores)
@@ -225,7 +238,7 @@ class Saver:
         """Saves that may still read pages, and their requests."""
 
     def save(self, job: SaveJob, keys: Sequence[BlockKey]) -> int | None:
-        """Save the blocks; returns the first one of the request that found no room, if any.
+        """Save the blocks; returns the first one of the group that found no room, if any.
 
         `keys` are this shard's.
         """
@@ -273,9 +286,10 @@ class Saver:
 
         As after a daemon's restart, until the mover has locked the new daemon's memory.
         """
-        pieces = [self._cache.block(job.pages, at) for at in fresh]
+        cache = self._caches[job.group]
+        pieces = [cache.block(job.pages, at) for at in fresh]
         try:
-            ticket = self._cache.mover.offload(pieces, [slots.view(at) for at in fresh])
+            ticket = cache.mover.offload(pieces, [slots.view(at) for at in fresh])
         except (KVDepotError, RuntimeError) as error:
             slots.close()
             self._warnings.warn("a save could not be started", error)
@@ -300,13 +314,14 @@ class Saver:
 
 def page_tensors(
     caches: Mapping[str, object], layer_names: Sequence[str], page_count: int
-) -> KVTensors:
-    """The KV cache of these layers, one payload for each page; ModelError where it cannot be.
+) -> list[tuple[tuple[str, ...], KVTensors]]:
+    """The KV caches of these layers, those of one shape together; ModelError where it cannot be.
 
     Only the page axis, the first, is believed. What lies inside a page is up to the backend (on the
-    processor keys are transposed), so a page is taken as it lies in memory.
+    processor keys are transposed), so a page is taken as it lies in memory. Where the backend works
+    on parts of vLLM's blocks, the first axis counts these.
     """
-    tensors = []
+    alike: dict[tuple[torch.Size, torch.dtype], dict[str, torch.Tensor]] = {}
     for name in layer_names:
         tensor = caches.get(name)
         if not isinstance(tensor, torch.Tensor):
@@ -314,16 +329,18 @@ def page_tensors(
         shape = tuple(tensor.shape)
         if len(shape) < 2:
             raise ModelError(f"layer {name}: a KV cache of shape {shape} has no pages")
-        if shape[0] != page_count:
+        if shape[0] % page_count:
             raise ModelError(
                 f"layer {name}: its KV cache of shape {shape} does not begin with "
                 f"the {page_count} blocks that vLLM has"
             )
-        tensors.append(tensor)
-    if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
-        raise ModelError("the layers of this model have KV caches of different shapes")
-    plain = [in_memory_order(tensor) for tensor in tensors]
-    return KVTensors(plain, "page token head dim", order="token head dim")
+        parts, stride = shape[0] // page_count, tensor.stride()
+        whole = tensor.as_strided((page_count, parts, *shape[1:]), (stride[0] * parts, *stride))
+        alike.setdefault((whole.shape, whole.dtype), {})[name] = in_memory_order(whole)
+    return [
+        (tuple(same), KVTensors(list(same.values()), "page token head dim", order="token head dim"))
+        for same in alike.values()
+    ]
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,20 +10,25 @@ for what failed once.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final, Protocol
 
 import numpy as np
 
+from kvdepot.adapters.vllm.groups import GroupRule, pages_per_block
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob, ShardKeys
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
 from kvdepot.core.keys import encode
 
 NULL_PAGE: Final = 0
-"""vLLM's block that stands for those it does not keep: outside a sliding window."""
+"""vLLM's block that stands for those it does not keep: outside a window, states but the last."""
+StateOffer = tuple[int, int, int]
+"""vLLM's KV group, the page of a state, and the tokens before it."""
+PageTables = Sequence[Sequence[int]]
+"""vLLM's block ids of a request, one list for each of its own KV groups."""
 _DIGEST_BYTES: Final = 64
 _WORD_BYTES: Final = 4
 
@@ -51,7 +56,8 @@ class EngineRequest(Protocol):
 
 
 class RequestKeys:
-    """The keys of one request's leading blocks, for each shard; grows with its tokens.
+    """The keys of one request's leading blocks of one KV group, for each shard; grows with its
+    tokens.
 
     Keys are our own, not vLLM's block hashes: these leave out model, dtype and layout. A LoRA
     adapter has its own namespace. A cache salt comes before the first block, and the hashes of
@@ -126,19 +132,41 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DepotHit:
-    """A match beyond what vLLM has itself."""
+    """A match beyond what vLLM has itself. Its blocks are those of full attention."""
 
     local_tokens: int
     """Of vLLM's own prefix cache, whole pages."""
     first_block: int
     """The first one that vLLM lacks, or has a part of."""
     tiers: tuple[str, ...]
-    """Where the blocks from that one on are; the slowest shard's."""
+    """Where the blocks from that one on are; the slowest shard's, and the slowest group's."""
 
     @property
     def stop_block(self) -> int:
         """Blocks before this one are in vLLM or in the depot."""
         return self.first_block + len(self.tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGroups:
+    """The KV groups of a model as its requests see them."""
+
+    rules: tuple[GroupRule, ...]
+    block_tokens: int
+    """Of a block of full attention; a request is restored up to a multiple of it."""
+    checkpoint_blocks: int
+    """Windows and states are saved every so many blocks of a prompt."""
+
+    @property
+    def all_full(self) -> bool:
+        return all(rule.kind == "full" for rule in self.rules)
+
+    def span(self, group: int, keys: RequestKeys, start_token: int, stop: int) -> tuple[int, int]:
+        """The blocks of a group that are needed from `start_token` on to go on from block `stop`
+        of the request."""
+        end = stop * self.block_tokens
+        first = max(start_token, self.rules[group].first_token(end))
+        return first // keys.block_tokens, end // keys.block_tokens
 
 
 @dataclass(slots=True)
@@ -147,11 +175,19 @@ class TrackedRequest:
 
     request: EngineRequest
     adapter: str
-    block_keys: RequestKeys
+    groups: RequestGroups
+    group_keys: tuple[RequestKeys, ...]
     phase: Phase = Phase.QUEUED
     stored: int = 0
-    """Leading blocks that need not be saved: the depot's memory has them or was given them, or they
-    come from vLLM or the depot and are not computed."""
+    """Leading blocks of full attention that need not be saved: the depot's memory has them or was
+    given them, or they come from vLLM or the depot and are not computed."""
+    given: dict[int, set[int]] = field(default_factory=dict)
+    """Of each other group the blocks that the depot has, or was given."""
+    checkpoint: int = 0
+    """The last block at whose end states were saved."""
+    shared: int = 0
+    """So many leading blocks the depot has of full attention, but not of the other groups: where
+    prompts part, to be saved now."""
     offered: int = 0
     """Leading blocks that were complete when saves were planned last."""
     limit: int | None = None
@@ -164,8 +200,23 @@ class TrackedRequest:
     saved: bool = False
     """A save was planned for it."""
 
-    def found(self, hit: DepotHit, leading: Match) -> None:
-        """The depot has a hit, and these leading blocks.
+    @property
+    def block_keys(self) -> RequestKeys:
+        """Of the first group, one with full attention if there is any."""
+        return self.group_keys[0]
+
+    @property
+    def block_tokens(self) -> int:
+        return self.groups.block_tokens
+
+    def grow(self, blocks: int) -> None:
+        """Compute the keys of all groups up to the end of this many blocks of the request."""
+        tokens = self.request.all_token_ids
+        for keys in self.group_keys:
+            keys.grow(tokens, blocks * self.block_tokens // keys.block_tokens)
+
+    def found(self, hit: DepotHit, leading: Match, shared: int) -> None:
+        """The depot has a hit, and these leading blocks of full attention.
 
         What is on disk only, and is computed rather than fetched, is worth saving to memory.
         """
@@ -173,24 +224,43 @@ class TrackedRequest:
         local = min(hit.first_block, len(leading))
         kept = local + Match(leading.tiers[local:]).blocks_in_memory
         self.stored = max(self.stored, kept)
+        self.shared = shared if shared > hit.stop_block else 0
 
-    def begin_load(self, external_tokens: int, pages: Sequence[int], page_tokens: int) -> LoadJob:
+    def begin_load(self, external_tokens: int, tables: PageTables) -> list[LoadJob]:
         """Load what the latest match found, `external_tokens` of it, into the request's pages."""
         assert self.hit is not None
-        size, local = self.block_keys.block_tokens, self.hit.local_tokens
-        ratio, stop = size // page_tokens, (local + external_tokens) // size
-        begin = _skip_null(pages, local // page_tokens, stop * ratio)
-        first = min(begin // ratio, stop - 1)
+        local = self.hit.local_tokens
+        stop = (local + external_tokens) // self.block_tokens
         self.phase = Phase.LOADING
         self.loaded = stop if self.stored >= self.hit.first_block else 0
+        jobs = [self._load(group, tables, local, stop) for group in range(len(self.group_keys))]
+        whole = len(jobs) > 1 or not self.groups.all_full
+        found = [job for job in jobs if job is not None]
+        return [replace(job, whole=whole, jobs=len(found)) for job in found]
+
+    def _load(self, group: int, tables: PageTables, local: int, stop: int) -> LoadJob | None:
+        """The part of one group; none where vLLM has all that it needs."""
+        rule, keys = self.groups.rules[group], self.group_keys[group]
+        pages, ratio = tables[rule.table], pages_per_block(rule, self.block_tokens)
+        first, end = self.groups.span(group, keys, local, stop)
+        if rule.kind == "state":
+            wanted, present = [pages[_state_page(rule, end * keys.block_tokens)]], 0
+        else:
+            begin = _skip_null(pages, max(first * ratio, local // rule.page_tokens), end * ratio)
+            first = min(begin // ratio, end - 1)
+            wanted, present = list(pages[first * ratio : end * ratio]), begin - first * ratio
+        if present >= len(wanted):
+            return None
+        if rule.kind != "full":
+            self.given.setdefault(group, set()).update(range(first, end))
         return LoadJob(
             self.request.request_id,
             self.adapter,
-            self.block_keys.keys(first, stop),
-            tuple(pages[first * ratio : stop * ratio]),
+            keys.keys(first, end),
+            tuple(wanted),
             first,
-            begin - first * ratio,
-            whole=NULL_PAGE in pages[: stop * ratio],
+            group,
+            present,
         )
 
     def load_ended(self, failed_block: int | None) -> None:
@@ -207,26 +277,115 @@ class TrackedRequest:
     def forget(self, block: int) -> None:
         """Blocks from this one on are not in the depot after all."""
         self.stored = min(self.stored, block)
+        self.checkpoint = min(self.checkpoint, block)
+        for group, blocks in self.given.items():
+            first = block * self.block_tokens // self.group_keys[group].block_tokens
+            blocks.difference_update([one for one in blocks if one >= first])
 
-    def plan_save(self, complete: int, pages: Sequence[int], page_tokens: int) -> SaveJob | None:
-        """Save what is complete and not in the depot, unless that was tried at this point."""
+    def plan_save(
+        self, complete: int, tables: PageTables, states: Iterable[StateOffer] = ()
+    ) -> list[SaveJob]:
+        """Save what is complete and not in the depot, unless that was tried at this point.
+
+        Of full attention all blocks; of the other groups what is needed to go on from certain
+        boundaries. `states` are those that vLLM hands over after this step.
+        """
         if complete <= self.offered:
-            return None
-        ratio = self.block_keys.block_tokens // page_tokens
-        start, self.offered = self.stored, complete
-        start = -(-_skip_null(pages, start * ratio, complete * ratio) // ratio)
-        if complete <= start:
-            return None
-        self.block_keys.grow(self.request.all_token_ids, complete)
-        self.stored = complete
-        self.saved = True
-        return SaveJob(
-            self.request.request_id,
-            self.adapter,
-            self.block_keys.keys(start, complete),
-            tuple(pages[start * ratio : complete * ratio]),
-            start,
-        )
+            return []
+        self.grow(complete)
+        ends = [end for end in range(self.offered + 1, complete + 1) if self._is_kept(end)]
+        offers = [offer for offer in states if self._is_state_kept(offer, complete)]
+        jobs = []
+        for group, rule in enumerate(self.groups.rules):
+            pages = tables[rule.table]
+            if rule.kind == "full":
+                jobs += self._save(group, self._full_blocks(rule, pages, complete))
+            elif rule.kind == "state":
+                mine = [offer for offer in offers if offer[0] == rule.table]
+                jobs += self._save(group, self._states(rule, pages, ends, mine))
+            else:
+                jobs += self._save(group, self._window_blocks(group, pages, ends))
+        blocks = [tokens // self.block_tokens for _, _, tokens in offers]
+        self.checkpoint = max([self.checkpoint, *blocks])
+        self.stored, self.offered = complete, complete
+        self.saved = self.saved or bool(jobs)
+        return jobs
+
+    def _is_kept(self, end: int) -> bool:
+        """Whether windows are saved at the end of this many blocks."""
+        return end % self.groups.checkpoint_blocks == 0 or self._is_useful(end)
+
+    def _is_state_kept(self, offer: StateOffer, complete: int) -> bool:
+        """States are not everywhere: the first one behind each checkpoint is saved."""
+        end, rest = divmod(offer[2], self.block_tokens)
+        if rest or not 0 < end <= complete:
+            return False
+        every = self.groups.checkpoint_blocks
+        return end // every > self.checkpoint // every or self._is_useful(end)
+
+    def _is_useful(self, end: int) -> bool:
+        """The prompt ends there, or parts from others, or it is in the answer."""
+        prompt, size = self.request.num_prompt_tokens, self.block_tokens
+        return end * size > prompt or end in (prompt // size, (prompt - 1) // size, self.shared)
+
+    def _full_blocks(
+        self, rule: GroupRule, pages: Sequence[int], complete: int
+    ) -> dict[int, Sequence[int]]:
+        ratio = pages_per_block(rule, self.block_tokens)
+        start = -(-_skip_null(pages, self.stored * ratio, complete * ratio) // ratio)
+        return {at: pages[at * ratio : (at + 1) * ratio] for at in range(start, complete)}
+
+    def _window_blocks(
+        self, group: int, pages: Sequence[int], ends: Iterable[int]
+    ) -> dict[int, Sequence[int]]:
+        """The blocks that are needed at these boundaries, where vLLM still has all of them."""
+        found: dict[int, Sequence[int]] = {}
+        given = self.given.setdefault(group, set())
+        for end in ends:
+            span = range(*self.groups.span(group, self.group_keys[group], 0, end))
+            new = {at: pages[at : at + 1] for at in span if at not in given}
+            if all(page and page[0] != NULL_PAGE for page in new.values()):
+                found |= new
+        return found
+
+    def _states(
+        self,
+        rule: GroupRule,
+        pages: Sequence[int],
+        ends: Iterable[int],
+        offers: Iterable[StateOffer],
+    ) -> dict[int, Sequence[int]]:
+        if rule.handed_over:
+            return {tokens // self.block_tokens - 1: [page] for _, page, tokens in offers}
+        places = {end - 1: _state_page(rule, end * self.block_tokens) for end in ends}
+        return {
+            at: [pages[place]]
+            for at, place in places.items()
+            if place < len(pages) and pages[place] != NULL_PAGE
+        }
+
+    def _save(self, group: int, blocks: Mapping[int, Sequence[int]]) -> list[SaveJob]:
+        """Jobs for blocks and their pages; each has consecutive ones."""
+        given = self.given.setdefault(group, set())
+        if self.groups.rules[group].kind != "full":
+            blocks = {at: blocks[at] for at in sorted(blocks) if at not in given}
+            given.update(blocks)
+        starts = [at for at in blocks if at - 1 not in blocks]
+        jobs = []
+        for first in starts:
+            end = first
+            while end in blocks:
+                end += 1
+            pages = tuple(page for at in range(first, end) for page in blocks[at])
+            keys = self.group_keys[group].keys(first, end)
+            name = self.request.request_id
+            jobs.append(SaveJob(name, self.adapter, keys, pages, first, group))
+        return jobs
+
+
+def _state_page(rule: GroupRule, tokens: int) -> int:
+    """Where in vLLM's list the state behind this many tokens is."""
+    return tokens // rule.page_tokens - 1
 
 
 def _skip_null(pages: Sequence[int], start: int, stop: int) -> int:

@@ -1,8 +1,9 @@
 """The connector in vLLM's scheduler: looks prompts up in the depot, plans loads and saves.
 
-`match` looks a prompt up and asks `fetch_decision` how much of it to fetch; `allocated` plans the
-load; `plan` plans the saves of a step. Never touches bytes. Learns of the workers when they have
-registered their pages (`set_workers`), before the first request.
+`match` looks a prompt up and asks `fetch_decision` how much of it to fetch: up to the last boundary
+from which all KV groups can go on. `allocated` plans the load; `plan` plans the saves of a step.
+Never touches bytes. Learns of the workers when they have registered their pages (`set_workers`),
+before the first request.
 """
 
 from collections import Counter
@@ -17,24 +18,27 @@ from kvdepot.adapters.vllm.fetch_decision import (
     speeds_file,
     step_work,
 )
-from kvdepot.adapters.vllm.identity import adapter_of, known_weights, namespace_of
+from kvdepot.adapters.vllm.groups import checkpoint_tokens
+from kvdepot.adapters.vllm.identity import adapter_of, known_weights, namespaces_of
 from kvdepot.adapters.vllm.messages import LoadJob, ShardFacts, StepPlan, StepReport
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.queue_hints import QueueHints
 from kvdepot.adapters.vllm.requests import (
     DepotHit,
     EngineRequest,
+    PageTables,
     Phase,
+    RequestGroups,
     RequestKeys,
     TrackedRequest,
 )
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
-from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
 
 _SLOWEST_FIRST: Final = ("plugin", "hdd", "ssd", "cxl", "dram")
+_FASTEST: Final = "dram"
 PROBE: Final = "probe "
 """Before a request's id: a load that only measures."""
 
@@ -84,14 +88,15 @@ class ConnectorScheduler:
         self._warnings = RateLimitedWarnings()
         self._queue_hints = QueueHints(depot, self._warnings, config.hint if loads else 0.0)
         self._facts: list[ShardFacts] = []
+        self._groups = RequestGroups((), 0, 1)
         self._spaces: dict[str, list[NamespaceHandle]] = {}
+        """For each adapter those of the first group's shards, then the second's, and so on."""
         self._adapters: dict[int, str] = {}
         """Digests of the LoRAs that the workers have loaded, by vLLM's number."""
         self._tracked: dict[str, TrackedRequest] = {}
         self._plan = StepPlan()
         self._answered: list[str] = []
         self._loading: dict[str, frozenset[BlockKey]] = {}
-        self._page_tokens = 0
         self._block_tokens = 0
 
     def set_workers(self, workers: Iterable[ShardFacts]) -> None:
@@ -108,8 +113,10 @@ class ConnectorScheduler:
             if unlike:
                 raise ModelError(f"shards differ in {', '.join(unlike)}")
         self._facts = facts
-        self._block_tokens = KVLayout.from_description(facts[0].layout).block_tokens
-        self._page_tokens = self._block_tokens // facts[0].pages_per_block
+        self._block_tokens = grain = facts[0].grain
+        rules = tuple(group.rule for group in facts[0].groups)
+        every = checkpoint_tokens(rules, grain, self._config) // grain
+        self._groups = RequestGroups(rules, grain, every)
         self._is_ready()
 
     def _is_ready(self) -> bool:
@@ -120,7 +127,8 @@ class ConnectorScheduler:
             return False
         spaces = self._spaces_of("")
         if self._config.decide:
-            size = sum(space.block_bytes for space in spaces)
+            full = sum(rule.kind == "full" for rule in self._groups.rules) * len(self._facts)
+            size = sum(space.block_bytes for space in spaces[: full or None])
             self._decider = FetchDecider(
                 self._block_tokens,
                 size,
@@ -146,7 +154,12 @@ class ConnectorScheduler:
             self._warnings.warn("an adapter has no place in the depot", error)
             self.counts.add("unserved_requests", 1, "adapter")
             return
-        tracked = TrackedRequest(request, adapter, RequestKeys.of(spaces, request))
+        shards = len(self._facts)
+        keys = [
+            RequestKeys.of(spaces[at : at + shards], request)
+            for at in range(0, len(spaces), shards)
+        ]
+        tracked = TrackedRequest(request, adapter, self._groups, tuple(keys))
         self._tracked[request.request_id] = tracked
         self._queue_hints.queued(tracked)
 
@@ -158,42 +171,96 @@ class ConnectorScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
             return 0
-        blocks = request.num_tokens // self._block_tokens
+        # vLLM computes the last token of a prompt that is all there once more, from the state or
+        # the window before it.
+        tokens = request.num_tokens - (0 if self._groups.all_full else 1)
+        blocks = tokens // self._block_tokens
         if tracked.limit is not None:
             blocks = min(blocks, tracked.limit)
-        tracked.block_keys.grow(request.all_token_ids, blocks)
+        tracked.grow(blocks)
         first = min(local_tokens // self._block_tokens, blocks)
-        if self._engine.shares_pages and self._loading and first < blocks:
-            key = tracked.block_keys.keys(first, first + 1)[0][0]
-            if any(key in keys for keys in self._loading.values()):
-                self._queue_hints.begun(request.request_id)
-                return None
-        leading = self._resident(tracked, 0, blocks)
-        tiers = leading[first:] or self._resident(tracked, first, blocks)
-        hit = DepotHit(local_tokens, first, tiers)
-        tracked.found(hit, Match(leading))
+        if self._is_loading(tracked, first, blocks):
+            self._queue_hints.begun(request.request_id)
+            return None
+        hit = self._look_up(tracked, local_tokens, first, blocks)
         stop = hit.stop_block
         if self._decider is not None and stop * self._block_tokens > local_tokens:
-            stop = self._decider.decide(tracked, hit, self._tracked.values()).stop_block
+            decided = self._decider.decide(tracked, hit, self._tracked.values()).stop_block
+            if decided < stop:
+                stop, _ = self._restorable(tracked, local_tokens, decided)
         return max(0, stop * self._block_tokens - local_tokens)
 
-    def allocated(self, request_id: str, pages: Sequence[int], external_tokens: int) -> None:
+    def _is_loading(self, tracked: TrackedRequest, first: int, blocks: int) -> bool:
+        """Whether another request loads what comes next, for vLLM to find."""
+        shared = self._engine.shares_pages and self._groups.rules[0].kind == "full"
+        if not (shared and self._loading) or first >= blocks:
+            return False
+        key = tracked.block_keys.keys(first, first + 1)[0][0]
+        return any(key in keys for keys in self._loading.values())
+
+    def _look_up(
+        self, tracked: TrackedRequest, local_tokens: int, first: int, blocks: int
+    ) -> DepotHit:
+        """The longest prefix from which all groups can go on."""
+        leading: tuple[str, ...] = ()
+        tiers = (_FASTEST,) * (blocks - first)
+        full = [at for at, rule in enumerate(self._groups.rules) if rule.kind == "full"]
+        if full:
+            leading = self._resident(tracked, full, 0, blocks)
+            tiers = leading[first:] or self._resident(tracked, full, first, blocks)
+        shared = first + len(tiers)
+        stop, slower = self._restorable(tracked, local_tokens, shared)
+        found = [_slowest(tier, slower.get(first + at)) for at, tier in enumerate(tiers)]
+        hit = DepotHit(local_tokens, first, tuple(found[: max(0, stop - first)]))
+        tracked.found(hit, Match(leading), shared if full else 0)
+        return hit
+
+    def _restorable(
+        self, tracked: TrackedRequest, local_tokens: int, stop: int
+    ) -> tuple[int, dict[int, str]]:
+        """The last boundary up to `stop` from which windows and states can go on, in blocks of the
+        request, and the tiers of what they need, by such blocks."""
+        groups = self._groups
+        others = [at for at, rule in enumerate(groups.rules) if rule.kind != "full"]
+        found: dict[int, str] = {}
+        while stop * self._block_tokens > local_tokens:
+            found, lowered, needed = {}, stop, len(others) < len(groups.rules)
+            for group in others:
+                keys = tracked.group_keys[group]
+                start, end = groups.span(group, keys, local_tokens, stop)
+                tiers = self._resident(tracked, [group], start, end)
+                needed = needed or start < end
+                if len(tiers) < end - start:
+                    lacking = (start + len(tiers)) * keys.block_tokens
+                    lowered = min(lowered, lacking // self._block_tokens)
+                for at, tier in enumerate(tiers, start):
+                    block = at * keys.block_tokens // self._block_tokens
+                    found[block] = _slowest(tier, found.get(block))
+            if lowered == stop and needed:
+                return stop, found
+            stop = min(lowered, stop - 1)
+        return min(stop, local_tokens // self._block_tokens), {}
+
+    def allocated(self, request_id: str, tables: PageTables, external_tokens: int) -> None:
         """vLLM has given a request its pages, the external tokens' among them."""
         tracked = self._tracked.get(request_id)
         if tracked is None or not external_tokens:
             return
         self._queue_hints.begun(request_id)
-        load = tracked.begin_load(external_tokens, pages, self._page_tokens)
+        loads = tracked.begin_load(external_tokens, tables)
         timeout_s = limit_s = self._config.load_timeout
         recompute_s = 0.0
         if self._decider is not None and tracked.hit is not None:
-            tiers = tracked.hit.tiers[: len(load.keys[0])]
+            stop = (tracked.hit.local_tokens + external_tokens) // self._block_tokens
+            tiers = tracked.hit.tiers[: stop - tracked.hit.first_block]
             decision = self._decider.load_started(request_id, tiers)
             if decision is not None:
                 timeout_s = min(limit_s, decision.deadline_s)
                 recompute_s = min(limit_s - timeout_s, decision.saved_s)
-        self._plan.loads.append(replace(load, timeout_s=timeout_s, recompute_s=recompute_s))
-        self._loading[request_id] = frozenset(load.keys[0])
+        self._plan.loads += [
+            replace(load, timeout_s=timeout_s, recompute_s=recompute_s) for load in loads
+        ]
+        self._loading[request_id] = frozenset(loads[0].keys[0])
         self.counts.add("hit_tokens", external_tokens)
 
     def sources(self, request_id: str, external_tokens: int) -> Counter[str]:
@@ -226,10 +293,9 @@ class ConnectorScheduler:
             if self._saves:
                 complete = self._complete(tracked, tokens)
                 if complete > tracked.offered:
-                    state = output.kv_connector_block_state
-                    pages = state.get_block_ids(tracked.request.request_id)[0]
-                    save = tracked.plan_save(complete, pages, self._page_tokens)
-                    plan.saves += [save] if save is not None else []
+                    state, name = output.kv_connector_block_state, tracked.request.request_id
+                    states = state.boundary_state_offloads.get(name, ())
+                    plan.saves += tracked.plan_save(complete, state.get_block_ids(name), states)
         if self._decider is not None:
             self._plan_measuring(plan, step, self._decider)
         self._queue_hints.after_schedule()
@@ -268,7 +334,7 @@ class ConnectorScheduler:
         for request_id in request_ids:
             self._loading.pop(request_id, None)
 
-    def finish(self, request: EngineRequest, pages: Sequence[int]) -> bool:
+    def finish(self, request: EngineRequest, tables: PageTables) -> bool:
         """A request is over. True: its pages are kept until the workers report it sent."""
         tracked = self._tracked.pop(request.request_id, None)
         if self._decider is not None and request.num_tokens > request.num_prompt_tokens:
@@ -277,7 +343,7 @@ class ConnectorScheduler:
             self._decider.forget(request.request_id)
         if tracked is None:
             return False
-        awaited = self._plan_last_save(tracked, pages)
+        awaited = self._plan_last_save(tracked, tables)
         self._queue_hints.finished(request, tracked, awaited=awaited)
         return awaited
 
@@ -304,24 +370,27 @@ class ConnectorScheduler:
         self._queue_hints.close()
         self._depot.close()
 
-    def _plan_last_save(self, tracked: TrackedRequest, pages: Sequence[int]) -> bool:
+    def _plan_last_save(self, tracked: TrackedRequest, tables: PageTables) -> bool:
         """For a request that is over. True: its pages are read after this."""
         if not self._saves or tracked.phase is not Phase.COMPUTING:
             return False
-        save = tracked.plan_save(self._complete(tracked, 0), pages, self._page_tokens)
-        if save is not None:
-            self._plan.saves.append(save)
+        saves = tracked.plan_save(self._complete(tracked, 0), tables)
+        self._plan.saves += saves
         settles = self._facts[0].saves_settle_at_once
-        if save is None and (settles or not tracked.saved):
+        if not saves and (settles or not tracked.saved):
             return False
         self._plan.awaited.append(tracked.request.request_id)
         return True
 
-    def _resident(self, tracked: TrackedRequest, first: int, stop: int) -> tuple[str, ...]:
-        """The tier of each block from `first` on that all shards have: the slowest of them."""
-        store, shards_keys = self._depot.store, tracked.block_keys.keys(first, stop)
+    def _resident(
+        self, tracked: TrackedRequest, groups: Sequence[int], first: int, stop: int
+    ) -> tuple[str, ...]:
+        """The tier of each block from `first` on that all shards of these groups have: the slowest
+        of them."""
+        store = self._depot.store
+        lists = [keys for group in groups for keys in tracked.group_keys[group].keys(first, stop)]
         try:
-            found = [store.match(keys).tiers for keys in shards_keys if keys]
+            found = [store.match(keys).tiers for keys in lists if keys]
         except KVDepotError as error:
             self._warnings.warn("the depot cannot be asked", error)
             self.counts.add("depot_errors", 1, "match")
@@ -347,7 +416,8 @@ class ConnectorScheduler:
                 self._answered.append(request.request_id)
         for name, first, blocks in decider.probes:
             tracked_one = self._tracked.get(name)
-            if tracked_one is not None and tracked_one.hit is not None:
+            counted = self._groups.rules[0].kind == "full"
+            if counted and tracked_one is not None and tracked_one.hit is not None:
                 plan.probes.append(self._probe(tracked_one, first, blocks, decider))
         decider.probes.clear()
 
@@ -374,11 +444,17 @@ class ConnectorScheduler:
 
     def _spaces_of(self, adapter: str) -> list[NamespaceHandle]:
         if adapter not in self._spaces:
+            shards = [namespaces_of(each, self._config, adapter) for each in self._facts]
             self._spaces[adapter] = [
-                self._depot.store.register(namespace_of(each, self._config, adapter))
-                for each in self._facts
+                self._depot.store.register(space)
+                for group in zip(*shards, strict=True)
+                for space in group
             ]
         return self._spaces[adapter]
+
+
+def _slowest(tier: str, other: str | None) -> str:
+    return tier if other is None else min(tier, other, key=_SLOWEST_FIRST.index)
 
 
 def _unserved(request: Any) -> str:

@@ -10,19 +10,29 @@ import torch
 
 from kvdepot.adapters.tensors import BlockMover, open_mover
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.identity import (
-    WorkerRank,
-    check_groups,
-    known_weights,
-    namespace_of,
-    shard_facts,
+from kvdepot.adapters.vllm.groups import LayerGroup, layer_groups, pages_per_block
+from kvdepot.adapters.vllm.identity import WorkerRank, known_weights, namespaces_of, shard_facts
+from kvdepot.adapters.vllm.messages import (
+    LoadEnd,
+    ShardFacts,
+    StepPlan,
+    StepReport,
+    StepTime,
+    TierTime,
+    TransferJob,
 )
-from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport, StepTime, TransferJob
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
-from kvdepot.adapters.vllm.page_transfer import Loader, PagedCache, Saver, page_tensors
+from kvdepot.adapters.vllm.page_transfer import (
+    FinishedLoad,
+    Loader,
+    PagedCache,
+    Saver,
+    page_tensors,
+)
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.adapters.vllm.weights import LoadedAdapters
 from kvdepot.core.block import BlockKey
+from kvdepot.core.layout import KVLayout
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import KVDepotError, ModelError
 
@@ -49,7 +59,7 @@ class ConnectorWorker:
     def __init__(
         self, engine: Any, cache: Any, config: ConnectorConfig, depot: SharedDepot
     ) -> None:
-        check_groups(cache)
+        self._layer_groups = layer_groups(cache)
         self._engine = engine
         self._cache = cache
         self._config = config
@@ -64,6 +74,8 @@ class ConnectorWorker:
         self._timer: StepTimer | None = None
         self._mover: BlockMover | None = None
         self._drops_pages = False
+        self._parts: dict[str, list[FinishedLoad]] = {}
+        """Of loads of several groups those that are over."""
         self._invalid: set[int] = set()
         self._awaited: set[str] = set()
         self._report = StepReport()
@@ -76,25 +88,33 @@ class ConnectorWorker:
 
     def register(self, caches: Mapping[str, object], place: WorkerRank) -> None:
         """Use these pages. ModelError or ConfigError if they cannot be served."""
-        group = check_groups(self._cache)
-        tensors = page_tensors(caches, group.layer_names, self._cache.num_blocks)
-        self._facts = shard_facts(self._engine, self._cache, tensors, self._config, place)
+        groups = [
+            (LayerGroup(group.rule, names, group.spec), tensors)
+            for group in self._layer_groups
+            for names, tensors in page_tensors(caches, group.layer_names, self._cache.num_blocks)
+        ]
+        self._facts = shard_facts(self._engine, self._cache, groups, self._config, place)
         store = self._depot.store
         if known_weights(self._facts, self._config):
             self._use("")
-        self._mover = open_mover(lambda: store.memory, tensors.device)
-        self._drops_pages = bool(getattr(group.kv_cache_spec, "sliding_window", None))
-        pages = PagedCache(tensors, self._mover, self._facts.pages_per_block)
+        device = groups[0][1].device
+        mover = self._mover = open_mover(lambda: store.memory, device)
+        self._drops_pages = any(group.rule.kind != "full" for group, _ in groups)
+        grain = self._facts.grain
+        pages = [
+            PagedCache(tensors, mover, pages_per_block(group.rule, grain))
+            for group, tensors in groups
+        ]
         self._loader = Loader(store, pages, self.counts, self._config.load_threads)
         self._saver = Saver(store, pages, self.counts)
         if not self._facts.shard_rank:
-            self._timer = StepTimer(tensors.device)
+            self._timer = StepTimer(device)
 
     def preempt(self, plan: StepPlan) -> None:
         """Before anything of the step: pages that vLLM has taken back may be written to in it.
 
         vLLM waits for `awaited` ones itself, but not for those of preempted requests, nor for those
-        that fell out of a window.
+        that fell out of a window or hold an earlier state.
         """
         if self._saver is not None and (plan.preempted or self._drops_pages):
             self._saver.order_stream_after_reads()
@@ -119,7 +139,9 @@ class ConnectorWorker:
             keys = self._keys(job)
             unsaved = self._saver.save(job, keys) if keys else job.first_block
             if unsaved is not None:
-                self._report.unsaved[job.request_id] = unsaved
+                block = self._request_block(job.group, unsaved)
+                first = self._report.unsaved.get(job.request_id, block)
+                self._report.unsaved[job.request_id] = min(first, block)
         self._awaited.update(plan.awaited)
 
     def finished(self, plan: StepPlan) -> FinishedTransfers:
@@ -132,15 +154,48 @@ class ConnectorWorker:
         finished = FinishedTransfers(self._awaited - reading)
         self._awaited &= reading
         for one in self._loader.take(_IDLE_WAIT_S if plan.idle else 0.0):
-            self._report.loads.append(one.end)
-            if not one.job.pages:
-                continue
-            finished.received.add(one.job.request_id)
-            if one.job.whole and one.failed_pages:
-                finished.failed.add(one.job.request_id)
-            else:
-                self._invalid |= one.failed_pages
+            parts = self._parts.setdefault(one.job.request_id, [])
+            parts.append(one)
+            if len(parts) == one.job.jobs:
+                self._load_over(self._parts.pop(one.job.request_id), finished)
         return finished
+
+    def _load_over(self, parts: list[FinishedLoad], finished: FinishedTransfers) -> None:
+        """All groups of a load are over."""
+        job = parts[0].job
+        self._report.loads.append(self._joined(parts))
+        if not job.pages:
+            return
+        finished.received.add(job.request_id)
+        failed_pages = frozenset[int]().union(*(one.failed_pages for one in parts))
+        if job.whole and failed_pages:
+            finished.failed.add(job.request_id)
+        else:
+            self._invalid |= failed_pages
+
+    def _joined(self, parts: list[FinishedLoad]) -> LoadEnd:
+        """The ends of a load's jobs as one. Blocks are counted as the first group has them."""
+        parts.sort(key=lambda one: one.job.group)
+        ends = [one.end for one in parts]
+        failed = [
+            self._request_block(one.job.group, one.end.failed_block)
+            for one in parts
+            if one.end.failed_block is not None
+        ]
+        times: dict[str, TierTime] = {}
+        for each in (each for end in ends for each in end.times):
+            known = times.get(each.tier, TierTime(each.tier, each.blocks, 0, 0.0))
+            nbytes, seconds = known.nbytes + each.nbytes, max(known.seconds, each.seconds)
+            times[each.tier] = TierTime(each.tier, known.blocks, nbytes, seconds)
+        late = next((end.late_blocks for end in ends if end.late_blocks), 0)
+        seconds = max(end.seconds for end in ends)
+        first = min(failed, default=None)
+        return LoadEnd(ends[0].request_id, first, tuple(times.values()), late, seconds)
+
+    def _request_block(self, group: int, block: int) -> int:
+        """The block of the request that a group's block lies in."""
+        tokens = KVLayout.from_description(self.facts.groups[group].layout).block_tokens
+        return block * tokens // self.facts.grain
 
     def metrics(self) -> dict[str, float] | None:
         return self.counts.take()
@@ -165,15 +220,17 @@ class ConnectorWorker:
     def _use(self, adapter: str) -> None:
         """Register a namespace that is new."""
         store = self._depot.store
-        space = store.register(namespace_of(self.facts, self._config, adapter))
+        spaces = namespaces_of(self.facts, self._config, adapter)
+        handles = [store.register(space) for space in spaces]
         self._adapters.add(adapter)
-        _logger.info(
-            "kvdepot: blocks of %d tokens, %s each, namespace %s; the depot has %d blocks",
-            space.layout.block_tokens,
-            format_bytes(space.block_bytes),
-            space.tag.hex(),
-            store.stats().get("blocks", 0),
-        )
+        for space in handles:
+            _logger.info(
+                "kvdepot: blocks of %d tokens, %s each, namespace %s; the depot has %d blocks",
+                space.layout.block_tokens,
+                format_bytes(space.block_bytes),
+                space.tag.hex(),
+                store.stats().get("blocks", 0),
+            )
 
     def _keys(self, job: TransferJob) -> Sequence[BlockKey]:
         """This shard's keys. Registers the namespace of their adapter if it is new.
