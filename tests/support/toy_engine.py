@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
+from kvdepot.adapters.vllm.groups import GroupRule
 from kvdepot.adapters.vllm.identity import WorkerRank
+from kvdepot.adapters.vllm.requests import RequestGroups
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
 from kvdepot.adapters.vllm.shared_depot import hold
 from kvdepot.adapters.vllm.worker import ConnectorWorker
@@ -89,6 +91,11 @@ def answer_of(prompt: list[int], count: int, salt: str = "") -> list[int]:
 
 PageName = tuple[int, str, tuple[int, ...]]
 """KV group, salt, and the tokens up to the page's end."""
+
+
+def full_attention(block_tokens: int) -> RequestGroups:
+    """What a request of a model with one KV group knows of it."""
+    return RequestGroups((GroupRule("full", 0, block_tokens),), block_tokens, 1)
 
 
 class PagePool:

@@ -6,16 +6,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.support.toy_engine import ToyRequest
+from tests.support.toy_engine import ToyRequest, full_attention
 
 from kvdepot.adapters.vllm.fetch_decision import FetchDecider, queue_before, step_work
-from kvdepot.adapters.vllm.groups import GroupRule
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime, TierTime
 from kvdepot.adapters.vllm.metrics import WARN_EVERY_S, RateLimitedWarnings
 from kvdepot.adapters.vllm.requests import (
     DepotHit,
     Phase,
-    RequestGroups,
     RequestKeys,
     TrackedRequest,
 )
@@ -34,8 +32,7 @@ def tracked(name: str, tokens: int = 1300, **facts: Any) -> TrackedRequest:
     space = NamespaceHandle(Namespace(model="m", layout=KVLayout.opaque(4096, SIZE)))
     request = ToyRequest(name, [1] * tokens, 4)
     request.num_computed_tokens = facts.pop("computed", 0)
-    groups = RequestGroups((GroupRule("full", 0, SIZE),), SIZE, 1)
-    return TrackedRequest(request, "", groups, (RequestKeys([space]),), **facts)
+    return TrackedRequest(request, "", full_attention(SIZE), (RequestKeys([space]),), **facts)
 
 
 def taught(token_s: float, byte_s: float) -> FetchDecider:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.toy_engine import ToyRequest
+from tests.support.toy_engine import ToyRequest, full_attention
 
 from kvdepot.adapters.vllm.fetch_decision import (
     FetchDecider,
@@ -97,7 +97,7 @@ def assert_fetches_all(decider: FetchDecider) -> None:
     """Of a prompt of 3,000 tokens, whose recompute takes some 10 s."""
     request = ToyRequest("r", [1] * 3000, 4)
     space = NamespaceHandle(Namespace(model="m", layout=KVLayout.opaque(4096, 512)))
-    tracked = TrackedRequest(request, "", RequestKeys([space]))
+    tracked = TrackedRequest(request, "", full_attention(512), (RequestKeys([space]),))
     decided = decider.decide(tracked, DepotHit(0, 0, ("ssd",) * 5), [tracked])
     assert decided.stop_block == 5
     assert decided.decision.deadline_s > 2.0, "given up before that, it would be recomputed"

@@ -51,8 +51,8 @@ def load(
     store: Any, cache: PagedCache, keys: list[BlockKey], recompute_s: float = 0.0
 ) -> FinishedLoad:
     loader = Loader(store, [cache], ConnectorCounts(), 1)
-    limits = (0, 20.0, recompute_s)
-    job = LoadJob("r", "", (tuple(keys),), tuple(range(len(keys))), 0, *limits)
+    pages = tuple(range(len(keys)))
+    job = LoadJob("r", "", (tuple(keys),), pages, 0, timeout_s=20.0, recompute_s=recompute_s)
     loader.submit(job, keys)
     loader.close()
     (finished,) = loader.take()

@@ -54,7 +54,7 @@ class GroupRule:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
+class EngineGroup:
     """Layers of vLLM that share one rule."""
 
     rule: GroupRule
@@ -63,7 +63,7 @@ class LayerGroup:
     """The name of vLLM's class."""
 
 
-def layer_groups(cache: Any) -> list[LayerGroup]:
+def layer_groups(cache: Any) -> list[EngineGroup]:
     """The groups of a model, those with full attention first; ModelError if one cannot be served.
 
     `cache` is vLLM's KVCacheConfig.
@@ -75,7 +75,7 @@ def layer_groups(cache: Any) -> list[LayerGroup]:
         if not getattr(group, "enable_kv_transfer", True) or set(bases) & set(_LEFT_ALONE):
             continue
         rule = _rule(table, group.kv_cache_spec, spec, bases)
-        found.append(LayerGroup(rule, tuple(group.layer_names), type(spec).__name__))
+        found.append(EngineGroup(rule, tuple(group.layer_names), type(spec).__name__))
     if not found:
         raise ModelError("the model has no KV cache that could be kept")
     return sorted(found, key=lambda one: list(_KINDS.values()).index(one.rule.kind))

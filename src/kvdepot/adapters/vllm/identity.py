@@ -15,7 +15,7 @@ import torch
 
 from kvdepot.adapters.tensors.kvtensors import DTYPES, KVTensors
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
-from kvdepot.adapters.vllm.groups import LayerGroup, block_tokens, grain_tokens, pages_per_block
+from kvdepot.adapters.vllm.groups import EngineGroup, block_tokens, grain_tokens, pages_per_block
 from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts
 from kvdepot.adapters.vllm.weights import WeightsDigest, digest_of, weight_files
 from kvdepot.core.layout import KVLayout
@@ -65,7 +65,7 @@ def check_engine(engine: Any) -> None:
 def shard_facts(
     engine: Any,
     cache: Any,
-    groups: Sequence[tuple[LayerGroup, KVTensors]],
+    groups: Sequence[tuple[EngineGroup, KVTensors]],
     config: ConnectorConfig,
     place: WorkerRank,
 ) -> ShardFacts:
@@ -94,7 +94,7 @@ def shard_facts(
     )
 
 
-def _layout(group: LayerGroup, tensors: KVTensors, grain: int) -> KVLayout:
+def _layout(group: EngineGroup, tensors: KVTensors, grain: int) -> KVLayout:
     tokens = block_tokens(group.rule, grain)
     pages = pages_per_block(group.rule, grain)
     dtype = DTYPES.get(tensors.tensors[0].dtype, "uint8")
@@ -170,7 +170,7 @@ def _weights(engine: Any, config: ConnectorConfig) -> tuple[str, str]:
 
 
 def _extra(
-    engine: Any, cache: Any, group: LayerGroup, tensors: KVTensors, *, alone: bool
+    engine: Any, cache: Any, group: EngineGroup, tensors: KVTensors, *, alone: bool
 ) -> dict[str, str]:
     """What the content of a page depends on besides the model; of which layers it is, where the
     model has others."""

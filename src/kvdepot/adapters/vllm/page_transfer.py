@@ -206,9 +206,7 @@ def _nearly_there(got: Sequence[Got], elapsed_s: float, recompute_s: float) -> t
     return (late[0] if late else 0), worth_waiting_s(came, len(late), elapsed_s, recompute_s)
 
 
-def _times(
-    got: Sequence[Got], arrived_s: Mapping[int, float], block_bytes: int
-) -> list[TierTime]:
+def _times(got: Sequence[Got], arrived_s: Mapping[int, float], block_bytes: int) -> list[TierTime]:
     """What came of each tier, and when the last of it was there."""
     times = []
     for tier in sorted({answer.tier for answer in got if answer.tier is not None}):

@@ -10,7 +10,7 @@ import torch
 
 from kvdepot.adapters.tensors import BlockMover, open_mover
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.groups import LayerGroup, layer_groups, pages_per_block
+from kvdepot.adapters.vllm.groups import EngineGroup, layer_groups, pages_per_block
 from kvdepot.adapters.vllm.identity import WorkerRank, known_weights, namespaces_of, shard_facts
 from kvdepot.adapters.vllm.messages import (
     LoadEnd,
@@ -89,7 +89,7 @@ class ConnectorWorker:
     def register(self, caches: Mapping[str, object], place: WorkerRank) -> None:
         """Use these pages. ModelError or ConfigError if they cannot be served."""
         groups = [
-            (LayerGroup(group.rule, names, group.spec), tensors)
+            (EngineGroup(group.rule, names, group.spec), tensors)
             for group in self._layer_groups
             for names, tensors in page_tensors(caches, group.layer_names, self._cache.num_blocks)
         ]
