@@ -212,7 +212,7 @@ def test_the_time_of_a_load_runs_while_it_waits_for_a_thread(
 ) -> None:
     store = OneByOne(take_s=3.0)
     monkeypatch.setattr(page_transfer, "time", store)
-    loader = Loader(store, cache_of(HostMover()), ConnectorCounts(), 1)  # type: ignore[arg-type]
+    loader = Loader(store, [cache_of(HostMover())], ConnectorCounts(), 1)  # type: ignore[arg-type]
     keys = [BlockKey(bytes(32))]
     for name in "abc":
         loader.submit(LoadJob(name, "", (tuple(keys),), (0,), 0, timeout_s=5.0), keys)

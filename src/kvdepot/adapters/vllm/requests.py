@@ -307,7 +307,7 @@ class TrackedRequest:
                 jobs += self._save(group, self._window_blocks(group, pages, ends))
         blocks = [tokens // self.block_tokens for _, _, tokens in offers]
         self.checkpoint = max([self.checkpoint, *blocks])
-        self.stored, self.offered = complete, complete
+        self.stored, self.offered = max(self.stored, complete), complete
         self.saved = self.saved or bool(jobs)
         return jobs
 
