@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.http_daemon import HttpDaemon, ask
 from tests.support.waiting import until
 
 import kvdepot
+from kvdepot.cli.report.page import page
 from kvdepot.errors import ConfigError
 from kvdepot.server.http.api import ENDPOINTS
 from kvdepot.server.http.changes import ChangeRunner, ChangeRunningError
@@ -45,7 +47,7 @@ def test_health_readiness_and_the_document(open_daemon: HttpDaemon) -> None:
     assert open_daemon.get("/healthz").json == {"ok": True}
     assert open_daemon.get("/readyz").json == {"ready": True}
     paths = open_daemon.get("/openapi.json").json["paths"]
-    assert {"/metrics", "/healthz", "/readyz", "/openapi.json"} <= set(paths)
+    assert {"/", "/metrics", "/healthz", "/readyz", "/openapi.json"} <= set(paths)
     for endpoint in ENDPOINTS:
         assert endpoint.method.lower() in paths[endpoint.path]
     open_daemon.daemon._stopping = True
@@ -205,6 +207,21 @@ def test_there_is_nothing_outside(open_daemon: HttpDaemon) -> None:
         reply = open_daemon.get(path)
         assert reply.status in (404, 405)
         assert "root:" not in reply.text and "location" not in reply.headers
+
+
+def test_the_page_needs_nothing_from_outside(open_daemon: HttpDaemon) -> None:
+    for path, media in (("/", "html"), ("/dashboard.js", "javascript"), ("/dashboard.css", "css")):
+        reply = open_daemon.get(path)
+        assert reply.status == 200 and media in reply.headers["content-type"]
+        assert not re.search(r"(?:https?:)?//[a-z]", reply.text.replace("// ", ""))
+
+
+def test_reports_and_the_dashboard_have_one_palette(open_daemon: HttpDaemon) -> None:
+    style = open_daemon.get("/dashboard.css").text
+    for tier in ("dram", "cxl", "ssd", "hdd", "object"):
+        colour = re.search(rf"--{tier}: (#[0-9a-f]{{6}})", style)
+        assert colour is not None and colour[0] in page("report", "", [])
+        assert f".fill.{tier} " in style
 
 
 def test_every_answer_keeps_browsers_from_other_sites(open_daemon: HttpDaemon) -> None:

@@ -7,7 +7,8 @@ from importlib import resources
 
 def page(title: str, lead: str, parts: Iterable[str], *, heading: str = "") -> str:
     """The whole file: a heading (the title if none is given), a first sentence, and the parts."""
-    style = resources.files(__package__).joinpath("style.css").read_text("utf-8")
+    sheets = (("kvdepot.core", "palette.css"), (__package__, "style.css"))
+    style = "".join(resources.files(at).joinpath(name).read_text("utf-8") for at, name in sheets)
     body = "\n".join([f"<h1>{escape(heading or title)}</h1>", paragraph(lead, "lead"), *parts])
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

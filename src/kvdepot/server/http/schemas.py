@@ -32,6 +32,7 @@ _PLAIN: Final = {
     "/readyz": ("The daemon takes clients.", "application/json"),
     "/metrics": ("Metrics as Prometheus text.", "text/plain"),
     "/openapi.json": ("This document.", "application/json"),
+    "/": ("The dashboard.", "text/html"),
 }
 
 

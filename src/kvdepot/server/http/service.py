@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,16 @@ from kvdepot.store.metrics import CONTENT_TYPE, render
 _TOKEN_BYTES_MIN: Final = 16
 _CONNECTIONS_MAX: Final = 64
 _STOP_S: Final = 5.0
+_HERE: Final = "kvdepot.server.http"
+_PAGE: Final[dict[str, tuple[str, list[tuple[str, str]]]]] = {
+    "/": ("text/html; charset=utf-8", [(_HERE, "page/index.html")]),
+    "/dashboard.js": ("text/javascript; charset=utf-8", [(_HERE, "page/dashboard.js")]),
+    "/dashboard.css": (
+        "text/css; charset=utf-8",
+        [("kvdepot.core", "palette.css"), (_HERE, "page/dashboard.css")],
+    ),
+}
+"""Paths of the dashboard: media type, and the files that make them."""
 _log: Final = logging.getLogger("kvdepot.http")
 
 
@@ -174,6 +185,9 @@ class HttpService:
             Route("/metrics", self._metrics),
             Route("/openapi.json", _plain(openapi)),
         ]
+        for path, (media, files) in _PAGE.items():
+            parts = [resources.files(at).joinpath(name).read_bytes() for at, name in files]
+            routes.append(Route(path, _static(b"".join(parts), media)))
         for endpoint in ENDPOINTS:
             answer = partial(self._answer, endpoint)
             routes.append(Route(endpoint.path, answer, methods=[endpoint.method]))
@@ -223,6 +237,13 @@ async def _body(request: Request) -> bytes:
 def _plain(answer: Callable[[], Mapping[str, Any]]) -> Callable[[Request], Any]:
     async def handle(_: Request) -> Response:
         return JSONResponse(dict(answer()))
+
+    return handle
+
+
+def _static(content: bytes, media: str) -> Callable[[Request], Any]:
+    async def handle(_: Request) -> Response:
+        return Response(content, headers={"content-type": media})
 
     return handle
 
