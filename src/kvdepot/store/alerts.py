@@ -90,7 +90,7 @@ def _queues(stats: Stats) -> Iterator[Alert]:
     if limit and stats.get("dirty_bytes", 0) > _NEARLY_ALL * limit:
         yield Alert(
             "warn",
-            "so much waits to be written that puts wait",
+            "so much waits to be written that new blocks are written later, or stay in memory",
             "add drives, raise dram.capacity or writeback.dirty_limit",
         )
 

@@ -497,7 +497,7 @@ METRICS: Final = (
     _gauge(
         "write_queue_limit_bytes",
         "",
-        "When this much waits in all, puts wait.",
+        "When this much waits in all, new blocks are written later.",
         _one("dirty_limit_bytes"),
         "dirty_limit_bytes",
     ),
