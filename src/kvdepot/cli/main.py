@@ -45,6 +45,7 @@ COMMANDS = {
         "kvdepot.cli.doctor.command", "what this machine offers, and what to do about it"
     ),
     "serve": Command("kvdepot.cli.serve", "share one store with all processes of this machine"),
+    "proxy": Command("kvdepot.cli.proxy", "keep the KV of an unmodified llama-server"),
     "tiers": Command("kvdepot.cli.tiers", "see and change the tiers of a running daemon"),
     "stats": Command("kvdepot.cli.stats", "what a daemon has done so far, and how it is"),
     "top": Command("kvdepot.cli.top", "watch a daemon: tiers, flow, hits, sessions, drives"),

@@ -25,6 +25,8 @@ from tests.support.toy_engine import (
     engine_config,
 )
 
+from kvdepot.adapters import file_digests
+from kvdepot.adapters.file_digests import process_start_ns
 from kvdepot.adapters.vllm import weights
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import layer_groups
@@ -36,7 +38,6 @@ from kvdepot.adapters.vllm.weights import (
     WeightsDigest,
     folder_digest,
     lora_digest,
-    process_start_ns,
 )
 from kvdepot.errors import ModelError
 
@@ -94,10 +95,10 @@ def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
 
 def test_files_are_read_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memo = tmp_path / "cache" / "weights"
-    monkeypatch.setattr(weights, "_SETTLED_NS", -(10**9))
+    monkeypatch.setattr(file_digests, "_SETTLED_NS", -(10**9))
     first = folder_digest(folder, memo)
     assert memo.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(weights, "file_digest", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(file_digests, "file_digest", lambda _: pytest.fail("read again"))
     assert folder_digest(folder, memo) == first
     monkeypatch.undo()
     os.utime(folder / "config.json")
@@ -110,7 +111,7 @@ def test_files_are_read_once(folder: Path, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_memo_that_others_can_write_to_is_not_believed(folder: Path, tmp_path: Path) -> None:
     memo = tmp_path / "weights"
-    facts = " ".join(map(str, weights.file_facts(folder / "model.safetensors")))
+    facts = " ".join(map(str, file_digests.file_facts(folder / "model.safetensors")))
     memo.write_text(json.dumps({facts: "forged"}))
     memo.chmod(0o666)
     assert folder_digest(folder, memo) == folder_digest(folder)
@@ -162,13 +163,13 @@ def test_nothing_is_served_or_saved_until_the_weights_are_known(
     folder: Path, open_store: OpenStore, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    digest = weights.file_digest
+    digest = file_digests.file_digest
 
     def slow(path: Path) -> str:
         assert go.wait(20.0)
         return digest(path)
 
-    monkeypatch.setattr(weights, "file_digest", slow)
+    monkeypatch.setattr(file_digests, "file_digest", slow)
     monkeypatch.setattr(weights, "process_start_ns", lambda: time.time_ns() + 10**9)
     monkeypatch.setattr("tests.support.toy_engine.MODEL", str(folder))
     engine = open_engine(open_store())

@@ -46,7 +46,7 @@ def prepare(cache: Path) -> Path:
     target = find(cache)
     if target.is_dir():
         return target
-    source = _gguf()
+    source = gguf_file()
     make_private_folder(cache)
     free_bytes = shutil.disk_usage(cache).free
     if free_bytes < _NEEDED_BYTES:
@@ -64,7 +64,8 @@ def prepare(cache: Path) -> Path:
     return target
 
 
-def _gguf() -> Path:
+def gguf_file() -> Path:
+    """The model as the package has it."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:

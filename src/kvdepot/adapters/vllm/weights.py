@@ -6,15 +6,11 @@ nothing is served or saved. Files that changed after this process began may not 
 loaded: they are refused.
 """
 
-import contextlib
-import fcntl
 import hashlib
-import json
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -22,20 +18,15 @@ from typing import Any, Final
 
 import torch
 
+from kvdepot.adapters.file_digests import digest_of_files, process_start_ns
 from kvdepot.core.keys import encode
-from kvdepot.core.private import make_private_folder, open_private_file
-from kvdepot.errors import ModelError, UnsafePathError
+from kvdepot.errors import ModelError
 
 _logger = logging.getLogger("vllm.kvdepot")
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
 """Weights, and a model's own code."""
 _CONFIG_FILES: Final = ("adapter_config.json", "config.json", "quantize_config.json")
-_PART_BYTES: Final = 64 << 20
 _THREADS: Final = 4
-_SETTLED_NS: Final = 2 * 10**9
-"""A file that was written to within this time may be written to again with the same times."""
-FileFacts = tuple[int, int, int, int, int]
-"""What a file system says of a file: device, inode, size, and the times of content and inode."""
 
 
 class WeightsDigest:
@@ -102,99 +93,7 @@ def folder_digest(folder: Path, memo: Path | None = None, not_after_ns: int | No
     files = weight_files(folder)
     if not files:
         raise ModelError(f"there are no weights in {folder}")
-    with _remembered(memo) as known:
-        if not_after_ns is not None:
-            _check_older(folder, files, not_after_ns)
-        digest = hashlib.blake2b(digest_size=32, person=b"kvdepot-weights2")
-        for path in files:
-            digest.update(encode((path.name, _known_digest(path, known))))
-        if not_after_ns is not None:
-            _check_older(folder, files, not_after_ns)
-    return digest.hexdigest()
-
-
-def _check_older(folder: Path, files: Sequence[Path], limit_ns: int) -> None:
-    """A file, a link to one, or the folder itself may have been exchanged."""
-    for path in (folder, *files):
-        times = (path.lstat().st_ctime_ns, path.stat().st_ctime_ns)
-        if max(times) > limit_ns:
-            raise ModelError(f"{path} has changed since vLLM was started")
-
-
-def _known_digest(path: Path, known: dict[str, str]) -> str:
-    facts = file_facts(path)
-    name = " ".join(map(str, facts))
-    if name in known:
-        return known[name]
-    digest = file_digest(path)
-    if file_facts(path) != facts:
-        raise ModelError(f"{path} is being written to")
-    if time.time_ns() - max(facts[3:]) > _SETTLED_NS:
-        known[name] = digest
-    return digest
-
-
-def file_facts(path: Path) -> FileFacts:
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def file_digest(path: Path) -> str:
-    """Of every byte of a file, by several threads."""
-    size = path.stat().st_size
-
-    def part(at: int) -> bytes:
-        with path.open("rb") as file:
-            file.seek(at)
-            return hashlib.blake2b(file.read(_PART_BYTES), digest_size=32).digest()
-
-    with ThreadPoolExecutor(_THREADS, "kvdepot-weights") as threads:
-        parts = b"".join(threads.map(part, range(0, max(size, 1), _PART_BYTES)))
-    return hashlib.blake2b(encode((size, parts)), digest_size=32).hexdigest()
-
-
-@contextlib.contextmanager
-def _remembered(memo: Path | None) -> Iterator[dict[str, str]]:
-    """Digests by file facts, for one process at a time: the others then find what it has read.
-
-    A memory that cannot be read or written is none. It is for its owner alone: who could write to
-    it could give weights another identity.
-    """
-    if memo is None:
-        yield {}
-        return
-    with contextlib.ExitStack() as stack:
-        fd = -1
-        with contextlib.suppress(OSError, UnsafePathError):
-            make_private_folder(memo.parent)
-            fd = open_private_file(memo, os.O_RDWR | os.O_CREAT)
-            stack.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        known = _read_memo(fd) if fd >= 0 else {}
-        before = dict(known)
-        try:
-            yield known
-        finally:
-            if fd >= 0 and known != before:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, json.dumps(known, indent=0).encode(), 0)
-
-
-def _read_memo(fd: int) -> dict[str, str]:
-    try:
-        known = json.loads(os.pread(fd, os.fstat(fd).st_size, 0) or b"{}")
-    except ValueError:
-        return {}
-    pairs = known.items() if isinstance(known, dict) else ()
-    return {name: digest for name, digest in pairs if isinstance(digest, str)}
-
-
-def process_start_ns() -> int:
-    """When this process began, in nanoseconds since 1970."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    since_boot_ns = ticks * 10**9 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot_ns
+    return digest_of_files(folder, files, memo, not_after_ns, "vLLM")
 
 
 def lora_digest(lora: Any) -> str:

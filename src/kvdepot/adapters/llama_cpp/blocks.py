@@ -1,0 +1,153 @@
+"""Sequences of llama.cpp as blocks of a depot: stored by token range, joined again.
+
+What K and V depend on is in the namespace: the model's file, byte for byte, its LoRAs, the layout
+of the state, and a probe, a short prompt of fixed tokens that the engine itself computes: the
+digest of its K and V covers what no file shows, rope settings, control vectors and the build.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.adapters.file_digests import digest_of_files
+from kvdepot.adapters.llama_cpp.sequence_state import (
+    SequenceState,
+    StateLayout,
+    Tokens,
+    write_state,
+)
+from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.depot import Arrival, Depot
+from kvdepot.errors import ModelError
+
+BLOCK_TOKENS: Final = 32
+"""Of a block unless set: what is not in a whole block is computed again."""
+PROBE_TOKENS: Final = tuple(range(256, 280))
+"""Ordinary tokens of every vocabulary."""
+_WAVE_BYTES: Final = 64 << 20
+_PARTS: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """A model's file, or all parts of one that was split."""
+    parts = _PARTS.fullmatch(path.name)
+    if parts is None:
+        return [path]
+    name, count = parts[1], int(parts[2])
+    return [path.with_name(f"{name}-{at:05}-of-{count:05}.gguf") for at in range(1, count + 1)]
+
+
+def gguf_digest(path: Path, memo: Path | None, began_ns: int | None) -> str:
+    """Of every byte of a model's or a LoRA's file, which has to be older than its process."""
+    files = gguf_files(path)
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file}: llama.cpp's model file cannot be read here")
+    return digest_of_files(path.parent, files, memo, began_ns, "llama.cpp")
+
+
+def probe_digest(state: SequenceState) -> str:
+    """Of K and V of the probe's tokens."""
+    count = len(PROBE_TOKENS)
+    if state.first or state.cells < count:
+        raise ModelError(f"the probe has {state.cells} cells, not {count}")
+    payload = np.zeros(state.layout.cell_bytes * count, np.uint8)
+    state.take(0, count, payload)
+    return hashlib.blake2b(payload.data, digest_size=32).hexdigest()
+
+
+class SequenceBlocks:
+    """The blocks of one engine's sequences in a depot."""
+
+    def __init__(
+        self,
+        depot: Depot,
+        layout: StateLayout,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        tenant: str = "",
+        **identity: Any,
+    ) -> None:
+        """`identity`: `model`, `fingerprint`, `adapter` and `extra` of the namespace."""
+        self._depot = depot
+        self.layout = layout
+        self.block_tokens = block_tokens
+        extra = (*identity.pop("extra", ()), ("state", layout.digest()))
+        self.space = depot.namespace(
+            layout=layout.block_layout(block_tokens), tenant=tenant, extra=extra, **identity
+        )
+
+    def known(self, tokens: Sequence[int] | Tokens) -> int:
+        """How many leading tokens the depot has."""
+        keys = self.space.keys(np.asarray(tokens))
+        return len(self._depot.match(keys)) * self.block_tokens
+
+    def load(
+        self,
+        tokens: Sequence[int] | Tokens,
+        streams: int,
+        make: Callable[[int, int], Any],
+        timeout_s: float | None = None,
+    ) -> int:
+        """Write the state of the longest known prefix to a buffer; returns its length in tokens.
+
+        `make` is called with that length and the bytes of its state, and returns the buffer. It is
+        called again, for a shorter prefix, if a block cannot be read after all.
+        """
+        keys = self.space.keys(np.asarray(tokens))
+        size = self.block_tokens
+        with self._depot.lease(keys) as lease:
+            blocks = len(lease)
+            while blocks:
+                cells = blocks * size
+                buffer = make(cells, self.layout.state_bytes(cells, streams))
+                state = write_state(buffer, self.layout, streams, cells)
+
+                def place(arrivals: list[Arrival], state: SequenceState = state) -> None:
+                    for block in arrivals:
+                        source = np.frombuffer(block.view, np.uint8)
+                        state.give(block.index * size, (block.index + 1) * size, source)
+
+                answers = lease.deliver(place, stop=blocks, timeout_s=timeout_s)
+                good = next((at for at, got in enumerate(answers) if not got), blocks)
+                if good == blocks:
+                    return cells
+                blocks = good
+        return 0
+
+    def store(self, tokens: Sequence[int] | Tokens, state: SequenceState) -> int:
+        """Store the whole blocks of a sequence that the depot lacks; returns how many.
+
+        `tokens` are all from position 0 on; the state may begin later.
+        """
+        if state.layout != self.layout:
+            raise ModelError("the layout of llama.cpp's state has changed")
+        size = self.block_tokens
+        end = state.first + state.cells
+        keys = self.space.keys(np.asarray(tokens)[:end])
+        first = max(len(self._depot.match(keys)), -(-state.first // size))
+        return self._store_from(keys, first, state) if first < len(keys) else 0
+
+    def _store_from(self, keys: Sequence[BlockKey], first: int, state: SequenceState) -> int:
+        size = self.block_tokens
+        wave = max(1, _WAVE_BYTES // self.space.block_bytes)
+        stored = 0
+        while first < len(keys):
+            with self._depot.reserve(keys[first : first + wave]) as slots:
+                fresh = [at for at, put in enumerate(slots.outcomes) if put is Put.STORED]
+                for at in fresh:
+                    start = (first + at) * size - state.first
+                    view = slots.view(at)
+                    if view is not None:
+                        state.take(start, start + size, np.frombuffer(view, np.uint8))
+                slots.seal(fresh)
+                done = sum(put is not Put.THROTTLED for put in slots.outcomes)
+            stored += len(fresh)
+            if not done:
+                break
+            first += done
+        return stored

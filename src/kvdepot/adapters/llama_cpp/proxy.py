@@ -1,0 +1,361 @@
+"""An HTTP proxy before an unmodified llama-server that gives its slots back what they have lost.
+
+Every request is passed on, and every answer as it comes. Of a completion the prompt is tokenized by
+the server; the longest prefix that the depot has is written to a slot file and restored, and the
+request names that slot. Afterwards the slot is saved and its new blocks are stored. Whatever fails
+of this, the request is passed on as it came.
+"""
+
+import contextlib
+import http.client
+import json
+import logging
+import mmap
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.adapters.llama_cpp.sequence_state import Tokens, read_slot_file, slot_file_head
+from kvdepot.adapters.llama_cpp.server_link import (
+    SLOT_FILE,
+    LinkSettings,
+    LlamaServerLink,
+    ServedModel,
+    recognise,
+)
+from kvdepot.adapters.llama_cpp.slots import Slot, common
+from kvdepot.core.depot import Depot
+from kvdepot.core.private import make_private_folder, open_private_file
+from kvdepot.errors import KVDepotError, ModelError
+
+_logger = logging.getLogger("kvdepot.llama")
+CHAT: Final = frozenset({"/v1/chat/completions", "/chat/completions"})
+COMPLETION: Final = frozenset({"/completion", "/completions", "/v1/completions"})
+_LOOK_S: Final = 0.25
+_LAUNCH_LOOK_S: Final = 0.02
+_SAVERS: Final = 64
+_RECOGNISE_S: Final = 10.0
+"""How long a request waits for a server that has just started to be recognised."""
+_TIMINGS: Final = re.compile(rb'"(cache_n|prompt_n|predicted_n)"\s*:\s*(\d+)')
+FAILURES: Final = (
+    OSError,
+    http.client.HTTPException,
+    KVDepotError,
+    ValueError,
+    KeyError,
+    TypeError,
+)
+"""What may go wrong between the proxy, the server and the depot: the request goes on without."""
+
+
+@dataclass
+class ProxyCounters:
+    """What has happened since the proxy was started."""
+
+    requests: int = 0
+    completions: int = 0
+    restored: int = 0
+    restored_tokens: int = 0
+    saved_slots: int = 0
+    stored_blocks: int = 0
+    failed: int = 0
+    """Requests that went on without the depot because something failed."""
+    last_failure: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, **more: int) -> None:
+        with self.lock:
+            for name, count in more.items():
+                setattr(self, name, getattr(self, name) + count)
+
+    def fail(self, what: str, error: BaseException) -> None:
+        with self.lock:
+            self.failed += 1
+            self.last_failure = f"{what}: {error}"
+        _logger.warning("%s: %s", what, error)
+
+    def as_dict(self) -> dict[str, Any]:
+        with self.lock:
+            return {name: value for name, value in vars(self).items() if name != "lock"}
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A request that has a slot."""
+
+    served: ServedModel
+    slot: Slot
+    tokens: Tokens
+    body: bytes
+    """The request with the slot named."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """The client has its answer, or is gone."""
+
+
+class LlamaProxy:
+    """Requests on their way to a server, and blocks on their way to and from a depot."""
+
+    def __init__(self, settings: LinkSettings, depot: Depot) -> None:
+        make_private_folder(settings.slots)
+        for left in settings.slots.glob(f"{SLOT_FILE}*.bin"):
+            left.unlink(missing_ok=True)
+        self.link = LlamaServerLink(settings)
+        self.counters = ProxyCounters()
+        self._depot = depot
+        self._served: ServedModel | None = None
+        self.reason = "llama-server has not answered yet"
+        """Why there is no `_served`."""
+        self._changed = threading.Condition()
+        self._under_way = 0
+        """Requests that the server has; no probe meanwhile. `_changed` guards it."""
+        self._probing = False
+        self._closed = threading.Event()
+        self._savers = ThreadPoolExecutor(_SAVERS, "kvdepot-llama-save")
+        self._watch = threading.Thread(target=self._watch_server, name="kvdepot-llama-watch")
+        self._watch.start()
+
+    def close(self) -> None:
+        """Store what was asked for, then stop."""
+        self._closed.set()
+        self._watch.join()
+        self._savers.shutdown()
+
+    def status(self) -> dict[str, Any]:
+        served = self._served
+        ready = served is not None and not served.spoiled
+        reason = self.reason if served is None else served.spoiled
+        space = served.blocks.space if served is not None else None
+        return {
+            "ready": ready,
+            "reason": reason,
+            "model": space.namespace.model if space else "",
+            "block_tokens": self.link.settings.block_tokens,
+            "block_bytes": space.block_bytes if space else 0,
+            **self.counters.as_dict(),
+        }
+
+    def _watch_server(self) -> None:
+        """Recognise the server whenever it was started anew."""
+        while not self._closed.is_set():
+            served = self._served
+            sockets = self.link.listening()
+            if sockets and (served is None or served.sockets != sockets):
+                self._recognise_if_idle()
+            self._closed.wait(_LOOK_S)
+
+    def _recognise_if_idle(self) -> None:
+        with self._changed:
+            self._served = None
+            if self._under_way:
+                return
+            self._probing = True
+        found, reason = None, ""
+        try:
+            found = recognise(self.link, self._depot)
+            _logger.info("llama-server serves %s", found.blocks.space.namespace.model)
+        except FAILURES as error:
+            reason = str(error) or type(error).__name__
+            if reason != self.reason:
+                hint = getattr(error, "hint", "")
+                _logger.warning("passing on only: %s%s", reason, f"; hint: {hint}" * bool(hint))
+        with self._changed:
+            self._served, self.reason, self._probing = found, reason, False
+            self._changed.notify_all()
+
+    def served(self) -> ServedModel | None:
+        """What the server is, if that is known; waits a little for one that has just started."""
+        sockets = self.link.listening()
+        with self._changed:
+            fresh = self._served is None or self._served.sockets != sockets
+            if fresh and sockets and self._probing:
+                self._changed.wait_for(lambda: not self._probing, _RECOGNISE_S)
+            served = self._served
+        return served if served and served.sockets == sockets and not served.spoiled else None
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """The time in which the server has a request. Waits for the end of a probe."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._probing, _RECOGNISE_S)
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+
+    def prepare(self, path: str, body: bytes) -> Prepared | None:
+        """Give a completion its slot, with the longest known prefix in it; None: pass it on as it
+        is. What fails is counted."""
+        served = self.served()
+        if served is None:
+            return None
+        slot: Slot | None = None
+        tokens: Tokens = np.zeros(0, np.int32)
+        try:
+            request = json.loads(body)
+            if _chooses_adapter(request):
+                served.spoiled = "a request has chosen its own LoRA: restart llama-server"
+            if not _has_one_prompt(request):
+                return None
+            tokens = self._tokenize(path, request)
+            slot = served.slots.take(tokens)
+            served.slots.begin_launch(slot)
+            self._restore(served, slot, tokens)
+            named = {**request, "id_slot": slot.number, "n_cache_reuse": 0}
+        except FAILURES as error:
+            self.counters.fail("a request goes on without the depot", error)
+            if slot is not None:
+                slot.tokens = tokens[:0]
+                served.slots.end_launch(slot)
+                served.slots.free(slot)
+            return None
+        self.counters.add(completions=1)
+        return Prepared(served, slot, tokens, json.dumps(named).encode())
+
+    def launched(self, ready: Prepared, answered: Callable[[], bool]) -> None:
+        """The server has been sent a request: wait until it has begun, where that would empty other
+        slots, and have the slot saved when it is done."""
+        slots, slot = ready.served.slots, ready.slot
+        try:
+            while slots.is_launching(slot) and not answered():
+                found = self.link.call("/slots", timeout_s=_RECOGNISE_S)
+                if any(one["id"] == slot.number and one["is_processing"] for one in found):
+                    break
+                self._closed.wait(_LAUNCH_LOOK_S)
+        except FAILURES as error:
+            _logger.debug("whether a request has begun is not known: %s", error)
+        slots.end_launch(slot)
+        if self._may_add(ready):
+            slots.hold(slot)
+            self._savers.submit(self._save, ready)
+
+    def _may_add(self, ready: Prepared) -> bool:
+        """Whether a request may fill a block that the depot lacks."""
+        blocks = ready.served.blocks
+        request = json.loads(ready.body)
+        limits = [
+            request.get(name) for name in ("n_predict", "max_tokens", "max_completion_tokens")
+        ]
+        most = min((one for one in limits if isinstance(one, int) and one >= 0), default=None)
+        # The last token that is generated is not in the cache.
+        total = None if most is None else len(ready.tokens) + max(0, most - 1)
+        size = blocks.block_tokens
+        return total is None or total // size > blocks.known(ready.tokens) // size
+
+    def _tokenize(self, path: str, request: dict[str, Any]) -> Tokens:
+        if path in CHAT:
+            text = self.link.call("/apply-template", request)["prompt"]
+        else:
+            text = request["prompt"]
+        return np.asarray(self.link.tokenize(text) if isinstance(text, str) else text, np.int32)
+
+    def _restore(self, served: ServedModel, slot: Slot, tokens: Tokens) -> None:
+        """Bring a longer prefix into a slot than it has, if the depot knows one."""
+        warm = common(slot.tokens, tokens)
+        if served.blocks.known(tokens) < warm + served.blocks.block_tokens:
+            return
+        with self.link.slot_file() as path, contextlib.ExitStack() as mapped:
+
+            def make(cells: int, nbytes: int) -> memoryview:
+                head = slot_file_head(served.blocks.layout, tokens[:cells])
+                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+                file = mapped.enter_context(os.fdopen(open_private_file(path, flags), "r+b"))
+                os.truncate(file.fileno(), len(head) + nbytes)
+                file.write(head)
+                file.flush()
+                return memoryview(mmap.mmap(file.fileno(), 0))[len(head) :]
+
+            cells = served.blocks.load(tokens, served.streams, make)
+            if not cells:
+                return
+            slot.tokens = tokens[:0]
+            answer = self.link.slot_action(slot.number, "restore", path.name, served.sockets)
+        if answer.get("n_restored") != cells:
+            raise ModelError(f"llama-server restored {answer.get('n_restored')} of {cells} tokens")
+        slot.tokens = tokens[:cells]
+        self.counters.add(restored=1, restored_tokens=cells)
+
+    def finish(self, ready: Prepared, tail: bytes, *, good: bool) -> None:
+        """A request has ended; its slot is free when it is saved."""
+        self.look_for_shift(ready.served, tail)
+        ready.slot.tokens = ready.tokens if good else ready.tokens[:0]
+        ready.served.slots.end_launch(ready.slot)
+        ready.ended.set()
+        ready.served.slots.free(ready.slot)
+
+    def look_for_shift(self, served: ServedModel | None, tail: bytes) -> None:
+        """An answer that is longer than the context moved KV to other positions."""
+        counts = [int(count) for _, count in _TIMINGS.findall(tail)]
+        if served is not None and len(counts) == 3 and sum(counts) > served.slot_tokens:
+            served.spoiled = "llama-server shifts contexts: start it without --context-shift"
+            _logger.warning("passing on only: %s", served.spoiled)
+
+    def _save(self, ready: Prepared) -> None:
+        """Store a slot's new blocks. The server saves a slot when its request has ended."""
+        served, slot = ready.served, ready.slot
+        try:
+            with self.link.slot_file() as path:
+                try:
+                    content = self._save_when_done(ready, path)
+                    ready.ended.wait()
+                    tokens, state = read_slot_file(content)
+                    if common(tokens, ready.tokens) < min(len(tokens), len(ready.tokens)):
+                        raise ModelError("another client has used the slot")
+                    slot.tokens = np.array(tokens)
+                finally:
+                    ready.ended.wait()
+                    served.slots.free(slot)
+                stored = 0 if served.spoiled else served.blocks.store(slot.tokens, state)
+            self.counters.add(saved_slots=1, stored_blocks=stored)
+        except FAILURES as error:
+            self.counters.fail("a slot was not stored", error)
+
+    def _save_when_done(self, ready: Prepared, path: Path) -> Any:
+        """The slot's file, saved after the request: one that came before it is not enough."""
+        while True:
+            ended = ready.ended.is_set()
+            content = self.link.save_slot(ready.slot.number, path, ready.served.sockets)
+            tokens, _ = read_slot_file(content)
+            if ended or common(tokens, ready.tokens) == len(ready.tokens):
+                return content
+            ready.ended.wait(_LAUNCH_LOOK_S)
+
+
+def _chooses_adapter(request: object) -> bool:
+    return isinstance(request, dict) and bool(request.get("lora"))
+
+
+def _has_one_prompt(request: object) -> bool:
+    """Whether a request is one that gets a slot: one prompt of text or tokens, one answer, and no
+    wish of its own about slots."""
+    if not isinstance(request, dict) or request.get("cache_prompt", True) is not True:
+        return False
+    if request.get("id_slot", -1) != -1 or request.get("n", 1) != 1 or request.get("lora"):
+        return False
+    if request.get("n_cmpl", 1) != 1:
+        return False
+    if "messages" in request:
+        return not _has_media(request["messages"])
+    prompt = request.get("prompt")
+    if isinstance(prompt, str):
+        return True
+    return isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+
+
+def _has_media(messages: object) -> bool:
+    if not isinstance(messages, list):
+        return True
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else []
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+            return True
+    return False

@@ -1,0 +1,99 @@
+"""The slots of a llama-server: which request has which, and what is in them.
+
+What is believed to be in a slot only chooses one: the server itself compares tokens.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdepot.adapters.llama_cpp.sequence_state import Tokens
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot. Its fields belong to the request that has it."""
+
+    number: int
+    tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
+    """What is believed to be in it."""
+    used: int = 0
+    """When it was last taken, by count."""
+    holders: int = 0
+    """The request that has it, and the thread that saves it."""
+    answering: bool = False
+    """Whether the request is not done."""
+
+
+class Slots:
+    """Gives slots to requests, one at a time each. Thread-safe.
+
+    Where slots share one cache (`shared`), a request that begins has the server empty all idle
+    slots: what was restored to one has to begin before the next may.
+    """
+
+    def __init__(self, numbers: Sequence[int], *, shared: bool = False) -> None:
+        self._slots = [Slot(number) for number in numbers]
+        self._shared = shared and len(numbers) > 1
+        self._changed = threading.Condition()
+        self._uses = 0
+        self._launching: Slot | None = None
+
+    def take(self, tokens: Tokens) -> Slot:
+        """The slot with most of the prompt in it; among equals the one that was used least lately.
+
+        Waits while all are busy, as the server would, and for a slot that is only being saved.
+        """
+        with self._changed:
+            while True:
+                waiting = [slot for slot in self._slots if not slot.answering]
+                if waiting:
+                    best = max(waiting, key=lambda slot: (common(slot.tokens, tokens), -slot.used))
+                    if not best.holders:
+                        self._uses += 1
+                        best.holders, best.answering, best.used = 1, True, self._uses
+                        return best
+                self._changed.wait()
+
+    def hold(self, slot: Slot) -> None:
+        """The slot is to be saved, too, before it is free."""
+        with self._changed:
+            slot.holders += 1
+
+    def free(self, slot: Slot) -> None:
+        """The request, or the thread that saves it, needs it no more; the request comes first."""
+        with self._changed:
+            slot.holders -= 1
+            slot.answering = False
+            self._changed.notify_all()
+
+    def begin_launch(self, slot: Slot) -> None:
+        """Wait until no other request is about to begin, if that could empty this slot."""
+        if not self._shared:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._launching is None)
+            self._launching = slot
+            for other in self._slots:
+                if other is not slot and not other.answering:
+                    other.tokens = other.tokens[:0]
+
+    def is_launching(self, slot: Slot) -> bool:
+        with self._changed:
+            return self._launching is slot
+
+    def end_launch(self, slot: Slot) -> None:
+        """May be called twice."""
+        with self._changed:
+            if self._launching is slot:
+                self._launching = None
+                self._changed.notify_all()
+
+
+def common(one: Tokens, other: Tokens) -> int:
+    """The length of the common prefix."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length

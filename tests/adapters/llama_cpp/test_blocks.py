@@ -1,0 +1,124 @@
+"""Sequences in a depot: shared prefixes once, the longest known prefix back, or less of it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.llama_states import MadeState
+
+import kvdepot
+from kvdepot.adapters.llama_cpp.blocks import SequenceBlocks, gguf_digest, gguf_files
+from kvdepot.adapters.llama_cpp.sequence_state import read_state
+from kvdepot.core.depot import Depot
+from kvdepot.errors import ModelError
+
+SIZE = 8
+
+
+def open_blocks(depot: Depot, made: MadeState, **more: str) -> SequenceBlocks:
+    layout = read_state(made.state(), made.version).layout
+    return SequenceBlocks(depot, layout, block_tokens=SIZE, model="m", fingerprint="f", **more)
+
+
+def load(blocks: SequenceBlocks, tokens: list[int]) -> tuple[int, bytes]:
+    held = [bytearray()]
+
+    def make(_: int, nbytes: int) -> bytearray:
+        held.append(bytearray(nbytes))
+        return held[-1]
+
+    return blocks.load(tokens, 1, make), bytes(held[-1])
+
+
+@pytest.fixture
+def depot() -> Depot:
+    return kvdepot.open(dram={"capacity": "8MiB", "prefault": False, "huge_pages": "never"})
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_longest_known_prefix_comes_back(depot: Depot, transposed: bool) -> None:
+    made = MadeState(cells=20, transposed=transposed)
+    with depot:
+        blocks = open_blocks(depot, made)
+        tokens = list(range(20))
+        assert blocks.store(tokens, read_state(made.state(), 4)) == 2
+        assert blocks.known(tokens) == 16
+        cells, content = load(blocks, [*tokens[:17], 999, 998])
+        assert cells == 16
+        assert content == MadeState(cells=16, transposed=transposed).state()
+        assert load(blocks, [7, *tokens])[0] == 0
+
+
+def test_a_shared_prefix_is_stored_once(depot: Depot) -> None:
+    made = MadeState(cells=24)
+    with depot:
+        blocks = open_blocks(depot, made)
+        state = read_state(made.state(), 4)
+        assert blocks.store([*range(16), *[100] * 8], state) == 3
+        assert blocks.store([*range(16), *[200] * 8], state) == 1
+        assert depot.stats()["blocks"] == 4
+
+
+def test_a_part_of_a_sequence_is_stored_behind_what_is_known(depot: Depot) -> None:
+    whole, rest = MadeState(cells=24), MadeState(cells=12, first=12)
+    with depot:
+        blocks = open_blocks(depot, whole)
+        tokens = list(range(24))
+        first = MadeState(cells=12)
+        assert blocks.store(tokens, read_state(first.state(), 4)) == 1
+        # The second block lies in neither part as a whole.
+        assert blocks.store(tokens, read_state(rest.state(), 4)) == 1
+        assert blocks.known(tokens) == 8
+
+
+def test_what_differs_shares_nothing(depot: Depot) -> None:
+    made = MadeState(cells=16)
+    with depot:
+        open_blocks(depot, made).store(list(range(16)), read_state(made.state(), 4))
+        assert open_blocks(depot, made, adapter="lora").known(list(range(16))) == 0
+        assert open_blocks(depot, MadeState(version=2)).known(list(range(16))) == 0
+        assert open_blocks(depot, made).known(list(range(16))) == 16
+
+
+def test_another_layout_is_not_stored(depot: Depot) -> None:
+    with depot:
+        blocks = open_blocks(depot, MadeState())
+        with pytest.raises(ModelError, match="layout"):
+            blocks.store(list(range(40)), read_state(MadeState(transposed=True).state(), 4))
+
+
+def test_a_block_that_is_damaged_costs_the_rest(tmp_path: Path) -> None:
+    made = MadeState(cells=32, k_row=4096)
+    settings = {
+        "dram": {"capacity": "8MiB", "prefault": False, "huge_pages": "never"},
+        "ssd": {"path": tmp_path / "ssd", "capacity": "8MiB", "segment": "1MiB"},
+    }
+    tokens = list(range(32))
+    with kvdepot.open(**settings) as depot:
+        open_blocks(depot, made).store(tokens, read_state(made.state(), 4))
+    third = made.payload(16, 24)
+    for path in (tmp_path / "ssd").rglob("segment-*"):
+        content = path.read_bytes()
+        at = content.find(third[:512])
+        if at >= 0:
+            path.write_bytes(content[:at] + bytes(512) + content[at + 512 :])
+            break
+    else:
+        pytest.fail("the block is not on disk")
+    with kvdepot.open(**settings) as depot:
+        cells, content = load(open_blocks(depot, made), tokens)
+    assert cells == 16
+    assert content == MadeState(cells=16, k_row=4096).state()
+
+
+def test_all_parts_of_a_split_model_count(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{at}-of-00002.gguf" for at in (1, 2)]
+    parts[0].write_bytes(b"one")
+    with pytest.raises(ModelError, match="00002-of"):
+        gguf_digest(parts[0], None, None)
+    parts[1].write_bytes(b"two")
+    before = gguf_digest(parts[0], None, None)
+    parts[1].write_bytes(b"six")
+    assert gguf_digest(parts[0], None, None) != before
+    assert gguf_files(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
+    assert np.array_equal(gguf_files(parts[0]), parts)

@@ -1,0 +1,262 @@
+"""The proxy before a stand-in for llama-server: what is passed on, restored, kept and refused."""
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from tests.support.fake_llama import FakeLlama
+from tests.support.waiting import until
+
+import kvdepot
+from kvdepot.adapters.llama_cpp import server_link
+from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
+from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
+from kvdepot.adapters.llama_cpp.server_link import LinkSettings, check_options
+from kvdepot.errors import ModelError
+
+TEXT = "a long document, and then some more of it, again and again. " * 3
+
+
+class Front:
+    """A proxy that listens, and requests to it."""
+
+    def __init__(self, server: FakeLlama, slots: Path, depot: kvdepot.Store) -> None:
+        self.proxy = LlamaProxy(LinkSettings(server.url, slots, block_tokens=16), depot)
+        self.server = ProxyServer(("127.0.0.1", 0), self.proxy)
+        self.thread = Thread(target=self.server.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.server.server_address[1], timeout=60)
+
+    def ask(self, path: str, body: Any = None, method: str = "") -> tuple[int, Any]:
+        connection = self.connection()
+        content = None if body is None else json.dumps(body)
+        connection.request(method or ("GET" if body is None else "POST"), path, content)
+        response = connection.getresponse()
+        answer = response.status, json.loads(response.read() or b"{}")
+        connection.close()
+        return answer
+
+    def complete(self, prompt: object, **more: Any) -> Any:
+        status, answer = self.ask("/completion", {"prompt": prompt, **more})
+        assert status == 200
+        return answer
+
+    def until_ready(self) -> None:
+        until(lambda: bool(self.proxy.status()["ready"]))
+
+    def until_stored(self, blocks: int) -> None:
+        until(lambda: self.proxy.counters.stored_blocks >= blocks)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+        self.proxy.close()
+
+
+Start = Callable[..., Front]
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Path:
+    path = tmp_path / "slots"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def fake(tmp_path: Path, slots: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLlama]:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"weights")
+    # The stand-in's process is this one, and older than its model.
+    monkeypatch.setattr(server_link, "process_start_ns", lambda _: time.time_ns() + 10**9)
+    server = FakeLlama(model, slots)
+    server.hold.set()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def start(fake: FakeLlama, slots: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
+        dram = {"capacity": "16MiB", "prefault": False, "huge_pages": "never"}
+        depot = stack.enter_context(kvdepot.open(dram=dram))
+
+        def make(**more: Any) -> Front:
+            front = Front(more.get("server", fake), more.get("slots", slots), depot)
+            stack.callback(front.close)
+            return front
+
+        yield make
+
+
+def erase(fake: FakeLlama) -> None:
+    fake.contents = [[] for _ in fake.contents]
+
+
+def test_a_known_prefix_is_restored_to_a_slot(start: Start, fake: FakeLlama, slots: Path) -> None:
+    front = start()
+    front.until_ready()
+    assert front.complete(TEXT)["content"] == "0"
+    front.until_stored(len(TEXT) // 16)
+    erase(fake)
+    second = start()  # Knows of no slot's content.
+    second.until_ready()
+    assert second.complete(TEXT + "?")["content"] == str(len(TEXT) // 16 * 16)
+    chat = {"messages": [{"role": "user", "content": TEXT + "!"}]}
+    answer = second.ask("/v1/chat/completions", chat)[1]
+    assert int(answer["content"]) >= len(TEXT) // 16 * 16
+    assert second.proxy.status()["restored"] >= 1
+    assert second.proxy.status()["failed"] == 0
+    until(lambda: not list(slots.glob("kvdepot-*")))
+
+
+def test_everything_else_is_passed_on(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    assert front.ask("/any/path?with=query") == (200, {"path": "/any/path?with=query"})
+    assert front.ask("/thing", {"a": 1}, "PUT") == (200, {"method": "PUT"})
+    front.until_ready()
+    body = {"prompt": [TEXT, TEXT], "n_predict": 1}
+    fake.refused = {"/completion"}
+    assert front.ask("/completion", body) == (501, {"error": {"message": "not today"}})
+    assert fake.seen[-1] == ("/completion", body)
+
+
+def test_answers_are_streamed(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    front.until_ready()
+    fake.hold.clear()
+    connection = front.connection()
+    connection.request("POST", "/completion", json.dumps({"prompt": TEXT, "stream": True}))
+    response = connection.getresponse()
+    assert response.read1() == b"data: one\n\n"
+    fake.hold.set()
+    assert response.read() == b"data: two\n\n"
+    connection.close()
+
+
+@pytest.mark.parametrize("refused", ["/tokenize", "restore", "save"])
+def test_what_fails_costs_no_request(start: Start, fake: FakeLlama, refused: str) -> None:
+    front = start()
+    front.until_ready()
+    front.complete(TEXT)
+    front.until_stored(len(TEXT) // 16)
+    erase(fake)
+    second = start()
+    second.until_ready()
+    fake.refused = {refused}
+    assert "content" in second.complete(TEXT + " and a new end that fills a block")
+    until(lambda: second.proxy.status()["failed"] == 1)
+    assert "not today" in second.proxy.status()["last_failure"]
+    fake.refused = set()
+    assert "content" in second.complete(TEXT)
+
+
+def test_a_request_that_our_changes_spoil_is_sent_as_it_came(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    front.until_ready()
+
+    def refuse(request: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+        if "id_slot" in request:
+            raise ConnectionError("no slots")
+        return {"content": "as it came"}
+
+    fake.complete = refuse  # type: ignore[method-assign]
+    fake.handle_error = lambda *_: None  # type: ignore[method-assign]
+    status, _ = front.ask("/completion", {"prompt": TEXT})
+    assert status == 502
+    fake.refused = {"/completion"}
+    before = len(fake.seen)
+    assert front.ask("/completion", {"prompt": TEXT})[0] == 501
+    sent = [body for path, body in fake.seen[before:] if path == "/completion"]
+    assert sent[-1] == {"prompt": TEXT}
+
+
+def test_a_server_that_is_gone_is_a_bad_gateway(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    front.until_ready()
+    fake.close()
+    status, answer = front.ask("/completion", {"prompt": TEXT})
+    assert status == 502
+    assert "did not answer" in answer["error"]["message"]
+
+
+def test_another_server_is_another_namespace(
+    start: Start, fake: FakeLlama, slots: Path, tmp_path: Path
+) -> None:
+    front = start()
+    front.until_ready()
+    front.complete(TEXT)
+    front.until_stored(1)
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"weightz")
+    server = FakeLlama(other, slots)
+    server.hold.set()
+    second = start(server=server)
+    second.until_ready()
+    assert second.complete(TEXT)["content"] == "0"
+    server.close()
+
+
+def test_a_request_with_its_own_lora_ends_it(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    front.until_ready()
+    front.complete(TEXT, lora=[{"id": 0, "scale": 1.0}])
+    assert "LoRA" in front.proxy.status()["reason"]
+    front.complete(TEXT)
+    assert fake.seen[-1][1] == {"prompt": TEXT}
+
+
+def test_a_shifted_context_ends_it(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    front.until_ready()
+    front.complete(TEXT, n_predict=5000)
+    until(lambda: "--context-shift" in front.proxy.status()["reason"])
+
+
+def test_slots_that_are_saved_elsewhere_are_told(start: Start, tmp_path: Path) -> None:
+    front = start(slots=tmp_path / "elsewhere")
+    until(lambda: "saves its slots elsewhere" in front.proxy.status()["reason"])
+    assert "content" in front.complete(TEXT)
+
+
+def test_an_odd_length_is_refused(start: Start) -> None:
+    front = start()
+    connection = front.connection()
+    connection.putrequest("POST", "/completion")
+    connection.putheader("Content-Length", "many")
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    connection.close()
+
+
+def test_a_chunked_request_is_read(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    connection = front.connection()
+    pieces = iter([b'{"prompt": ', b'"x"}'])
+    connection.request("POST", "/completion", pieces, encode_chunked=True)
+    assert connection.getresponse().status == 200
+    assert fake.seen[-1] == ("/completion", {"prompt": "x"}) or "id_slot" in fake.seen[-1][1]
+    connection.close()
+
+
+def test_options_that_move_kv_are_refused() -> None:
+    import subprocess
+    import sys
+
+    code = "import time; print(flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, "--cache-reuse", "256"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(ModelError, match="--cache-reuse"):
+            check_options(process.pid)
+        process.kill()
