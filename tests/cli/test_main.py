@@ -113,6 +113,7 @@ def test_colour_is_for_terminals_that_want_it() -> None:
     assert "\x1b[1;31merror:\x1b[0m" in on_a_terminal(*wrong, NO_COLOR="")
     assert "\x1b" not in on_a_terminal(*wrong, NO_COLOR="1")
     assert "\x1b" not in run(*wrong).stderr
+    assert "\x1b[32mok  \x1b[0m  python" in on_a_terminal("doctor", NO_COLOR="")
 
 
 def test_tables_fit_the_terminal() -> None:

@@ -164,3 +164,8 @@ def test_people_get_tables(capsys: Seen) -> None:
         assert word in shown
     assert main(["size", "--models"]) == 0
     assert "huggingface.co/openai/gpt-oss-20b" in capsys.readouterr().out
+
+
+def test_options_without_effect_are_refused(capsys: Seen) -> None:
+    assert main(["size", "--models", "--tp", "2"]) == 2
+    assert "error: --tp: has no effect with --models" in capsys.readouterr().err

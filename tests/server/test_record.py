@@ -92,3 +92,15 @@ def test_of_a_daemon_by_command(start_daemon: StartDaemon, tmp_path: Path, capsy
     assert len(read_trace(path)) == 1
     assert main(command) == 2
     assert "File exists" in capsys.readouterr().err
+
+
+def test_hints_say_what_is_in_the_way(tmp_path: Path) -> None:
+    taken = tmp_path / "taken.jsonl"
+    taken.touch()
+    with kvdepot.open(**small(tmp_path)) as store:
+        with pytest.raises(ConfigError) as told:
+            store.record(tmp_path / "no" / "folder" / "trace.jsonl")
+        assert told.value.hint.startswith(f"mkdir -p {tmp_path / 'no' / 'folder'}")
+        with pytest.raises(ConfigError) as told:
+            store.record(taken)
+        assert told.value.hint == "name a file that does not exist yet"

@@ -148,3 +148,19 @@ def test_what_cannot_be_saved_is_told(start_daemon: StartDaemon, capsys: Seen) -
     said = capsys.readouterr().err
     assert "not saved: ssd.write_mode was given by --set or the environment" in said
     assert listed(daemon, capsys)["ssd"]["write_mode"] == "write-through"
+
+
+def test_unnamed_daemons_are_found(
+    daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Seen
+) -> None:
+    """By the variable; else the machine's, where this user has none."""
+    monkeypatch.setenv("KVDEPOT_SOCKET", str(daemon.socket))
+    assert main(["tiers", "list"]) == 0
+    monkeypatch.delenv("KVDEPOT_SOCKET")
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr("kvdepot.cli.arguments.SYSTEM_SOCKET", tmp_path / "none.sock")
+    assert main(["tiers", "list"]) == 2
+    monkeypatch.setattr("kvdepot.cli.arguments.SYSTEM_SOCKET", daemon.socket)
+    assert main(["tiers", "list"]) == 0
+    assert "no daemon answers" in capsys.readouterr().err

@@ -23,8 +23,10 @@ SILENT_S = 2.0
 """Nothing is shown of what ends sooner."""
 TTY_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
-RED, CYAN = "1;31", "36"
-"""Of errors and of hints, as terminals number them."""
+RED, GREEN, YELLOW, CYAN = "1;31", "32", "33", "36"
+"""As terminals number them."""
+MARKS = {"ok": GREEN, "warn": YELLOW, "bad": RED, "stop": RED, "MISSED": RED, "down": RED}
+"""Words by which people find the lines that matter, in lists and tables."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,18 +68,24 @@ def say(text: str) -> None:
 
 def error(message: str, *, hint: str = "", as_json: bool = False) -> None:
     """What went wrong and what to do about it: for people, and for a script that asked for JSON."""
-    say(f"{painted('error:', RED)} {message}")
+    say(f"{painted('error:', RED, talk_stream())} {message}")
     if hint:
-        say(f"{painted('hint:', CYAN)} {hint}")
+        say(f"{painted('hint:', CYAN, talk_stream())} {hint}")
     if as_json and sys.stdout is not None:
         data(json.dumps({"ok": False, "error": message, "hint": hint}))
 
 
-def painted(text: str, colour: str) -> str:
-    """`text` for stderr, in colour where that is a terminal."""
-    if _wishes.colour and talk_stream().isatty():
-        return f"\x1b[{colour}m{text}\x1b[0m"
-    return text
+def painted(text: str, colour: str, stream: TextIO) -> str:
+    """`text` in colour, where the stream is a terminal that wants it."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if _wishes.colour and stream.isatty() else text
+
+
+def marked(cell: str) -> str:
+    """A cell for stdout, in colour where it is, or begins with, one of MARKS."""
+    colour = MARKS.get(cell.strip().partition(":")[0])
+    if colour is None or sys.stdout is None:
+        return cell
+    return painted(cell, colour, sys.stdout)
 
 
 def flush() -> None:

@@ -126,7 +126,9 @@ def show(checks: Sequence[Check]) -> None:
     """One line a check, and what to do about it below; a summary on stderr."""
     width = max(len(check.subject) for check in checks)
     for check in checks:
-        output.data(f"{check.status:<4}  {check.subject:<{width}}  {check.found}")
+        output.data(
+            f"{output.marked(f'{check.status:<4}')}  {check.subject:<{width}}  {check.found}"
+        )
         if check.advice:
             output.data(f"{'':<4}  {'':<{width}}  -> {check.advice}")
     counts = {status: sum(check.status is status for check in checks) for status in Status}

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvdepot.cli import output
-from kvdepot.cli.arguments import count, counts, positive
+from kvdepot.cli.arguments import (
+    EffectRule,
+    count,
+    counts,
+    positive,
+    refuse_without_effect,
+    remember_defaults,
+)
 from kvdepot.cli.report.tables import Table
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DTYPE_BYTES, KVLayout
 from kvdepot.core.units import format_bytes, format_decimal_bytes, parse_bytes
@@ -93,9 +100,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="a tier and its size, such as ssd=15.36TB; may be repeated; replaces the defaults",
     )
     output.add_json_flag(parser)
+    remember_defaults(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    others = tuple(name for name in args.defaults if name not in ("models", "json", "help"))
+    rule = EffectRule(others, not args.models, "with --models")
+    refuse_without_effect(args, [rule])
     if args.models:
         return run_models(args)
     found = measure(args)

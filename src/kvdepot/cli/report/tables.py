@@ -45,7 +45,7 @@ class Table:
                     cell.rjust(room) if right else cell.ljust(room)
                     for cell, room, right in zip(cells, widths, self._numeric, strict=True)
                 )
-                yield (" " * GAP).join(placed).rstrip()
+                yield (" " * GAP).join(map(output.marked, placed)).rstrip()
 
         rule = ["-" * room for room in widths]
         return "\n".join(line for row in (self.heads, rule, *self.rows) for line in lines(row))
