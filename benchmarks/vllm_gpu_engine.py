@@ -184,7 +184,7 @@ class Engine:
             seed=0,
             **settings,
         )
-        self._randomise(spread)
+        self._randomise(spread, vectors=shape not in HYBRIDS)
         if self._ours:
             self._keep_counts()
         return {"seconds": time.monotonic() - started}
@@ -335,8 +335,10 @@ class Engine:
 
         KVDepotConnector.get_kv_connector_stats = lambda self: None  # type: ignore[method-assign]
 
-    def _randomise(self, spread: float) -> None:
-        """vLLM's dummy weights are so small that KV hardly matters."""
+    def _randomise(self, spread: float, vectors: bool) -> None:
+        """vLLM's dummy weights are so small that KV hardly matters. `vectors`: norms become 1; a
+        state-space layer's own (decay, step) must stay as they are, or it gives no numbers.
+        """
         torch = self._torch
 
         def fill(model: Any) -> None:
@@ -345,7 +347,7 @@ class Engine:
             for _, weights in model.named_parameters():
                 if weights.dim() > 1:
                     weights.data.normal_(0, spread, generator=chance)
-                else:
+                elif vectors:
                     weights.data.fill_(1)
 
         self._llm.apply_model(fill)
