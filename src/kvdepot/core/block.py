@@ -88,5 +88,6 @@ ANSWERS: Final = (
     Got("hdd"),
     Got("cxl"),
     Got("plugin"),
+    Got("object"),
 )
 """Every answer to a get. Between processes an answer is its place in here."""

@@ -351,7 +351,111 @@ class PluginConfig:
         _check_positive("plugin.write_timeout", self.write_timeout)
 
 
-LowerTierConfig = FileTierConfig | PluginConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectConfig:
+    """A bucket, or a folder that several machines mount, which several stores share."""
+
+    TIER: ClassVar[str] = "object"
+    mirror: ClassVar[int] = 0
+    emulate: ClassVar[None] = None
+
+    url: str
+    """`s3://bucket/prefix`, or `file:///folder` for a mounted filesystem."""
+
+    capacity: Bytes
+    """Space below the prefix, for all stores that share it."""
+
+    endpoint: str = ""
+    """Address of the server, such as http://minio:9000; left out, Amazon's."""
+
+    region: str = ""
+    """Region of the bucket; left out, what the environment says."""
+
+    profile: str = ""
+    """Take the credentials of this profile instead of the environment's."""
+
+    credentials_file: Path | None = None
+    """Where profiles are; left out, ~/.aws/credentials."""
+
+    max_age: Seconds = 7 * 86400.0
+    """Objects older than this are deleted; 0 for no limit."""
+
+    object_size: Bytes = 64 * MIB
+    """How much one object holds at most; a block that is larger has one of its own."""
+
+    parallel: int = 8
+    """Requests under way at once, to read and to write."""
+
+    refresh: Seconds = 2.0
+    """How often to look what other stores have written."""
+
+    grace: Seconds = 60.0
+    """A store that gives no sign of life for so long is dead; what is deleted stays readable for so
+    long. The same for all stores of a bucket."""
+
+    promote: bool = True
+    """Copy a block that was read from here into memory."""
+
+    write_mode: Literal[
+        "write-back", "write-through", "write-through-selective", "pass-through"
+    ] = "write-through"
+    """When blocks come here, as for ssd and hdd; a put never waits for it."""
+
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    """Which object makes room first, and what of it is written again."""
+
+    read_timeout: Seconds = 10.0
+    """A read that takes longer is a miss."""
+
+    write_timeout: Seconds = 60.0
+    """A write that takes longer has failed."""
+
+    retry_initial: Seconds = 0.5
+    """Wait before a failing server is tried again, the first time; doubles with each failure."""
+
+    retry_max: Seconds = 30.0
+    """The longest wait before a failing server is tried again."""
+
+    def __post_init__(self) -> None:
+        self._check_url()
+        _check_size("object.capacity", self.capacity, least=MIB)
+        _check_size("object.object_size", self.object_size)
+        if self.object_size > 64 * MIB:
+            raise ConfigError("object.object_size", "must not be more than 64MiB")
+        _check_range("object.parallel", self.parallel, 1, 256)
+        if self.max_age < 0:
+            raise ConfigError("object.max_age", "must not be negative")
+        for name in (
+            "refresh", "grace", "read_timeout", "write_timeout", "retry_initial", "retry_max"
+        ):  # fmt: skip
+            _check_positive(f"object.{name}", getattr(self, name))
+
+    def _check_url(self) -> None:
+        scheme, _, rest = self.url.partition("://")
+        if scheme not in ("s3", "file") or not rest.strip("/"):
+            raise ConfigError(
+                "object.url",
+                "is not the address of a bucket or of a folder",
+                hint="s3://bucket/prefix, or file:///folder",
+            )
+        if "@" in self.url or "@" in self.endpoint:
+            raise ConfigError(
+                "object.url",
+                "an address must not hold credentials",
+                hint="use the environment, object.profile or object.credentials_file",
+            )
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ConfigError("object.endpoint", "must begin with http:// or https://")
+
+    @property
+    def object_bytes(self) -> int:
+        """How much one object holds at most: in a small tier less than is asked for."""
+        return max(
+            PAGE_BYTES, min(self.object_size, self.capacity // 16 // PAGE_BYTES * PAGE_BYTES)
+        )
+
+
+LowerTierConfig = FileTierConfig | PluginConfig | ObjectConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,7 +529,10 @@ class Config:
     """The hard-drive tier, below the disk tier."""
 
     plugin: PluginConfig | None = None
-    """A tier of another package, below all others."""
+    """A tier of another package, below those of drives."""
+
+    object: ObjectConfig | None = None
+    """A bucket or a shared folder, below all others; shared with other stores."""
 
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
     """How blocks get from memory to disk."""
@@ -449,7 +556,8 @@ class Config:
     @property
     def lower_tiers(self) -> tuple[LowerTierConfig, ...]:
         """The tiers below memory, fastest first."""
-        return self.file_tiers if self.plugin is None else (*self.file_tiers, self.plugin)
+        remote = tuple(tier for tier in (self.plugin, self.object) if tier is not None)
+        return (*self.file_tiers, *remote)
 
     @property
     def read_timeout(self) -> float:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvdepot.core.block import BlockKey
 
-TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl", "plugin")
+TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl", "plugin", "object")
 """Every tier there may be. Between processes a tier is its place in here."""
 DRIVES_MAX: Final = 127
 SEGMENTS_MAX: Final = 1 << 24
@@ -323,6 +323,28 @@ class QueuesReads(Protocol):
         It may come after the deadline, or never once `result` was called: do not wait for it
         longer than `timeout_s`. `result` then returns at once, with LATE.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What other nodes have done to a tier that several share."""
+
+    come: Contents
+    gone_words: Array
+    """Keys of records that are gone, four u64 each."""
+    gone_locations: Array
+    removed: Sequence[BlockKey] = ()
+    """Keys that another node has removed."""
+    removed_tags: Sequence[bytes] = ()
+    """Namespaces that another node has removed."""
+
+
+@runtime_checkable
+class SharesContents(Protocol):
+    """A tier that several stores write to: its contents change while it is open."""
+
+    def take_changes(self) -> Changes | None:
+        """What has changed since the last call, or since `take_contents`. No I/O."""
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from kvdepot.core.config import (
     Config,
     CxlConfig,
     FileTierConfig,
+    ObjectConfig,
     PluginConfig,
     SsdConfig,
     load,
@@ -38,6 +39,7 @@ from kvdepot.tiers.memory.arena import Arena
 from kvdepot.tiers.memory.dax import open_device
 from kvdepot.tiers.memory.memory import HUGE_BYTES, Memory, trim_heap
 from kvdepot.tiers.memory.numa import check_node
+from kvdepot.tiers.object.tier import ObjectTier
 from kvdepot.tiers.registry import open_plugin
 
 _log = logging.getLogger("kvdepot.store")
@@ -88,6 +90,8 @@ def assemble(
         for settings in config.lower_tiers:
             if isinstance(settings, PluginConfig):
                 tiers.append(open_plugin(settings, mode == "rw"))
+            elif isinstance(settings, ObjectConfig):
+                tiers.append(ObjectTier(settings, writable=mode == "rw", wall=wall))
             else:
                 given = files.share() if files is not None and tiers else files
                 tiers.append(_open_tier(settings, given, mode, wall or WallClock()))

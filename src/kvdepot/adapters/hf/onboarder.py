@@ -31,7 +31,7 @@ _TRIES: Final = 6
 """How often a shorter prefix is tried where blocks of a window could not be fetched."""
 _WAITED: Final = ("late", "busy")
 """Why a block was missed after all the time that there was."""
-_FASTEST_FIRST: Final = ("dram", "cxl", "ssd", "hdd", "plugin")
+_FASTEST_FIRST: Final = ("dram", "cxl", "ssd", "hdd", "plugin", "object")
 
 CatchUp = Callable[[DepotCache, PromptRow, int, int], None]
 """Runs tokens start <= i < stop of one prompt, unpadded, through the model."""

@@ -11,6 +11,7 @@ from kvdepot.core.config import (
     CxlConfig,
     DramConfig,
     HddConfig,
+    ObjectConfig,
     Seconds,
     SsdConfig,
     TenantConfig,
@@ -38,6 +39,9 @@ class ConnectorConfig:
 
     hdd: HddConfig | None = None
     """Its hard drives, below the disk tier."""
+
+    object: ObjectConfig | None = None
+    """Its bucket or shared folder, which other machines use too."""
 
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
     """How blocks get from memory to disk."""

@@ -37,7 +37,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
 from kvdepot.errors import KVDepotError, ModelError
 
-_SLOWEST_FIRST: Final = ("plugin", "hdd", "ssd", "cxl", "dram")
+_SLOWEST_FIRST: Final = ("object", "plugin", "hdd", "ssd", "cxl", "dram")
 _FASTEST: Final = "dram"
 PROBE: Final = "probe "
 """Before a request's id: a load that only measures."""

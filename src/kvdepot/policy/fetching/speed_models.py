@@ -355,6 +355,7 @@ MEDIUM_PROFILES: Final[Mapping[str, TierProfile]] = {
     "ssd": TierProfile(2e-4, 5e9),
     "hdd": TierProfile(1.2e-2, 2e8),
     "plugin": TierProfile(5e-3, 1e9),
+    "object": TierProfile(2e-2, 1e9),
 }
 """What a good medium of each kind does: the assumption of one that was not measured. Rather too
 fast than too slow: a fetch tells the truth, a recompute tells nothing."""

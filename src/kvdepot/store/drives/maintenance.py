@@ -40,7 +40,7 @@ class DriveMaintenance:
         )
         self._change = threading.Lock()
         """Held while drives come or go."""
-        self.watchdog = DriveWatchdog(state, self.rooms)
+        self.watchdog = DriveWatchdog(state, self.rooms, self.mover)
         threads: list[threading.Thread] = []
         below: LowerTier | None = None
         for lower in reversed(state.lower_tiers):

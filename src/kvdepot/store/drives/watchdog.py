@@ -1,5 +1,5 @@
 """Looks after drives: tries those that failed, mounts those that came back, measures new ones,
-shrinks those that were made smaller.
+shrinks those that were made smaller, and takes in what other stores did to a tier that they share.
 
 Without it a drive would come back only when something is written to it: `match` does not promise
 blocks on a drive that is down, so that no call reads from it.
@@ -9,13 +9,20 @@ import threading
 from collections.abc import Mapping
 from typing import Final
 
-from kvdepot.core.tier import ChangesDrives
+import numpy as np
+
+from kvdepot.codec.notes import space_key
+from kvdepot.core.tier import Changes, ChangesDrives, Removal, SharesContents
+from kvdepot.index.table import NONE
+from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.move.reclaim import DriveRoom
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 
 _LOOK_S: Final = 1.0
 _LOOK_S_MIN: Final = 0.02
+_SHARED_LOOK_S: Final = 0.2
+"""How often to take in what other stores did."""
 _QUIET_S: Final = 0.25
 """A tier that was not read from for so long can be measured."""
 
@@ -23,9 +30,12 @@ _QUIET_S: Final = 0.25
 class DriveWatchdog:
     """The background thread of all drives of a store."""
 
-    def __init__(self, state: StoreState, rooms: Mapping[LowerTier, DriveRoom]) -> None:
+    def __init__(
+        self, state: StoreState, rooms: Mapping[LowerTier, DriveRoom], mover: RecordMover
+    ) -> None:
         self._state = state
         self._rooms = rooms
+        self._mover = mover
         self.thread = threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True)
 
     def _run(self) -> None:
@@ -34,14 +44,24 @@ class DriveWatchdog:
             for lower in self._state.lower_tiers
             if isinstance(lower.tier, ChangesDrives)
         ]
+        shared = [
+            (lower, lower.tier)
+            for lower in self._state.lower_tiers
+            if isinstance(lower.tier, SharesContents)
+        ]
+        longest_s = _SHARED_LOOK_S if shared else _LOOK_S
         pause_s = _LOOK_S_MIN
         try:
             while not self._state.closing.wait(pause_s):
+                for lower, tier in shared:
+                    news = tier.take_changes()
+                    if news is not None:
+                        self.take_changes(lower, news)
                 for lower, _ in tiers:
                     for drive in range(lower.tier.drive_count()):
                         self.look(lower, drive)
                 measure_s = [changes.measure(self._is_quiet) for _, changes in tiers]
-                pause_s = max(_LOOK_S_MIN, min([_LOOK_S, *measure_s, *self._retries_s()]))
+                pause_s = max(_LOOK_S_MIN, min([longest_s, *measure_s, *self._retries_s()]))
         finally:
             for _, changes in tiers:
                 changes.stop_measuring()
@@ -55,6 +75,29 @@ class DriveWatchdog:
         if lower.tier.drive(drive).lost:
             self._rooms[lower].restore(drive)
         self._rooms[lower].shrink_again(drive)
+
+    def take_changes(self, lower: LowerTier, changes: Changes) -> None:
+        """Other stores have written to a tier, or removed blocks: these go from all tiers here."""
+        state, catalog = self._state, self._state.catalog
+        keys, tags = list(changes.removed), list(changes.removed_tags)
+        others = [one for one in state.lower_tiers if one is not lower and one.tier.writable]
+        notes: list[tuple[LowerTier, list[Removal]]] = []
+        with state.lock:
+            lower.forget_gone(changes.gone_words, changes.gone_locations)
+            rows = [row for row in catalog.rows(keys) if row != NONE] if keys else []
+            for tag in tags:
+                word = np.frombuffer(tag, np.uint64)[0]
+                known = np.flatnonzero(catalog.table.tags() == word).tolist()
+                rows += [row for row in known if catalog.is_live(row)]
+            state.doom(rows)
+            state.counters.removed += len(rows)
+            for other in others if keys or tags else ():
+                removal = other.tier.removal
+                spaces = [removal(space_key(tag), whole_namespace=True) for tag in tags]
+                notes.append((other, [*map(removal, keys), *spaces]))
+            lower.take_in(changes.come)
+        for other, removals in notes:
+            self._mover.record_removals(other, removals)
 
     def _is_quiet(self) -> bool:
         """Whether no call reads, and nothing waits to be written."""

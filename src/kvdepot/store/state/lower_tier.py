@@ -14,9 +14,9 @@ import numpy as np
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import CopyState
 from kvdepot.core.clock import Clock
-from kvdepot.core.config import HddConfig, LowerTierConfig
+from kvdepot.core.config import HddConfig, LowerTierConfig, ObjectConfig
 from kvdepot.core.depot import DURABILITY, Durability
-from kvdepot.core.tier import Contents, Tier, drive_of, segment_of
+from kvdepot.core.tier import Array, Contents, Tier, drive_of, segment_of
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
@@ -28,6 +28,9 @@ FAILED: Final = DURABILITY.index(Durability.FAILED)
 _WAVE_BYTES: Final = 32 << 20
 _ARRIVALS_MAX: Final = 3600
 _ARRIVALS_APART_S: Final = 1.0
+_WRITERS_A_DRIVE: Final = 2
+"""While one waits for the disk, the other keeps the index."""
+_UPLOADS_MAX: Final = 8
 _UNEVEN: Final = 1.25
 """Drives whose speeds differ by less count as alike."""
 
@@ -45,8 +48,11 @@ class LowerTier:
         self.copies = copies
         self.foreground = ForegroundReads(clock)
         self.mode = WriteMode(config.write_mode)
-        self.run_bytes = config.run if isinstance(config, HddConfig) else 0
+        self.is_remote = isinstance(config, ObjectConfig)
+        """Its medium is behind a network: no put waits for it."""
+        self.run_bytes = _run_bytes(config)
         """How much of one prompt should lie in one piece; 0 where that does not matter."""
+        self.writers_a_drive = _writers_a_drive(config)
         self.wave_bytes = 4 * self.run_bytes or _WAVE_BYTES
         """How much is read from a drive in one go."""
         self.shares = DriveShares(tier)
@@ -193,6 +199,14 @@ class LowerTier:
         for place in [place for place in self.segment_rows if place[0] == drive]:
             del self.segment_rows[place]
 
+    def forget_gone(self, words: Array, locations: Array) -> None:
+        """Records are gone from a tier that others write to as well: forget where they were."""
+        rows = self.catalog.table.find_many(words) if len(words) else np.zeros(0, np.int64)
+        for row, location in zip(rows.tolist(), locations.tolist(), strict=True):
+            if row != NONE and location in self.places(row):
+                self.drop_copy(row, location)
+                self.catalog.forget_if_gone(row)
+
     def live(self, drive: int, slot: int) -> Rows:
         """The rows whose copy is in this segment, in the order they lie in."""
         listed = self.segment_rows.get((drive, slot))
@@ -311,6 +325,19 @@ class LowerTier:
         """A record was written for nothing."""
         self.tier.count(location, self.catalog.nbytes[row])
         self.tier.discard([location], [self.catalog.nbytes[row]])
+
+
+def _run_bytes(config: LowerTierConfig) -> int:
+    if isinstance(config, HddConfig):
+        return config.run
+    return config.object_bytes if isinstance(config, ObjectConfig) else 0
+
+
+def _writers_a_drive(config: LowerTierConfig) -> int:
+    """How many threads write to one drive of a tier."""
+    if isinstance(config, ObjectConfig):
+        return min(_UPLOADS_MAX, config.parallel)
+    return 1 if isinstance(config, HddConfig) else _WRITERS_A_DRIVE
 
 
 class SecondCopies:

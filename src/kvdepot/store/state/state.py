@@ -62,6 +62,7 @@ class Counters:
     get_ssd: int = 0
     get_hdd: int = 0
     get_plugin: int = 0
+    get_object: int = 0
     get_miss: int = 0
     get_bytes: int = 0
     promoted: int = 0
@@ -82,10 +83,12 @@ class Counters:
     evicted_ssd: int = 0
     evicted_hdd: int = 0
     evicted_plugin: int = 0
+    evicted_object: int = 0
     moved_ssd: int = 0
     """Blocks written again because their segment was reclaimed."""
     moved_hdd: int = 0
     moved_plugin: int = 0
+    moved_object: int = 0
     bypassed: int = 0
     """Times that a block was not worth the wear of an SSD."""
     held_below: int = 0

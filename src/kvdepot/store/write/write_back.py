@@ -25,8 +25,6 @@ from kvdepot.store.state.state import StoreState
 
 _BLOCKS_MAX: Final = 512
 _THREADS_MAX: Final = 8
-_THREADS_A_DRIVE: Final = 2
-"""While one waits for the disk, the other keeps the index."""
 _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
 _YIELD_S: Final = 0.1
@@ -94,7 +92,7 @@ class WriteBack:
         self._lower = lower
         self._mover = mover
         self._room = room
-        self._a_drive = 1 if lower.run_bytes else _THREADS_A_DRIVE
+        self._a_drive = lower.writers_a_drive
         self._busy: Counter[int] = Counter()
         """Threads at work on each drive."""
         self.threads: list[threading.Thread] = []
@@ -224,7 +222,8 @@ class WriteBack:
         state, lower, catalog = self._state, self._lower, self._state.catalog
         lower.sort_dirty()
         segment_bytes = lower.tier.drive(drive).segment_bytes
-        budget = min(lower.run_bytes or self._part_bytes(drive), segment_bytes // 4)
+        most = segment_bytes if lower.is_remote else segment_bytes // 4
+        budget = min(lower.run_bytes or self._part_bytes(drive), most)
         rows: list[int] = []
         passed_over: list[int] = []
         for _ in range(min(len(lower.dirty), _BLOCKS_MAX)):
@@ -279,7 +278,7 @@ class Flusher:
         """Where the first lower tier is written through, wait until it has what was put."""
         state = self._state
         first = state.lower_tiers[0] if state.lower_tiers else None
-        if first is None or first.mode is not WriteMode.THROUGH:
+        if first is None or first.is_remote or first.mode is not WriteMode.THROUGH:
             return
         with state.lock:
             last = state.last_ticket

@@ -1,0 +1,358 @@
+"""What a node does with a bucket in the background: look what others did, show that it lives,
+take over from writers that died, let old objects go, collect garbage.
+
+No clock is compared with another node's: a writer is dead when its sign of life has not changed
+for a grace period of this node's own clock.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvdepot.core.clock import Clock
+from kvdepot.core.config import ObjectConfig
+from kvdepot.core.log import RateLimitedLog
+from kvdepot.errors import FormatError
+from kvdepot.tiers.device.breaker import Breaker
+from kvdepot.tiers.object.bucket import Bucket, BucketError, Listed
+from kvdepot.tiers.object.contents import BucketContents
+from kvdepot.tiers.object.manifest import (
+    ALIVE,
+    DATA,
+    FORMAT_PATH,
+    VERSION,
+    DamagedManifestError,
+    Entry,
+    ManifestName,
+    Tombstone,
+    in_force,
+)
+from kvdepot.tiers.object.publishing import OwnManifests, Trash
+from kvdepot.tiers.object.reading import RangeReader
+
+_SIGNS: Final = 3
+"""Signs of life in a grace period."""
+_log = RateLimitedLog("kvdepot.store")
+_events = logging.getLogger("kvdepot.store")
+
+
+@dataclass(slots=True)
+class Clocks:
+    """Time for pauses, and time of day."""
+
+    steady: Clock
+    wall: Clock
+
+
+@dataclass(slots=True)
+class ForeignManifest:
+    """What another writer's manifest told."""
+
+    paths: list[str]
+    tombstones: list[Tombstone]
+    descriptions: dict[bytes, bytes] = field(default_factory=dict)
+
+
+class BucketUpkeep:
+    """The background thread of one node, and its view of the other writers."""
+
+    def __init__(
+        self,
+        config: ObjectConfig,
+        bucket: Bucket,
+        contents: BucketContents,
+        reader: RangeReader,
+        breaker: Breaker,
+        clocks: Clocks,
+        *,
+        writable: bool,
+    ) -> None:
+        self._config = config
+        self._bucket = bucket
+        self._contents = contents
+        self._pool = reader.pool
+        self._breaker = breaker
+        self._clock = clocks.steady
+        self._wall = clocks.wall
+        self._writable = writable
+        self.trash = Trash(self._clock, config.grace)
+        self.manifests = OwnManifests(bucket, contents, self.trash, 2 * config.max_age)
+        self._me = contents.writer
+        self._known: dict[ManifestName, ForeignManifest] = {}
+        self._listed: list[ManifestName] = []
+        self._missing: set[ManifestName] = set()
+        """Own manifests that the last listing did not have."""
+        self._signs: dict[str, tuple[str, float]] = {}
+        """Sign of life of each writer, and since when it is the same."""
+        self._adopted: set[str] = set()
+        self._garbage: dict[str, float] = {}
+        """Data objects of dead writers that no manifest lists, and since when."""
+        self._collect = writable
+        self._signed_s = -1e9
+        self._stop = threading.Event()
+        self._turn = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvdepot-object", daemon=True)
+
+    def start(self) -> None:
+        """Look at the bucket for the first time, and go on in the background.
+
+        Raises BucketError, and FormatError where it is of a newer format.
+        """
+        self._check_format({one.path for one in self._bucket.list_all("meta/")})
+        if self._writable:
+            self._sign(self._clock.now())
+        self.refresh()
+        if self._writable:
+            self._adopt()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._writable and self._breaker.closed:
+            try:
+                self.manifests.rewrite(self._wall.now(), idle=True)
+                self._bucket.delete([ALIVE + self._me])
+            except BucketError as error:
+                _log.warning("object: not left in order: %s", error.reason)
+
+    @property
+    def writers(self) -> int:
+        """How many writers live, with this one."""
+        return len(self._living() | {self._me})
+
+    def descriptions(self) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        for foreign in list(self._known.values()):
+            found |= foreign.descriptions
+        return found | self.manifests.descriptions()
+
+    def _run(self) -> None:
+        pause_s = self._config.refresh
+        while not self._stop.wait(pause_s):
+            pause_s = self._config.refresh
+            if not self._breaker.allows():
+                pause_s = max(0.01, min(pause_s, self._breaker.health().retry_in_s))
+                continue
+            try:
+                self.step()
+            except BucketError as error:
+                self._breaker.failed(error.reason, at_once=True)
+                pause_s = max(0.01, min(pause_s, self._breaker.health().retry_in_s))
+            else:
+                self._breaker.succeeded()
+
+    def step(self) -> None:
+        """One round. Raises BucketError."""
+        with self._turn:
+            self.refresh()
+            if not self._writable:
+                return
+            now_s = self._clock.now()
+            if now_s - self._signed_s >= self._config.grace / _SIGNS:
+                self._sign(now_s)
+            self._adopt()
+            self._expire()
+            self.manifests.rewrite(self._wall.now(), idle=True)
+            self.trash.empty(self._bucket)
+            self._collect_garbage(now_s)
+
+    def refresh(self) -> None:
+        """Learn what has changed in the bucket. Raises BucketError."""
+        own, generation = self.manifests.names()
+        listed = self._bucket.list_all("meta/")
+        paths = {one.path for one in listed}
+        if FORMAT_PATH not in paths and self._writable:
+            self._check_format(paths)
+        self._watch(listed)
+        names = [name for name in map(ManifestName.parse, sorted(paths)) if name is not None]
+        self._listed = [name for name in names if name.writer != self._me]
+        self._notice_lost([name for name in own if name.path not in paths])
+        # Written although the server had seemed to refuse it: what it lists was given up.
+        mine = [name for name in names if name.writer == self._me and name not in own]
+        self.trash.add(name.path for name in mine if name.generation <= generation)
+        self._read(in_force([name for name in self._listed if name.writer not in self._adopted]))
+
+    def _read(self, names: list[ManifestName]) -> None:
+        """Fetch manifests that are new, and settle what has come and gone."""
+        new = [name for name in names if name not in self._known]
+        entries = dict(zip(new, self._pool.map(self._get, new), strict=True))
+        unread = {name.writer for name, entry in entries.items() if entry is None}
+        tombstones: list[Tombstone] = []
+        for name, entry in entries.items():
+            if entry is None:
+                continue
+            tombstones += entry.tombstones
+            self._known[name] = ForeignManifest(
+                [one.path for one in entry.objects], entry.tombstones, entry.descriptions
+            )
+        told = bool(self._known) and self._thread.is_alive()
+        if self._contents.bury(tombstones, told=told):
+            self.manifests.recheck()
+        for name, entry in entries.items():
+            for listing in entry.objects if entry is not None else ():
+                if listing.path not in self.trash:
+                    self._contents.add(listing, name.writer)
+        current = set(names)
+        for name in [name for name in self._known if name not in current]:
+            if name.writer not in unread:
+                del self._known[name]
+        self._drop_unlisted()
+
+    def _drop_unlisted(self) -> None:
+        listed = {path for foreign in self._known.values() for path in foreign.paths}
+        with self._contents.lock:
+            foreign_paths = [
+                one.path for one in self._contents.objects.values() if one.owner != self._me
+            ]
+        for path in foreign_paths:
+            if path not in listed:
+                self._contents.drop(path)
+        kept = self.manifests.tombstones()
+        for foreign in self._known.values():
+            kept |= {one.prefix: one.below_sequence for one in foreign.tombstones}
+        self._contents.forget_tombstones(kept)
+
+    def _get(self, name: ManifestName) -> Entry | None:
+        """A manifest; None: it was replaced meanwhile. One that is damaged counts as empty."""
+        try:
+            return Entry.parse(self._bucket.get(name.path))
+        except DamagedManifestError as error:
+            _log.warning("object: a manifest is left out: %s", error)
+            return Entry()
+        except BucketError as error:
+            if error.missing:
+                return None
+            raise
+
+    def _notice_lost(self, missing: list[ManifestName]) -> None:
+        """Own manifests that two listings in a row do not have were deleted by others."""
+        lost = [name for name in missing if name in self._missing]
+        self._missing = set(missing)
+        for path in self.manifests.forget(lost):
+            self._contents.drop(path)
+        if lost:
+            _events.warning("object: %d manifests of this node are gone from the bucket", len(lost))
+
+    def _watch(self, listed: Iterable[Listed]) -> None:
+        signs = {
+            one.path.removeprefix(ALIVE): one.version
+            for one in listed
+            if one.path.startswith(ALIVE)
+        }
+        now_s = self._clock.now()
+        before, self._signs = self._signs, {}
+        for writer, version in signs.items():
+            known = before.get(writer)
+            same = known is not None and known[0] == version
+            self._signs[writer] = known if known is not None and same else (version, now_s)
+            if not same:
+                self._adopted.discard(writer)
+
+    def _living(self) -> set[str]:
+        oldest_s = self._clock.now() - self._config.grace
+        return {writer for writer, (_, since_s) in self._signs.items() if since_s > oldest_s}
+
+    def _sign(self, now_s: float) -> None:
+        self._bucket.overwrite(ALIVE + self._me, f"{now_s} {self._wall.now()}".encode())
+        self._signed_s = now_s
+
+    def _check_format(self, paths: set[str]) -> None:
+        """Find a format that this program knows, or make the bucket one of ours.
+
+        `paths`: what was listed. Some servers make a bucket of what is written to one that is not
+        there; a listing of it fails with all.
+        """
+        if FORMAT_PATH not in paths:
+            if not self._writable:
+                return
+            try:
+                told = json.dumps({"kvdepot": "object", "version": VERSION}).encode()
+                self._bucket.create(FORMAT_PATH, told)
+            except BucketError as error:
+                if not error.exists:
+                    raise
+            else:
+                return
+        try:
+            version = int(json.loads(self._bucket.get(FORMAT_PATH))["version"])
+        except (ValueError, KeyError, TypeError):
+            raise FormatError(self._bucket.label, "is not a depot of this program") from None
+        if version > VERSION:
+            raise FormatError(
+                self._bucket.label,
+                f"was written by a newer kvdepot (format {version}, this one knows {VERSION})",
+                hint="update kvdepot, or use another prefix",
+            )
+
+    def _adopt(self) -> None:
+        """Take over what writers that live no more have left, where it falls to this node."""
+        living = self._living() | {self._me}
+        left = {name.writer for name in self._listed} | self._signs.keys()
+        for writer in sorted(left - living - self._adopted):
+            if _heir(writer, living) != self._me:
+                continue
+            names = [name for name in self._known if name.writer == writer]
+            known = [self._known[name] for name in names]
+            paths = [path for foreign in known for path in foreign.paths]
+            with self._contents.lock:
+                objects = [self._contents.objects.get(path) for path in paths]
+            entry = Entry(
+                [one.listing for one in objects if one is not None],
+                [one for foreign in known for one in foreign.tombstones],
+                {tag: text for foreign in known for tag, text in foreign.descriptions.items()},
+            )
+            if len(entry):
+                self.manifests.publish(entry)
+            for path in paths:
+                self._contents.own(path, self._me)
+            for name in names:
+                del self._known[name]
+            self._adopted.add(writer)
+            self.trash.add(name.path for name in self._listed if name.writer == writer)
+            if writer in self._signs:
+                self._bucket.delete([ALIVE + writer])
+            self._collect = True
+            _events.info("object: %d objects of a writer that ended are taken over", len(paths))
+
+    def _expire(self) -> None:
+        """Let objects go that are too old, or too many for this writer's share."""
+        now_s, config = self._wall.now(), self._config
+        share = config.capacity // self.writers
+        for one in self._contents.own_objects():
+            old = config.max_age and one.listing.created_s + config.max_age < now_s
+            crowded = (
+                self._contents.held_bytes > config.capacity and self._contents.own_bytes > share
+            )
+            if old or crowded:
+                self._contents.drop(one.path)
+                self.manifests.drop(one.path)
+
+    def _collect_garbage(self, now_s: float) -> None:
+        """Delete data objects of dead writers that no manifest has listed for a grace period."""
+        if self._collect:
+            self._collect = False
+            living = self._living() | {self._me}
+            for writer in self._bucket.folders(DATA):
+                if writer not in living:
+                    for one in self._bucket.list_all(f"{DATA}{writer}/"):
+                        self._garbage.setdefault(one.path, now_s)
+        with self._contents.lock:
+            known = self._contents.objects.keys() & self._garbage.keys()
+        for path in known:
+            del self._garbage[path]
+        due = [path for path, at in self._garbage.items() if now_s - at >= self._config.grace]
+        if due:
+            self._bucket.delete(due)
+            for path in due:
+                del self._garbage[path]
+
+
+def _heir(writer: str, living: Iterable[str]) -> str:
+    """Which of the living takes over: all nodes that see the same writers choose the same one."""
+    return max(living, key=lambda one: hashlib.blake2b(f"{writer} {one}".encode()).digest())

@@ -1,0 +1,261 @@
+"""Several nodes over one bucket in memory: what one writes the others read; death, age, removal."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.support.object_nodes import Node, keys_of, memory_bucket, paths_of, same_bucket
+
+from kvdepot.core.tier import Outcome
+from kvdepot.errors import FormatError
+from kvdepot.testing.images import make_key
+
+pytest.importorskip("obstore", reason="the extra s3 is not installed")
+
+GRACE_S = 60.0
+OpenNode = Callable[..., Node]
+
+
+@pytest.fixture
+def bucket() -> Any:
+    return memory_bucket()
+
+
+@pytest.fixture
+def node(bucket: Any) -> Iterator[OpenNode]:
+    opened: list[Node] = []
+
+    def open_node(**more: Any) -> Node:
+        opened.append(Node(bucket, **more))
+        return opened[-1]
+
+    yield open_node
+    for one in opened:
+        one.tier.close()
+
+
+def pass_time(nodes: list[Node], seconds: float) -> None:
+    """Time passes, and all that live look at the bucket a few times."""
+    for _ in range(4):
+        for one in nodes:
+            one.clock.advance(seconds / 4)
+            one.wall.advance(seconds / 4)
+        for one in nodes:
+            one.step()
+
+
+def test_what_one_writes_the_others_read(node: OpenNode) -> None:
+    first, second, third = node(), node(), node()
+    first.put(range(8))
+    for other in (second, third):
+        other.step()
+        assert other.knows() == keys_of(range(8))
+        assert {other.read(number) for number in range(8)} == {Outcome.OK}
+    second.put([8])
+    first.step()
+    assert first.read(8) is Outcome.OK
+
+
+def test_lookups_ask_nothing_and_what_was_seen_costs_one_listing(node: OpenNode) -> None:
+    first, second = node(capacity=64 << 20), node(capacity=64 << 20)
+    for start in range(0, 512, 16):
+        first.put(range(start, start + 16))
+    first.step()
+    second.step()
+    assert len(second.knows()) == 512
+    requests = second.bucket.requests
+    assert requests.meta_gets <= 512 // 64
+    before = requests.as_dict()
+    second.step()
+    after = requests.as_dict()
+    assert after["gets"] == before["gets"]
+    assert after["lists"] <= before["lists"] + 1
+
+
+def test_a_dead_writers_blocks_stay_and_are_taken_over(bucket: Any, node: OpenNode) -> None:
+    dead, living, other = node(), node(), node()
+    dead.put(range(5))
+    pass_time([living, other], GRACE_S / 2)
+    dead.die()
+    pass_time([living, other], 2 * GRACE_S)
+    for one in (living, other):
+        assert one.knows() == keys_of(range(5))
+        assert {one.read(number) for number in range(5)} == {Outcome.OK}
+    slots = [len(one.tier.segments(0)) for one in (living, other)]
+    assert sorted(slots) == [0, 1], "one of them owns it now"
+    pass_time([living, other], 2 * GRACE_S)
+    alive = paths_of(bucket, "meta/alive/")
+    assert len(alive) == 2
+    writers = {path.split("/")[2] for path in paths_of(bucket, "meta/index/")}
+    assert len(writers) == 1 and writers < {path.rsplit("/", 1)[1] for path in alive}
+
+
+def test_a_node_that_closed_is_taken_over_at_once(node: OpenNode) -> None:
+    first = node()
+    first.put([1, 2])
+    first.tier.close()
+    second = node()
+    assert second.knows() == keys_of([1, 2])
+    assert len(second.tier.segments(0)) == 1
+
+
+def test_garbage_of_a_dead_writer_is_collected(bucket: Any, node: OpenNode) -> None:
+    dead = node()
+    dead.put([1])
+    writer = paths_of(bucket, "data/")[0].split("/")[1]
+    bucket.create(f"data/{writer}/ffffffffffff", b"uploaded, and never published")
+    dead.die()
+    living = node()
+    pass_time([living], 2 * GRACE_S)
+    pass_time([living], 2 * GRACE_S)
+    assert len(paths_of(bucket, "data/")) == 1
+    assert living.read(1) is Outcome.OK
+
+
+def test_a_removal_holds_on_every_node_and_for_those_that_come_later(node: OpenNode) -> None:
+    first, second = node(), node()
+    first.put([1, 2])
+    second.put([3])
+    first.step()
+    second.step()
+    tier = second.tier
+    assert tier.erase([tier.removal(make_key(1)), tier.removal(make_key(3))]) == []
+    changes = first.step()
+    assert changes is not None and set(changes.removed) == {make_key(1), make_key(3)}
+    assert node().knows() == keys_of([2])
+    first.step()
+    assert node().knows() == keys_of([2])
+
+
+def test_a_removal_by_a_node_whose_clock_is_slow_holds(node: OpenNode) -> None:
+    ahead, behind = node(wall_s=1.9e9), node(wall_s=1.7e9)
+    ahead.put([1])
+    behind.step()
+    tier = behind.tier
+    assert tier.erase([tier.removal(make_key(1))]) == []
+    assert node().knows() == []
+
+
+def test_a_block_put_again_after_its_removal_is_back(node: OpenNode) -> None:
+    first, second = node(wall_s=1.9e9), node(wall_s=1.7e9)
+    first.put([1])
+    first.tier.erase([first.tier.removal(make_key(1))])
+    second.step()
+    second.put([1])
+    assert node().knows() == keys_of([1])
+
+
+def test_a_namespace_that_one_node_removes_goes_from_all(node: OpenNode) -> None:
+    first, second = node(), node()
+    first.put([1])
+    second.step()
+    second.tier.erase([second.tier.removal(make_key(1), whole_namespace=True)])
+    changes = first.step()
+    assert changes is not None and list(changes.removed_tags) == [make_key(1)[:8]]
+    assert node().knows() == []
+
+
+def test_released_objects_stay_readable_for_a_grace_period(bucket: Any, node: OpenNode) -> None:
+    owner, reader = node(), node()
+    owner.put([1])
+    reader.step()
+    (segment,) = owner.tier.segments(0)
+    owner.tier.discard(list(owner.places.values()), [16000])
+    assert owner.tier.release(0, segment.slot)
+    owner.step()
+    assert len(paths_of(bucket, "data/")) == 1
+    assert reader.read(1) is Outcome.OK, "it has not heard of it yet"
+    reader.step()
+    assert reader.knows() == []
+    pass_time([owner], 1.5 * GRACE_S)
+    assert paths_of(bucket, "data/") == []
+
+
+def test_old_objects_are_deleted(bucket: Any, node: OpenNode) -> None:
+    owner, reader = node(max_age=1000.0), node(max_age=1000.0)
+    owner.put([1])
+    owner.wall.advance(900.0)
+    owner.put([2])
+    reader.step()
+    owner.wall.advance(200.0)
+    owner.step()
+    reader.step()
+    assert owner.knows() == reader.knows() == keys_of([2])
+    pass_time([owner, reader], 2 * GRACE_S)
+    assert len(paths_of(bucket, "data/")) == 1
+
+
+def test_a_node_that_comes_late_gets_its_share(node: OpenNode) -> None:
+    capacity = 2 << 20
+    first = node(capacity=capacity)
+    number = 0
+    while first.tier.has_room(0, 20480):
+        first.put([number])
+        number += 1
+    second = node(capacity=capacity)
+    assert second.tier.has_room(0, 20480)
+    second.put(range(1000, 1008))
+    first.step()
+    first.step()
+    assert first.tier.usage().held_bytes <= capacity
+    second.step()
+    assert set(keys_of(range(1000, 1008))) <= set(second.knows())
+
+
+def test_a_bucket_emptied_underfoot(bucket: Any, node: OpenNode) -> None:
+    first, second = node(), node()
+    first.put([1, 2])
+    second.step()
+    bucket.delete(paths_of(bucket))
+    assert second.read(1) is Outcome.FAILED, "a miss"
+    for _ in range(2):
+        first.step()
+        second.step()
+    assert first.knows() == second.knows() == []
+    assert first.tier.usage().held_bytes == 0
+    first.put([1])
+    second.step()
+    assert second.read(1) is Outcome.OK
+    assert "meta/format" in paths_of(bucket)
+
+
+def test_half_an_object_is_a_miss(bucket: Any, node: OpenNode) -> None:
+    first = node()
+    first.put(range(4))
+    (path,) = paths_of(bucket, "data/")
+    body = bucket.get(path)
+    bucket.overwrite(path, body[: len(body) // 2])
+    outcomes = [first.read(number) for number in range(4)]
+    assert outcomes.count(Outcome.OK) == 2
+    assert {Outcome.OK} < set(outcomes) <= {Outcome.OK, Outcome.CORRUPT, Outcome.FAILED}
+
+
+def test_a_damaged_manifest_hides_its_blocks_only(bucket: Any, node: OpenNode) -> None:
+    first = node()
+    first.put([1])
+    (path,) = paths_of(bucket, "meta/index/")
+    first.put([2])
+    body = bytearray(bucket.get(path))
+    body[-1] ^= 1
+    bucket.overwrite(path, bytes(body))
+    assert node().knows() == keys_of([2])
+
+
+def test_a_newer_format_is_one_clear_error(bucket: Any) -> None:
+    bucket.create("meta/format", b'{"kvdepot": "object", "version": 2}')
+    with pytest.raises(FormatError, match="newer kvdepot"):
+        Node(same_bucket(bucket))
+
+
+def test_two_writers_never_overwrite_each_other(bucket: Any, node: OpenNode) -> None:
+    first = node()
+    first.put([1])
+    (path,) = paths_of(bucket, "data/")
+    before = bucket.get(path)
+    second = node()
+    second.tier._contents.writer = first.tier._contents.writer  # as if their names were the same
+    key = make_key(2)
+    from kvdepot.testing.images import make_image, payload_for
+
+    assert second.tier.append(0, [make_image(key, payload_for(key, 16000))]) == [None]
+    assert bucket.get(path) == before
