@@ -18,7 +18,7 @@ from kvdepot.tiers.object.manifest import Entry, ManifestName, Tombstone
 _MERGED_ROWS: Final = 4096
 """A manifest with so many rows is not merged with others any more."""
 _SMALL_MAX: Final = 4
-"""So many small ones are merged."""
+"""There are never more small ones than this."""
 
 
 @dataclass(slots=True)
@@ -111,9 +111,12 @@ class OwnManifests:
         error = None
         try:
             self._number += 1
-            self._create(
-                self._number, self._number, Entry.joined(submission.entry for submission in batch)
-            )
+            entry = Entry.joined(submission.entry for submission in batch)
+            small = self._small_tail()
+            if len(small) < _SMALL_MAX - 1:
+                self._create(self._number, self._number, entry)
+            else:  # no request more than without it
+                self._replace(small, set(), 0.0, entry)
         except BucketError as failure:
             error = failure
         for submission in batch:
@@ -172,8 +175,11 @@ class OwnManifests:
             found.append(name)
         return found
 
-    def _replace(self, names: list[ManifestName], dropped: set[str], now_s: float) -> None:
-        old = Entry.joined(self._entries[name] for name in sorted(names))
+    def _replace(
+        self, names: list[ManifestName], dropped: set[str], now_s: float, more: Entry | None = None
+    ) -> None:
+        """One manifest, with `more` in it, instead of several."""
+        old = Entry.joined([*(self._entries[name] for name in sorted(names)), more or Entry()])
         entry = Entry(descriptions=old.descriptions)
         for one in old.objects:
             standing = self._contents.standing(one.records)
@@ -186,7 +192,7 @@ class OwnManifests:
         ]
         if len(entry):
             first, last = min(name.first for name in names), max(name.last for name in names)
-            self._create(first, last, entry)
+            self._create(first, last if more is None else self._number, entry)
             self._trash.add(name.path for name in names)
         else:
             self._bucket.delete([name.path for name in names])

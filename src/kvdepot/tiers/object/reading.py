@@ -20,7 +20,7 @@ from kvdepot.tiers.object.bucket import Bucket, BucketError
 from kvdepot.tiers.object.contents import BucketContents, DataObject, span_of
 from kvdepot.tiers.records import deliver
 
-_PIECE_BYTES: Final = (1 << 20, 16 << 20)
+_PIECE_BYTES: Final = (1 << 20, 4 << 20)
 """Least and most that one request asks for, if there is so much."""
 _GAP_BYTES: Final = 64 << 10
 """Ranges that lie nearer than this are fetched as one."""

@@ -102,10 +102,11 @@ class BucketUpkeep:
 
         Raises BucketError, and FormatError where it is of a newer format.
         """
-        self._check_format({one.path for one in self._bucket.list_all("meta/")})
+        listed = self._bucket.list_all("meta/")
+        self._check_format({one.path for one in listed})
         if self._writable:
             self._sign(self._clock.now())
-        self.refresh()
+        self.refresh(listed)
         if self._writable:
             self._adopt()
         self._thread.start()
@@ -162,12 +163,13 @@ class BucketUpkeep:
             self.trash.empty(self._bucket)
             self._collect_garbage(now_s)
 
-    def refresh(self) -> None:
+    def refresh(self, listed: list[Listed] | None = None) -> None:
         """Learn what has changed in the bucket. Raises BucketError."""
         own, generation = self.manifests.names()
-        listed = self._bucket.list_all("meta/")
+        if listed is None:
+            listed = self._bucket.list_all("meta/")
         paths = {one.path for one in listed}
-        if FORMAT_PATH not in paths and self._writable:
+        if FORMAT_PATH not in paths and self._writable and self._thread.is_alive():
             self._check_format(paths)
         self._watch(listed)
         names = [name for name in map(ManifestName.parse, sorted(paths)) if name is not None]
