@@ -19,6 +19,7 @@ import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.client import connections
 from kvdepot.errors import DaemonError
+from kvdepot.server.listener import Listener
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 from kvdepot.wire.frames import PROTOCOL
@@ -209,3 +210,19 @@ def test_clients_that_come_and_go_leave_no_descriptor_or_thread(daemon: DaemonPr
         assert eventually(lambda: descriptors(daemon.pid) == theirs)
         assert len(os.listdir("/proc/self/fd")) == mine
     assert eventually(lambda: serving_threads(daemon.pid) == 0)
+
+
+def test_a_group_that_the_daemon_is_not_in_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    listener = Listener(tmp_path / "d.sock", grp.getgrgid(os.getgid()).gr_name)
+    monkeypatch.setattr(os, "chown", refuse)  # as for users other than root
+    try:
+        with pytest.raises(DaemonError) as told:
+            listener.listen()
+        assert "only a member of --group" in told.value.hint
+    finally:
+        listener.close()

@@ -45,7 +45,10 @@ class Listener:
         try:
             self._bind()
         except OSError as error:
-            raise DaemonError(str(self.path), f"cannot listen: {error.strerror}") from error
+            foreign = isinstance(error, PermissionError) and self._gid >= 0
+            hint = "only a member of --group can give the socket to it" if foreign else ""
+            reason = f"cannot listen: {error.strerror}"
+            raise DaemonError(str(self.path), reason, hint=hint) from error
 
     def fileno(self) -> int:
         return self._socket.fileno()
