@@ -164,3 +164,28 @@ def test_folders_are_not_made(
     said = capsys.readouterr().err
     assert f"error: --path: {absent} does not exist\nhint: mkdir -p {absent}\n" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_object_rows_over_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("obstore", reason="the extra s3 is not installed")
+    folder = tmp_path / "shared"
+    answer = run_json(capsys, "object", "--url", f"file://{folder}", *TINY)
+    assert {(row["tier"], row["op"]) for row in answer["rows"]} == {
+        ("object", "put"),
+        ("object", "get"),
+    }
+    for row in answer["rows"]:
+        assert row.keys() >= ROW_KEYS
+        assert row["bytes_per_s"] > 0
+    first, again = (figure["value"] for figure in answer["figures"])
+    assert first <= 8 and again == 0
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def test_object_needs_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "object"])
+    assert "--url" in capsys.readouterr().err
+    assert main(["bench", "object", "--url", "bucket/prefix", *TINY]) != 0
+    assert "object.url" in capsys.readouterr().err

@@ -17,6 +17,11 @@ TTFT_MISS: Final = 1.03
 DAEMON_MATCH_P99_US: Final = 1000.0
 """A match of 512 blocks through the daemon, while four clients are busy."""
 
+OBJECT: Final = 0.90
+"""Put and get through a bucket, of what obstore alone moves."""
+METADATA_REQUESTS: Final = 8.0
+"""To know a prefix of 512 blocks that another machine has uploaded."""
+
 
 def daemon_bar(op: str, block_bytes: int) -> float | None:
     """The least share of the speed of a store in the same process, for batches."""

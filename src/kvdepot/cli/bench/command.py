@@ -14,6 +14,7 @@ from kvdepot.bench.daemon import BLOCKS_BYTES as DAEMON_BLOCKS_BYTES
 from kvdepot.bench.daemon import DaemonPlan
 from kvdepot.bench.disk import BLOCKS_MIN
 from kvdepot.bench.engines import IoPlan
+from kvdepot.bench.object import ObjectPlan
 from kvdepot.bench.rounds import BenchPart, Figure, Latency, Result, SpeedRow
 from kvdepot.bench.stores import INDEXES, StorePlan
 from kvdepot.bench.ttft import PREFIX_TOKENS, TtftPlan
@@ -26,7 +27,8 @@ from kvdepot.core.units import format_bytes, parse_bytes
 
 BLOCKS_BYTES = (128 << 10, 4 << 20, 32 << 20)
 QUICK_BLOCKS_BYTES = (128 << 10, 4 << 20)
-TOTAL_BYTES = {"io": 512 << 20, "store": 1 << 30}
+OBJECT_BLOCKS_BYTES = (1 << 20, 32 << 20)
+TOTAL_BYTES = {"io": 512 << 20, "store": 1 << 30, "object": 256 << 20}
 QUICK_TOTAL_BYTES = 64 << 20
 ROUNDS, QUICK_ROUNDS = 9, 3
 QUICK_INDEXES = (10**3, 10**5)
@@ -59,7 +61,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ttft.add_argument(
         "--model", type=Path, metavar="DIR", help="a model folder (default: SmolLM2-135M-Instruct)"
     )
-    for name in ("io", "store"):
+    bucket = add_kind(kinds, "object", "stores over one bucket beside obstore alone")
+    bucket.add_argument(
+        "--url", required=True, metavar="URL", help="s3://bucket/prefix; what is written is deleted"
+    )
+    bucket.add_argument("--endpoint", default="", metavar="URL", help="the server's address")
+    bucket.add_argument("--region", default="", metavar="NAME", help="the bucket's region")
+    bucket.add_argument("--profile", default="", metavar="NAME", help="whose credentials to use")
+    bucket.add_argument("--credentials-file", type=Path, metavar="FILE", help="where profiles are")
+    for name in ("io", "store", "object"):
         kind = kinds.choices[name]
         kind.add_argument(
             "--size", type=size, metavar="BYTES", help="bytes moved in each run, e.g. 1GiB"
@@ -68,7 +78,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             "--block",
             type=sizes,
             metavar="BYTES,…",
-            help="block sizes on disk (default: 128KiB,4MiB,32MiB)",
+            help="block sizes (default: "
+            + ("1MiB,32MiB)" if name == "object" else "128KiB,4MiB,32MiB)"),
         )
 
 
@@ -151,11 +162,20 @@ def ttft_plan(args: argparse.Namespace, directory: Path) -> TtftPlan:
     )
 
 
+def object_plan(args: argparse.Namespace, rounds: int) -> ObjectPlan:
+    names = ("url", "endpoint", "region", "profile", "credentials_file")
+    section = {name: getattr(args, name) for name in names if getattr(args, name)}
+    blocks = args.block or OBJECT_BLOCKS_BYTES
+    return ObjectPlan(section, blocks, total_bytes(args), rounds)
+
+
 def needed_bytes(args: argparse.Namespace) -> int:
     if args.what == "ttft":
         return TTFT_NEEDED_BYTES
     if args.what == "daemon":
         return DAEMON_NEEDED_BYTES
+    if args.what == "object":
+        return 0
     largest = BLOCKS_MIN * max(block_sizes(args))
     return SPACE[args.what] * max(total_bytes(args), largest)
 
@@ -167,6 +187,8 @@ def make_parts(args: argparse.Namespace, directory: Path) -> Iterator[BenchPart]
     if args.what == "daemon":
         chosen = args.block or DAEMON_BLOCKS_BYTES
         return DaemonPlan(directory, chosen, args.quick, rounds).parts()
+    if args.what == "object":
+        return object_plan(args, rounds).parts()
     blocks = block_sizes(args)
     if args.what == "io":
         return IoPlan(directory, blocks, total_bytes(args), rounds).parts()

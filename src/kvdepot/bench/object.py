@@ -1,0 +1,221 @@
+"""`bench object`: put and get through stores that share a bucket, beside obstore alone.
+
+The limit moves the same bytes in objects and ranges of the same sizes, with as many requests at
+once. What gets read was put by another store, as by another machine.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.bench.bars import METADATA_REQUESTS, OBJECT
+from kvdepot.bench.prompts import StoreUnderTest
+from kvdepot.bench.raw import MIB
+from kvdepot.bench.rounds import BenchPart, Figure, Result, compare, stopwatch
+from kvdepot.core.config import ObjectConfig, load
+from kvdepot.errors import ConfigError, StateError
+from kvdepot.store.open import open_store
+from kvdepot.store.store import Store
+from kvdepot.tiers.object.bucket import Bucket, open_bucket
+
+_PREFIX_BLOCKS: Final = 512
+_PREFIX_BLOCK_BYTES: Final = 128 << 10
+_PREFIX_OBJECT_BYTES: Final = 4 * MIB
+_WAIT_S: Final = 600.0
+_NEVER_S: Final = 86400.0
+_PIECES: Final = (4 * MIB, 16 * MIB)
+"""Ranges that obstore alone is tried with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPlan:
+    """What to measure. `section` is an `object` section without a capacity."""
+
+    section: dict[str, Any]
+    blocks_bytes: tuple[int, ...]
+    total_bytes: int
+    """Moved in each run."""
+    rounds: int
+
+    def parts(self) -> Iterator[BenchPart]:
+        for size in self.blocks_bytes:
+            run = partial(self._measure, size)
+            yield BenchPart(f"object, {size >> 10} KiB blocks", run)
+        yield BenchPart("object, metadata", self._metadata)
+
+    def _measure(self, block_bytes: int) -> list[Result]:
+        set_bytes = max(self.total_bytes, block_bytes)
+        with self._prefix(32 * (set_bytes + MIB)) as section:
+            config = config_of(section)
+            with ExitStack() as scope:
+                enter = scope.enter_context
+                dram = 3 * set_bytes + 64 * MIB
+                store = enter(open_store(dram=dram, object=section))
+                writer = NodePair.of(store, block_bytes, set_bytes, set_bytes)
+                reader = enter(
+                    open_store(
+                        dram=dram,
+                        object={**section, "promote": False},
+                        writeback={"staging": set_bytes + 64 * MIB},
+                    )
+                )
+                for one in (store, reader):
+                    one.inspect().wait_for_prefault()
+                writer.join(reader)
+                raw = RawBucket(open_bucket(config), config, set_bytes)
+                speeds = compare(raw.puts(), {"put": writer.put_set}, self.rounds)
+                writer.wait_for_reader()
+                speeds |= compare(raw.gets(), {"get": writer.get_set}, self.rounds)
+                writer.verify()
+            return [
+                speed.row("object", op, block_bytes, writer.set_bytes, OBJECT)
+                for op, speed in speeds.items()
+            ]
+
+    def _metadata(self) -> list[Result]:
+        """Requests for manifests and listings that a node needs to know a prefix, and again."""
+        set_bytes = _PREFIX_BLOCKS * _PREFIX_BLOCK_BYTES
+        with self._prefix(4 * set_bytes) as section:
+            section = {**section, "object_size": _PREFIX_OBJECT_BYTES}
+            memory = {"capacity": 3 * set_bytes, "prefault": False}
+            with open_store(dram=memory, object=section) as store:
+                writer = NodePair.of(store, _PREFIX_BLOCK_BYTES, set_bytes, set_bytes)
+                writer.put_set()
+                (keys,) = writer.current
+                with open_store(dram=memory, object={**section, "refresh": _NEVER_S}) as other:
+                    other.register(writer.prompts.space.namespace)
+                    if len(other.match(keys)) != _PREFIX_BLOCKS:
+                        raise StateError("another store does not find what was uploaded")
+                    first = metadata_requests(other)
+                    if not all(other.get_many(keys, writer.targets, timeout_s=_WAIT_S)):
+                        raise StateError("a block that was uploaded did not come")
+                    other.match(keys)
+                    again = metadata_requests(other) - first
+        what = f"metadata requests, a prefix of {_PREFIX_BLOCKS} blocks"
+        return [
+            Figure(f"{what}, opening included", first, "requests", first, first, METADATA_REQUESTS),
+            Figure(f"{what} that was seen", again, "requests", again, again, 0.0),
+        ]
+
+    @contextmanager
+    def _prefix(self, capacity: int) -> Iterator[dict[str, Any]]:
+        """A section for a new prefix below the one that is given; it is emptied afterwards."""
+        url = f"{str(self.section['url']).rstrip('/')}/bench-{secrets.token_hex(4)}"
+        section = {**self.section, "url": url, "capacity": capacity}
+        try:
+            yield section
+        finally:
+            bucket = open_bucket(config_of(section))
+            paths = [one.path for one in bucket.list_all("")]
+            if paths:
+                bucket.delete(paths)
+
+
+def config_of(section: dict[str, Any]) -> ObjectConfig:
+    config = load(overrides={"object": section}).object
+    if config is None:
+        raise ConfigError("object.url", "is missing", hint="--url s3://bucket/prefix")
+    return config
+
+
+def metadata_requests(store: Store) -> int:
+    requests = store.stats()["tiers"]["object"]["drives"][0]["requests"]
+    return int(requests["meta_gets"] + requests["lists"])
+
+
+class NodePair(StoreUnderTest):
+    """A store that puts, and another one, as on another machine, that gets."""
+
+    reader: Store
+
+    def join(self, reader: Store) -> None:
+        reader.register(self.prompts.space.namespace)
+        self.reader = reader
+
+    def put_set(self) -> float:
+        """Put a new prompt, until all of it is in the bucket."""
+        fresh = self.prompts.fresh(self.count)
+        started = time.perf_counter()
+        for keys in fresh:
+            if not all(self.store.put_many(keys, self.prompts.sources, timeout_s=_WAIT_S)):
+                raise StateError("a put was refused although there is room")
+        if not self.store.flush(_WAIT_S):
+            raise StateError("flush did not upload everything")
+        taken = time.perf_counter() - started
+        self.current = fresh
+        return taken
+
+    def wait_for_reader(self) -> None:
+        deadline = time.monotonic() + _WAIT_S
+        for keys in self.current:
+            while len(self.reader.match(keys)) < len(keys):
+                if time.monotonic() > deadline:
+                    raise StateError("another store does not find what was uploaded")
+                time.sleep(0.05)
+
+    def get_set(self) -> float:
+        started = time.perf_counter()
+        answers = [
+            one
+            for keys in self.current
+            for one in self.reader.get_many(keys, self.targets, timeout_s=_WAIT_S)
+        ]
+        taken = time.perf_counter() - started
+        strays = {answer.tier or answer.reason for answer in answers} - {"object"}
+        if strays:
+            raise StateError(f"blocks came from {sorted(strays)} instead of the bucket")
+        return taken
+
+    def verify(self) -> None:
+        for source, target in zip(self.prompts.sources, self.targets, strict=True):
+            if not np.array_equal(source, target):
+                raise StateError("a get has delivered wrong bytes")
+
+
+class RawBucket:
+    """The same bytes through obstore alone."""
+
+    def __init__(self, bucket: Bucket, config: ObjectConfig, set_bytes: int) -> None:
+        self._bucket = bucket
+        self._parallel = config.parallel
+        self._object_bytes = config.object_bytes
+        self._set_bytes = set_bytes
+        self._body = np.random.default_rng(7).integers(0, 256, config.object_bytes, np.uint8)
+        self._paths: list[tuple[str, int]] = []
+
+    def puts(self) -> dict[str, Any]:
+        name = f"obstore, {self._parallel} puts at once"
+        return {name: stopwatch(self._put)}
+
+    def gets(self) -> dict[str, Any]:
+        return {
+            f"obstore, ranges of {piece >> 20} MiB": stopwatch(partial(self._get, piece))
+            for piece in _PIECES
+        }
+
+    def _put(self) -> None:
+        whole, rest = divmod(self._set_bytes, self._object_bytes)
+        sizes = [self._object_bytes] * whole + ([rest] if rest else [])
+        paths = [(f"raw/{secrets.token_hex(8)}", size) for size in sizes]
+        self._each(lambda one: self._bucket.create(one[0], self._body[: one[1]].data), paths)
+        self._paths = paths
+
+    def _get(self, piece: int) -> None:
+        ranges = [
+            (path, start, min(start + piece, size))
+            for path, size in self._paths
+            for start in range(0, size, piece)
+        ]
+        self._each(lambda one: self._bucket.get_range(*one), ranges)
+
+    def _each(self, work: Any, items: list[Any]) -> None:
+        with ThreadPoolExecutor(self._parallel) as pool:
+            for _ in pool.map(work, items):
+                pass
