@@ -18,7 +18,8 @@ its log in `--place`; those that are compared run side by side and are asked in 
     restarts the daemon of one engine is killed and restarted while it answers: what fails, and when
              there are hits again
     decode   how long sequences decode while their KV is offloaded, and while it is not
-    disk     the first token from disk, beside raw reads of the same bytes
+    disk     the first token from disk, beside raw reads of the same bytes; `--decide off` (all is
+             fetched; the default), `on` (what is expected to be faster) or `both`
     decide   the same with `decide` on, beside the recompute
 """
 
@@ -158,7 +159,7 @@ def worst(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> tuple[bo
 def depot(path: Path, **more: Any) -> dict[str, Any]:
     ssd = {"path": str(path), "capacity": "40GiB"}
     ssd |= {"read_timeout": "60s", "write_timeout": "60s"}
-    return {"ssd": ssd, "load_timeout": "60s", **more}
+    return {"ssd": ssd, "load_timeout": "60s", "speeds": str(path.parent / "speeds"), **more}
 
 
 # ---- the same answers
@@ -416,7 +417,9 @@ def restarts(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> Non
 
 
 def speed(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
-    bench = Bench(args, ("plain", "kvdepot", "offloading", "decide", "disk"))
+    ways = [way for way in ("on", "off") if args.decide in (way, "both")]
+    reading = [f"disk-decide-{way}" for way in ways]
+    bench = Bench(args, ("plain", "kvdepot", "offloading", "decide", *reading))
     plain, depots = bench.begin("plain"), bench.ours("kvdepot")
     space = {"cpu_bytes_to_use": 16 << 30}
     vllm = bench.begin("offloading", connector="vllm", extra=space)
@@ -437,10 +440,13 @@ def speed(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
     if "decide" in args.parts:
         decide(args, rows, notes, plain, bench.ours("decide", decide=True))
     if "disk" in args.parts or "decode" in args.parts:
-        engine = bench.ours("disk")
-        ready(engine)
-        if "disk" in args.parts:
-            disk(args, rows, notes, engine)
+        for way, name in zip(ways, reading, strict=True):
+            engine = bench.ours(name, decide=way == "on")
+            ready(engine)
+            if "disk" in args.parts:
+                disk(args, rows, notes, engine, way)
+            if way != ways[-1]:
+                engine.kill()
         if "decode" in args.parts:
             decode(args, rows, notes, {"plain": plain, "vllm": vllm, "none": engine})
 
@@ -531,13 +537,15 @@ def clocks() -> str:
         return ""
 
 
-def disk(args: argparse.Namespace, rows: Rows, notes: dict[str, Any], engine: Engine) -> None:
-    """Each prompt once: what was read lies in memory afterwards."""
+def disk(
+    args: argparse.Namespace, rows: Rows, notes: dict[str, Any], engine: Engine, way: str
+) -> None:
+    """Each prompt once: what was read lies in memory afterwards. `way`: `decide` is on or off."""
     nbytes = HIT * TOKEN_BYTES
     raw = raw_reads(args.place / "depot-8b", nbytes)
     engine.ask(903, 3000)
     engine.do("figures")
-    answers, loads, raws = [], [], []
+    answers, raws, seen = [], [], []
     for seed in range(1, args.prompts + 1):
         # Whoever comes second may find the bytes in the host's memory: by turns.
         if seed % 2:
@@ -545,21 +553,27 @@ def disk(args: argparse.Namespace, rows: Rows, notes: dict[str, Any], engine: En
         answers.append(engine.again(seed))
         if not seed % 2:
             raws.append({"seconds": raw(seed - 1)})
-        figures = engine.do("figures")
-        notes[f"disk {seed}"] = figures
-        loads.append({"seconds": figures["load_seconds:ssd"]})
-    notes["disk"] = {"first token": answers, "loads": loads, "raw": raws}
-    whole = all(answer["cached"] == HIT for answer in answers)
-    shares = [1 / ratio for ratio in ratios(loads, raws)]
+        seen.append(engine.do("figures"))
+    notes[f"disk, decide {way}"] = {"first token": answers, "raw": raws, "figures": seen}
+    whole = [at for at, answer in enumerate(answers) if answer["cached"] == HIT]
+    fetched = f"{len(whole)} of {len(answers)} fetched whole"
+    loads = [{"seconds": seen[at]["load_seconds:ssd"]} for at in whole]
+    if loads:
+        shares = [1 / ratio for ratio in ratios(loads, [raws[at] for at in whole])]
+        rows.add(
+            f"rate of a load from disk / raw reads of the same bytes, decide {way}, {fetched}",
+            shares,
+            "≥ 0.9",
+            statistics.median(shares) >= 0.9 and (way == "on" or len(whole) == len(answers)),
+            rate=nbytes / middle(loads) / 1e9,
+            raw=nbytes / middle(raws) / 1e9,
+        )
     rows.add(
-        "rate of a load from disk / raw reads of the same bytes",
-        shares,
-        "≥ 0.9",
-        statistics.median(shares) >= 0.9 and whole,
-        rate=nbytes / middle(loads) / 1e9,
-        raw=nbytes / middle(raws) / 1e9,
+        f"first token of prompts on disk / raw reads, decide {way}, {fetched}",
+        ratios(answers, raws),
+        "–",
+        way == "on" or len(whole) == len(answers),
     )
-    rows.add("first token from disk / raw reads", ratios(answers, raws), "–", whole)
 
 
 def raw_reads(path: Path, nbytes: int) -> Callable[[int], float]:
@@ -645,6 +659,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=4, help="of the parts disk and decide")
+    parser.add_argument(
+        "--decide", choices=["on", "off", "both"], default="off", help="of the part disk"
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs in the speed parts")
     parser.add_argument("--dram", default="8GiB")
     parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS)

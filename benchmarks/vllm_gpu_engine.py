@@ -249,6 +249,41 @@ class Engine:
             "steps": steps[-answer:],
         }
 
+    def serve(self, asked: list[list[list[int]]], in_flight: int, answer: int) -> dict[str, Any]:
+        """Prompts in order, so many at a time, the next when one is answered.
+
+        Each is given as pieces [seed, tokens]. Wall time, and for each prompt the time to its first
+        token and the tokens that were not computed.
+        """
+        engine = self._llm.llm_engine
+        greedy = self._vllm.SamplingParams(
+            temperature=0, max_tokens=answer, detokenize=False, ignore_eos=True
+        )
+        prompts = [[token for piece in pieces for token in prompt(*piece)] for pieces in asked]
+        begun: dict[str, float] = {}
+        first_s: dict[str, float] = {}
+        cached: dict[str, int] = {}
+        started = time.perf_counter()
+        over = 0
+        while over < len(prompts):
+            while len(begun) < len(prompts) and len(begun) - over < in_flight:
+                self._asked += 1
+                name, ids = f"serve-{self._asked}", prompts[len(begun)]
+                begun[name] = time.perf_counter()
+                engine.add_request(name, {"prompt_token_ids": ids}, greedy)
+            for output in engine.step():
+                name = output.request_id
+                if output.outputs[0].token_ids and name not in first_s:
+                    first_s[name] = time.perf_counter() - begun[name]
+                    cached[name] = output.num_cached_tokens or 0
+                over += output.finished
+        names = list(begun)
+        return {
+            "seconds": time.perf_counter() - started,
+            "first_token_s": [first_s[name] for name in names],
+            "cached": [cached[name] for name in names],
+        }
+
     def forget(self) -> dict[str, Any]:
         """Empty vLLM's own prefix cache, when nothing reads its pages any more."""
         for _ in range(200):
@@ -342,7 +377,8 @@ class Engine:
         torch = self._torch
 
         def fill(model: Any) -> None:
-            chance = torch.Generator(device="cuda")
+            device = next(iter(model.parameters())).device
+            chance = torch.Generator(device=device)
             chance.manual_seed(1)
             for _, weights in model.named_parameters():
                 if weights.dim() > 1:
