@@ -1,6 +1,9 @@
 """Loads and saves of pages: damage in memory is no success, on a GPU neither; a daemon's restart
 costs misses and nothing else."""
 
+import ctypes
+import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -88,6 +91,29 @@ def test_a_save_that_cannot_start_gives_its_slots_back(open_store: OpenStore) ->
         assert save(store, cache_of(HostMover()), keys) is None
         assert load(store, cache_of(mover), keys).end.failed_block == 0
         assert store.stats()["leased"] == 0
+
+
+def resident_share(tensor: torch.Tensor) -> float:
+    """Of the whole memory pages of a tensor, as the kernel says."""
+    size = os.sysconf("SC_PAGE_SIZE")
+    start = -(-tensor.data_ptr() // size) * size
+    count = (tensor.data_ptr() + tensor.nbytes - start) // size
+    there = (ctypes.c_ubyte * count)()
+    length = ctypes.c_size_t(count * size)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), length, there) == 0
+    return sum(byte & 1 for byte in there) / count
+
+
+def test_the_first_load_finds_its_pages_touched(open_store: OpenStore) -> None:
+    with open_store() as store:
+        memory = mmap.mmap(-1, 16 << 20)  # untouched
+        layer = torch.frombuffer(memory, dtype=torch.float32).view(-1, PAGE_TOKENS, 2, 64)
+        assert resident_share(layer) < 0.1
+        tensors = KVTensors([layer], "page token head dim", order="token head dim")
+        cache = PagedCache(tensors, HostMover(), 1)
+        Loader(store, [cache], ConnectorCounts(), 1).close()
+        assert resident_share(layer) == 1.0
+        assert not layer.any()
 
 
 class LateStore:

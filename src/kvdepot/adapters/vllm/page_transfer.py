@@ -24,9 +24,12 @@ from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.depot import Arrival, Depot, Reservation
 from kvdepot.errors import KVDepotError, ModelError
 from kvdepot.policy.fetching.fetch_or_recompute import worth_waiting_s
+from kvdepot.tiers.memory.memory import populate
 
 _GROUP_BYTES: Final = 128 << 20
 """Given to the mover at a time: the bus starts on the first ones while the rest is prepared."""
+_WARM_BYTES: Final = 256 << 20
+"""Of the pages that vLLM gives out first, so much is touched before the first load."""
 _PAGE_AXES: Final = 3
 """Axes inside a page, as `KVTensors` is told of it."""
 
@@ -76,9 +79,24 @@ class Loader:
         self._one_ended = threading.Event()
         self._thread_local = threading.local()
         self._start_after: Any = None
+        self._threads.submit(self._warm_up)
 
     def __len__(self) -> int:
         return len(self._under_way)
+
+    def _warm_up(self) -> None:
+        """Touch the first pages of each layer, as they are.
+
+        On a processor vLLM's cache is memory that the kernel has yet to find; that took longer
+        than the first load itself.
+        """
+        layers = {}
+        for tensor in (each for cache in self._caches for each in cache.tensors.tensors):
+            if tensor.device.type == "cpu":
+                before = tensor.storage_offset() * tensor.element_size()
+                layers[tensor.data_ptr()] = int(tensor.untyped_storage().nbytes() - before)
+        for address, nbytes in layers.items():
+            populate(address, min(nbytes, _WARM_BYTES // len(layers)))
 
     def start_after_stream(self) -> None:
         """Loads from now on come after what the current stream has been given so far.

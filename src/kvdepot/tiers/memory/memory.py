@@ -229,7 +229,7 @@ class Memory:
             length = min(_STEP, self.nbytes - offset)
             if self._collapse:
                 self._make_huge(offset, length)
-            if not self._advise(offset, length, _MADV_POPULATE_WRITE):
+            if not populate(self.address + offset, length):
                 return False
         return True
 
@@ -238,13 +238,21 @@ class Memory:
         the first touch. Where that fails they stay small.
         """
         for at in range(offset, offset + length, HUGE_BYTES):
-            self._advise(at, _PAGE, _MADV_POPULATE_WRITE)
-        self._advise(offset, length, _MADV_COLLAPSE)
+            populate(self.address + at, _PAGE)
+        _advise(self.address + offset, length, _MADV_COLLAPSE)
 
-    def _advise(self, offset: int, length: int, advice: int) -> bool:
-        libc = ctypes.CDLL(None, use_errno=True)
-        address = ctypes.c_void_p(self.address + offset)
-        return bool(libc.madvise(address, ctypes.c_size_t(length), advice) == 0)
+
+def populate(address: int, nbytes: int) -> bool:
+    """Have the kernel find memory for whole pages from here on, as it is; False: it does not."""
+    start = -(-address // _PAGE) * _PAGE
+    length = (address + nbytes) // _PAGE * _PAGE - start
+    return length <= 0 or _advise(start, length, _MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, length: int, advice: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    at, size = ctypes.c_void_p(address), ctypes.c_size_t(length)
+    return bool(libc.madvise(at, size, advice) == 0)
 
 
 def _close_all(parts: Sequence[tuple[int, int]]) -> None:
