@@ -1,9 +1,11 @@
 """Torture finds what is broken on purpose: each promise, broken, is seen."""
 
+import errno
 import json
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from kvdepot.core.depot import FlushReport
 from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
+from kvdepot.testing.faults import BOUNDARIES, Fail, Fault, FaultyFiles
 from kvdepot.testing.torture import workload
 from kvdepot.testing.torture.ledger import Expectation, Ledger
 from kvdepot.testing.torture.rounds import Kind, play
@@ -102,6 +105,24 @@ def test_what_does_not_end_leaves_its_stacks(
         go.set()
     assert [fact["kind"] for fact in ledger.everything() if fact["fact"] == "fault"] == ["late"]
     assert "_resize" in world.stacks_path.read_text()
+    ledger.close()
+
+
+def test_a_removal_that_no_drive_wrote_down_is_not_promised(tmp_path: Path) -> None:
+    """Docs of `removal_unrecorded`: its blocks may return after a restart."""
+    mix = replace(TierMix.draw(random.Random(1)), ssds=1, hdds=0, mirror=0, engine="python")
+    world = World(tmp_path / "drives", mix)
+    world.folder.mkdir()
+    world.make_folders()
+    ledger, files = Ledger(), FaultyFiles("python")
+    with world.open(files) as store:
+        session = StoreSession(world, store, ledger, random.Random(1), Trust())
+        session.remove()
+        files.add(Fault(BOUNDARIES, Fail(errno.EIO), times=None))
+        session.remove()
+        files.clear()
+    facts = [fact["fact"] for fact in ledger.everything()]
+    assert facts == ["removing", "removed", "removing", "unrecorded"]
     ledger.close()
 
 

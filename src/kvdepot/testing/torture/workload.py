@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from kvdepot.core.block import Put
 from kvdepot.core.depot import Durability, Lease
+from kvdepot.core.tier import Tier
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.store.store import Store
 from kvdepot.testing.power import PowerFiles
@@ -26,6 +27,7 @@ from kvdepot.testing.torture.world import (
     read_blocks,
     residents,
 )
+from kvdepot.tiers.log.tier import LogTier
 
 ALLOWANCE_S: Final = 20.0
 """How much later than its deadline a call may return: machines are busy."""
@@ -265,10 +267,16 @@ class StoreSession:
         self._unflushed -= numbers
         self._ledger.write("removing", numbers)
         self._timed("remove", 4 * LIMIT_S, work)
-        if self._trust.holds():
-            always = self.world.mix.fsync == "always"
-            self._ledger.write("removed", numbers, durable=always, away=self._was_away)
-            self._removed |= numbers
+        owing = [_owes_removals(lower.tier) for lower in self.store.inspect().state.lower_tiers]
+        if not self._trust.holds():
+            return
+        if "all" in owing:  # counted as `removal_unrecorded`: the blocks may come back
+            self._ledger.write("unrecorded", numbers)
+            return
+        always = self.world.mix.fsync == "always"
+        away = self._was_away or "some" in owing
+        self._ledger.write("removed", numbers, durable=always, away=away)
+        self._removed |= numbers
 
     def _covered(self, blocks: set[int]) -> None:
         """A flush was complete: these blocks are on drives, and removals are too."""
@@ -292,6 +300,17 @@ class StoreSession:
         if took_s > limit_s + ALLOWANCE_S:
             self._ledger.fault("late", f"{label} took {took_s:.1f} s")
         return answer
+
+
+def _owes_removals(tier: Tier) -> Literal["none", "some", "all"]:
+    """Which drives of a tier, of those that are there, could not write removals down yet."""
+    if not isinstance(tier, LogTier):
+        return "none"
+    present = [drive for drive in tier.drives if not (drive.lost or drive.retired)]
+    owing = [drive for drive in present if drive in tier.owing_removals()]
+    if not owing:
+        return "none"
+    return "all" if len(owing) == len(present) else "some"
 
 
 class Trust:

@@ -495,6 +495,10 @@ class LogTier:
             and not self._members.record(self.drives[index], removals)
         ]
 
+    def owing_removals(self) -> list[Drive]:
+        """Drives that are down and have removals still to record."""
+        return list(self._members.owed)
+
     def remember(self, tag: bytes, description: bytes) -> bool:
         notes = [one.notes for one in self.drives if not one.retired]
         done = [each.remember(tag, description) for each in notes if tag not in each.spaces]
