@@ -18,7 +18,13 @@ from kvdepot.core.config import load
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import ConfigError, StoreClosedError
+from kvdepot.index.table import NONE
+from kvdepot.store.move import copy_run
+from kvdepot.store.move.copy_run import PIECE_BYTES
+from kvdepot.store.move.drain import MoveAway
 from kvdepot.store.open import assemble
+from kvdepot.store.state.state import TEMPORARY
+from kvdepot.store.state.yielding import PieceSize
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
@@ -303,6 +309,45 @@ def test_what_is_written_to_a_drive_while_it_is_added_stays(
     store.inspect().drop_from_memory()
     assert whole(store, written) == [True] * 12
     assert store.check().ok
+
+
+def test_a_move_does_not_wait_for_staging_for_ever(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads may hold all of it until this one has made room for them, and room is told of
+    again and again.
+    """
+    monkeypatch.setattr(copy_run, "_STAGING_S", 0.2)
+    keys = [key for chain in fill(store, 0, 4) for key in chain]
+    view = store.inspect()
+    state, done = view.state, threading.Event()
+    (lower,) = state.lower_tiers
+    left: list[int] = []
+    with state.lock:
+        rows = [row for row in view.rows(keys) if lower.place_on(row, 0) != NONE]
+        taken = list(iter(lambda: state.staging.allocate(50_000, TEMPORARY), None))
+    assert rows and taken
+
+    def move() -> None:
+        mover = store._drives.mover
+        job, size = MoveAway(state, lower, 0), PieceSize(PIECE_BYTES)
+        left.extend(mover.copy_all(job, rows, lambda: [1], size=size))
+        done.set()
+
+    moving = threading.Thread(target=move)
+    moving.start()
+    for _ in range(400):
+        with state.lock:
+            state.room.notify_all()
+        if done.wait(0.05):
+            break
+    ended = done.is_set()
+    with state.lock:
+        for slot in taken:
+            state.staging.free(slot)
+        state.room.notify_all()
+    moving.join()
+    assert ended and left == rows
 
 
 class TestSmallerWhileLeased:

@@ -126,7 +126,9 @@ class RecordMover:
             with state.lock:
                 piece, left = self.claim(job, left, size.nbytes)
                 while left and not piece.rows and not state.closing.is_set():
-                    if not state.room.wait(_STAGING_S):  # staging is full
+                    # Staging is full, perhaps of blocks that wait for the room this thread makes.
+                    left_s = started_s + _STAGING_S - state.clock.now()
+                    if left_s <= 0 or not state.room.wait(left_s):
                         return left
                     piece, left = self.claim(job, left, size.nbytes)
             if not piece.rows:
