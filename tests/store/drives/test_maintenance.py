@@ -329,7 +329,7 @@ def test_a_move_does_not_wait_for_staging_for_ever(
     assert rows and taken
 
     def move() -> None:
-        mover = store._drives.mover
+        mover = view.drives.mover
         job, size = MoveAway(state, lower, 0), PieceSize(PIECE_BYTES)
         left.extend(mover.copy_all(job, rows, lambda: [1], size=size))
         done.set()
