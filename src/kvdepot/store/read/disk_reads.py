@@ -7,6 +7,7 @@ corrupt, failed or late is a miss; the others are delivered.
 
 import contextlib
 import queue
+import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,9 +38,13 @@ _REASONS: Final = {
 }
 _FILLING: Final = int(CopyState.FILLING)
 _THREADS_A_DRIVE: Final = 2
+_BEGIN_S: Final = 0.002
+"""How long a wave may take to begin before the next is planned: else the planner would keep the
+interpreter to itself while the drive idles."""
 _WAVES_A_DRIVE: Final = 3
 """Under way or queued, with their memory, so that the drive always has work."""
 _WAVE_BLOCKS_MAX: Final = 256
+_FIRST_BLOCKS_MAX: Final = 64
 """So that the first of many small blocks are read early."""
 _MOVES_MAX: Final = 16
 """How often a block that a reclaim has moved meanwhile is looked for at its new place."""
@@ -287,9 +292,10 @@ class DiskReads:
             future.set_result(lower.tier.load(loads, left_s))
             tell()
         else:
-            deadline = clock.now() + left_s
+            deadline, begun = clock.now() + left_s, threading.Event()
 
             def load() -> Loaded:
+                begun.set()
                 now = clock.now()
                 if now >= deadline:  # its turn came too late: nothing is in flight
                     return [Outcome.LATE] * len(loads), None
@@ -297,6 +303,8 @@ class DiskReads:
 
             future = self._pool(reads).submit(load)
             future.add_done_callback(lambda _: tell())
+            if len(reads.flying) <= _THREADS_A_DRIVE:
+                begun.wait(_BEGIN_S)
         return future
 
     def _pool(self, reads: DriveWaves) -> ThreadPoolExecutor:
@@ -359,7 +367,8 @@ class DiskReads:
         chosen: list[tuple[int, int, bool]] = []
         rows: set[int] = set()
         total = 0
-        while waiting and len(chosen) < _WAVE_BLOCKS_MAX:
+        most = _WAVE_BLOCKS_MAX if reads.flying else _FIRST_BLOCKS_MAX
+        while waiting and len(chosen) < most:
             index = waiting[0]
             read = call.reads[index]
             row, size = read.row, read.payload_bytes
