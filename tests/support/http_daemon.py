@@ -60,7 +60,9 @@ class HttpDaemon:
         self._place = tempfile.TemporaryDirectory()
         config = load(overrides={**small(folder / "kv"), **settings})
         self.daemon = Daemon(config, Listener(Path(self._place.name) / "s", ""))
-        self.http = HttpService(self.daemon, HttpSettings("127.0.0.1", 0, token_file))
+        self.http = HttpService(
+            self.daemon, HttpSettings("127.0.0.1", 0, token_file, requests_per_s=1e6)
+        )
         self._token = token
 
     @property

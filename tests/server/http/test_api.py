@@ -156,7 +156,6 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("POST", "/api/hints", {"deadline_s": 1, "keys": ["zz"]}, "is not of the form"),
     ("POST", "/api/hints", {"deadline_s": True, "session": "a"}, "is not a number"),
     ("POST", "/api/hints", {"deadline_s": -1, "session": "a"}, "is not from 0"),
-    ("POST", "/api/hints", {"deadline_s": 1, "session": "none"}, "is not known"),
     ("POST", "/api/sessions/state", {"session": "x", "state": "gone"}, "is not one of"),
     ("GET", "/api/sessions?limit=0", None, "is not from 1"),
     ("GET", "/api/sessions?limit=x", None, "is not a integer"),
@@ -169,6 +168,13 @@ def test_bad_requests_get_one_clear_error(daemon: HttpDaemon) -> None:
         reply = daemon.ask(method, path, body)
         assert reply.status == 400, reply.text
         assert said in reply.json["error"]
+
+
+def test_what_is_not_there_is_not_found(daemon: HttpDaemon) -> None:
+    hinted = daemon.ask("POST", "/api/hints", {"deadline_s": 1, "session": "none"})
+    assert (hinted.status, hinted.json["error"]) == (404, "session: is not known")
+    drained = daemon.ask("POST", "/api/tiers/tape/drain", {"path": "/x"})
+    assert (drained.status, drained.json["hint"]) == (404, "this store has dram, ssd")
 
 
 def test_bodies_are_json_objects_of_bounded_size(daemon: HttpDaemon) -> None:

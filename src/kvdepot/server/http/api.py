@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvdepot.core.block import KEY_BYTES
 from kvdepot.core.config_loader import show
 from kvdepot.core.order import SessionState
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.server.daemon import Daemon
 from kvdepot.server.http.changes import ChangeRunner, StoreChange
@@ -81,6 +81,10 @@ NAMESPACE: Final = Field(
 )
 
 
+class NotThereError(KVDepotError):
+    """What a request names does not exist."""
+
+
 class Api:
     """The answers. Its calls may block for a short while, and may come from several threads."""
 
@@ -143,21 +147,27 @@ class Api:
         return self.changes.last.as_dict()
 
     def add_drive(self, call: ApiCall) -> Answer:
-        tier, path = call.values["tier"], _absolute(call.values["path"])
+        tier, path = self._tier(call), _absolute(call.values["path"])
         return self._change(f"add {path} to {tier}", lambda: self._store.add_drive(tier, path))
 
     def drain(self, call: ApiCall) -> Answer:
-        tier, path = call.values["tier"], _absolute(call.values["path"])
+        tier, path = self._tier(call), _absolute(call.values["path"])
         return self._change(f"drain {path} of {tier}", lambda: self._store.drain_drive(tier, path))
 
     def resize(self, call: ApiCall) -> Answer:
-        tier, size = call.values["tier"], call.values["capacity"]
+        tier, size = self._tier(call), call.values["capacity"]
         return self._change(f"resize {tier} to {size}", lambda: self._store.resize(tier, size))
 
     def set_mode(self, call: ApiCall) -> Answer:
-        tier, mode = call.values["tier"], call.values["mode"]
+        tier, mode = self._tier(call), call.values["mode"]
         work = lambda: self._store.set_write_mode(tier, mode)  # noqa: E731
         return self._change(f"set the write mode of {tier} to {mode}", work)
+
+    def _tier(self, call: ApiCall) -> str:
+        tier, known = str(call.values["tier"]), self._store.stats()["tiers"]
+        if tier not in known:
+            raise NotThereError(f"{tier}: no such tier", hint=f"this store has {', '.join(known)}")
+        return tier
 
     def _change(self, what: str, work: Callable[[], int | None]) -> Answer:
         change: StoreChange = self.changes.run(what, work)
@@ -187,13 +197,13 @@ class Api:
         return {"resident": resident, "wanted": sum(hint.wanted for hint, _ in hints)}
 
     def _tags(self, name: str, call: ApiCall) -> list[bytes]:
-        """Namespaces that have a session of that name; ConfigError if there is none."""
+        """Namespaces that have a session of that name; NotThereError if there is none."""
         wanted = call.values.get("namespace")
         tags = self._store.namespaces_of_session(name)
         if wanted is not None:
             tags = [tag for tag in tags if tag.hex() == wanted]
         if not tags:
-            raise ConfigError("session", "is not known", hint="GET /api/sessions")
+            raise NotThereError("session: is not known", hint="GET /api/sessions")
         return tags
 
 

@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_BYTES_MAX: Final = 1 << 20
-_RATE: Final = 50.0
-"""Requests a second, all senders together."""
-_BURST: Final = 100.0
+RATE: Final = 50.0
+"""Requests a second, all senders together; for a moment twice as many."""
 OPEN: Final = frozenset({"/", "/dashboard.css", "/dashboard.js", "/healthz", "/readyz"})
 """Paths that need no token: they tell nothing of the store."""
 UNCOUNTED: Final = frozenset({"/healthz", "/readyz"})
@@ -42,6 +41,7 @@ class AccessRules:
     """Empty: everyone may read, and change nothing."""
     hosts: frozenset[str] = frozenset()
     """Names that the server may be called by; empty: any."""
+    rate: float = RATE
 
 
 class RateLimit:
@@ -69,7 +69,7 @@ class Guard:
     ) -> None:
         self._app = app
         self._rules = rules
-        self._limit = RateLimit(_RATE, _BURST, clock)
+        self._limit = RateLimit(rules.rate, 2 * rules.rate, clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

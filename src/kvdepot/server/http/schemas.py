@@ -18,7 +18,7 @@ _REFUSALS: Final = {
     "400": "the request makes no sense, or cannot be done",
     "401": "a token is needed",
     "403": "changes need a token",
-    "404": "there is no such path",
+    "404": "there is no such path, tier or session",
     "405": "the path is there for another method",
     "409": "another change is under way",
     "413": "the body is too large",

@@ -22,10 +22,10 @@ from starlette.routing import Route
 
 from kvdepot.errors import ConfigError, KVDepotError, StateError, StoreClosedError
 from kvdepot.server.daemon import Daemon
-from kvdepot.server.http.api import ENDPOINTS, Api, ApiCall, Endpoint
+from kvdepot.server.http.api import ENDPOINTS, Api, ApiCall, Endpoint, NotThereError
 from kvdepot.server.http.changes import ChangeRunningError
 from kvdepot.server.http.events import RecentEvents
-from kvdepot.server.http.guard import BODY_BYTES_MAX, AccessRules, Guard, refusal
+from kvdepot.server.http.guard import BODY_BYTES_MAX, RATE, AccessRules, Guard, refusal
 from kvdepot.server.http.schemas import checked_values, openapi, parse_body
 from kvdepot.store.metrics import CONTENT_TYPE, render
 
@@ -54,6 +54,7 @@ class HttpSettings:
     token_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
+    requests_per_s: float = RATE
 
     @property
     def is_loopback(self) -> bool:
@@ -135,7 +136,7 @@ class HttpService:
         self.url = f"{scheme}://{host}:{self.port}"
         token = settings.token()
         hosts = set() if token else {"localhost", "127.0.0.1", "::1", settings.host}
-        app = Guard(self._app(), AccessRules(token, frozenset(hosts)))
+        app = Guard(self._app(), AccessRules(token, frozenset(hosts), settings.requests_per_s))
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -259,6 +260,8 @@ async def _failed(_: Request, error: Exception) -> Response:
         return refusal(500, "a bug in kvdepot: see the daemon's log")
     if isinstance(error, StoreClosedError):
         return refusal(503, "the daemon stops")
+    if isinstance(error, NotThereError):
+        return refusal(404, str(error), error.hint)
     if isinstance(error, ChangeRunningError):
         return refusal(409, str(error), error.hint)
     return refusal(400, str(error), getattr(error, "hint", ""))
