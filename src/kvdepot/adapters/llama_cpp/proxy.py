@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ _logger = logging.getLogger("kvdepot.llama")
 CHAT: Final = frozenset({"/v1/chat/completions", "/chat/completions"})
 COMPLETION: Final = frozenset({"/completion", "/completions", "/v1/completions"})
 _LOOK_S: Final = 0.25
+_RETRY_S: Final = 10.0
+_DRAIN_S: Final = 2.0
+"""How long requests wait for those that are under way, so that a server can be recognised."""
 _LAUNCH_LOOK_S: Final = 0.02
 _SAVERS: Final = 64
 _RECOGNISE_S: Final = 10.0
@@ -116,6 +120,12 @@ class LlamaProxy:
         self._under_way = 0
         """Requests that the server has; no probe meanwhile. `_changed` guards it."""
         self._probing = False
+        self._seen: frozenset[int] = frozenset()
+        """The sockets of the run of the server that was looked at last, since `_seen_s`; `_tried`:
+        it is known whether that run can be served."""
+        self._seen_s = 0.0
+        self._tried: frozenset[int] = frozenset()
+        self._wake = threading.Event()
         self._closed = threading.Event()
         self._savers = ThreadPoolExecutor(_SAVERS, "kvdepot-llama-save")
         self._watch = threading.Thread(target=self._watch_server, name="kvdepot-llama-watch")
@@ -124,6 +134,7 @@ class LlamaProxy:
     def close(self) -> None:
         """Store what was asked for, then stop."""
         self._closed.set()
+        self._wake.set()
         self._watch.join()
         self._savers.shutdown()
 
@@ -143,22 +154,24 @@ class LlamaProxy:
 
     def _watch_server(self) -> None:
         """Recognise the server whenever it was started anew."""
+        retry_s = _LOOK_S
         while not self._closed.is_set():
             served = self._served
             sockets = self.link.listening()
             if sockets and (served is None or served.sockets != sockets):
-                self._recognise_if_idle()
-            self._closed.wait(_LOOK_S)
+                self._recognise(sockets)
+                retry_s = _LOOK_S if self._served else min(2 * retry_s, _RETRY_S)
+            self._wake.wait(retry_s)
+            self._wake.clear()
 
-    def _recognise_if_idle(self) -> None:
+    def _recognise(self, sockets: frozenset[int]) -> None:
         with self._changed:
             self._served = None
-            if self._under_way:
-                return
-            self._probing = True
+            if self._seen != sockets:
+                self._seen, self._seen_s = sockets, time.monotonic()
         found, reason = None, ""
         try:
-            found = recognise(self.link, self._depot)
+            found = recognise(self.link, self._depot, self._quiet)
             _logger.info("llama-server serves %s", found.blocks.space.namespace.model)
         except FAILURES as error:
             reason = str(error) or type(error).__name__
@@ -166,23 +179,42 @@ class LlamaProxy:
                 hint = getattr(error, "hint", "")
                 _logger.warning("passing on only: %s%s", reason, f"; hint: {hint}" * bool(hint))
         with self._changed:
-            self._served, self.reason, self._probing = found, reason, False
+            self._served, self.reason, self._tried = found, reason, sockets
             self._changed.notify_all()
 
-    def served(self) -> ServedModel | None:
-        """What the server is, if that is known; waits a little for one that has just started."""
-        sockets = self.link.listening()
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """The time of a probe: no request is under way, and new ones wait."""
         with self._changed:
-            fresh = self._served is None or self._served.sockets != sockets
-            if fresh and sockets and self._probing:
-                self._changed.wait_for(lambda: not self._probing, _RECOGNISE_S)
-            served = self._served
-        return served if served and served.sockets == sockets and not served.spoiled else None
+            self._probing = True
+            idle = self._changed.wait_for(lambda: not self._under_way, _DRAIN_S)
+        try:
+            if not idle:
+                raise ModelError("llama-server is busy; the probe waits")
+            yield
+        finally:
+            with self._changed:
+                self._probing = False
+                self._changed.notify_all()
+
+    def served(self) -> ServedModel | None:
+        """What the server is, if that is known."""
+        served = self._served
+        if served is None or served.spoiled or served.sockets != self.link.listening():
+            return None
+        return served
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """The time in which the server has a request. Waits for the end of a probe."""
+        """The time in which the server has a request. Waits for the end of a probe, and a little
+        for a server that has just started to be recognised."""
+        sockets = self.link.listening()
         with self._changed:
+            if sockets and sockets != self._tried:
+                self._wake.set()
+                fresh_s = time.monotonic() - self._seen_s if sockets == self._seen else 0.0
+                left_s = max(0.0, _RECOGNISE_S - fresh_s)
+                self._changed.wait_for(lambda: sockets == self._tried, left_s)
             self._changed.wait_for(lambda: not self._probing, _RECOGNISE_S)
             self._under_way += 1
         try:
@@ -190,6 +222,7 @@ class LlamaProxy:
         finally:
             with self._changed:
                 self._under_way -= 1
+                self._changed.notify_all()
 
     def prepare(self, path: str, body: bytes) -> Prepared | None:
         """Give a completion its slot, with the longest known prefix in it; None: pass it on as it

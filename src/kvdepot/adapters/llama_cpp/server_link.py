@@ -12,7 +12,8 @@ import os
 import socket
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,7 @@ from kvdepot.adapters.llama_cpp.blocks import (
     gguf_digest,
     probe_digest,
 )
-from kvdepot.adapters.llama_cpp.sequence_state import SequenceState, Tokens, read_slot_file
+from kvdepot.adapters.llama_cpp.sequence_state import SequenceState, read_slot_file
 from kvdepot.adapters.llama_cpp.slots import Slots
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
@@ -221,11 +222,13 @@ class ServedModel:
     """Why nothing is stored or restored any more in this run."""
 
 
-def recognise(link: LlamaServerLink, depot: Depot) -> ServedModel:
+def recognise(
+    link: LlamaServerLink, depot: Depot, quiet: Callable[[], AbstractContextManager[None]]
+) -> ServedModel:
     """Find out what the server is. Takes as long as reading the model's file takes the first time.
 
     OSError or HTTPException while the server does not answer; ModelError, with the reason, if it
-    cannot be served. Nothing else may be asked of the server meanwhile.
+    cannot be served. In the scope of `quiet` nothing else may be asked of the server.
     """
     settings = link.settings
     sockets = link.listening() if resolves_here(link.host) else frozenset()
@@ -243,12 +246,8 @@ def recognise(link: LlamaServerLink, depot: Depot) -> ServedModel:
     began_ns = process_start_ns(process)
     fingerprint = gguf_digest(path, settings.memo, began_ns)
     adapter = _adapters(link, settings.memo, began_ns)
-    slots = link.call("/slots")
-    if any(slot["is_processing"] for slot in slots):
-        raise ModelError("llama-server is busy; the probe waits")
-    tokens, state = _probe(link)
-    if tokens[: len(PROBE_TOKENS)].tolist() != list(PROBE_TOKENS):
-        raise ModelError("the probe's slot was used by another client")
+    with quiet():
+        slots, state = _probe(link)
     blocks = SequenceBlocks(
         depot,
         state.layout,
@@ -263,8 +262,6 @@ def recognise(link: LlamaServerLink, depot: Depot) -> ServedModel:
             ("probe", probe_digest(state)),
         ),
     )
-    for slot in slots:
-        link.slot_action(slot["id"], "erase")
     found = Slots([slot["id"] for slot in slots], shared=state.streams == 1)
     return ServedModel(link, blocks, found, state.streams, int(slots[0]["n_ctx"]), sockets)
 
@@ -278,7 +275,11 @@ def _adapters(link: LlamaServerLink, memo: Path | None, began_ns: int) -> str:
     return " ".join(found)
 
 
-def _probe(link: LlamaServerLink) -> tuple[Tokens, SequenceState]:
+def _probe(link: LlamaServerLink) -> tuple[list[dict[str, Any]], SequenceState]:
+    """Compute the probe, and empty all slots. The slots, and the probe's state."""
+    slots = link.call("/slots")
+    if any(slot["is_processing"] for slot in slots):
+        raise ModelError("llama-server is busy; the probe waits")
     request = {
         "prompt": list(PROBE_TOKENS),
         "n_predict": 1,
@@ -288,7 +289,12 @@ def _probe(link: LlamaServerLink) -> tuple[Tokens, SequenceState]:
     }
     link.call("/completion", request, _SLOT_S)
     with link.slot_file() as path:
-        return read_slot_file(link.save_slot(0, path))
+        tokens, state = read_slot_file(link.save_slot(0, path))
+    if tokens[: len(PROBE_TOKENS)].tolist() != list(PROBE_TOKENS):
+        raise ModelError("the probe's slot was used by another client")
+    for slot in slots:
+        link.slot_action(slot["id"], "erase")
+    return slots, state
 
 
 def resolves_here(host: str) -> bool:

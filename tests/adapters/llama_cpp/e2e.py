@@ -1,0 +1,304 @@
+"""kvdepot before a real llama-server: `python tests/adapters/llama_cpp/e2e.py --json`.
+
+Prints one line for each point of what must hold, and at the end all of them as `{"ok", "points"}`;
+exit status 1 if one fails. Stages may be named: tokens, crowd, kills, speed.
+
+Where tokens are compared each is computed by itself (n_ubatch=1): llama.cpp's results depend on how
+many tokens it computes at once, with or without a cache.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.llama_server import LlamaServer, ask
+from tests.support.waiting import eventually
+
+from kvdepot.adapters.demo import smollm2
+
+SENTENCE = "The lighthouse keeper counts ships, gulls and storms, and writes them into a book. "
+ALONE = {"n_ctx": 4096, "n_ubatch": 1, "n_parallel": 4}
+QUESTIONS = [f"Question {at}: what is written on page {at * 37 % 101}?" for at in range(20)]
+FAILED = (urllib.error.URLError, OSError, ValueError)
+"""How a request ends when its server dies."""
+
+
+class Proxy:
+    """`kvdepot proxy llama-server` as a process."""
+
+    def __init__(self, upstream: str, slots: Path, disk: Path, *more: str) -> None:
+        command = [sys.executable, "-m", "kvdepot", "proxy", "llama-server", "--json"]
+        command += ["--upstream", upstream, "--listen", ":0", "--slots", str(slots)]
+        command += ["--set", "dram.capacity=512MiB", "--set", f"ssd.path={disk}"]
+        command += ["--set", "ssd.capacity=1GiB", *more]
+        self._log = (slots.parent / "proxy.log").open("ab")
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log)
+        assert self.process.stdout is not None
+        self.url = json.loads(self.process.stdout.readline())["url"]
+
+    def status(self) -> Any:
+        return ask(self.url, "/kvdepot/status")
+
+    def until_ready(self) -> None:
+        if not eventually(lambda: bool(self.status()["ready"])):
+            raise SystemExit(f"error: not ready: {self.status()['reason']}")
+
+    def until_stored(self, blocks: int) -> None:
+        if not eventually(lambda: self.status()["stored_blocks"] >= blocks):
+            raise SystemExit(f"error: {blocks} blocks were not stored: {self.status()}")
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._log.close()
+
+
+@dataclass
+class Run:
+    """Where everything is, and what was found."""
+
+    folder: Path
+    as_json: bool
+    tokens: int
+    model: Path = field(default_factory=smollm2.gguf_file)
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def slots(self) -> Path:
+        path = self.folder / "slots"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    def server(self, **params: object) -> LlamaServer:
+        return LlamaServer(self.model, self.slots, **params)
+
+    def point(self, name: str, ok: bool, **figures: Any) -> None:
+        self.points.append({"point": name, "ok": bool(ok), **figures})
+        if self.as_json:
+            print(json.dumps(self.points[-1]), flush=True)
+        else:
+            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
+            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
+
+
+def answer(url: str, text: str, count: int = 6) -> tuple[str, int]:
+    """What it says, and how many tokens of the prompt were not computed."""
+    body = {"prompt": text, "max_tokens": count, "temperature": 0}
+    found = ask(url, "/v1/completions", body, 600.0)
+    return found["choices"][0]["text"], found["timings"]["cache_n"]
+
+
+def tokens(run: Run) -> None:
+    """Greedy tokens with and without: cold, warm, after restarts of both, f16 and q8_0."""
+    prompt = SENTENCE * 3 + "What does he count?"
+    for kind in ("f16", "q8_0"):
+        params = {**ALONE, "cache_type_k": kind, "cache_type_v": kind}
+        disk = run.folder / f"depot-{kind}"
+        with run.server(**params) as server:
+            without = answer(server.url, prompt)[0]
+            proxy = Proxy(server.url, run.slots, disk)
+            proxy.until_ready()
+            cold = answer(proxy.url, prompt)
+            run.point(f"{kind}: cold", cold == (without, 0), cached=cold[1])
+            proxy.until_stored(1)
+            warm = answer(proxy.url, prompt)
+            run.point(f"{kind}: warm", warm[0] == without and warm[1] > 0, cached=warm[1])
+            server.kill()
+            with run.server(**params, port=server.port):
+                proxy.until_ready()
+                found = answer(proxy.url, prompt)
+                right = found[0] == without and found[1] >= 32
+                run.point(f"{kind}: after a restart of the server", right, cached=found[1])
+            proxy.end()
+        with run.server(**params) as server:
+            proxy = Proxy(server.url, run.slots, disk)
+            proxy.until_ready()
+            found = answer(proxy.url, prompt)
+            right = found[0] == without and found[1] >= 32
+            run.point(f"{kind}: from disk, after restarts of both", right, cached=found[1])
+            proxy.end()
+
+
+def crowd(run: Run) -> None:
+    """20 conversations with one beginning over 4 slots, at the same time; bytes on disk."""
+    prompts = [SENTENCE * 3 + question for question in QUESTIONS]
+    with run.server(**ALONE) as server:
+        wanted = [answer(server.url, prompt, 3)[0] for prompt in prompts]
+        proxy = Proxy(server.url, run.slots, run.folder / "depot-crowd", "--block-tokens", "16")
+        proxy.until_ready()
+        with ThreadPoolExecutor(8) as threads:
+            for turn in ("first", "second"):
+                found = list(threads.map(lambda prompt: answer(proxy.url, prompt, 3), prompts))
+                wrong = sum(one[0] != text for one, text in zip(found, wanted, strict=True))
+                cached = sum(one[1] for one in found)
+                run.point(f"20 conversations over 4 slots, {turn}", not wrong, cached=cached)
+        distinct = set()
+        for prompt in prompts:
+            ids = ask(server.url, "/tokenize", {"content": prompt, "add_special": True})["tokens"]
+            distinct |= {tuple(ids[: end + 16]) for end in range(0, len(ids) - 15, 16)}
+        status = proxy.status()
+        proxy.end()
+    command = [
+        sys.executable,
+        "-m",
+        "kvdepot",
+        "inspect",
+        str(run.folder / "depot-crowd"),
+        "--json",
+    ]
+    held = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    run.point("nothing failed", status["failed"] == 0, last=status["last_failure"])
+    # Blocks that end in an answer are distinct tokens, too: at most one for each conversation.
+    fair = len(distinct) <= held["blocks"] <= len(distinct) + len(prompts)
+    share = held["live_bytes"] / (held["blocks"] * status["block_bytes"])
+    run.point(
+        "shared prefixes once: bytes on disk at most 1.05 of the distinct tokens' KV",
+        fair and share <= 1.05,
+        blocks=held["blocks"],
+        distinct_in_prompts=len(distinct),
+        share=round(share, 4),
+    )
+
+
+def kills(run: Run) -> None:
+    """The server is killed at random under load: right answers, or failures while it was dead."""
+    rng = random.Random(5)
+    prompts = [SENTENCE + question for question in QUESTIONS[:6]]
+    params = {**ALONE, "n_ctx": 2048}
+    server = run.server(**params)
+    wanted = {prompt: answer(server.url, prompt, 3)[0] for prompt in prompts}
+    proxy = Proxy(server.url, run.slots, run.folder / "depot-kills", "--block-tokens", "16")
+    proxy.until_ready()
+    over = threading.Event()
+    dead: list[tuple[float, float]] = []
+    seen: list[tuple[float, float, str]] = []
+
+    def client(seed: int) -> None:
+        choose = random.Random(seed)
+        while not over.is_set():
+            prompt = choose.choice(prompts)
+            began = time.monotonic()
+            try:
+                text, _ = answer(proxy.url, prompt, 3)
+                outcome = "right" if text == wanted[prompt] else "wrong"
+            except FAILED:
+                outcome = "failed"
+                over.wait(0.1)
+            seen.append((began, time.monotonic(), outcome))
+
+    with ThreadPoolExecutor(4) as threads:
+        clients = [threads.submit(client, seed) for seed in range(4)]
+        for _ in range(4):
+            over.wait(rng.uniform(2, 6))
+            killed = time.monotonic()
+            server.kill()
+            server = run.server(**params, port=server.port)
+            dead.append((killed, time.monotonic()))
+            eventually(lambda: bool(proxy.status()["ready"]), 5.0)
+        over.set()
+        for one in clients:
+            one.result()
+    counts = {kind: sum(one[2] == kind for one in seen) for kind in ("right", "wrong", "failed")}
+    extra = sum(
+        outcome == "failed" and not any(began <= end and ended >= start for start, end in dead)
+        for began, ended, outcome in seen
+    )
+    run.point(
+        "killed at random: no wrong answer", counts["right"] > 0 and not counts["wrong"], **counts
+    )
+    run.point("killed at random: no failure but its own", not extra, extra=extra)
+    restored = proxy.status()["restored"]
+    run.point("killed at random: prefixes were restored", restored > 0, restored=restored)
+    proxy.end()
+    server.kill()
+
+
+def speed(run: Run) -> None:
+    """The first token after a long prefix: computed, from memory, from disk after restarts."""
+    params = {"n_ctx": run.tokens + 512, "n_parallel": 1}
+    disk = run.folder / "depot-speed"
+    with run.server(**params) as server:
+        each = len(ask(server.url, "/tokenize", {"content": SENTENCE})["tokens"])
+        prompt = SENTENCE * (run.tokens // each) + "What does he count?"
+        proxy = Proxy(server.url, run.slots, disk)
+        proxy.until_ready()
+        cold = first_token(proxy.url, prompt)
+        proxy.until_stored(run.tokens // 32 - 2)
+        server.kill()
+        memory = []
+        for _ in range(3):
+            with run.server(**params, port=server.port) as fresh:
+                proxy.until_ready()
+                memory.append(first_token(proxy.url, prompt))
+                fresh.kill()
+        proxy.end()
+    drive = []
+    for _ in range(3):
+        with run.server(**params) as server:
+            proxy = Proxy(server.url, run.slots, disk)
+            proxy.until_ready()
+            drive.append(first_token(proxy.url, prompt))
+            proxy.end()
+    for name, found, bar in (("memory", memory, 30), ("disk, after restarts", drive, 20)):
+        ratio = cold / statistics.median(found)
+        shown = [round(one, 3) for one in found]
+        run.point(
+            f"first token from {name}: at least {bar} times sooner",
+            ratio >= bar,
+            ratio=round(ratio, 1),
+            computed_s=round(cold, 2),
+            restored_s=shown,
+            prompt_tokens=run.tokens,
+        )
+
+
+def first_token(url: str, prompt: str) -> float:
+    began = time.monotonic()
+    answer(url, prompt, 1)
+    return time.monotonic() - began
+
+
+STAGES = {"tokens": tokens, "crowd": crowd, "kills": kills, "speed": speed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--prompt-tokens", type=int, default=3500, help="of the stage speed")
+    args = parser.parse_args()
+    unknown = [name for name in args.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"there is no stage {unknown[0]}; stages: {', '.join(STAGES)}")
+    folder = Path(tempfile.mkdtemp(prefix="kvdepot-e2e-llama-"))
+    run = Run(folder, args.json, args.prompt_tokens)
+    try:
+        for name in args.stages or STAGES:
+            STAGES[name](run)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    ok = all(point["ok"] for point in run.points)
+    if args.json:
+        print(json.dumps({"ok": ok, "points": run.points}), flush=True)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
