@@ -38,6 +38,8 @@ _LISTENING: Final = "0A"
 _QUICK_S: Final = 5.0
 _SLOT_S: Final = 60.0
 """An action on a slot waits until the server is between two batches."""
+_REQUEST_S: Final = 3600.0
+"""A slot is saved when its request has ended; llama-server's own limit."""
 _FORBIDDEN: Final = {
     "--cache-reuse": "moves KV to other positions",
     "LLAMA_ARG_CACHE_REUSE": "moves KV to other positions",
@@ -120,7 +122,8 @@ class LlamaServerLink:
         self, slot: int, action: str, filename: str = "", sockets: frozenset[int] | None = None
     ) -> dict[str, Any]:
         path = f"/slots/{slot}?action={action}"
-        answer = self.call(path, {"filename": filename}, _SLOT_S, sockets)
+        limit_s = _REQUEST_S if action == "save" else _SLOT_S
+        answer = self.call(path, {"filename": filename}, limit_s, sockets)
         return answer if isinstance(answer, dict) else {}
 
     @contextlib.contextmanager
