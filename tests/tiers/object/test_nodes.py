@@ -259,3 +259,30 @@ def test_two_writers_never_overwrite_each_other(bucket: Any, node: OpenNode) -> 
 
     assert second.tier.append(0, [make_image(key, payload_for(key, 16000))]) == [None]
     assert bucket.get(path) == before
+
+
+def test_a_node_that_was_taken_for_dead_comes_back(bucket: Any, node: OpenNode) -> None:
+    paused, living = node(), node()
+    paused.put([1, 2])
+    living.step()
+    pass_time([living], 3 * GRACE_S)
+    assert len(living.tier.segments(0)) == 1
+    for _ in range(3):
+        paused.step()
+    assert paused.knows() == living.knows() == keys_of([1, 2])
+    assert paused.read(1) is Outcome.OK
+    assert paused.tier.segments(0) == [], "it has another owner"
+    paused.put([3])
+    living.step()
+    assert living.read(3) is Outcome.OK
+
+
+def test_an_object_that_is_missing_leaves_its_manifest(bucket: Any, node: OpenNode) -> None:
+    owner = node()
+    owner.put([1])
+    owner.put([2])
+    bucket.delete(paths_of(bucket, "data/")[:1])
+    assert owner.read(1) is Outcome.FAILED
+    owner.step()
+    assert owner.knows() == keys_of([2])
+    assert node().knows() == keys_of([2])

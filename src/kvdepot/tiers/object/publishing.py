@@ -155,7 +155,8 @@ class OwnManifests:
             stale = {
                 name
                 for name, entry in self._entries.items()
-                if name in self._dirty or any(one.path in dropped for one in entry.objects)
+                if name in self._dirty
+                or any(self._is_gone(one.path, dropped) for one in entry.objects)
             }
             small = self._small_tail()
             if len(small) >= (2 if idle else _SMALL_MAX) or stale.intersection(small):
@@ -183,7 +184,7 @@ class OwnManifests:
         entry = Entry(descriptions=old.descriptions)
         for one in old.objects:
             standing = self._contents.standing(one.records)
-            if one.path not in dropped and standing.any():
+            if not self._is_gone(one.path, dropped) and standing.any():
                 entry.objects.append(replace(one, records=one.records[standing]))
         age_s = self._tombstone_age_s
         newest = {(one.prefix): one for one in sorted(old.tombstones, key=_below)}
@@ -199,6 +200,10 @@ class OwnManifests:
         for name in names:
             del self._entries[name]
             self._dirty.discard(name)
+
+    def _is_gone(self, path: str, dropped: set[str]) -> bool:
+        """Whether a data object is to leave its manifest, or was found to be missing."""
+        return path in dropped or path not in self._contents.objects
 
     def tombstones(self) -> dict[bytes, int]:
         """Own removals that are still told to others, by prefix."""

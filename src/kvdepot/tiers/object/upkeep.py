@@ -172,6 +172,8 @@ class BucketUpkeep:
         if FORMAT_PATH not in paths and self._writable and self._thread.is_alive():
             self._check_format(paths)
         self._watch(listed)
+        if ALIVE + self._me not in paths:  # taken for dead
+            self._signed_s = -1e9
         names = [name for name in map(ManifestName.parse, sorted(paths)) if name is not None]
         self._listed = [name for name in names if name.writer != self._me]
         self._notice_lost([name for name in own if name.path not in paths])
@@ -236,8 +238,14 @@ class BucketUpkeep:
         """Own manifests that two listings in a row do not have were deleted by others."""
         lost = [name for name in missing if name in self._missing]
         self._missing = set(missing)
+        heirs = {
+            path: name.writer for name, foreign in self._known.items() for path in foreign.paths
+        }
         for path in self.manifests.forget(lost):
-            self._contents.drop(path)
+            if path in heirs:  # this node was taken for dead
+                self._contents.own(path, heirs[path])
+            else:
+                self._contents.drop(path)
         if lost:
             _events.warning("object: %d manifests of this node are gone from the bucket", len(lost))
 
