@@ -120,12 +120,15 @@ class Bench:
             found.append(ids[: 200 + (longest - 200) * (number + 1) // count])
         return found
 
-    def ask(self, prompts: list[list[int]], tokens: int = 24) -> list[dict[str, Any]]:
+    def ask(
+        self, prompts: list[list[int]], tokens: int = 24, salt: str = ""
+    ) -> list[dict[str, Any]]:
         """Greedy answers with their log-probabilities, all prompts at once."""
         from vllm import SamplingParams
 
         greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True)
-        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        salted = {"cache_salt": salt} if salt else {}
+        asked = [{"prompt_token_ids": ids, **salted} for ids in prompts]
         return [said(one) for one in self.llm.generate(asked, greedy, use_tqdm=False)]
 
     def forget(self) -> None:
@@ -449,6 +452,106 @@ def roundtrip(args: argparse.Namespace) -> dict[str, Any]:
     return seen
 
 
+def without_inner_checkpoints() -> None:
+    """Mamba2 on a processor: its kernels give no states from inside a chunk, which vLLM 0.32 asks
+    them for. Without that vLLM ends chunks where it keeps states."""
+    from dataclasses import replace
+
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import (  # type: ignore[import-not-found]
+        MambaMixer2,
+    )
+
+    before = MambaMixer2.get_kv_cache_spec
+
+    def changed(self: Any, config: Any) -> Any:
+        none = {"num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignment": None}
+        return replace(before(self, config), **none)
+
+    MambaMixer2.get_kv_cache_spec = changed
+
+
+def group_prompts() -> list[list[int]]:
+    """Six prompts of random tokens; three share a beginning, of which two share more."""
+    chance = random.Random(5)
+
+    def some(count: int) -> list[int]:
+        return [chance.randrange(1000, 40000) for _ in range(count)]
+
+    trunk = some(640)
+    told = [trunk[:512] + some(290), trunk + some(360), trunk + some(75)]
+    return [*told, some(500), some(300), some(1000)]
+
+
+def group_bench(args: argparse.Namespace, **more: Any) -> Bench:
+    """A vLLM whose chunks are smaller than most prompts."""
+    without_inner_checkpoints()
+    sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "max_model_len": 1200}
+    return Bench(args, **sizes, **more)
+
+
+def groups_plain(args: argparse.Namespace) -> dict[str, Any]:
+    """Without kvdepot: what is right, what vLLM's own prefix cache has, and how much KV fits."""
+    bench = group_bench(args, extra=None)
+    prompts = group_prompts()
+    cold = [bench.ask([ids])[0] for ids in prompts]
+    own = [bench.ask([ids])[0] for ids in prompts]
+    cache = bench.core.scheduler.kv_cache_config
+    kinds = [type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups]
+    return {"answers": own, "cold": compare(cold, own), "pages": cache.num_blocks, "kinds": kinds}
+
+
+def groups_warm(args: argparse.Namespace) -> dict[str, Any]:
+    """Cold and from memory, salted, as garbage; then killed without warning."""
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
+    bench = group_bench(args)
+    bench.count()
+    prompts = group_prompts()
+    seen: dict[str, Any] = {"pages": bench.core.scheduler.kv_cache_config.num_blocks}
+    fresh = [token + 1 for token in prompts[-1]]
+    bench.ask([fresh], 1)
+    stored = bench.store.stats()["counters"]["put_bytes"]
+    seen["bytes"] = {"a token": stored / len(fresh), "all": dense_bytes(bench)}
+    seen["cold, together"] = compare(bench.ask(prompts), wanted)
+    bench.forget()
+    seen["from memory, together"] = compare(bench.ask(prompts), wanted)
+    bench.forget()
+    salted = [bench.ask(prompts[:1], salt=salt)[0] for salt in ("a", "b")]
+    bench.forget()
+    salted += bench.ask(prompts[:1], salt="a")
+    seen["salted"] = compare(salted, wanted[:1] * 3)
+    bench.forget()
+    with garbled():
+        seen["control"] = compare(bench.ask(prompts), wanted)
+    seen["figures"] = bench.figures()
+    seen["flushed"] = bool(bench.store.flush(60.0))
+    write(args, seen)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return seen
+
+
+def dense_bytes(bench: Bench) -> float:
+    """Bytes of KV a token if every page of every layer were kept."""
+    worker, total = worker_of(bench), 0.0
+    for cache, group in zip(worker._saver._caches, worker.facts.groups, strict=True):
+        total += cache.block_bytes / cache.pages_per_block / group.rule.page_tokens
+    return total
+
+
+def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
+    """A new process: from disk one by one, then together; then aborts."""
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
+    bench = group_bench(args)
+    bench.count()
+    prompts = group_prompts()
+    answers = [bench.ask([ids])[0] for ids in prompts]
+    seen: dict[str, Any] = {"from disk": compare(answers, wanted), "figures": bench.figures()}
+    bench.forget()
+    seen["together"] = compare(bench.ask(prompts), wanted)
+    bench.forget()
+    counts = rush(bench, prompts, dict(enumerate(wanted)), random.Random(args.seed), 24)
+    return {**seen, "aborts": counts, "leased": bench.store.stats()["leased"]}
+
+
 def ttft(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first token of a prompt of 4,000, however it comes by its KV.
 
@@ -506,6 +609,9 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         ttft,
         throttled,
         refused,
+        groups_plain,
+        groups_warm,
+        groups_disk,
     )
 }
 

@@ -12,9 +12,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
 )
 
 SHARED: dict[str, Any] = {
@@ -33,6 +37,35 @@ KINDS: dict[str, Any] = {
         num_hidden_layers=6,
         sliding_window=256,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    ),
+    "gemma2": lambda: Gemma2Config(**GROUPED, num_hidden_layers=4, sliding_window=256),
+    "gpt-oss": lambda: GptOssConfig(
+        **{**GROUPED, "intermediate_size": 128},
+        num_hidden_layers=4,
+        sliding_window=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "nemotron-h": lambda: NemotronHConfig(
+        **{**GROUPED, "num_hidden_layers": 8, "hybrid_override_pattern": "M-M*-M-*"},
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        n_groups=1,
+        ssm_state_size=32,
+        conv_kernel=4,
+        chunk_size=128,
+        mlp_hidden_act="relu2",
+    ),
+    "falcon-h1": lambda: FalconH1Config(
+        **GROUPED,
+        num_hidden_layers=4,
+        mamba_d_ssm=256,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_chunk_size=256,
     ),
     "deepseek": lambda: DeepseekV2Config(
         **SHARED,

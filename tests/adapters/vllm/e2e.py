@@ -35,6 +35,8 @@ ROOT = HERE.parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
 NEAR = 1e-3
 FAR = 0.05
+MODELS = ("gemma3", "nemotron-h")
+EVERY_MODEL = (*MODELS, "mistral", "gemma2", "gpt-oss", "falcon-h1", "deepseek")
 Seen = dict[str, Any]
 
 
@@ -50,11 +52,24 @@ class Run:
     requests: int
     rounds: int
     as_json: bool
+    every_model: bool = False
     points: list[Seen] = field(default_factory=list)
+    models: Seen = field(default_factory=dict)
+    """What was seen of each kind of model."""
+    reference: str = "reference-0.json"
 
-    def scenario(self, name: str, depot: str, *more: str, killed: bool = False) -> Seen:
+    def scenario(
+        self, name: str, depot: str, *more: str, killed: bool = False, out: str = ""
+    ) -> Seen:
         """Run one of real_vllm.py's scenarios; what it has seen."""
-        out = self.folder / f"{name}-{len(list(self.folder.glob('*.json')))}.json"
+        return self._scenario(name, depot, more, killed, self.folder / (out or self._fresh(name)))
+
+    def _fresh(self, name: str) -> str:
+        return f"{name}-{len(list(self.folder.glob('*.json')))}.json"
+
+    def _scenario(
+        self, name: str, depot: str, more: tuple[str, ...], killed: bool, out: Path
+    ) -> Seen:
         command = [
             str(self.python),
             str(ROOT / "tests" / "support" / "real_vllm.py"),
@@ -63,7 +78,7 @@ class Run:
             str(self.model),
         ]
         command += ["--depot", str(self.folder / depot), "--out", str(out)]
-        command += ["--reference", str(self.folder / "reference-0.json"), *more]
+        command += ["--reference", str(self.folder / self.reference), *more]
         log = out.with_suffix(".log")
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         environment["OMP_NUM_THREADS"] = str(self.threads)
@@ -334,13 +349,43 @@ def tiny_model(run: Run, kind: str) -> Path:
 
 
 def models(run: Run) -> None:
-    """Windows, mixed layers and latent attention; in chunks, and with blocks of several pages."""
-    extra = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "extra": {"block_tokens": 64}}
-    for kind in ("mistral", "gemma3", "deepseek"):
-        small = replace(run, model=tiny_model(run, kind))
-        seen = small.scenario("roundtrip", f"depot {kind}", "--extra", json.dumps(extra))
-        run.same(f"models: {kind}", seen, [960])
-        run.point(f"models: {kind}, control", seen["control"] > NEAR, worst=seen["control"])
+    """Kinds of KV, each against vLLM's own prefix hits: from memory, from disk after a kill, in
+    chunks, with shared beginnings, salts and aborts."""
+    for kind in EVERY_MODEL if run.every_model else MODELS:
+        folder = replace(run, model=tiny_model(run, kind), reference=f"groups_plain {kind}.json")
+        model(folder, kind)
+
+
+def model(run: Run, kind: str) -> None:
+    plain = run.scenario("groups_plain", "none", out=run.reference)
+    own = [answer["cached"] for answer in plain["answers"]]
+    warm = run.scenario("groups_warm", f"depot {kind}", killed=True)
+    disk = run.scenario("groups_disk", f"depot {kind}")
+    name = f"models: {kind}"
+    run.same(f"{name}, cold, together", warm["cold, together"])
+    for what, seen in (
+        ("from memory", warm["from memory, together"]),
+        ("from disk after kill -9", disk["from disk"]),
+        ("after a restart, together", disk["together"]),
+    ):
+        run.same(f"{name}, {what}", seen, own)
+    run.same(f"{name}, salted", warm["salted"], [0, 0, own[0]])
+    run.point(f"{name}, control", warm["control"]["worst"] > NEAR, worst=warm["control"]["worst"])
+    aborts = disk["aborts"]
+    clean = not aborts["wrong"] and not disk["leased"]
+    run.point(f"{name}, aborts", clean, **aborts)
+    space = warm["pages"] / plain["pages"]
+    run.point(f"{name}, KV space of vLLM beside without", space >= 0.99, ratio=space)
+    of_model = [point for point in run.points if point["point"].startswith(name + ",")]
+    run.models[kind] = {
+        "ok": all(point["ok"] for point in of_model),
+        "kv": plain["kinds"],
+        "cached_tokens": disk["from disk"]["cached"],
+        "vllm_cached_tokens": own,
+        "prompt_tokens": disk["from disk"]["prompt"],
+        "bytes_a_token": round(warm["bytes"]["a token"]),
+        "bytes_a_token_of_all_layers": round(warm["bytes"]["all"]),
+    }
 
 
 def decisions(run: Run) -> None:
@@ -488,6 +533,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2, help="OMP threads of vLLM")
     parser.add_argument("--requests", type=int, default=200, help="in the leak test")
     parser.add_argument("--rounds", type=int, default=10, help="of paired measurements")
+    parser.add_argument(
+        "--every-model", action="store_true", help=f"all of {', '.join(EVERY_MODEL)}"
+    )
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
@@ -509,15 +557,17 @@ def main() -> int:
             args.requests,
             args.rounds,
             args.json,
+            args.every_model,
         )
-        run.scenario("reference", "none")
+        if run.only != ["models"]:
+            run.scenario("reference", "none")
         for name, part in PARTS.items():
             if not run.only or name in run.only:
                 part(run)
     found = summary(run.points)
     seconds = round(time.monotonic() - started)
     ok = all(point["ok"] for point in run.points)
-    whole = {"ok": ok, "seconds": seconds, "points": found}
+    whole = {"ok": ok, "seconds": seconds, "points": found, "models": run.models}
     print(json.dumps(whole) if args.json else f"{'ok' if ok else 'FAILED'} after {seconds} s")
     return 0 if ok else 1
 
