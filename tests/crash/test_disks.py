@@ -217,7 +217,8 @@ def test_a_stalled_write_blocks_nobody_beyond_its_deadline(tmp_path: Path) -> No
         files.add(Fault(Call.RUN_WRITE, stall, times=None))
         started = time.monotonic()
         outcomes = [store.put(key, payload(key), timeout_s=0.05) for key in prompt(space, 2, 64)]
-        assert set(outcomes) == {Put.STORED}, "memory takes them"
+        assert Put.THROTTLED in outcomes, "producers are told"
+        assert set(outcomes) <= {Put.STORED, Put.THROTTLED}
         assert not store.flush(0.2)
         assert verified_hits(store, safe) == 4
         store.remove(safe[0])

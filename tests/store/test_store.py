@@ -275,7 +275,7 @@ class TestEviction:
 
 class TestThrottle:
     def test_memory_takes_blocks_beside_a_stalled_disk(self, tmp_path: Path) -> None:
-        """After the time of a put; the disk gets them when it goes on."""
+        """Where a put does not wait; the disk gets them when it goes on."""
         files = FaultyFiles()
         options = settings(tmp_path / "kv")
         with assemble(load(overrides=options), files=files) as store:
@@ -285,10 +285,12 @@ class TestThrottle:
             assert put(store, keys) == [kvdepot.Put.STORED] * len(keys)
             late = prompt(space, 2, 3)
             began = time.monotonic()
-            answers = store.put_many(late, [payload_for(k, BLOCK) for k in late], timeout_s=0.2)
+            payloads = [payload_for(k, BLOCK) for k in late]
+            answers = store.put_many(late, payloads, timeout_s=0.2)
             took_s = time.monotonic() - began
-            assert answers == [kvdepot.Put.STORED] * 3
+            assert answers == [kvdepot.Put.THROTTLED] * 3, "it waited for the disk"
             assert 0.2 <= took_s < 8.0, "a write gives up after 10 s"
+            assert store.put_many(late, payloads, timeout_s=0.0) == [kvdepot.Put.STORED] * 3
             assert tiers(store, keys + late) == ["dram"] * (len(keys) + 3)
             assert store.flush(0.05).waiting == len(keys) + 3
             files.clear()

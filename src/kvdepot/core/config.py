@@ -463,8 +463,8 @@ class WritebackConfig:
     """How blocks get from memory to disk in the background."""
 
     dirty_limit: float = 0.5
-    """Share of the memory tier that may wait to be written. Beyond it a put waits for its timeout;
-    then it is taken all the same, and written later unless it is evicted before."""
+    """Share of the memory tier that may wait to be written; beyond it puts are throttled. Puts that
+    wait for nothing (timeout 0, vLLM's) are taken, and written later unless evicted before."""
 
     staging: Bytes = 64 * MIB
     """Memory besides the memory tier, for reads from disk and for reclaiming segments."""

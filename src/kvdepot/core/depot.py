@@ -357,8 +357,8 @@ class Depot(Protocol):
         Keys of one prompt go head first. STORED or PRESENT are true. PRESENT: memory has it. What
         is on disk only is taken into memory again, and not written again. While too much waits to
         be written (writeback.dirty_limit) a put waits for `timeout_s` (default
-        writeback.put_timeout); what is taken after that may be evicted before it is written.
-        THROTTLED: memory is in use, or a disk that is written through does not keep up.
+        writeback.put_timeout), then it is THROTTLED, as where memory is in use. With 0 it does not
+        wait for the disk: memory takes it, and it may be evicted before it is written.
         REFUSED: the block can never fit. Raises BadBufferError and KeyFormatError for a caller's
         mistake, before anything is stored.
         """

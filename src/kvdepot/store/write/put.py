@@ -2,6 +2,7 @@
 write-back. Or the caller fills the slot itself (`Reservation`).
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from kvdepot.store.write.memory_eviction import SlotAllocator
 
 _WAVE_BYTES: Final = 64 << 20
 _NO_LIMIT: Final = 1 << 62
+_AT_ONCE: Final = -math.inf
+"""The deadline of an offer that does not wait for the disk: memory takes it, written or not."""
 _PART: Final = 32
 """Blocks reserved or sealed at a time: a lookup may have to wait for as many, not for all."""
 _ZEROS: Final = bytes(4096)
@@ -65,7 +68,7 @@ class Putter:
         """
         state = self._state
         began_s = state.clock.now()
-        deadline = began_s + timeout_s
+        deadline = began_s + timeout_s if timeout_s > 0 else _AT_ONCE
         results: list[Put] = []
         while len(results) < len(offers):
             wave: list[NewBlock] = []
@@ -103,7 +106,7 @@ class Putter:
         """
         state = self._state
         began_s = state.clock.now()
-        deadline = began_s + timeout_s
+        deadline = began_s + timeout_s if timeout_s > 0 else _AT_ONCE
         results: list[Put] = []
         wave: list[NewBlock] = []
         for part in _parts(offers):
@@ -174,7 +177,8 @@ class Putter:
                     state.room.wait(wait_s)
                     dirty_room = self._dirty_room()
                     continue
-                outcome = self._take_anyway(offer, room, ahead)
+                over = room if deadline != _AT_ONCE or self._writes_through() else _NO_LIMIT
+                outcome = self._take_anyway(offer, room, over, ahead)
                 if wave and outcome is Put.THROTTLED:
                     return
             results.append(outcome)
@@ -182,19 +186,20 @@ class Putter:
                 wave.append(offer)
                 total += record_bytes(offer.payload_bytes)
 
-    def _take_anyway(self, offer: NewBlock, room: int, ahead: int) -> Put:
-        """There is no time left: memory takes what it has a slot for, written or not.
+    def _take_anyway(self, offer: NewBlock, room: int, over: int, ahead: int) -> Put:
+        """Time is up: what is beyond `room` is taken up to `over`, and written later.
 
         Which blocks leave memory before they are written is up to eviction: cold ones, and tails
         before heads.
         """
-        state = self._state
-        first = state.lower_tiers[0] if state.lower_tiers else None
-        through = first is not None and first.mode is WriteMode.THROUGH
-        over = record_bytes(offer.payload_bytes) > room
-        outcome = self._try(offer, room if through else _NO_LIMIT, ahead, may_wait=False)
-        offer.deferred = over and outcome is Put.STORED
+        outcome = self._try(offer, over, ahead, may_wait=False)
+        late = record_bytes(offer.payload_bytes) > room
+        offer.deferred = late and outcome is Put.STORED
         return outcome
+
+    def _writes_through(self) -> bool:
+        first = self._state.lower_tiers[0] if self._state.lower_tiers else None
+        return first is not None and first.mode is WriteMode.THROUGH
 
     def _dirty_room(self) -> int:
         """How much more may wait to be written."""
