@@ -16,6 +16,7 @@ from kvdepot.cli.report.tables import Table
 Seen = pytest.CaptureFixture[str]
 INTERRUPTED_AT = """
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 at, sys.argv = sys.argv[1], ["kvdepot", "config", "show"]
 class Interrupt:
     def find_spec(self, name, path=None, target=None):

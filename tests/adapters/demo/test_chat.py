@@ -134,6 +134,7 @@ def test_missing_transformers_is_explained(folder: Path, monkeypatch: pytest.Mon
 
 def test_bench_ttft_measures_every_way(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     scratch = tmp_path / "scratch"
+    scratch.mkdir()
     small = ["--prefix", "500", "--rounds", "2", "--path", str(scratch)]
     assert main(["bench", "ttft", "--model", str(folder), *small, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]

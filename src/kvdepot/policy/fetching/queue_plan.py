@@ -217,8 +217,9 @@ def decide_in_company(
         count = sum(run.blocks for run in known)
         its_times = PrefillTimes(other.lengths, count, prefill, queue, engine)
         options.append(_options(known, paces, its_times, count))
-    (chosen, *_), finish_s, due_s = _within_stretch(model, options)
-    if chosen.cut <= alone.cut_blocks:
+    own_s = alone.predicted_s + sum(load.ready_s + load.work_s for load in others.loads)
+    (chosen, *_), finish_s, due_s = _within_stretch(model, options, own_s)
+    if chosen.cut <= alone.cut_blocks or finish_s > due_s:
         return alone
     fetch_s = float(fetch_seconds(runs, paces)[chosen.cut])
     plan = FetchPlan(chosen.cut, 0, 0, fetch_s, times.queue_s, finish_s)
@@ -238,12 +239,15 @@ def decide_in_company(
 
 
 def _within_stretch(
-    model: QueueModel, options: Sequence[tuple[FetchOption, ...]]
+    model: QueueModel, options: Sequence[tuple[FetchOption, ...]], own_s: float
 ) -> tuple[list[FetchOption], float, float]:
-    """A plan, when the first prompt has its first token by it, and by when it is due."""
+    """A plan, when the first prompt has its first token by it, and by when it is due.
+
+    `own_s`: when it would have it by a decision for itself, after all that is being fetched.
+    """
     selfish = each_for_itself(model, [QueuedPrompt(each) for each in options])
     soonest_s, _ = model.finish_s(selfish)
-    due_s = [STRETCH_MAX * one for one in soonest_s]
+    due_s = [STRETCH_MAX * one for one in (min(soonest_s[0], own_s), *soonest_s[1:])]
     prompts = [QueuedPrompt(each, due) for each, due in zip(options, due_s, strict=True)]
     chosen = plan_queue(model, prompts)
     finish_s, _ = model.finish_s(chosen)
