@@ -5,6 +5,7 @@ A token is a character's number. The answer names how much of the prompt came fr
 
 import json
 import threading
+import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,6 +32,8 @@ class FakeLlama(ThreadingHTTPServer):
         self.seen: list[tuple[str, Any]] = []
         """Requests: paths and bodies."""
         self.states = MadeState(streams=count)
+        self.delay_s = 0.0
+        """How long after a request has come its slot is still what it was."""
         self.hold = threading.Event()
         """Streams wait for it in the middle."""
         self.thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
@@ -46,6 +49,7 @@ class FakeLlama(ThreadingHTTPServer):
         self.thread.join()
 
     def complete(self, request: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+        time.sleep(self.delay_s)
         slot = request.get("id_slot", -1)
         content = self.contents[slot]
         known = 0

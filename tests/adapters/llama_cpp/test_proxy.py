@@ -119,6 +119,15 @@ def test_a_known_prefix_is_restored_to_a_slot(start: Start, fake: FakeLlama, slo
     until(lambda: not list(slots.glob("kvdepot-*")))
 
 
+def test_a_slot_that_is_saved_too_early_is_saved_again(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    front.until_ready()
+    fake.delay_s = 0.2
+    front.complete(TEXT)
+    front.until_stored(len(TEXT) // 16)
+    assert front.proxy.status()["failed"] == 0
+
+
 def test_everything_else_is_passed_on(start: Start, fake: FakeLlama) -> None:
     front = start()
     assert front.ask("/any/path?with=query") == (200, {"path": "/any/path?with=query"})

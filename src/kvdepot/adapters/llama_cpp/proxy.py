@@ -23,7 +23,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.adapters.llama_cpp.sequence_state import Tokens, read_slot_file, slot_file_head
+from kvdepot.adapters.llama_cpp.sequence_state import (
+    Tokens,
+    read_slot_file,
+    read_slot_tokens,
+    slot_file_head,
+)
 from kvdepot.adapters.llama_cpp.server_link import (
     SLOT_FILE,
     LinkSettings,
@@ -356,7 +361,7 @@ class LlamaProxy:
         while True:
             ended = ready.ended.is_set()
             content = self.link.save_slot(ready.slot.number, path, ready.served.sockets)
-            tokens, _ = read_slot_file(content)
+            tokens = read_slot_tokens(content)
             if ended or common(tokens, ready.tokens) == len(ready.tokens):
                 return content
             ready.ended.wait(_LAUNCH_LOOK_S)

@@ -288,13 +288,22 @@ def _place(into: Bytes, at: int, content: bytes) -> int:
     return at + len(content)
 
 
-def read_slot_file(buffer: Any) -> tuple[Tokens, SequenceState]:
-    """The tokens and the state in a slot file. ModelError, with the reason, if it is not one."""
-    reader = _Reader(buffer)
+def read_slot_tokens(buffer: Any) -> Tokens:
+    """The tokens in a slot file; none if the slot is empty."""
+    return _read_head(_Reader(buffer))[1]
+
+
+def _read_head(reader: _Reader) -> tuple[int, Tokens]:
     magic, version, count = reader.words(3)
     if magic != MAGIC:
         raise ModelError("this is no slot file of llama-server")
-    tokens = _tokens_of(np.frombuffer(reader.take(4 * count), "<i4"))
+    return version, _tokens_of(np.frombuffer(reader.take(4 * count), "<i4"))
+
+
+def read_slot_file(buffer: Any) -> tuple[Tokens, SequenceState]:
+    """The tokens and the state in a slot file. ModelError, with the reason, if it is not one."""
+    reader = _Reader(buffer)
+    version, tokens = _read_head(reader)
     state = read_state(reader.bytes[reader.at :], version)
     if state.first or state.cells != len(tokens):
         raise ModelError(
