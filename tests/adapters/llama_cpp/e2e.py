@@ -237,10 +237,11 @@ def speed(run: Run) -> None:
     with run.server(**params) as server:
         each = len(ask(server.url, "/tokenize", {"content": SENTENCE})["tokens"])
         prompt = SENTENCE * (run.tokens // each) + "What does he count?"
+        length = len(ask(server.url, "/tokenize", {"content": prompt})["tokens"])
         proxy = Proxy(server.url, run.slots, disk)
         proxy.until_ready()
         cold = first_token(proxy.url, prompt)
-        proxy.until_stored(run.tokens // 32 - 2)
+        proxy.until_stored(length // 32 - 1)
         server.kill()
         memory = []
         for _ in range(3):
@@ -265,7 +266,7 @@ def speed(run: Run) -> None:
             ratio=round(ratio, 1),
             computed_s=round(cold, 2),
             restored_s=shown,
-            prompt_tokens=run.tokens,
+            prompt_tokens=length,
         )
 
 
