@@ -360,7 +360,7 @@ def _suffer(world: World, ledger: Ledger, chance: random.Random) -> None:
     """A closed store, damaged in many ways, each time anew, and looked at."""
     for name in ("older", "sound"):
         store = world.open()
-        work = StoreSession(world, store, ledger, chance, Trust())
+        work = StoreSession(world, store, ledger, _branch(chance), Trust())
         work.run(chance.randint(10, 30))
         work.close()
         shutil.copytree(world.folder, world.folder.with_name(name))
@@ -375,12 +375,20 @@ def _suffer(world: World, ledger: Ledger, chance: random.Random) -> None:
         for _ in range(chance.choice((1, 1, 2, 4, 12))):
             name, harm = chance.choice(names), chance.choice(HARMS)
             source = chance.choice((older, older, sound)) / chance.choice(names)
+            how = _branch(chance)
             if files_in(world.folder / name) and source.is_dir() and files_in(source):
-                harm(world.folder / name, chance, source)
+                harm(world.folder / name, how, source)
                 done.append(f"{harm.__name__} {name}")
         ledger.write("damaged", count=len(done), text=", ".join(done))
-        _look_at_damage(world, ledger, chance)
+        _look_at_damage(world, ledger, _branch(chance))
     judge_leaks(ledger, *before)
+
+
+def _branch(chance: random.Random) -> random.Random:
+    """Chance for a part whose draws depend on what the store has done by then: what comes after it
+    follows from the seed all the same.
+    """
+    return random.Random(chance.getrandbits(64))
 
 
 def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None:
