@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.bench.bars import DEGRADATION, disk_bar
-from kvdepot.bench.prompts import StoreUnderTest, fill_index
+from kvdepot.bench.prompts import WAIT_S, FlushedStore, StoreUnderTest, fill_index
 from kvdepot.bench.raw import MIB, RawFile, raw_file
 from kvdepot.bench.rounds import Result, SpeedRow, Timings, Work, change, compare, fastest_way
 from kvdepot.core.block import Got
@@ -25,29 +25,15 @@ _CAPACITY: Final = 3
 """Size of the disk tier, in sets of blocks."""
 BLOCKS_MIN: Final = 32
 """In a set, so that a part of them can be in memory and most cannot."""
-_WAIT_S: Final = 120.0
 
 
-class DiskStore(StoreUnderTest):
-    def put_set(self) -> float:
-        """Put new prompts, until all of them are on disk."""
-        fresh = self.prompts.fresh(self.count)
-        started = time.perf_counter()
-        for keys in fresh:
-            if not all(self.store.put_many(keys, self.prompts.sources, timeout_s=_WAIT_S)):
-                raise StateError("a put was refused although there is room")
-        if not self.store.flush(_WAIT_S):
-            raise StateError("flush did not write everything down")
-        taken = time.perf_counter() - started
-        self.current = fresh
-        return taken
-
+class DiskStore(FlushedStore):
     def get_set(self) -> float:
         """Get the last set back. Its prompts come in turn, so memory never has the next one."""
         got = []
         started = time.perf_counter()
         for keys in self.current:
-            got += self.store.get_many(keys, self.targets, timeout_s=_WAIT_S)
+            got += self.store.get_many(keys, self.targets, timeout_s=WAIT_S)
         taken = time.perf_counter() - started
         _check_origin(got)
         return taken
@@ -58,7 +44,7 @@ class DiskStore(StoreUnderTest):
         started = time.perf_counter()
         for keys in self.current:
             with self.store.lease(keys) as lease:
-                got += lease.deliver(lambda _: None, timeout_s=_WAIT_S)
+                got += lease.deliver(lambda _: None, timeout_s=WAIT_S)
         taken = time.perf_counter() - started
         _check_origin(got)
         return taken

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.bench.bars import METADATA_REQUESTS, OBJECT
-from kvdepot.bench.prompts import StoreUnderTest
+from kvdepot.bench.prompts import WAIT_S, FlushedStore
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import BenchPart, Figure, Result, compare, stopwatch
 from kvdepot.core.config import ObjectConfig, load
@@ -28,7 +28,6 @@ from kvdepot.tiers.object.bucket import Bucket, open_bucket
 _PREFIX_BLOCKS: Final = 512
 _PREFIX_BLOCK_BYTES: Final = 128 << 10
 _PREFIX_OBJECT_BYTES: Final = 4 * MIB
-_WAIT_S: Final = 600.0
 _NEVER_S: Final = 86400.0
 _PIECES: Final = (4 * MIB, 16 * MIB)
 """Ranges that obstore alone is tried with."""
@@ -94,7 +93,7 @@ class ObjectPlan:
                     if len(other.match(keys)) != _PREFIX_BLOCKS:
                         raise StateError("another store does not find what was uploaded")
                     first = metadata_requests(other)
-                    if not all(other.get_many(keys, writer.targets, timeout_s=_WAIT_S)):
+                    if not all(other.get_many(keys, writer.targets, timeout_s=WAIT_S)):
                         raise StateError("a block that was uploaded did not come")
                     other.match(keys)
                     again = metadata_requests(other) - first
@@ -130,7 +129,7 @@ def metadata_requests(store: Store) -> int:
     return int(requests["meta_gets"] + requests["lists"])
 
 
-class NodePair(StoreUnderTest):
+class NodePair(FlushedStore):
     """A store that puts, and another one, as on another machine, that gets."""
 
     reader: Store
@@ -139,21 +138,8 @@ class NodePair(StoreUnderTest):
         reader.register(self.prompts.space.namespace)
         self.reader = reader
 
-    def put_set(self) -> float:
-        """Put a new prompt, until all of it is in the bucket."""
-        fresh = self.prompts.fresh(self.count)
-        started = time.perf_counter()
-        for keys in fresh:
-            if not all(self.store.put_many(keys, self.prompts.sources, timeout_s=_WAIT_S)):
-                raise StateError("a put was refused although there is room")
-        if not self.store.flush(_WAIT_S):
-            raise StateError("flush did not upload everything")
-        taken = time.perf_counter() - started
-        self.current = fresh
-        return taken
-
     def wait_for_reader(self) -> None:
-        deadline = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + WAIT_S
         for keys in self.current:
             while len(self.reader.match(keys)) < len(keys):
                 if time.monotonic() > deadline:
@@ -165,7 +151,7 @@ class NodePair(StoreUnderTest):
         answers = [
             one
             for keys in self.current
-            for one in self.reader.get_many(keys, self.targets, timeout_s=_WAIT_S)
+            for one in self.reader.get_many(keys, self.targets, timeout_s=WAIT_S)
         ]
         taken = time.perf_counter() - started
         strays = {answer.tier or answer.reason for answer in answers} - {"object"}

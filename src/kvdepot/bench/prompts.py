@@ -1,5 +1,6 @@
 """Prompts to fill a store with: keys of fresh random tokens, and blocks of random bytes."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -9,9 +10,12 @@ from kvdepot.bench.raw import Bytes, filled, pieces
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot, NamespaceHandle
 from kvdepot.core.layout import KVLayout
+from kvdepot.errors import StateError
 from kvdepot.store.store import Store
 
 BLOCK_TOKENS: Final = 256
+WAIT_S: Final = 600.0
+"""For calls that are measured: a slow medium is to be seen in the figure, not as an error."""
 _LAYERS: Final = 32
 _VOCABULARY: Final = 1 << 17
 _CHAIN_BLOCKS: Final = 512
@@ -76,6 +80,23 @@ class StoreUnderTest:
     @property
     def set_bytes(self) -> int:
         return self.count * self.prompts.blocks * self.prompts.space.block_bytes
+
+
+class FlushedStore(StoreUnderTest):
+    """One whose sets go below memory."""
+
+    def put_set(self) -> float:
+        """Put new prompts, until all of them are written down."""
+        fresh = self.prompts.fresh(self.count)
+        started = time.perf_counter()
+        for keys in fresh:
+            if not all(self.store.put_many(keys, self.prompts.sources, timeout_s=WAIT_S)):
+                raise StateError("a put was refused although there is room")
+        if not self.store.flush(WAIT_S):
+            raise StateError("flush did not write everything down")
+        taken = time.perf_counter() - started
+        self.current = fresh
+        return taken
 
 
 def fill_index(store: Store, space: NamespaceHandle, count: int, seed: int = 1) -> None:
