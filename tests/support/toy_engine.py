@@ -621,3 +621,28 @@ def forget_local(engine: ToyEngine) -> None:
 OpenStore = Callable[..., Store]
 OpenEngine = Callable[..., ToyEngine]
 """What the fixtures `open_store` and `open_engine` are."""
+
+
+def answer_at_random(engine: ToyEngine, chance: random.Random, count: int, forgets: float) -> None:
+    """Requests come, some are aborted, vLLM forgets its own hits now and then: each answer is right
+    as far as it goes, and no page is held afterwards.
+    """
+    pages = len(engine.pool.free)
+    wanted = {}
+    for number, prompt in enumerate(prompts(chance, count)):
+        name, salt = f"r{number}", chance.choice(["", "", "s"])
+        tokens = chance.randrange(1, 16)
+        wanted[name] = (prompt, tokens, salt)
+        engine.add(ToyRequest(name, list(prompt), tokens, cache_salt=salt or None))
+        for _ in range(chance.randrange(6)):
+            engine.step()
+        if chance.random() < 0.2:
+            engine.abort(chance.choice(list(wanted)))
+        if chance.random() < forgets:
+            forget_local(engine)
+    engine.run()
+    for name, (prompt, tokens, salt) in wanted.items():
+        said = engine.done[name].answer
+        assert said == answer_of(prompt, tokens, salt)[: len(said)]
+    assert not engine.held
+    assert sorted(engine.pool.free) == list(range(1, 1 + pages))

@@ -14,10 +14,10 @@ from tests.support.toy_engine import (
     OpenEngine,
     OpenStore,
     ToyRequest,
+    answer_at_random,
     answer_of,
     ask,
     forget_local,
-    prompts,
 )
 
 from kvdepot.adapters.vllm.messages import LoadJob, StepPlan
@@ -291,24 +291,7 @@ def test_many_requests_with_preemptions_aborts_and_faults(
     engine = open_engine(store, pages=30, settings=settings, shards=shards)
     files.add(Fault(Call.RUN_READ, Corrupt(at=4500), skip=20, times=3))
     files.add(Fault(Call.RUN_READ, Fail(errno.EIO), skip=40, times=3))
-    wanted = {}
-    for number, prompt in enumerate(prompts(chance, 60)):
-        name, salt = f"r{number}", chance.choice(["", "", "s"])
-        count = chance.randrange(1, 16)
-        wanted[name] = (prompt, count, salt)
-        engine.add(ToyRequest(name, list(prompt), count, cache_salt=salt or None))
-        for _ in range(chance.randrange(6)):
-            engine.step()
-        if chance.random() < 0.2:
-            engine.abort(chance.choice(list(wanted)))
-        if chance.random() < 0.1:
-            forget_local(engine)
-    engine.run()
-    for name, (prompt, count, salt) in wanted.items():
-        said = engine.done[name].answer
-        assert said == answer_of(prompt, count, salt)[: len(said)]
-    assert not engine.held
-    assert sorted(engine.pool.free) == list(range(1, 30))
+    answer_at_random(engine, chance, 60, forgets=0.1)
     assert store.stats()["leased"] == 0
     engine.close()
     assert open_store(dram=1 << 20).check().ok
