@@ -16,7 +16,7 @@ import kvdepot
 from kvdepot.index.table import as_words
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import METRICS, render, values
-from kvdepot.store.state.state import LatencyHistogram, StoreTraffic
+from kvdepot.store.state.traffic import LatencyHistogram, StoreTraffic
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import (
     BLOCK_BYTES,

@@ -24,7 +24,8 @@ from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint, Prefetcher
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.sessions import Sessions
-from kvdepot.store.state.state import StoreState, StoreTraffic
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.traffic import StoreTraffic
 from kvdepot.store.write.put import NewBlock, Putter
 
 _READY: Final = int(CopyState.READY)

@@ -4,26 +4,24 @@ The lock is held for bookkeeping only, never over I/O or copies of blocks. Funct
 begin with `assert state.held()`. Each condition below is for one kind of waiter; all use the lock.
 """
 
-import json
 import threading
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
 from kvdepot.core.depot import DURABILITY, Durability
-from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
 from kvdepot.policy.placing.memory_levels import ReturnTimes
-from kvdepot.policy.placing.write_mode import promotes, targets
+from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
 from kvdepot.store.state.admission import Admission
 from kvdepot.store.state.descriptions import Descriptions
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
+from kvdepot.store.state.traffic import StoreTraffic
 from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.store.write.memory_eviction import ArenaTier
 from kvdepot.tiers.memory.arena import Arena
@@ -38,10 +36,6 @@ _WAITING, _POLICY, _BUDGET, _READ_ONLY, _NO_DRIVE = map(
         Durability.NO_DRIVE,
     ),
 )
-_BUCKETS: Final = 28
-"""Of a histogram: the last one begins at 67 s."""
-_TAGS_MAX: Final = 1 << 16
-_TIER_PLACES: Final = range(len(TIER_NAMES))
 TEMPORARY: Final = -2
 """Owner of a slot that belongs to a transfer, not to a block."""
 
@@ -109,129 +103,6 @@ class Counters:
 
     def as_dict(self) -> dict[str, int]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-class LatencyHistogram:
-    """How long something took, in buckets of powers of two microseconds."""
-
-    __slots__ = ("counts", "total_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * _BUCKETS
-        """counts[n]: less than 2**n microseconds, and not less than 2**(n-1)."""
-        self.total_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        bucket = int(seconds * 1e6).bit_length()
-        self.counts[bucket if bucket < _BUCKETS else -1] += 1
-        self.total_s += seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"counts": list(self.counts), "total_s": self.total_s}
-
-
-class LookupCounts:
-    """Calls that ask how much of a prompt is there."""
-
-    __slots__ = ("asked_blocks", "found_blocks", "full", "none", "partial", "tiers")
-
-    def __init__(self) -> None:
-        self.full = 0
-        """Calls that found every block asked for."""
-        self.partial = 0
-        self.none = 0
-        self.asked_blocks = 0
-        self.found_blocks = 0
-        self.tiers: dict[int | str, int] = {}
-        """Blocks by the fastest tier that has them: its name, or its place in TIER_NAMES."""
-
-    def add(self, asked: int, found: int) -> None:
-        self.asked_blocks += asked
-        self.found_blocks += found
-        if found == asked:
-            self.full += 1
-        elif found:
-            self.partial += 1
-        else:
-            self.none += 1
-
-    def add_found(self, tiers: bytes | tuple[str, ...]) -> None:
-        """The fastest tier of each block that was found."""
-        left, counts = len(tiers), self.tiers
-        for tier in _TIER_PLACES if isinstance(tiers, bytes) else TIER_NAMES:
-            if not left:
-                return
-            count = tiers.count(tier)  # type: ignore[arg-type]
-            if count:
-                left -= count
-                counts[tier] = counts.get(tier, 0) + count
-
-    def as_dict(self) -> dict[str, int]:
-        names = ("full", "partial", "none", "asked_blocks", "found_blocks")
-        return {name: getattr(self, name) for name in names}
-
-    def by_tier(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for tier, count in list(self.tiers.items()):
-            found[TIER_NAMES[tier] if isinstance(tier, int) else tier] += count
-        return dict(found)
-
-
-class StoreTraffic:
-    """What was asked of a store, and how long it took, since it was opened.
-
-    Counted with plain additions: the interpreter does not change threads inside one, so that
-    lookups, which take no lock, are counted too.
-    """
-
-    def __init__(self) -> None:
-        self.match = LookupCounts()
-        self.lease = LookupCounts()
-        self.served_bytes: defaultdict[str, int] = defaultdict(int)
-        self.served_tokens: defaultdict[str, float] = defaultdict(float)
-        """By tier. A shard of a model's KV counts as its part of the tokens."""
-        self.drained_away: defaultdict[str, int] = defaultdict(int)
-        """Blocks that were dropped because their drive was drained and no other took them."""
-        self.get = LatencyHistogram()
-        """Of calls that get blocks."""
-        self.stages: dict[tuple[str, str], LatencyHistogram] = {}
-        """Other latencies, by stage, and tier or request."""
-        self.tokens: dict[bytes, float] = {}
-        """Tokens in a block, by tag of its namespace, where that says it."""
-
-    def registered(self, tag: bytes, description: bytes) -> None:
-        """A namespace is known: how many tokens its blocks stand for."""
-        tokens = _tokens_in(description)
-        if tokens and (tag in self.tokens or len(self.tokens) < _TAGS_MAX):
-            self.tokens[tag] = tokens
-
-    def served(self, tier: str, nbytes: int, tokens: float) -> None:
-        """Blocks of a tier were given to a caller."""
-        self.served_bytes[tier] += nbytes
-        self.served_tokens[tier] += tokens
-
-    def took(self, stage: str, seconds: float, what: str = "") -> None:
-        """A stage of a call took so long; `what` is the tier or the request."""
-        latency = self.stages.get((stage, what))
-        if latency is None:
-            latency = self.stages.setdefault((stage, what), LatencyHistogram())
-        latency.observe(seconds)
-
-    def describe(self) -> dict[str, Any]:
-        """For `stats`."""
-        timed = [(("get", ""), self.get), *list(self.stages.items())]
-        return {
-            "lookups": {"match": self.match.as_dict(), "lease": self.lease.as_dict()},
-            "matched": self.match.by_tier(),
-            "served_bytes": dict(self.served_bytes),
-            "served_tokens": dict(self.served_tokens),
-            "drained_away": dict(self.drained_away),
-            "latencies": [
-                {"stage": stage, "what": what, **latency.as_dict()}
-                for (stage, what), latency in timed
-                if any(latency.counts)
-            ],
-        }
 
 
 class StoreState:
@@ -416,6 +287,12 @@ class StoreState:
             self._write_to(row, self._targets[promising], later=later)
         self.counters.put_deferred += len(rows) if later else 0
 
+    def written_through(self) -> LowerTier | None:
+        """The first lower tier, where a put is to wait until it has the block."""
+        first = self.lower_tiers[0] if self.lower_tiers else None
+        waits = first is not None and first.mode is WriteMode.THROUGH and not first.is_remote
+        return first if waits else None
+
     def write_deferred(self, lower: LowerTier, limit_bytes: int) -> None:
         """What was deferred waits to be written now, until so much does: first what was asked for
         since, then the oldest.
@@ -539,13 +416,3 @@ class StoreCall:
             state.calls -= 1
             if state.closing.is_set():
                 state.idle.notify_all()
-
-
-def _tokens_in(description: bytes) -> float:
-    """Tokens in a block of the namespace described, divided among the shards of a model."""
-    try:
-        said = json.loads(description)
-        tokens, shards = said["layout"]["block_tokens"], said["shard_size"]
-        return float(tokens) / max(1, int(shards))
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return 0.0

@@ -19,7 +19,6 @@ from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
 from kvdepot.index.table import NONE
-from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
 
@@ -177,7 +176,8 @@ class Putter:
                     state.room.wait(wait_s)
                     dirty_room = self._dirty_room()
                     continue
-                over = room if deadline != _AT_ONCE or self._writes_through() else _NO_LIMIT
+                at_once = deadline == _AT_ONCE and state.written_through() is None
+                over = _NO_LIMIT if at_once else room
                 outcome = self._take_anyway(offer, room, over, ahead)
                 if wave and outcome is Put.THROTTLED:
                     return
@@ -196,10 +196,6 @@ class Putter:
         late = record_bytes(offer.payload_bytes) > room
         offer.deferred = late and outcome is Put.STORED
         return outcome
-
-    def _writes_through(self) -> bool:
-        first = self._state.lower_tiers[0] if self._state.lower_tiers else None
-        return first is not None and first.mode is WriteMode.THROUGH
 
     def _dirty_room(self) -> int:
         """How much more may wait to be written."""
@@ -273,15 +269,14 @@ class Putter:
         assert self._state.held()
         state, catalog = self._state, self._state.catalog
         rows = [offer.row for offer in wave]
-        below = [row for row in rows if catalog.residency.view[row]]
+        below = {row for row in rows if catalog.residency.view[row]}
         for offer in wave:
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
+        new = rows
         if below:
-            self._seal_returned(below, wave[-1].key[-1])
-            new = [row for row in rows if row not in set(below)]
-        else:
-            new = rows
+            self._seal_returned([row for row in rows if row in below], wave[-1].key[-1])
+            new = [row for row in rows if row not in below]
         deferred = {offer.row for offer in wave if offer.deferred}
         state.write_new([row for row in new if row not in deferred] if deferred else new)
         if deferred:

@@ -17,7 +17,6 @@ from kvdepot.core.depot import DURABILITY, Durability, FlushReport
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import pack_location
 from kvdepot.index.table import NONE, Rows
-from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.move.copy_run import CopyJob, Piece, RecordMover
 from kvdepot.store.move.reclaim import DriveRoom
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
@@ -277,8 +276,8 @@ class Flusher:
     def write_through(self, timeout_s: float) -> None:
         """Where the first lower tier is written through, wait until it has what was put."""
         state = self._state
-        first = state.lower_tiers[0] if state.lower_tiers else None
-        if first is None or first.is_remote or first.mode is not WriteMode.THROUGH:
+        first = state.written_through()
+        if first is None:
             return
         with state.lock:
             last = state.last_ticket
