@@ -41,6 +41,27 @@ def test_description_is_json_and_complete() -> None:
     }
 
 
+@pytest.mark.parametrize("secret", [b"", SECRET])
+def test_a_description_gives_the_namespace_back(secret: bytes) -> None:
+    space = Namespace(model="m", layout=LAYOUT, secret=secret, extra=(("isa", "vec"),))
+    told = json.loads(json.dumps(space.description()))
+    assert Namespace.from_description(told, secret) == space
+    for wrong in (b"another", SECRET[:-1]):
+        with pytest.raises(ConfigError, match="secret"):
+            Namespace.from_description(told, wrong)
+
+
+@pytest.mark.parametrize("field", ["tag", "layout", "model", "extra", "shard_rank"])
+@pytest.mark.parametrize("value", [None, 7, "no", [1], {"a": 1}])
+def test_what_describes_nothing_is_refused(field: str, value: object) -> None:
+    told = Namespace(model="m", layout=LAYOUT).description()
+    with pytest.raises(ConfigError):
+        Namespace.from_description({**told, field: value})
+    del told[field]
+    with pytest.raises(ConfigError):
+        Namespace.from_description(told)
+
+
 def test_equal_fields_are_one_namespace() -> None:
     one = Namespace(model="m", layout=LAYOUT, extra=(("b", "2"), ("a", "1")))
     two = Namespace(model="m", layout=LAYOUT, extra=(("a", "1"), ("b", "2")))

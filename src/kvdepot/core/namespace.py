@@ -121,6 +121,26 @@ class Namespace:
             "extra": dict(self.extra),
         }
 
+    @classmethod
+    def from_description(cls, told: Mapping[str, Any], secret: bytes = b"") -> "Namespace":
+        """The namespace that `description` described. ConfigError: it is none, or the secret is
+        not its.
+        """
+        names = ("model", "fingerprint", "shard_rank", "shard_size", "adapter", "tenant")
+        try:
+            found = cls(
+                layout=KVLayout.from_description(told["layout"]),
+                secret=secret,
+                extra=tuple(told["extra"].items()),
+                **{name: told[name] for name in names},
+            )
+            tag = bytes.fromhex(told["tag"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError("namespace", "is not a namespace's description") from error
+        if found.tag != tag:
+            raise ConfigError("secret", "is not the secret of the namespace that is described")
+        return found
+
     def _root(self) -> bytes:
         secret = self.secret
         if len(secret) > hashlib.blake2b.MAX_KEY_SIZE:

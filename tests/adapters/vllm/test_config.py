@@ -30,6 +30,17 @@ def test_sizes_and_durations_are_read_as_everywhere() -> None:
     assert config.depot.ssd == config.ssd
 
 
+def test_every_tier_that_can_be_set_is_in_the_depot(tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {
+        "cxl": "1GiB",
+        "ssd": {"path": "/kv", "capacity": "20GiB"},
+        "hdd": {"path": "/hd", "capacity": "20GiB"},
+        "object": {"url": f"file://{tmp_path}", "capacity": "1GiB"},
+    }
+    depot = read(tiers).depot
+    assert [name for name in tiers if getattr(depot, name) is None] == []
+
+
 @pytest.mark.parametrize(
     ("extra", "setting"),
     [

@@ -66,10 +66,13 @@ def reopened(tmp_path: Path, open_engine: OpenEngine) -> Reopened:
     """Opens an engine whose depot has PROMPT on a drive only."""
 
     def open_it(tier: str = "hdd", **settings: Any) -> ToyEngine:
+        place = {"path": str(tmp_path / "kv"), "segment": "1MiB"}
+        if tier == "object":
+            place = {"url": f"file://{tmp_path}/kv"}
         parts = {
             "dram": {"capacity": 8 << 20, "huge_pages": "never", "prefault": False},
             "writeback": {"staging": 4 << 20},
-            tier: {"path": str(tmp_path / "kv"), "capacity": "64MiB", "segment": "1MiB"},
+            tier: {"capacity": "64MiB", **place},
         }
         engine = open_engine(assemble(load(overrides=parts)))
         ask(engine, "before", PROMPT)
@@ -79,8 +82,11 @@ def reopened(tmp_path: Path, open_engine: OpenEngine) -> Reopened:
     return open_it
 
 
-def test_who_waits_finds_its_blocks_in_memory(reopened: Reopened) -> None:
-    engine = reopened()
+@pytest.mark.parametrize("tier", ["hdd", "object"])
+def test_who_waits_finds_its_blocks_in_memory(reopened: Reopened, tier: str) -> None:
+    if tier == "object":
+        pytest.importorskip("obstore")
+    engine = reopened(tier)
     queued_behind(engine)
     store = engine.side._depot.store
     assert eventually(lambda: hinted(store) == FULL_PAGES)
@@ -88,7 +94,7 @@ def test_who_waits_finds_its_blocks_in_memory(reopened: Reopened) -> None:
 
 
 @pytest.mark.parametrize(("tier", "hint"), [("hdd", 0.0), ("ssd", 30.0)])
-def test_it_can_be_turned_off_and_is_for_hard_drives(
+def test_it_can_be_turned_off_and_is_for_slow_tiers(
     reopened: Reopened, tier: str, hint: float
 ) -> None:
     engine = reopened(tier, hint=hint)

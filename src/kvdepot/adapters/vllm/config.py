@@ -95,8 +95,8 @@ class ConnectorConfig:
     """Blocks that have not arrived by then are recomputed."""
 
     hint: Seconds = 30.0
-    """A request in vLLM's queue has its blocks brought from hard drives to memory meanwhile, for
-    this long at most; 0: not."""
+    """A request in vLLM's queue has its blocks brought from hard drives and buckets to memory
+    meanwhile, for this long at most; 0: not."""
 
     def __post_init__(self) -> None:
         for name, least in (("block_tokens", 0), ("checkpoint_tokens", 0), ("load_threads", 1)):
@@ -117,6 +117,7 @@ class ConnectorConfig:
             cxl=self.cxl,
             ssd=self.ssd,
             hdd=self.hdd,
+            object=self.object,
             writeback=self.writeback,
             tenants=self.tenants,
         )

@@ -1,8 +1,8 @@
 """What the scheduler tells the depot beforehand: prefetch hints for queued requests, and sessions.
 
-A request that vLLM leaves in its queue has its blocks brought from hard drives to memory meanwhile.
-A request may name its session and the session's state in `kv_transfer_params`; the depot is told
-when the request is over.
+A request that vLLM leaves in its queue has its blocks brought from hard drives and buckets to
+memory meanwhile. A request may name its session and the session's state in `kv_transfer_params`;
+the depot is told when the request is over.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _REQUESTS_A_STEP: Final = 4
 _HINTED_MAX: Final = 32
 """Requests with hints under way; those behind them wait long enough to be hinted at later."""
 _SALT_BYTES: Final = 8
-_SLOW_TIER: Final = "hdd"
+_SLOW_TIERS: Final = frozenset({"hdd", "object"})
 """Blocks in a faster tier load soon enough without a hint."""
 
 
@@ -107,11 +107,11 @@ class QueueHints:
         block_keys.grow(request.all_token_ids, blocks)
         store = self._depot.store
         try:
-            hints = [
-                store.hint(keys, self._hint_s)
-                for keys in block_keys.keys(0, blocks)
-                if _SLOW_TIER in store.match(keys).tiers
-            ]
+            hints = []
+            for keys in block_keys.keys(0, blocks):
+                tiers = store.match(keys).tiers
+                if not _SLOW_TIERS.isdisjoint(tiers):
+                    hints.append(store.hint(keys[: len(tiers)], self._hint_s))
         except KVDepotError as error:
             self._warnings.warn("the depot takes no hints", error)
             return
