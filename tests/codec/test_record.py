@@ -14,6 +14,8 @@ from kvdepot.codec.record import (
     Head,
     Kind,
     chunk_count,
+    fill_tokens,
+    filled_tokens,
     identity,
     parse_head,
     parse_own,
@@ -21,6 +23,9 @@ from kvdepot.codec.record import (
     place,
     record_bytes,
     round_up,
+    token_ids,
+    tokens_max,
+    write_head,
 )
 from kvdepot.errors import ConfigError
 from kvdepot.testing.images import make_image, make_key, payload_for
@@ -156,3 +161,59 @@ def test_a_head_holds_so_many_checksums_and_no_more() -> None:
     for payload in (CHUNKS_MAX * 100 + 1, 0):
         with pytest.raises(ConfigError, match="chunk"):
             chunk_count(payload, 100)
+
+
+TOKENS = struct.pack("<16I", *range(1000, 1016))
+
+
+def test_token_ids_lie_behind_the_checksums_and_change_nothing_else() -> None:
+    image = placed()
+    before = parse_head(image)
+    write_head(image, Kind.BLOCK, KEY, 3 * CHUNK + 5, CHUNK, TOKENS)
+    place(image, 77, 88)
+    assert token_ids(image, KEY) == TOKENS
+    assert token_ids(image, make_key(2)) == b""
+    assert struct.unpack_from("<I", image, 92) == (16,)
+    used = TABLE_OFFSET + 8 * 4
+    assert struct.unpack_from("<I", image, 64) == (used,), "readers from before find what they know"
+    assert bytes(image[used : used + 64]) == TOKENS
+    after = parse_head(image)
+    assert before is not None and after is not None
+    assert after == before._replace(token_count=16)
+    assert payload_intact(image, after)
+
+
+def test_a_head_without_token_ids_keeps_none_of_those_before() -> None:
+    image = placed()
+    image[92:TABLE_OFFSET] = b"\xff" * (TABLE_OFFSET - 92)
+    image[TABLE_OFFSET + 8 * 4 : HEAD_BYTES] = b"\xff" * (HEAD_BYTES - TABLE_OFFSET - 8 * 4)
+    write_head(image, Kind.BLOCK, KEY, 3 * CHUNK + 5, CHUNK)
+    assert token_ids(image, KEY) == b""
+    assert not any(image[92:TABLE_OFFSET])
+    assert not any(image[TABLE_OFFSET + 8 * 4 : HEAD_BYTES])
+
+
+def test_token_ids_that_do_not_match_their_checksum_are_none(seed: int) -> None:
+    image = placed()
+    write_head(image, Kind.BLOCK, KEY, 3 * CHUNK + 5, CHUNK, TOKENS)
+    bit = random.Random(seed).randrange(8 * len(TOKENS))
+    image[TABLE_OFFSET + 8 * 4 + bit // 8] ^= 1 << bit % 8
+    assert token_ids(image, KEY) == b""
+
+
+def test_token_ids_that_do_not_fit_are_left_out() -> None:
+    room = tokens_max(3 * CHUNK + 5, CHUNK)
+    assert room == (HEAD_BYTES - TABLE_OFFSET - 8 * 4) // 4
+    image = placed()
+    for count, kept in ((room, room), (room + 1, 0)):
+        write_head(image, Kind.BLOCK, KEY, 3 * CHUNK + 5, CHUNK, bytes(4 * count))
+        assert len(token_ids(image, KEY)) == 4 * kept
+        fill_tokens(image, 3 * CHUNK + 5, CHUNK, bytes(4 * count))
+        assert len(filled_tokens(image, 3 * CHUNK + 5, CHUNK)) == 4 * kept
+
+
+def test_a_count_that_lies_gives_no_token_ids() -> None:
+    image = placed()
+    struct.pack_into("<I", image, 92, 1 << 31)
+    assert token_ids(image, KEY) == b""
+    assert filled_tokens(image, 3 * CHUNK + 5, CHUNK) == b""

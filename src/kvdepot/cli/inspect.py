@@ -1,6 +1,7 @@
 """`kvdepot inspect PATH`: what is inside a store on disk."""
 
 import argparse
+import os
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -11,13 +12,17 @@ from typing import Any
 import numpy as np
 
 from kvdepot.cli import output
+from kvdepot.cli.arguments import count
 from kvdepot.cli.doctor.drives import NOT_MEASURED, profile_text
 from kvdepot.cli.report.tables import Table
 from kvdepot.codec.notes import parse_object
+from kvdepot.codec.record import HEAD_BYTES, PAGE, token_ids
 from kvdepot.codec.segment import FORMAT
-from kvdepot.core.tier import Contents
+from kvdepot.core.block import BlockKey
+from kvdepot.core.tier import Contents, page_of, segment_of
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.store.check.offline import opened, read_drive
+from kvdepot.tiers.device.files import aligned
 from kvdepot.tiers.device.speed import PROFILE_TAG, Profile
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.notes import Notes
@@ -52,6 +57,14 @@ class SpaceRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One block, and the token ids that it was put with; none where they are not known."""
+
+    key: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     path: str
     format: int
@@ -68,6 +81,8 @@ class Inspection:
     segments: list[SegmentRow]
     namespaces: list[SpaceRow]
     damage: list[str]
+    tokens: list[TokenRow]
+    """Of blocks in the order in which they lie, as many as were asked for."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -77,12 +92,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "Changes nothing, and may run while the store is in use.",
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="a directory or block device")
+    parser.add_argument(
+        "--tokens",
+        type=count,
+        default=0,
+        metavar="N",
+        help="show the token ids of the first N blocks too; they are as private as the prompts",
+    )
     output.add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     with output.Progress(f"reading {args.path}"), opened(args.path) as drive:
-        found = inspect(args.path, drive)
+        found = inspect(args.path, drive, args.tokens)
     if args.json:
         output.document(found)
     else:
@@ -90,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def inspect(path: Path, drive: Drive) -> Inspection:
+def inspect(path: Path, drive: Drive, tokens: int = 0) -> Inspection:
     contents, recovered = read_drive(drive)
     entries = [segment.entries["sequence"] for segment in recovered if len(segment.entries)]
     sequences = np.concatenate(entries) if entries else np.zeros(1, np.uint64)
@@ -121,7 +143,20 @@ def inspect(path: Path, drive: Drive) -> Inspection:
         ],
         namespaces=list(spaces(drive.notes, contents)),
         damage=list(drive.damage),
+        tokens=token_rows(drive, contents, tokens),
     )
+
+
+def token_rows(drive: Drive, contents: Contents, wanted: int) -> list[TokenRow]:
+    """Token ids of the first blocks, read from the heads of their records."""
+    head, found = aligned(HEAD_BYTES)[:HEAD_BYTES], []
+    for at in np.argsort(contents.locations)[:wanted].tolist():
+        key, location = BlockKey(contents.words[at].tobytes()), int(contents.locations[at])
+        fd, base = drive.segments[segment_of(location)].extent
+        nbytes = os.preadv(fd, [head], base + page_of(location) * PAGE)
+        ids = token_ids(head, key) if nbytes == HEAD_BYTES else b""
+        found.append(TokenRow(key.hex(), np.frombuffer(ids, "<u4").tolist()))
+    return found
 
 
 def spaces(found: Notes, contents: Contents) -> Iterator[SpaceRow]:
@@ -183,6 +218,9 @@ def show(found: Inspection) -> None:
         output.data("\n" + segments_table(found))
         if len(found.segments) > ROWS_MAX:
             output.data(f"… and {len(found.segments) - ROWS_MAX:,} more; --json lists them all")
+    for row in found.tokens:
+        known = " ".join(map(str, row.token_ids)) or "not known"
+        output.data(f"{row.key}: {known}")
     for text in found.damage:
         output.say(f"damage: {text}")
     if found.damage:

@@ -92,9 +92,9 @@ class Link:
             raise _refusal_of(frame)
         return frame
 
-    def number(self, kind: FrameKind, body: bytes, limit_s: float) -> int:
+    def number(self, kind: FrameKind, body: bytes, limit_s: float, flags: int = 0) -> int:
         """The answer to a request that is answered with a number."""
-        frame = expect(self.call(kind, body, limit_s), FrameKind.NUMBER)
+        frame = expect(self.call(kind, body, limit_s, flags), FrameKind.NUMBER)
         return messages.Number.parse(frame.body).value
 
     def text(self, kind: FrameKind, body: bytes, limit_s: float) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.client.get import address_in, batches, payload_in
 from kvdepot.codec.copy_ops import checksum_slot, fill_op, transfers
-from kvdepot.codec.record import record_bytes
+from kvdepot.codec.record import fill_tokens, record_bytes
 from kvdepot.core.block import Put
 from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
@@ -69,8 +69,9 @@ class RemotePutter:
             ops.append(fill_op(slot, offer.source, offer.payload_bytes, offer.chunk_bytes))
         if ops:
             transfers(ops)
+            flags = _fill_tokens(self._connections, [(wave[at], slots[at]) for at in slots])
             body = messages.with_table(number, np.array(list(slots), "<u4"))
-            self._sealing = self._link.send(FrameKind.SEAL, body)
+            self._sealing = self._link.send(FrameKind.SEAL, body, flags)
         return answers
 
 
@@ -121,17 +122,18 @@ class RemoteReservation(Reservation):
         connections = self._connections
         if connections is None or not chosen:
             return
-        for index in chosen:
-            offer, location = self._offers[index], self._open.pop(index)
+        filled = [(self._offers[index], self._open.pop(index)) for index in chosen]
+        for offer, location in filled:
             address_in(connections.arena, location, offer.payload_bytes)
             checksum_slot(connections.arena.view[location:], offer.payload_bytes, offer.chunk_bytes)
+        flags = _fill_tokens(connections, filled)
         try:
             with connections.link() as link:
                 for batch in self._batches:
                     mine = [at - batch.start for at in chosen if at - batch.start in batch.slots]
                     if mine:
                         body = messages.with_table(batch.number, np.array(mine, "<u4"))
-                        link.number(FrameKind.SEAL, body, connections.call_s)
+                        link.number(FrameKind.SEAL, body, connections.call_s, flags)
             connections.count_stored(len(chosen))
         except DaemonAwayError:
             connections.count_away()
@@ -168,6 +170,16 @@ def reserve(
         if Put.THROTTLED in answers:
             break
     return outcomes + [Put.THROTTLED] * (len(offers) - len(outcomes)), found
+
+
+def _fill_tokens(connections: Connections, filled: Sequence[tuple[NewBlock, int]]) -> int:
+    """Lay the token ids of blocks into their slots, if there are any. Returns the flags of SEAL."""
+    if not any(len(offer.tokens) for offer, _ in filled):
+        return 0
+    for offer, location in filled:
+        sizes = (offer.payload_bytes, offer.chunk_bytes)
+        fill_tokens(connections.arena.view[location:], *sizes, offer.tokens)
+    return Flag.TOKENS
 
 
 def _reserved_of(frame: Frame, count: int) -> tuple[int, list[Put], dict[int, int]]:

@@ -32,6 +32,7 @@ from kvdepot.core.depot import (
     Match,
     NamespaceHandle,
 )
+from kvdepot.core.keys import TokenIds
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
@@ -89,12 +90,17 @@ class RemoteStore(Depot):
         return self._namespaces.add(namespace)
 
     def put_many(
-        self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
+        self,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Any],
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
     ) -> list[Put]:
         """THROTTLED without a daemon."""
         self._check_open()
         keys, buffers = list(keys), list(buffers)
-        offers = self._namespaces.new_blocks(keys, buffers)
+        offers = self._namespaces.new_blocks(keys, buffers, token_ids)
         limit_s = self._welcome.put_timeout_s if timeout_s is None else timeout_s
         outcomes: list[Put] = []
         try:
@@ -108,12 +114,16 @@ class RemoteStore(Depot):
         return outcomes + [Put.THROTTLED] * (len(offers) - len(outcomes))
 
     def reserve(
-        self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
     ) -> RemoteReservation:
         """All THROTTLED without a daemon."""
         self._check_open()
         limit_s = self._welcome.put_timeout_s if timeout_s is None else timeout_s
-        offers = self._namespaces.empty_blocks(keys)
+        offers = self._namespaces.empty_blocks(keys, token_ids)
 
         def ask(connections: Connections, link: Link) -> RemoteReservation:
             outcomes, found = reserve(connections, link, offers, limit_s)

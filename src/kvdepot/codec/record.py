@@ -10,7 +10,10 @@
     72   u64   payload bytes
     80   u64   chunk bytes     the payload is checksummed in chunks of this size, whole layers each
     88   u32   chunk count
+    92   u32   token count     0: the block's token ids are not known
+    96   u64   checksum of the token ids
     128  u64[] checksum of each chunk
+    used u32[] token ids       behind the checksums, in the same page
 
 The payload starts at 4096 and is padded with zeros to a multiple of 4096. All little-endian.
 """
@@ -32,11 +35,16 @@ CHUNKS_MAX: Final = (HEAD_BYTES - TABLE_OFFSET) // 8
 IDENTITY: Final = slice(8, 56)
 """The part of a head that a reader knows beforehand: magic, version, kind, key, segment id."""
 
-_HEAD: Final = struct.Struct("<QIHH32sQQIHHQQI")
+TOKEN_BYTES: Final = 4
+
+_HEAD: Final = struct.Struct("<QIHH32sQQIHHQQIIQ")
 _IDENTITY: Final = struct.Struct("<IHH32sQ")
 _PLACE: Final = struct.Struct("<QQ")
 _U64: Final = struct.Struct("<Q")
 _KEY_AT: Final = 16
+_TOKENS: Final = struct.Struct("<IQ")
+_TOKENS_AT: Final = 92
+_ZEROS: Final = bytes(HEAD_BYTES)
 
 
 class Kind(IntEnum):
@@ -63,6 +71,7 @@ class Head(NamedTuple):
     payload_bytes: int
     chunk_bytes: int
     chunk_count: int
+    token_count: int = 0
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
@@ -85,16 +94,77 @@ def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
     return count
 
 
+def tokens_max(payload_bytes: int, chunk_bytes: int) -> int:
+    """How many token ids a record's head has room for."""
+    used = TABLE_OFFSET + 8 * -(-payload_bytes // chunk_bytes)
+    return max(0, (HEAD_BYTES - used) // TOKEN_BYTES)
+
+
 def write_head(
-    image: memoryview, kind: Kind, key: BlockKey, payload_bytes: int, chunk_bytes: int
+    image: memoryview,
+    kind: Kind,
+    key: BlockKey,
+    payload_bytes: int,
+    chunk_bytes: int,
+    tokens: bytes | memoryview = b"",
 ) -> None:
-    """Write the head of a record whose checksum table is already in place, unplaced."""
+    """Write the head of a record whose checksum table is already in place, unplaced.
+
+    `tokens` are little-endian u32. What does not fit is left out as a whole. The rest of the page
+    becomes zeros: what lay there before may be another tenant's.
+    """
     count = -(-payload_bytes // chunk_bytes)
     used = TABLE_OFFSET + 8 * count
+    end = used + len(tokens)
+    if end > HEAD_BYTES:
+        tokens, end = b"", used
+    token_count = len(tokens) // TOKEN_BYTES
     _HEAD.pack_into(
         image, 0, 0, MAGIC, VERSION, kind, key, 0, 0,
         used, Codec.RAW, 0, payload_bytes, chunk_bytes, count,
+        token_count, checksum(tokens) if token_count else 0,
     )  # fmt: skip
+    image[_HEAD.size : TABLE_OFFSET] = _ZEROS[: TABLE_OFFSET - _HEAD.size]
+    if token_count:
+        image[used:end] = tokens
+    image[end:HEAD_BYTES] = _ZEROS[: HEAD_BYTES - end]
+
+
+def fill_tokens(
+    image: memoryview, payload_bytes: int, chunk_bytes: int, tokens: bytes | memoryview
+) -> None:
+    """Lay token ids where `write_head` keeps them, for another process that writes the head."""
+    if len(tokens) > TOKEN_BYTES * tokens_max(payload_bytes, chunk_bytes):
+        tokens = tokens[:0]
+    used = TABLE_OFFSET + 8 * -(-payload_bytes // chunk_bytes)
+    _TOKENS.pack_into(image, _TOKENS_AT, len(tokens) // TOKEN_BYTES, 0)
+    image[used : used + len(tokens)] = tokens
+
+
+def filled_tokens(image: memoryview, payload_bytes: int, chunk_bytes: int) -> bytes:
+    """What `fill_tokens` has left; none where it makes no sense."""
+    count, _ = _TOKENS.unpack_from(image, _TOKENS_AT)
+    if count > tokens_max(payload_bytes, chunk_bytes):
+        return b""
+    used = TABLE_OFFSET + 8 * -(-payload_bytes // chunk_bytes)
+    return bytes(image[used : used + TOKEN_BYTES * count])
+
+
+def token_ids(image: memoryview, key: BlockKey) -> bytes:
+    """The token ids of a block, little-endian u32; empty where the head is not that block's, has
+    none, or they do not match their checksum.
+    """
+    if len(image) < HEAD_BYTES:
+        return b""
+    fields = _HEAD.unpack_from(image, 0)
+    used, count, digest = fields[7], fields[13], fields[14]
+    if (fields[1], fields[3], fields[4]) != (MAGIC, Kind.BLOCK, key) or not count:
+        return b""
+    end = used + TOKEN_BYTES * count
+    if not TABLE_OFFSET <= used <= end <= HEAD_BYTES:
+        return b""
+    found = bytes(image[used:end])
+    return found if checksum(found) == digest else b""
 
 
 def place(image: memoryview, segment_id: int, sequence: int) -> None:
@@ -110,7 +180,7 @@ def parse_head(image: memoryview) -> Head | None:
         return None
     (
         digest, magic, version, kind, key, segment_id, sequence,
-        used, codec, _, payload_bytes, chunk_bytes, count,
+        used, codec, _, payload_bytes, chunk_bytes, count, token_count, _,
     ) = _HEAD.unpack_from(image, 0)  # fmt: skip
     if magic != MAGIC or version != VERSION or codec != Codec.RAW:
         return None
@@ -120,7 +190,8 @@ def parse_head(image: memoryview) -> Head | None:
         return None
     if -(-payload_bytes // chunk_bytes) != count:
         return None
-    return Head(Kind(kind), BlockKey(key), segment_id, sequence, payload_bytes, chunk_bytes, count)
+    where = (segment_id, sequence, payload_bytes, chunk_bytes)
+    return Head(Kind(kind), BlockKey(key), *where, count, token_count)
 
 
 def parse_own(image: memoryview) -> tuple[int, bytes, int, int]:

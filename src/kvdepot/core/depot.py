@@ -344,13 +344,25 @@ class Depot(Protocol):
     def register(self, namespace: Namespace) -> NamespaceHandle:
         """`namespace` for a Namespace that exists already."""
 
-    def put(self, key: BlockKey, buffer: Any, *, timeout_s: float | None = None) -> Put:
+    def put(
+        self,
+        key: BlockKey,
+        buffer: Any,
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
+    ) -> Put:
         """Offload one block. See put_many."""
-        return self.put_many([key], [buffer], timeout_s=timeout_s)[0]
+        return self.put_many([key], [buffer], timeout_s=timeout_s, token_ids=token_ids)[0]
 
     @abstractmethod
     def put_many(
-        self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
+        self,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Any],
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
     ) -> list[Put]:
         """Offload blocks: in memory when this returns, on disk later (`flush` waits for that).
 
@@ -361,14 +373,25 @@ class Depot(Protocol):
         wait for the disk: memory takes it, and it may be evicted before it is written.
         REFUSED: the block can never fit. Raises BadBufferError and KeyFormatError for a caller's
         mistake, before anything is stored.
+
+        `token_ids` are those of all these blocks, one block after the other. They are kept in the
+        blocks' records, so that what is here can be announced to routers (docs/routers.md) and
+        inspected. As private as the blocks; left out, the blocks are not announced.
         """
 
     @abstractmethod
-    def reserve(self, keys: Sequence[BlockKey], *, timeout_s: float | None = None) -> Reservation:
+    def reserve(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
+    ) -> Reservation:
         """Offload without a copy: slots in memory for new blocks, which the caller fills in place.
 
         Keys of one prompt go head first. Waits up to `timeout_s` (default writeback.put_timeout)
         for room for the first block; further ones that do not fit at once are THROTTLED.
+        `token_ids` as for put_many.
         """
 
     @property

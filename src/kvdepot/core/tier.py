@@ -348,6 +348,16 @@ class SharesContents(Protocol):
 
 
 @runtime_checkable
+class KeepsTokens(Protocol):
+    """A tier that can tell the token ids of its blocks without reading the blocks."""
+
+    def read_tokens(self, keys: Sequence[BlockKey], locations: Sequence[int]) -> list[bytes]:
+        """Token ids of blocks, little-endian u32; empty where they are not known, or the record at
+        that place is not the block's. Blocks until the medium answers.
+        """
+
+
+@runtime_checkable
 class KeepsNotes(Tier, Protocol):
     """A tier whose segments hold notes (removals, descriptions) beside blocks."""
 

@@ -219,7 +219,8 @@ class ClientHoldings:
                 self._slots[number] = slots
         return number, offers, answers
 
-    def seal(self, number: int, indices: list[int]) -> None:
+    def seal(self, number: int, indices: list[int], *, tokens: bool = False) -> None:
+        """Make blocks of slots. `tokens`: the client has laid token ids into them."""
         with self._lock:
             slots = self._slots.get(number, {})
             if len(set(indices)) != len(indices) or any(index not in slots for index in indices):
@@ -227,7 +228,7 @@ class ClientHoldings:
             wave = [slots.pop(index) for index in indices]
             if not slots:
                 self._slots.pop(number, None)
-        self._mapped.seal(wave)
+        self._mapped.seal(wave, tokens=tokens)
 
     def abandon(self, number: int) -> None:
         """Give the slots of a reservation back that were not sealed."""

@@ -211,7 +211,7 @@ class RequestHandler:
 
     def _seal(self, frame: Frame) -> None:
         number, indices = messages.table(frame.body, _INDEX)
-        self._client.seal(number, indices.tolist())
+        self._client.seal(number, indices.tolist(), tokens=bool(frame.flags & Flag.TOKENS))
         self._number(frame, len(indices))
 
     def _abandon(self, frame: Frame) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.codec.record import HEAD_BYTES, chunk_count
+from kvdepot.codec.record import HEAD_BYTES, chunk_count, filled_tokens
 from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, Put
 from kvdepot.core.depot import Arrival
 from kvdepot.core.order import SessionState
@@ -244,8 +244,11 @@ class MappedStore:
         ]
         return slots, answers
 
-    def seal(self, slots: list[NewBlock]) -> None:
-        """Make blocks of slots that were filled and checksummed."""
+    def seal(self, slots: list[NewBlock], *, tokens: bool = False) -> None:
+        """Make blocks of slots that were filled and checksummed. `tokens`: token ids too."""
+        for offer in slots if tokens else ():
+            image = self._state.arena.image(offer.slot, HEAD_BYTES)
+            offer.tokens = filled_tokens(image, offer.payload_bytes, offer.chunk_bytes)
         self._putter.finish(slots, summed=True)
 
     def abandon(self, slots: list[NewBlock]) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvdepot.codec.record import TOKEN_BYTES
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
 from kvdepot.core.config import TenantConfig
 from kvdepot.core.depot import Layout, NamespaceHandle
 from kvdepot.core.hf_config import model_layout
-from kvdepot.core.keys import check_key
+from kvdepot.core.keys import TokenIds, check_key, token_bytes
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
@@ -52,19 +53,44 @@ class Namespaces:
             hint="call store.namespace(…) first",
         )
 
-    def new_blocks(self, keys: Sequence[BlockKey], buffers: Sequence[Any]) -> list[NewBlock]:
+    def new_blocks(
+        self, keys: Sequence[BlockKey], buffers: Sequence[Any], token_ids: TokenIds | None = None
+    ) -> list[NewBlock]:
         """What `put_many` was asked. The caller keeps the buffers alive."""
         _check_lengths(keys, buffers)
         checked(keys)
-        return [self._new_block(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+        pairs = zip(keys, buffers, strict=True)
+        offers = [self._new_block(key, buffer) for key, buffer in pairs]
+        self._add_tokens(offers, token_ids)
+        return offers
 
-    def empty_blocks(self, keys: Sequence[BlockKey]) -> list[NewBlock]:
+    def empty_blocks(
+        self, keys: Sequence[BlockKey], token_ids: TokenIds | None = None
+    ) -> list[NewBlock]:
         """What `reserve` was asked: offers whose bytes come later."""
         spaces = [self.of(key) for key in keys]
-        return [
+        offers = [
             NewBlock(key, 0, space.block_bytes, space.chunk_bytes)
             for key, space in zip(keys, spaces, strict=True)
         ]
+        self._add_tokens(offers, token_ids)
+        return offers
+
+    def _add_tokens(self, offers: Sequence[NewBlock], token_ids: TokenIds | None) -> None:
+        """Give each offer its token ids, if the caller has told them."""
+        if token_ids is None:
+            return
+        tokens, at = token_bytes(token_ids), 0
+        for offer in offers:
+            end = at + TOKEN_BYTES * self._known[offer.key[:TAG_BYTES]].layout.block_tokens
+            offer.tokens = tokens[at:end]
+            at = end
+        if at != len(tokens):
+            raise KeyFormatError(
+                f"{len(offers)} blocks have {at // TOKEN_BYTES} tokens, "
+                f"{len(tokens) // TOKEN_BYTES} were given",
+                hint="token_ids are those of the blocks in keys, and no others",
+            )
 
     def reads(self, keys: Sequence[BlockKey], intos: Sequence[Any], layers: Any) -> list[BlockRead]:
         """What `get_many` was asked. The caller keeps the buffers alive."""

@@ -23,6 +23,7 @@ from kvdepot.core.depot import (
     Match,
     NamespaceHandle,
 )
+from kvdepot.core.keys import TokenIds
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import Removal
@@ -37,6 +38,7 @@ from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
 from kvdepot.store.read.reader import Reader
+from kvdepot.store.read.token_ids import TokenReader
 from kvdepot.store.sessions import SESSION_ORDERS, Sessions, by_tag, checked_name, state_of
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
@@ -107,25 +109,34 @@ class Store(Depot):
         self._state.traffic.registered(tag, description)
 
     def put_many(
-        self, keys: Sequence[BlockKey], buffers: Sequence[Any], *, timeout_s: float | None = None
+        self,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Any],
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
     ) -> list[Put]:
         keys, buffers = list(keys), list(buffers)  # a lazy sequence would free what we point to
         if timeout_s is None:
             timeout_s = self._state.config.writeback.put_timeout
         self._state.check_open()
-        offers = self._namespaces.new_blocks(keys, buffers)
+        offers = self._namespaces.new_blocks(keys, buffers, token_ids)
         with self._state.using():
             answers = self._putter.store(offers, timeout_s)
             self._flusher.write_through(timeout_s)
             return answers
 
     def reserve(
-        self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
     ) -> StoreReservation:
         self._state.check_open()
         if timeout_s is None:
             timeout_s = self._state.config.writeback.put_timeout
-        offers = self._namespaces.empty_blocks(keys)
+        offers = self._namespaces.empty_blocks(keys, token_ids)
         with contextlib.ExitStack() as scope:
             scope.enter_context(self._state.using())
             outcomes = self._putter.reserve(offers, timeout_s)
@@ -302,6 +313,14 @@ class Store(Depot):
             counts = {"turns": prompt.turns, "blocks": len(prompt), "tiers": tiers}
             found.append({**facts, **counts, "idle_s": round(now_s - prompt.told_s, 3)})
         return found
+
+    def token_ids(self, keys: Sequence[BlockKey]) -> list[list[int]]:
+        """Of each block the token ids that it was put with; empty where there are none, or it is
+        not here. Reads a page of each block that is not in memory.
+        """
+        with self._state.using():
+            found = TokenReader(self._state).read(checked(list(keys)))
+        return [np.frombuffer(ids, "<u4").tolist() for ids in found]
 
     def namespaces_of_session(self, name: str) -> list[bytes]:
         """Tags of the namespaces that have a session of that name."""

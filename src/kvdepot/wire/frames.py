@@ -108,6 +108,9 @@ class Flag(IntEnum):
     """On ARRIVED: there is no DONE. What is not in it is absent, what is was in memory."""
     VERIFIED = 16
     """On ARRIVED: the daemon has compared these blocks with their checksums."""
+    TOKENS = 32
+    """On SEAL: the slots have token ids behind their checksums, as codec.record.fill_tokens lays
+    them. A daemon that does not know the flag keeps none."""
     PAD = 4
     """On RESERVE: answer for every key, THROTTLED where there was no room to try."""
 

@@ -122,3 +122,14 @@ def test_counters_as_plain_values(model: DepotModel) -> None:
         }
     ]
     assert last["lookup_s"] > 0 and last["onboard_s"] > 0
+
+
+def test_blocks_are_stored_with_their_token_ids(model: DepotModel, memory: Store) -> None:
+    ids = tokens(40)
+    model.generate(ids, **GREEDY)
+    assert model.flush()
+    told = ids[0].tolist()
+    with memory.inspect().state.lock:
+        catalog = memory.inspect().catalog
+        keys = [catalog.table.key(row) for row in catalog.live_rows().tolist()]
+    assert sorted(memory.token_ids(keys)) == sorted([told[:BLOCK], told[BLOCK : 2 * BLOCK]])

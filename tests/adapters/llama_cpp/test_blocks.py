@@ -122,3 +122,12 @@ def test_all_parts_of_a_split_model_count(tmp_path: Path) -> None:
     assert gguf_digest(parts[0], None, None) != before
     assert gguf_files(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
     assert gguf_files(parts[0]) == parts
+
+
+def test_blocks_are_stored_with_their_token_ids() -> None:
+    made = MadeState(cells=20)
+    with kvdepot.open(dram={"capacity": "8MiB", "prefault": False, "huge_pages": "never"}) as store:
+        blocks = open_blocks(store, made)
+        tokens = list(range(40, 60))
+        assert blocks.store(tokens, read_state(made.state(), 4)) == 2
+        assert store.token_ids(blocks.space.keys(tokens)) == [tokens[:8], tokens[8:16]]

@@ -295,3 +295,20 @@ def test_many_requests_with_preemptions_aborts_and_faults(
     assert store.stats()["leased"] == 0
     engine.close()
     assert open_store(dram=1 << 20).check().ok
+
+
+@pytest.mark.parametrize("salt", [None, "secret"])
+def test_blocks_are_saved_with_their_token_ids_unless_salted(
+    open_store: OpenStore, open_engine: OpenEngine, salt: str | None
+) -> None:
+    store = open_store()
+    engine = open_engine(store)
+    prompt = PROMPT[: FULL_PAGES * PAGE_TOKENS]
+    ask(engine, "one", prompt, 1, cache_salt=salt)
+    with store.inspect().state.lock:
+        keys = [
+            store.inspect().catalog.table.key(row) for row in store.inspect().catalog.live_rows()
+        ]
+    known = sorted(ids for ids in store.token_ids(keys) if ids)
+    pages = [prompt[at : at + PAGE_TOKENS] for at in range(0, len(prompt), PAGE_TOKENS)]
+    assert known == ([] if salt else sorted(pages))

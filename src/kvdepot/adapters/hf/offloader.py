@@ -135,7 +135,10 @@ class Offloader:
                     tensors = tensors or snapshot.tensors()
                     first = row.pad - snapshot.first
                     starts = [block * group.block_tokens + first for block in blocks]
-                    self._store_blocks(group, tensors, row.batch, starts, keys[blocks.start :])
+                    run = BlockRun(
+                        row.batch, starts, keys[blocks.start :], _ids(group, row, blocks)
+                    )
+                    self._store_blocks(group, tensors, run)
 
     def _missing(
         self, group: LayerGroup, snapshot: GroupSnapshot, row: OffloadRow, keys: Sequence[BlockKey]
@@ -148,19 +151,15 @@ class Offloader:
         first = max(row.windows_from, snapshot.first - row.pad)
         return range(-(-first // group.block_tokens), len(keys))
 
-    def _store_blocks(
-        self,
-        group: LayerGroup,
-        tensors: KVTensors,
-        batch: int,
-        starts: Sequence[int],
-        keys: Sequence[BlockKey],
-    ) -> None:
-        """Copy the blocks that begin at `starts` into slots of the depot, in waves, head first."""
+    def _store_blocks(self, group: LayerGroup, tensors: KVTensors, run: "BlockRun") -> None:
+        """Copy blocks into slots of the depot, in waves, head first."""
         size = group.block_tokens
         wave = max(1, _WAVE_BYTES // group.space.block_bytes)
+        batch, starts, keys, ids = run.batch, run.starts, run.keys, run.token_ids
         while keys:
-            with self._store.reserve(keys[:wave]) as slots:
+            part = keys[:wave]
+            some = None if ids is None else ids[: size * len(part)]
+            with self._store.reserve(part, token_ids=some) as slots:
                 fresh = [at for at, put in enumerate(slots.outcomes) if put is Put.STORED]
                 if fresh:
                     spans = [(starts[at], starts[at] + size) for at in fresh]
@@ -173,3 +172,23 @@ class Offloader:
                 self._counters.add_offload(throttled=len(keys))
                 return
             starts, keys = starts[done:], keys[done:]
+            ids = None if ids is None else ids[size * done :]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Blocks of one row and group, head first."""
+
+    batch: int
+    starts: Sequence[int]
+    """Where in the tensors each begins."""
+    keys: Sequence[BlockKey]
+    token_ids: Any
+    """Of all of them; None for a window, whose keys do not name their parents."""
+
+
+def _ids(group: LayerGroup, row: OffloadRow, blocks: range) -> Any:
+    if group.window is not None:
+        return None
+    size = group.block_tokens
+    return row.tokens[blocks.start * size : blocks.stop * size]

@@ -128,16 +128,21 @@ class SequenceBlocks:
             raise ModelError("the layout of llama.cpp's state has changed")
         size = self.block_tokens
         end = state.first + state.cells
-        keys = self.space.keys(np.asarray(tokens)[:end])
+        known = np.asarray(tokens)[:end]
+        keys = self.space.keys(known)
         first = max(len(self._depot.match(keys)), -(-state.first // size))
-        return self._store_from(keys, first, state) if first < len(keys) else 0
+        return self._store_from(keys, first, state, known) if first < len(keys) else 0
 
-    def _store_from(self, keys: Sequence[BlockKey], first: int, state: SequenceState) -> int:
+    def _store_from(
+        self, keys: Sequence[BlockKey], first: int, state: SequenceState, tokens: Tokens
+    ) -> int:
         size = self.block_tokens
         wave = max(1, _WAVE_BYTES // self.space.block_bytes)
         stored = 0
         while first < len(keys):
-            with self._depot.reserve(keys[first : first + wave]) as slots:
+            part = keys[first : first + wave]
+            ids = tokens[first * size : (first + len(part)) * size]
+            with self._depot.reserve(part, token_ids=ids) as slots:
                 fresh = [at for at, put in enumerate(slots.outcomes) if put is Put.STORED]
                 for at in fresh:
                     start = (first + at) * size - state.first

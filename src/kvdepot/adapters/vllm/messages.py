@@ -49,6 +49,9 @@ class LoadJob(TransferJob):
 class SaveJob(TransferJob):
     """Blocks that are complete when the step is over."""
 
+    tokens: bytes = b""
+    """Their token ids, as u32; empty where these alone do not say what the blocks are."""
+
 
 @dataclass(slots=True)
 class StepPlan:

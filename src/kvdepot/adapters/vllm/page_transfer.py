@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from kvdepot.adapters.tensors import BlockMover, KVTensors, OffloadTicket, Pieces
@@ -259,7 +260,8 @@ class Saver:
         `keys` are this shard's.
         """
         try:
-            slots = self._store.reserve(keys, timeout_s=0.0)
+            tokens = np.frombuffer(job.tokens, "<u4") if job.tokens else None
+            slots = self._store.reserve(keys, timeout_s=0.0, token_ids=tokens)
         except KVDepotError as error:
             self._warnings.warn("the depot takes nothing", error)
             self._counts.add("depot_errors", 1, "reserve")

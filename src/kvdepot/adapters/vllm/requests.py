@@ -21,7 +21,7 @@ from kvdepot.adapters.vllm.groups import GroupRule, pages_per_block
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob, ShardKeys
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
-from kvdepot.core.keys import encode
+from kvdepot.core.keys import encode, token_bytes
 
 NULL_PAGE: Final = 0
 """vLLM's block that stands for those it does not keep: outside a window, states but the last."""
@@ -85,6 +85,11 @@ class RequestKeys:
 
     def __len__(self) -> int:
         return len(self._keys[0])
+
+    @property
+    def say_all(self) -> bool:
+        """Whether token ids alone say what a block is: no salt, no image."""
+        return not self._salt and not self._marks
 
     def grow(self, tokens: Sequence[int], blocks: int) -> None:
         """Compute the keys of at least `blocks` blocks; `tokens` has all of theirs."""
@@ -379,8 +384,17 @@ class TrackedRequest:
             pages = tuple(page for at in range(first, end) for page in blocks[at])
             keys = self.group_keys[group].keys(first, end)
             name = self.request.request_id
-            jobs.append(SaveJob(name, self.adapter, keys, pages, first, group))
+            tokens = self._tokens(group, first, end)
+            jobs.append(SaveJob(name, self.adapter, keys, pages, first, group, tokens))
         return jobs
+
+    def _tokens(self, group: int, first: int, end: int) -> bytes:
+        """Token ids of blocks of the first group, for routers: they follow one group alone."""
+        keys = self.group_keys[group]
+        if group or not keys.say_all or self.groups.rules[group].kind != "full":
+            return b""
+        size = keys.block_tokens
+        return bytes(token_bytes(self.request.all_token_ids[first * size : end * size]))
 
 
 def _state_page(rule: GroupRule, tokens: int) -> int:

@@ -43,6 +43,8 @@ class NewBlock:
     slot: int = NONE
     deferred: bool = False
     """Taken while too much waited to be written."""
+    tokens: bytes | memoryview = b""
+    """Its token ids, little-endian u32; empty where they are not known."""
 
 
 def _parts(offers: Sequence[NewBlock]) -> Iterator[range]:
@@ -259,7 +261,8 @@ class Putter:
         for offer in wave:
             nbytes = record_bytes(offer.payload_bytes)
             image = self._state.arena.image(offer.slot, nbytes)
-            write_head(image, Kind.BLOCK, offer.key, offer.payload_bytes, offer.chunk_bytes)
+            sizes = (offer.payload_bytes, offer.chunk_bytes)
+            write_head(image, Kind.BLOCK, offer.key, *sizes, offer.tokens)
             end = HEAD_BYTES + offer.payload_bytes
             if end != nbytes:
                 image[end:] = _ZEROS[: nbytes - end]

@@ -27,6 +27,7 @@ from kvdepot.codec.record import (
     payload_intact,
     record_bytes,
     round_up,
+    token_ids,
 )
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock, WallClock
@@ -59,7 +60,7 @@ from kvdepot.errors import (
     UnsafePathError,
 )
 from kvdepot.native import READ, address_of
-from kvdepot.tiers.device.files import Files, Ops, io_ops, io_rows
+from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops, io_rows
 from kvdepot.tiers.device.speed import PROFILE_TAG
 from kvdepot.tiers.device.survey import FLASH
 from kvdepot.tiers.log.contents import read_contents
@@ -76,6 +77,8 @@ _log: Final = logging.getLogger("kvdepot.tiers")
 _DAMAGE_LOGGED_MAX: Final = 8
 _STANDS_OUT: Final = 4.0
 _REGISTERED_MAX: Final = 8 << 30
+_HEADS_AT_ONCE: Final = 64
+"""Pages read in one batch for token ids."""
 _STALL_S: Final = 1.0
 """A read with a shorter deadline does not tell whether the drive stalls or is slow."""
 _TRIAL_TIMEOUT_S: Final = 2.0
@@ -388,6 +391,17 @@ class LogTier:
     def _read_records(
         self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
     ) -> list[bool]:
+        intact = [False] * len(keys)
+        for index, segment_id in self._read_images(locations, images):
+            head = parse_head(images[index])
+            if head is not None and (head.key, head.segment_id) == (keys[index], segment_id):
+                intact[index] = payload_intact(images[index], head)
+        return intact
+
+    def _read_images(
+        self, locations: Sequence[int], images: Sequence[memoryview]
+    ) -> list[tuple[int, int]]:
+        """Fill images from these places. Returns which were read, and the segment ids there."""
         drives = [self.drives[drive_of(location)] for location in locations]
         allowed = {drive for drive in dict.fromkeys(drives) if drive.breaker.allows()}
         asked = []
@@ -403,12 +417,23 @@ class LogTier:
         for column, name in enumerate(("fd", "offset", "address", "nbytes")):
             ops[name] = [row[column] for row in rows]
         self._run_through(ops, [drives[index] for index, _ in asked])
-        intact = [False] * len(keys)
-        for (index, segment_id), code in zip(asked, ops["result"].tolist(), strict=True):
-            head = parse_head(images[index]) if code == 0 else None
-            if head is not None and (head.key, head.segment_id) == (keys[index], segment_id):
-                intact[index] = payload_intact(images[index], head)
-        return intact
+        codes = ops["result"].tolist()
+        return [one for one, code in zip(asked, codes, strict=True) if code == 0]
+
+    def read_tokens(self, keys: Sequence[BlockKey], locations: Sequence[int]) -> list[bytes]:
+        found = [b""] * len(keys)
+        memory = aligned(_HEADS_AT_ONCE * HEAD_BYTES)
+        heads = [memory[at : at + HEAD_BYTES] for at in range(0, len(memory), HEAD_BYTES)]
+        order = sorted(range(len(keys)), key=locations.__getitem__)
+        for first in range(0, len(order), _HEADS_AT_ONCE):
+            part = order[first : first + _HEADS_AT_ONCE]
+            with self._files.descriptors.use():
+                read = self._read_images([locations[at] for at in part], heads[: len(part)])
+            for number, segment_id in read:
+                head, key = parse_head(heads[number]), keys[part[number]]
+                if head is not None and (head.key, head.segment_id) == (key, segment_id):
+                    found[part[number]] = token_ids(heads[number], key)
+        return found
 
     def _run_through(self, ops: Ops, drives: Sequence[Drive]) -> None:
         """Run a batch to its end, however long that takes; the drives are judged by it."""

@@ -119,6 +119,15 @@ class BucketContents:
     def at(self, location: int) -> DataObject | None:
         return self._slots.get(segment_of(location))
 
+    def tokens(self, key: BlockKey, location: int) -> bytes:
+        """Token ids of the record there; empty where they are not known or it is another block."""
+        one, page = self.at(location), page_of(location)
+        if one is None or page not in one.listing.tokens:
+            return b""
+        records = one.listing.records
+        there = records["key"][records["page"] == page]
+        return one.listing.tokens[page] if there.tobytes() == key else b""
+
     def count(self, location: int, payload_bytes: int) -> None:
         with self.lock:
             one = self._slots.get(segment_of(location))

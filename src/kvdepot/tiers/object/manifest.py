@@ -9,13 +9,15 @@ A writer numbers its manifests. One that covers the numbers of others and has a 
 replaces them: so manifests are merged and blocks leave them, without anything being overwritten.
 
 A manifest: magic, version, checksum of the rest, bytes of the JSON, rows; the JSON (data objects,
-removals, descriptions); 56 bytes for each record. All little-endian.
+removals, descriptions, and token ids, which older readers do not look at); 56 bytes for each
+record. All little-endian.
 """
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -71,6 +73,14 @@ class Listing:
     nbytes: int
     created_s: int
     records: Records
+    tokens: Mapping[int, bytes] = field(default_factory=dict)
+    """Token ids of records, by page, as far as they are known."""
+
+    def only(self, kept: npt.NDArray[np.bool_]) -> "Listing":
+        """The same object with these of its records."""
+        pages = set(self.records["page"][kept].tolist())
+        tokens = {page: ids for page, ids in self.tokens.items() if page in pages}
+        return replace(self, records=self.records[kept], tokens=tokens)
 
 
 @dataclass(slots=True)
@@ -106,6 +116,11 @@ class Entry:
                 "namespaces": {
                     tag.hex(): text.hex() for tag, text in sorted(self.descriptions.items())
                 },
+                "tokens": {
+                    one.path: {str(page): b64encode(ids).decode() for page, ids in told}
+                    for one in self.objects
+                    if (told := sorted(one.tokens.items()))
+                },
             },
             separators=(",", ":"),
         ).encode()
@@ -138,7 +153,11 @@ class Entry:
             ends = records["page"].astype(np.int64) * PAGE + HEAD_BYTES
             if not str(path).startswith(DATA) or ".." in path or (ends > int(nbytes)).any():
                 raise ValueError(path)
-            entry.objects.append(Listing(str(path), int(nbytes), int(created_s), records))
+            tokens = {
+                int(page): b64decode(ids)
+                for page, ids in told.get("tokens", {}).get(path, {}).items()
+            }
+            entry.objects.append(Listing(str(path), int(nbytes), int(created_s), records, tokens))
         if at != len(rows):
             raise ValueError("rows of no object")
         for prefix, below, created_s in told["removals"]:

@@ -7,7 +7,7 @@ comes to its end.
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.core.clock import Clock
@@ -185,7 +185,7 @@ class OwnManifests:
         for one in old.objects:
             standing = self._contents.standing(one.records)
             if not self._is_gone(one.path, dropped) and standing.any():
-                entry.objects.append(replace(one, records=one.records[standing]))
+                entry.objects.append(one.only(standing))
         age_s = self._tombstone_age_s
         newest = {(one.prefix): one for one in sorted(old.tombstones, key=_below)}
         entry.tombstones = [

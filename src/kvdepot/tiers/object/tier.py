@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.codec.copy_ops import transfers
-from kvdepot.codec.record import PAGE, parse_own, place
+from kvdepot.codec.record import PAGE, parse_own, place, token_ids
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock, SystemClock, WallClock
 from kvdepot.core.config import ObjectConfig
@@ -145,8 +145,11 @@ class ObjectTier:
             number = self._number
         records = np.zeros(len(images), ROW)
         at = 0
+        tokens: dict[int, bytes] = {}
         for row, image, keep in zip(records, images, kept, strict=True):
             _, key, old, payload_bytes = parse_own(image)
+            if ids := token_ids(image, BlockKey(key)):
+                tokens[at // PAGE] = ids
             sequence = old if keep else self._next_sequence()
             place(image, number, sequence)
             row["key"] = np.frombuffer(key, np.uint64)
@@ -163,7 +166,7 @@ class ObjectTier:
         )
         path = f"{DATA}{self._contents.writer}/{number:012x}"
         self._bucket.create(path, body.data)
-        listing = Listing(path, at, int(self._clocks.wall.now()), records)
+        listing = Listing(path, at, int(self._clocks.wall.now()), records, tokens)
         added = self._contents.add(listing, self._contents.writer, appended=True)
         if added is None:
             self.upkeep.trash.add([path])
@@ -289,6 +292,10 @@ class ObjectTier:
     def take_contents(self) -> Contents:
         changes = self._contents.take()
         return NO_CONTENTS if changes is None else changes.come
+
+    def read_tokens(self, keys: Sequence[BlockKey], locations: Sequence[int]) -> list[bytes]:
+        """From the manifests: no request."""
+        return [self._contents.tokens(*one) for one in zip(keys, locations, strict=True)]
 
     def take_changes(self) -> Changes | None:
         return self._contents.take()
