@@ -183,7 +183,7 @@ def same(args: argparse.Namespace, rows: Rows, notes: dict[str, Any]) -> None:
     for kind, engine in _tiny(args.place, "read", kinds).items():
         found[kind] = [engine.ask(seed, SHORT, 16) for seed in (1, 2, 3)]
         _judge(rows, kind, "from disk, new process", found[kind], wanted[kind], engine, "ssd")
-        engine.do("garbage", on=True)
+        engine.do("garbage")
         found[kind] = [engine.again(seed, SHORT, 16) for seed in (1, 2, 3)]
         same, difference = worst(found[kind], wanted[kind])
         what = f"{_name(kind)}: control with garbage, log-probability"
@@ -230,10 +230,13 @@ def _try_model(place: Path, shape: str, rows: Rows, notes: dict[str, Any]) -> No
     again.end()
     found = [again.ask(seed, LONG, 16) for seed in (1, 2, 3)]
     _judge_model(rows, f"{shape}: from disk, new process", found, wanted)
-    again.do("garbage", on=True)
-    found = [again.again(seed, LONG, 16) for seed in (1, 2, 3)]
-    same, difference = worst(found, wanted)
-    rows.add(f"{shape}: control with garbage", [difference], "other tokens", not same)
+    again.do("saves", on=False)
+    for kind in again.do("kinds")["kinds"]:
+        again.do("garbage", kind=kind)
+        found = [again.again(seed, LONG, 16) for seed in (1, 2, 3)]
+        same, difference = worst(found, wanted)
+        what = f"{shape}: control with garbage in groups of kind {kind}"
+        rows.add(what, [difference], "other tokens", not same)
     again.kill()
 
 

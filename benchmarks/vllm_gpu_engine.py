@@ -11,6 +11,7 @@ import random
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,9 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Models with several kinds of KV: configuration class, architecture, shape. All are small."""
 STATEFUL = {"nemotron_h", "falcon_h1"}
+_CONV_SPREAD = 0.5
+_MAMBA_VECTORS = {"A": -0.05, "dt_bias": -3.0, "D": 0.1}
+"""A: minus the decay in a unit of time; dt_bias: of such a unit a token takes about 0.05."""
 SHAPES: dict[str, tuple[dict[str, Any], float]] = {"tiny": (TINY, 0.1), "8b": (LARGE, 0.03)}
 """Shape, and the spread of the random weights: enough for the KV to decide on the tokens."""
 CONNECTORS: dict[str, dict[str, Any]] = {
@@ -143,6 +147,30 @@ def _hybrid(shape: str) -> dict[str, Any]:
     kind, architecture, size = HYBRIDS[shape]
     config = getattr(transformers, kind)(**{**_SMALL, **size}).to_dict()
     return {**config, "architectures": [architecture], "torch_dtype": "bfloat16"}
+
+
+def randomise(model: Any, spread: float) -> None:
+    """Weights with which the KV decides on the tokens; vLLM's dummy weights are so small that it
+    hardly matters.
+
+    Mamba2: a state that fades over hundreds of tokens and outweighs what the layer sees of the
+    token itself.
+    """
+    import torch
+
+    chance = torch.Generator(device=next(iter(model.parameters())).device)
+    chance.manual_seed(1)
+    gemma = type(model).__name__.startswith("Gemma")
+    for name, weights in model.named_parameters():
+        last = name.rpartition(".")[2]
+        if "conv1d" in name and weights.dim() > 1:
+            weights.data.normal_(0, _CONV_SPREAD, generator=chance)
+        elif weights.dim() > 1:
+            weights.data.normal_(0, spread, generator=chance)
+        elif last in _MAMBA_VECTORS:
+            weights.data.fill_(_MAMBA_VECTORS[last])
+        else:  # of a norm; Gemma's are added to one
+            weights.data.fill_(0 if gemma or last == "bias" else 1)
 
 
 class Engine:
@@ -184,7 +212,7 @@ class Engine:
             seed=0,
             **settings,
         )
-        self._randomise(spread, vectors=shape not in HYBRIDS)
+        self._llm.apply_model(lambda model: randomise(model, spread))
         if self._ours:
             self._keep_counts()
         return {"seconds": time.monotonic() - started}
@@ -322,20 +350,31 @@ class Engine:
         locked = sum(nbytes for _, nbytes in pagelock._users)
         return {"locked": locked, "rss": int(resident.split()[1]), "arenas": arenas}
 
-    def garbage(self, on: bool) -> dict[str, Any]:
-        """The control: all pages get the first block's bytes.
+    def kinds(self) -> dict[str, Any]:
+        """The kinds of KV groups that the model has."""
+        return {"kinds": sorted({group.rule.kind for group in self._worker.facts.groups})}
 
-        To mix blocks up would hardly show: attention does not mind their order.
+    def garbage(self, kind: str = "") -> dict[str, Any]:
+        """The control, from now on: pages of groups of this kind, or of all, get bytes from the
+        end of the depot's memory, which are no block's or another's.
         """
-        from kvdepot.adapters.tensors import Mover
+        from kvdepot.adapters.vllm.page_transfer import Loader
 
-        right = getattr(Mover, "right", None) or Mover.onboard
-        Mover.right = right  # type: ignore[attr-defined]
+        right = getattr(Loader, "right", None) or Loader._scatter
+        Loader.right = right  # type: ignore[attr-defined]
+        kinds = [group.rule.kind for group in self._worker.facts.groups]
+        memory: memoryview = self._store.memory[0]
 
-        def wrong(mover: Any, views: Any, pieces: Any, **more: Any) -> Any:
-            return right(mover, views[:1] * len(views), pieces, **more)
+        def end_of_memory(nbytes: int) -> memoryview:
+            start = (len(memory) - nbytes) // 4096 * 4096
+            return memory[start : start + nbytes]
 
-        Mover.onboard = wrong if on else right  # type: ignore[method-assign,assignment]
+        def wrong(loader: Any, job: Any, arrivals: Any) -> None:
+            if kind in ("", kinds[job.group]):
+                arrivals = [replace(one, view=end_of_memory(len(one.view))) for one in arrivals]
+            right(loader, job, arrivals)
+
+        Loader._scatter = wrong  # type: ignore[method-assign,assignment]
         return {}
 
     def figures(self) -> dict[str, Any]:
@@ -369,24 +408,6 @@ class Engine:
         from kvdepot.adapters.vllm.connector import KVDepotConnector
 
         KVDepotConnector.get_kv_connector_stats = lambda self: None  # type: ignore[method-assign]
-
-    def _randomise(self, spread: float, vectors: bool) -> None:
-        """vLLM's dummy weights are so small that KV hardly matters. `vectors`: norms become 1; a
-        state-space layer's own (decay, step) must stay as they are, or it gives no numbers.
-        """
-        torch = self._torch
-
-        def fill(model: Any) -> None:
-            device = next(iter(model.parameters())).device
-            chance = torch.Generator(device=device)
-            chance.manual_seed(1)
-            for _, weights in model.named_parameters():
-                if weights.dim() > 1:
-                    weights.data.normal_(0, spread, generator=chance)
-                elif vectors:
-                    weights.data.fill_(1)
-
-        self._llm.apply_model(fill)
 
 
 def main() -> None:
