@@ -29,7 +29,7 @@ _PREFIX_BLOCKS: Final = 512
 _PREFIX_BLOCK_BYTES: Final = 128 << 10
 _PREFIX_OBJECT_BYTES: Final = 4 * MIB
 _NEVER_S: Final = 86400.0
-_PIECES: Final = (4 * MIB, 16 * MIB)
+_PIECES: Final = (4 * MIB, 8 * MIB, 16 * MIB)
 """Ranges that obstore alone is tried with."""
 
 
@@ -190,7 +190,7 @@ class RawBucket:
         whole, rest = divmod(self._set_bytes, self._object_bytes)
         sizes = [self._object_bytes] * whole + ([rest] if rest else [])
         paths = [(f"raw/{secrets.token_hex(8)}", size) for size in sizes]
-        self._each(lambda one: self._bucket.create(one[0], self._body[: one[1]].data), paths)
+        self._each(lambda one: self._bucket.create(one[0], [self._body[: one[1]].data]), paths)
         self._paths = paths
 
     def _get(self, piece: int) -> None:

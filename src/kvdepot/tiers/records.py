@@ -3,7 +3,7 @@
 import errno
 from typing import Any
 
-from kvdepot.codec.copy_ops import read_op, transfers
+from kvdepot.codec.copy_ops import copy_op, read_op, transfers
 from kvdepot.codec.record import HEAD_BYTES, Kind, parse_head, payload_intact, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import DriveFacts, Health, Load, Outcome, Usage
@@ -11,7 +11,10 @@ from kvdepot.native import COPY, address_of
 
 
 def deliver(record: bytes | memoryview, load: Load) -> Outcome:
-    """Serve a load from a record as it was appended: OK, or CORRUPT where it is not that block."""
+    """Serve a load from a record as it was appended: OK, or CORRUPT where it is not that block.
+
+    The record may be the load's image.
+    """
     head = parse_head(memoryview(record))
     if head is None or len(record) < record_bytes(head.payload_bytes):
         return Outcome.CORRUPT
@@ -20,12 +23,15 @@ def deliver(record: bytes | memoryview, load: Load) -> Outcome:
         return Outcome.CORRUPT
     span = (load.start, load.stop, load.chunk_bytes)
     source, image = address_of(record)[0], address_of(load.image, writable=True)[0]
-    rows = [
-        (0, source, image, HEAD_BYTES, 0, 0, COPY),
-        read_op(source, image + HEAD_BYTES + load.start, *span),
-    ]
-    if load.copy_to:
-        rows.append(read_op(source, load.copy_to, *span))
+    if source == image:
+        rows = [read_op(source, 0, *span)]
+    else:
+        rows = [
+            (0, source, image, HEAD_BYTES, 0, 0, COPY),
+            read_op(source, image + HEAD_BYTES + load.start, *span),
+        ]
+    if load.copy_to:  # of the same bytes, which were verified a moment ago
+        rows.append(copy_op(source, load.copy_to, load.start, load.stop))
     return Outcome.CORRUPT if -errno.EBADMSG in transfers(rows).tolist() else Outcome.OK
 
 

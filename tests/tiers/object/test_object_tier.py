@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.object_nodes import memory_bucket
 
 from kvdepot.core.config import ObjectConfig
 from kvdepot.core.tier import Tier
@@ -19,13 +20,6 @@ CAPACITY_BYTES = 4 << 20
 def settings(**more: object) -> ObjectConfig:
     known: dict[str, object] = {"url": "s3://memory/p", "capacity": CAPACITY_BYTES, **more}
     return ObjectConfig(**known)  # type: ignore[arg-type]
-
-
-def memory_bucket() -> Bucket:
-    from obstore.store import MemoryStore
-
-    store = MemoryStore()
-    return Bucket(store, store, "memory")
 
 
 class TestObjectTier(TierContract):

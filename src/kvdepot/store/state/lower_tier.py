@@ -26,6 +26,8 @@ from kvdepot.policy.placing.write_mode import WriteMode
 
 FAILED: Final = DURABILITY.index(Durability.FAILED)
 _WAVE_BYTES: Final = 32 << 20
+_REMOTE_WAVE_BYTES: Final = 64 << 20
+"""Enough for all requests at once; what is read is handed over wave by wave."""
 _ARRIVALS_MAX: Final = 3600
 _ARRIVALS_APART_S: Final = 1.0
 _WRITERS_A_DRIVE: Final = 2
@@ -53,7 +55,9 @@ class LowerTier:
         self.run_bytes = _run_bytes(config)
         """How much of one prompt should lie in one piece; 0 where that does not matter."""
         self.writers_a_drive = _writers_a_drive(config)
-        self.wave_bytes = 4 * self.run_bytes or _WAVE_BYTES
+        self.wave_bytes = (
+            _REMOTE_WAVE_BYTES if self.is_remote else 4 * self.run_bytes or _WAVE_BYTES
+        )
         """How much is read from a drive in one go."""
         self.shares = DriveShares(tier)
         self.second_copies = SecondCopies(catalog, copies) if config.mirror else None

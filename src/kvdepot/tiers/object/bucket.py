@@ -92,13 +92,15 @@ class Bucket:
         self.label = label
         self.requests = Requests()
 
-    def create(self, path: str, body: Any) -> None:
-        """Write an object that is not there yet."""
+    def create(self, path: str, body: bytes | Sequence[memoryview]) -> None:
+        """Write an object that is not there yet. Parts of a body are sent from where they are."""
         import obstore
 
-        size = len(body)
+        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
         self._ask(
-            lambda: obstore.put(self._writer, path, body, mode="create"), puts=1, sent_bytes=size
+            lambda: obstore.put(self._writer, path, body, mode="create", use_multipart=False),
+            puts=1,
+            sent_bytes=size,
         )
 
     def overwrite(self, path: str, body: bytes) -> None:

@@ -7,12 +7,11 @@ network is used by append, load, erase and remember, and by the background threa
 
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.codec.copy_ops import transfers
 from kvdepot.codec.record import PAGE, parse_own, place, token_ids
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock, SystemClock, WallClock
@@ -33,12 +32,11 @@ from kvdepot.core.tier import (
     pack_location,
 )
 from kvdepot.errors import KVDepotError
-from kvdepot.native import COPY, address_of
 from kvdepot.tiers.device.breaker import Breaker, RetryPauses
 from kvdepot.tiers.object.bucket import Bucket, BucketError, explain, open_bucket
 from kvdepot.tiers.object.contents import BucketContents, span_of
 from kvdepot.tiers.object.manifest import DATA, ROW, Entry, Listing, Tombstone
-from kvdepot.tiers.object.reading import RangeReader
+from kvdepot.tiers.object.reading import RangeLoads, RangeReader
 from kvdepot.tiers.object.upkeep import BucketUpkeep, Clocks
 from kvdepot.tiers.records import describe_drive, is_intact
 
@@ -49,7 +47,9 @@ _log = RateLimitedLog("kvdepot.store")
 
 
 class ObjectTier:
-    """One bucket, or a shared folder, below a prefix. Implements Tier and SharesContents."""
+    """One bucket, or a shared folder, below a prefix. Implements Tier, QueuesReads and
+    SharesContents.
+    """
 
     name = "object"
 
@@ -155,17 +155,8 @@ class ObjectTier:
             row["key"] = np.frombuffer(key, np.uint64)
             row["page"], row["payload"], row["sequence"] = at // PAGE, payload_bytes, sequence
             at += len(image)
-        body = np.empty(at, np.uint8)
-        target = address_of(body.data, writable=True)[0]
-        starts = [target + int(row["page"]) * PAGE for row in records]
-        transfers(
-            [
-                (0, *address_of(image)[:1], start, len(image), 0, 0, COPY)
-                for image, start in zip(images, starts, strict=True)
-            ]
-        )
         path = f"{DATA}{self._contents.writer}/{number:012x}"
-        self._bucket.create(path, body.data)
+        self._bucket.create(path, images)
         listing = Listing(path, at, int(self._clocks.wall.now()), records, tokens)
         added = self._contents.add(listing, self._contents.writer, appended=True)
         if added is None:
@@ -189,6 +180,11 @@ class ObjectTier:
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         return self._reader.load(loads, timeout_s)
+
+    def submit(
+        self, loads: Sequence[Load], timeout_s: float, done: Callable[[], None]
+    ) -> RangeLoads:
+        return self._reader.submit(loads, timeout_s, done)
 
     def read_records(
         self, keys: Sequence[BlockKey], locations: Sequence[int], images: Sequence[memoryview]
