@@ -32,6 +32,11 @@ from kvdepot.testing.store_contract import (
 )
 
 ROOT = Path(__file__).parents[2]
+SITE = {
+    "connected": True,
+    "messages": {"sent": 3, "received": 2, "refused": 0, "dropped": 0, "connected": 1},
+    "hints": {"followed": 1, "open": 0, "passed_on": 0, "unknown": 0},
+}
 DAEMON = {
     "version": "1.2.3",
     "uptime_s": 12.5,
@@ -182,7 +187,7 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
         tiers(store, keys)
         with store.reserve(prompt(space_of(store), 7, 1)):
             pass
-        stats = {**store.stats(), "daemon": DAEMON}
+        stats = {**store.stats(), "daemon": DAEMON, "site": SITE}
         store.inspect().state.traffic.took("request", 0.001, "match")
         stats["traffic"] = store.inspect().state.traffic.describe()
     absent = [metric.name for metric in METRICS if not list(metric.read(stats))]

@@ -93,6 +93,7 @@ class Node:
     def die(self) -> None:
         """End without a word."""
         self.tier.upkeep._stop.set()
+        self.tier.upkeep.look_now()
         self.tier._closed = True
         self.tier._reader.close()
 

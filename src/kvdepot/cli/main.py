@@ -49,6 +49,7 @@ COMMANDS = {
     "tiers": Command("kvdepot.cli.tiers", "see and change the tiers of a running daemon"),
     "stats": Command("kvdepot.cli.stats", "what a daemon has done so far, and how it is"),
     "top": Command("kvdepot.cli.top", "watch a daemon: tiers, flow, hits, sessions, drives"),
+    "hint": Command("kvdepot.cli.hint", "tell a node of a site which prompt it will be asked for"),
     "record": Command("kvdepot.cli.record", "write down what a daemon is asked for, for `sim`"),
     "check": Command("kvdepot.cli.check", "verify a store on disk, and repair it"),
     "torture": Command("kvdepot.cli.torture", "kill and damage stores of its own; what holds"),

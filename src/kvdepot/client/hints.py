@@ -24,6 +24,7 @@ class RemoteHint(PrefetchHint):
 
     def __init__(self, connections: Connections | None, hinted: list[messages.Hinted]) -> None:
         self.wanted = sum(each.wanted for each in hinted)
+        self.resident = sum(each.resident for each in hinted)
         self._connections = connections
         self._left = [each.number for each in hinted if each.number]
         self._brought = dict.fromkeys(self._left, 0)

@@ -34,6 +34,7 @@ SEGMENTS_MIN: Final = 3
 """One that grows, one that is kept free, one that holds something."""
 _SIZE_LIMIT: Final = 1 << 63
 _TOKENS_MAX: Final = 1 << 40
+_NAME_MAX: Final = 100
 
 Bytes = Annotated[int, Unit.BYTES]
 Seconds = Annotated[float, Unit.SECONDS]
@@ -455,6 +456,62 @@ class ObjectConfig:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NatsConfig:
+    """A NATS server through which the stores of a site tell each other what they do."""
+
+    servers: tuple[str, ...]
+    """Addresses such as nats://broker:4222, or tls://…; one that answers is enough."""
+
+    site: str = "default"
+    """Stores with the same name here hear each other; they share a bucket or a folder."""
+
+    node: str = ""
+    """What this store is called in hints; left out, the machine's name."""
+
+    credentials_file: Path | None = None
+    """A user's .creds file."""
+
+    token_file: Path | None = None
+    """File whose content, less a line end, is the server's token."""
+
+    tls_ca: Path | None = None
+    """Certificates that the server's is checked against; left out, the system's."""
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("nats.servers", "needs at least one address")
+        for server in self.servers:
+            scheme, _, rest = server.partition("://")
+            if "@" in server:
+                raise ConfigError(
+                    "nats.servers",
+                    "an address must not hold credentials",
+                    hint="use nats.credentials_file or nats.token_file",
+                )
+            if scheme not in ("nats", "tls") or not rest.strip("/"):
+                raise ConfigError(
+                    "nats.servers", "is not the address of a server", hint="nats://broker:4222"
+                )
+        plain = self.site.replace("-", "").replace("_", "")
+        if not (plain.isascii() and plain.isalnum() and len(self.site) <= _NAME_MAX):
+            raise ConfigError("nats.site", "must be letters, digits, - and _", hint="paris-1")
+        if len(self.node) > _NAME_MAX or not self.node.isprintable():
+            raise ConfigError("nats.node", f"must be at most {_NAME_MAX} printable characters")
+        if self.credentials_file is not None and self.token_file is not None:
+            raise ConfigError("nats.token_file", "is given beside nats.credentials_file")
+
+    def token(self) -> str:
+        """The server's token, empty when none is set. Reads the file; else ConfigError."""
+        if self.token_file is None:
+            return ""
+        try:
+            return self.token_file.read_text().removesuffix("\n").removesuffix("\r")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise ConfigError("nats.token_file", f"cannot be read: {reason}") from error
+
+
 LowerTierConfig = FileTierConfig | PluginConfig | ObjectConfig
 
 
@@ -533,6 +590,9 @@ class Config:
 
     object: ObjectConfig | None = None
     """A bucket or a shared folder, below all others; shared with other stores."""
+
+    nats: NatsConfig | None = None
+    """The server through which stores of a site tell each other what they do."""
 
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
     """How blocks get from memory to disk."""

@@ -5,6 +5,7 @@ Implemented by store.store.Store, in this process, and client.remote.RemoteStore
 """
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -294,11 +295,17 @@ class Reservation(ABC):
         self.close()
 
 
+_WAIT_LOOK_S: Final = 0.02
+"""How often `wait_for` looks."""
+
+
 class PrefetchHint(Protocol):
     """Answer to `hint`: blocks that come to memory in the background."""
 
     wanted: int
     """Blocks that it is to bring; others are in memory, unknown, or too many."""
+    resident: int
+    """Leading blocks that are in the store."""
 
     @property
     @abstractmethod
@@ -462,8 +469,24 @@ class Depot(Protocol):
         """Blocks of one prompt, head first, that will be wanted within `deadline_s` seconds; or the
         name of a session of `tenant`.
 
-        They come to memory in the background as far as there is room. Does not block.
+        They come to memory in the background as far as there is room. Does not block. A store that
+        lacks some of them, and shares a tier with others, looks there for what is new.
         """
+
+    def wait_for(self, keys: Sequence[BlockKey], timeout_s: float) -> Match:
+        """The longest resident prefix, once all of it is here or `timeout_s` has passed: for blocks
+        that another machine is about to commit to a tier that both share.
+
+        What has come is brought to memory meanwhile, as by `hint`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        found = 0
+        while found < len(keys) and (left_s := deadline_s - time.monotonic()) > 0:
+            more = self.hint(keys[found:], left_s).resident
+            found += more
+            if not more:
+                time.sleep(min(_WAIT_LOOK_S, left_s))
+        return self.match(keys)
 
     @abstractmethod
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:

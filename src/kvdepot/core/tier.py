@@ -346,6 +346,12 @@ class SharesContents(Protocol):
     def take_changes(self) -> Changes | None:
         """What has changed since the last call, or since `take_contents`. No I/O."""
 
+    def look_now(self) -> None:
+        """Something may have changed: look soon, in the background, and not at the next turn."""
+
+    def when_published(self, tell: Callable[[], None]) -> None:
+        """Call `tell`, which does not block, after each change that other stores can see now."""
+
 
 @runtime_checkable
 class KeepsTokens(Protocol):

@@ -258,6 +258,8 @@ class MappedStore:
     def hint(self, keys: Keys, deadline_s: float) -> tuple[Hint, int]:
         """`Store.hint` for keys, and how many of them are in the store."""
         wants, resident = self._away(keys)
+        if resident < len(keys):
+            self._state.look_at_shared()
         return self._prefetcher.start(wants, deadline_s), resident
 
     def hint_session(self, tag: bytes, name: str, deadline_s: float) -> tuple[Hint, int]:

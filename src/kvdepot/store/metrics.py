@@ -228,6 +228,11 @@ def joules_saved(stats: Stats) -> float | None:
     return seconds * watts if seconds is not None and watts else None
 
 
+def _each(counts: Mapping[str, float]) -> Samples:
+    """Every count, by its name as the label."""
+    return [((name,), float(count)) for name, count in counts.items()]
+
+
 def _derived(value: Callable[[Stats], float | None]) -> Callable[[Stats], Samples]:
     def read(stats: Stats) -> Samples:
         found = value(stats)
@@ -613,6 +618,41 @@ METRICS: Final = (
         "The prefill speed that savings are computed with.",
         _one("daemon", "assumed", "prefill_tokens_per_s"),
         "daemon.assumed",
+    ),
+    _gauge(
+        "site_connected",
+        "",
+        "Whether the NATS server of the site is reached.",
+        _one("site", "connected"),
+        "site.connected",
+    ),
+    _counter(
+        "site_messages",
+        "event",
+        "Messages between the stores of a site: sent, received, refused as nonsense, dropped; and "
+        "connections made.",
+        lambda stats: _each(stats.get("site", {}).get("messages", {})),
+        "site.messages",
+    ),
+    _counter(
+        "site_hints",
+        "event",
+        "Hints of the site: prompts followed, sessions passed on to another node, unknown here.",
+        lambda stats: _each(
+            {
+                name: count
+                for name, count in stats.get("site", {}).get("hints", {}).items()
+                if name != "open"
+            }
+        ),
+        "site.hints",
+    ),
+    _gauge(
+        "site_open_hints",
+        "",
+        "Prompts hinted at of which not all has come to the shared tier yet.",
+        _one("site", "hints", "open"),
+        "site.hints.open",
     ),
     _gauge(
         "clients",

@@ -1,8 +1,10 @@
 """The namespaces a store knows, and what a caller asks of it, checked before anything is done."""
 
 import builtins
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from kvdepot.store.write.put import NewBlock
 
 BLOCK_BYTES_MAX = (1 << 31) - 8192
 """With its head, the most that the kernel reads or writes in one go."""
+
+_PARSED_MAX = 4096
 
 
 class Namespaces:
@@ -126,6 +130,56 @@ class Namespaces:
         if length != nbytes:
             raise BadBufferError(f"the target must have {nbytes} bytes, it has {length}")
         return BlockRead(key, address, space.block_bytes, space.chunk_bytes, start, start + nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A namespace as its description tells it."""
+
+    layout: KVLayout
+    model: str
+    tenant: str
+    namespace: Namespace | None
+    """None: it takes a secret that is not known here."""
+
+
+class DescribedNamespaces:
+    """Namespaces whose description is here, whether or not a program has registered them."""
+
+    def __init__(
+        self, descriptions: Callable[[], dict[bytes, bytes]], tenants: Mapping[str, TenantConfig]
+    ) -> None:
+        self._descriptions = descriptions
+        self._tenants = tenants
+        self._parsed: dict[bytes, Described | None] = {}
+        """By description; None: it is none."""
+
+    def all(self) -> dict[bytes, Described]:
+        """By tag."""
+        found: dict[bytes, Described] = {}
+        for tag, text in self._descriptions().items():
+            if text not in self._parsed:
+                if len(self._parsed) >= _PARSED_MAX:
+                    self._parsed.clear()
+                self._parsed[text] = self._parse(text)
+            known = self._parsed[text]
+            if known is not None:
+                found[tag] = known
+        return found
+
+    def _parse(self, text: bytes) -> Described | None:
+        try:
+            told = json.loads(text)
+            layout = KVLayout.from_description(told["layout"])
+            model, tenant = str(told["model"]), str(told["tenant"])
+        except (ValueError, KeyError, TypeError):
+            return None
+        known = self._tenants.get(tenant)
+        try:
+            secret = known.secret() if known is not None else b""
+            return Described(layout, model, tenant, Namespace.from_description(told, secret))
+        except ConfigError:
+            return Described(layout, model, tenant, None)
 
 
 def make_namespace(

@@ -25,6 +25,7 @@ from kvdepot.errors import ConfigError, DriveError, KVDepotError
 from kvdepot.index.catalog import Catalog
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
+from kvdepot.site.link import connect_options
 from kvdepot.store.drives.disk_room import shortages
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
@@ -79,6 +80,8 @@ def assemble(
 
     `files` puts something between the store and its disks; `wall` tells the time of day.
     """
+    if config.nats is not None:
+        connect_options(config.nats)  # refuse what cannot work before anything is open
     clock = SystemClock()
     _raise_open_files_limit()
     if mode == "rw":

@@ -13,7 +13,8 @@ import numpy as np
 
 from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import record_bytes
-from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.core.block import TAG_BYTES, BlockKey, Got, Put
+from kvdepot.core.config import NatsConfig
 from kvdepot.core.depot import (
     CLOSE_TIMEOUT_S,
     CheckReport,
@@ -26,20 +27,28 @@ from kvdepot.core.depot import (
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
-from kvdepot.core.tier import Removal
+from kvdepot.core.tier import Removal, SharesContents
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.check.online import check_store
 from kvdepot.store.drives.maintenance import DriveMaintenance
 from kvdepot.store.mapped import MappedStore
-from kvdepot.store.namespaces import Namespaces, check_block_bytes, checked, make_namespace
+from kvdepot.store.namespaces import (
+    DescribedNamespaces,
+    Namespaces,
+    check_block_bytes,
+    checked,
+    make_namespace,
+)
+from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.read.token_ids import TokenReader
 from kvdepot.store.sessions import SESSION_ORDERS, Sessions, by_tag, checked_name, state_of
+from kvdepot.store.site_member import SiteMember
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.stats import describe
@@ -67,6 +76,8 @@ class Store(Depot):
         self._sessions = Sessions(state.catalog, state.clock)
         self._drives = DriveMaintenance(state)
         self._flusher = Flusher(state)
+        self._described = DescribedNamespaces(state.descriptions.all, state.config.tenants)
+        self._site = self._join_site(state.config.nats) if state.config.nats else None
 
     def __repr__(self) -> str:
         state = self._state
@@ -222,10 +233,46 @@ class Store(Depot):
                 prompts, session_state = self._sessions.recall(tags, checked_name(keys))
             else:
                 prompts, session_state = [list(checked(keys))], SessionState.NONE
-            wanted = self._not_in_memory(prompts)
-        return self._prefetcher.start(
+            wanted, resident = self._not_in_memory(prompts)
+        if resident < sum(map(len, prompts)):
+            self._state.look_at_shared()
+        hint = self._prefetcher.start(
             self._namespaces.whole_reads(wanted), deadline_s, session_state
         )
+        hint.resident = resident
+        return hint
+
+    def hint_described(self, keys: Sequence[BlockKey], deadline_s: float) -> Hint:
+        """`hint` for keys of one namespace that is described here, registered or not."""
+        state = self._state
+        space = self._described.all().get(bytes(keys[0][:TAG_BYTES])) if keys else None
+        if space is None or state.closing.is_set():
+            return Hint([], 0.0)
+        layout, size = space.layout, space.layout.block_bytes
+        with state.lock:
+            rows = state.usable_prefix(state.catalog.resident(keys))
+            reads = [
+                BlockRead(key, 0, size, layout.chunk_bytes, 0, size)
+                for key, row in zip(keys, rows, strict=False)
+                if not state.catalog.in_memory(row) and state.catalog.nbytes[row] == size
+            ]
+        hint = self._prefetcher.start(reads, deadline_s)
+        hint.resident = len(rows)
+        return hint
+
+    def keys_of_tokens(self, tokens: Sequence[int], model: str = "") -> list[list[BlockKey]]:
+        """Of a prompt, in each namespace of a model, or of all, that is described here and whose
+        secret the settings have.
+        """
+        spaces = [one for one in self._described.all().values() if model in ("", one.model)]
+        found = [one.namespace.keys(tokens) for one in spaces if one.namespace is not None]
+        return [keys for keys in found if keys]
+
+    def keys_of_session(self, name: str, tenant: str = "") -> list[list[BlockKey]]:
+        """Of a session's prompt, in each namespace of a tenant that has it."""
+        tags = [tag for tag, one in self._described.all().items() if one.tenant == tenant]
+        with self._state.lock:
+            return self._sessions.recall(tags, name)[0]
 
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         self._state.check_open()
@@ -294,7 +341,8 @@ class Store(Depot):
     def stats(self) -> dict[str, Any]:
         self._state.check_open()
         with self._state.lock:
-            return {**describe(self._state), "sessions": self._sessions.describe()}
+            found = {**describe(self._state), "sessions": self._sessions.describe()}
+        return {**found, "site": self._site.describe()} if self._site is not None else found
 
     def list_sessions(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
         """Sessions that are remembered: `recent` or `cold` by when they were told of last, or
@@ -345,6 +393,8 @@ class Store(Depot):
         if state.closing.is_set() or os.getpid() != self._process:
             return FlushReport(True)
         report = self._flusher.flush(timeout_s)
+        if self._site is not None:
+            self._site.close()
         with state.lock:
             state.closing.set()
             for lower in state.lower_tiers:
@@ -403,16 +453,26 @@ class Store(Depot):
             for lower in tiers
         ]
 
-    def _not_in_memory(self, prompts: Sequence[Sequence[BlockKey]]) -> list[BlockKey]:
-        """What of prompts could come to memory, the heads of all of them first."""
+    def _not_in_memory(self, prompts: Sequence[Sequence[BlockKey]]) -> tuple[list[BlockKey], int]:
+        """What of prompts could come to memory, the heads of all of them first; and how many of
+        their leading blocks are in the store.
+        """
         state = self._state
         assert state.held()
-        parts = []
+        parts, resident = [], 0
         for keys in prompts:
             rows = state.usable_prefix(state.catalog.resident(keys))
+            resident += len(rows)
             pairs = zip(keys, rows, strict=False)
             parts.append([key for key, row in pairs if not state.catalog.in_memory(row)])
-        return [key for some in itertools.zip_longest(*parts) for key in some if key is not None]
+        heads_first = itertools.zip_longest(*parts)
+        return [key for some in heads_first for key in some if key is not None], resident
+
+    def _join_site(self, config: NatsConfig) -> SiteMember:
+        """Tell the other stores of a site what this one publishes, and follow their hints."""
+        tiers = [lower.tier for lower in self._state.lower_tiers]
+        shared = [tier for tier in tiers if isinstance(tier, SharesContents)]
+        return SiteMember(config, self, shared, self._state.clock)
 
     def _check_fits(self, nbytes: int) -> None:
         """Refuse blocks that no tier could ever hold."""

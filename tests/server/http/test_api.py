@@ -24,7 +24,7 @@ from kvdepot.server.http.changes import ChangeRunner, ChangeRunningError
 from kvdepot.server.http.guard import BODY_BYTES_MAX, AccessRules, Guard, RateLimit
 from kvdepot.server.http.service import HttpSettings
 from kvdepot.store.metrics import values
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, small, space_of
+from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, small, space_of
 
 TOKEN = "0123456789abcdef-token"
 
@@ -197,6 +197,11 @@ def test_sessions_are_told_of_and_hinted_at(daemon: HttpDaemon) -> None:
     assert hinted.json == {"resident": 4, "wanted": 0}
     by_keys = {"keys": [key.hex() for key in keys[:2]], "deadline_s": 5}
     assert daemon.ask("POST", "/api/hints", by_keys).json == {"resident": 2, "wanted": 0}
+    tokens = [1, *range(1, TOKENS * 3)]
+    by_tokens = {"tokens": tokens, "model": "contract", "deadline_s": 5}
+    assert daemon.ask("POST", "/api/hints", by_tokens).json == {"resident": 3, "wanted": 0}
+    by_tokens["model"] = "another"
+    assert daemon.ask("POST", "/api/hints", by_tokens).json == {"resident": 0, "wanted": 0}
     closed = {"session": "chat", "state": "closed", "namespace": space.tag.hex()}
     assert daemon.ask("POST", "/api/sessions/state", closed).status == 200
 

@@ -41,7 +41,10 @@ def fitting(field: Field) -> st.SearchStrategy[Any]:
     if schema["type"] in ("integer", "number"):
         return st.integers(schema["minimum"], schema["maximum"])
     if schema["type"] == "array":
-        return st.lists(st.from_regex(schema["items"]["pattern"], fullmatch=True), min_size=1)
+        items = schema["items"]
+        if items["type"] == "integer":
+            return st.lists(st.integers(items["minimum"], items["maximum"]), min_size=1)
+        return st.lists(st.from_regex(items["pattern"], fullmatch=True), min_size=1)
     if "pattern" in schema:
         return st.from_regex(schema["pattern"], fullmatch=True)
     known = st.sampled_from(["chat", "ssd", "dram", "8MiB", "/nowhere/at/all", "../../etc/passwd"])

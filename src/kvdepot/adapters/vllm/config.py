@@ -11,6 +11,7 @@ from kvdepot.core.config import (
     CxlConfig,
     DramConfig,
     HddConfig,
+    NatsConfig,
     ObjectConfig,
     Seconds,
     SsdConfig,
@@ -42,6 +43,9 @@ class ConnectorConfig:
 
     object: ObjectConfig | None = None
     """Its bucket or shared folder, which other machines use too."""
+
+    nats: NatsConfig | None = None
+    """The server through which it hears of other machines, and of hints."""
 
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
     """How blocks get from memory to disk."""
@@ -118,6 +122,7 @@ class ConnectorConfig:
             ssd=self.ssd,
             hdd=self.hdd,
             object=self.object,
+            nats=self.nats,
             writeback=self.writeback,
             tenants=self.tenants,
         )

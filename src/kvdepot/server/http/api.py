@@ -16,6 +16,7 @@ from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.server.daemon import Daemon
 from kvdepot.server.http.changes import ChangeRunner, StoreChange
 from kvdepot.server.http.events import RecentEvents
+from kvdepot.site.messages import TOKENS_MAX
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import gpu_seconds_saved, hit_ratio, joules_saved, served_tokens
 from kvdepot.store.sessions import SESSION_ORDERS, state_of
@@ -184,15 +185,19 @@ class Api:
 
     def hint(self, call: ApiCall) -> Answer:
         deadline_s, mapped = call.values["deadline_s"], self._daemon.mapped
-        name, keys = call.values.get("session"), call.values.get("keys")
-        if keys is not None and name is None:
+        name, keys, tokens = (call.values.get(one) for one in ("session", "keys", "tokens"))
+        if sum(one is not None for one in (name, keys, tokens)) != 1:
+            raise ConfigError("hint", "give either a session or keys or tokens")
+        if keys is not None:
             words = key_words(b"".join(bytes.fromhex(key) for key in keys))
             hints = [mapped.hint(words, deadline_s)]
-        elif name is not None and keys is None:
-            tags = self._tags(name, call)
-            hints = [mapped.hint_session(tag, name, deadline_s) for tag in tags]
+        elif tokens is not None:
+            prompts = self._store.keys_of_tokens(tokens, call.values.get("model", ""))
+            brought = [self._store.hint_described(prompt, deadline_s) for prompt in prompts]
+            hints = [(hint, hint.resident) for hint in brought]
         else:
-            raise ConfigError("hint", "give either a session or keys")
+            tags = self._tags(str(name), call)
+            hints = [mapped.hint_session(tag, str(name), deadline_s) for tag in tags]
         resident = sum(found for _, found in hints)
         return {"resident": resident, "wanted": sum(hint.wanted for hint, _ in hints)}
 
@@ -284,7 +289,7 @@ ENDPOINTS: Final = (
     Endpoint(
         "POST",
         "/api/hints",
-        "Bring the blocks of a session, or of keys, to memory ahead of need.",
+        "Bring the blocks of a session, of keys, or of a prompt's tokens to memory ahead of need.",
         Api.hint,
         (
             Field(SESSION.name, SESSION.schema, SESSION.text, required=False),
@@ -303,6 +308,20 @@ ENDPOINTS: Final = (
                 },
                 "keys of one prompt, head first",
                 required=False,
+            ),
+            Field(
+                "tokens",
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": TOKENS_MAX,
+                    "items": {"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1},
+                },
+                "token ids of a prompt",
+                required=False,
+            ),
+            Field(
+                "model", _text(_PATH_MAX), "of the tokens; left out, every model", required=False
             ),
             Field(
                 "deadline_s",

@@ -66,6 +66,8 @@ class Hint:
         """By the store's clock."""
         self.wanted = len(reads)
         """Blocks that it is to bring; others are in memory, unknown, or too many."""
+        self.resident = 0
+        """Leading blocks of what was asked for that are in the store."""
         self.brought = 0
         """Blocks that are in memory because of it."""
         self.session_state = session_state

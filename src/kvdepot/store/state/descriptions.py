@@ -70,6 +70,14 @@ class Descriptions:
                     gone.append(tag)
         return gone
 
+    def all(self) -> dict[bytes, bytes]:
+        """By tag what programs have registered, and what the tiers have written down."""
+        found: dict[bytes, bytes] = {}
+        for lower in self._state.lower_tiers:
+            found |= lower.tier.descriptions()
+        with self._state.lock:
+            return found | {tag: text for tag, (_, text) in self._handles.items()}
+
     def removed(self, tag: bytes) -> None:
         """A namespace was removed: its description goes with the segments that hold it."""
         for lower in self._writable():

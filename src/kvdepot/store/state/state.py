@@ -13,6 +13,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
 from kvdepot.core.depot import DURABILITY, Durability
+from kvdepot.core.tier import SharesContents
 from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
@@ -165,6 +166,12 @@ class StoreState:
     def check_open(self) -> None:
         if self.closing.is_set():
             raise StoreClosedError("the store is closed")
+
+    def look_at_shared(self) -> None:
+        """Have the tiers that other stores write to looked at soon. Does not block."""
+        for lower in self.lower_tiers:
+            if isinstance(lower.tier, SharesContents):
+                lower.tier.look_now()
 
     def using(self) -> "StoreCall":
         """A call that works on the store's memory: close waits for it."""

@@ -6,7 +6,7 @@ comes to its end.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -85,6 +85,8 @@ class OwnManifests:
         self._dirty: set[ManifestName] = set()
         self._dropped: set[str] = set()
         """Data objects that are to leave their manifests, and then the bucket."""
+        self.published: Callable[[], object] = bool
+        """Called when other nodes can see something new."""
 
     def names(self) -> tuple[list[ManifestName], int]:
         """All that are in force, and the last generation given out; none is being written."""
@@ -121,6 +123,8 @@ class OwnManifests:
             error = failure
         for submission in batch:
             submission.done, submission.error = True, error
+        if error is None:
+            self.published()
 
     def _create(self, first: int, last: int, entry: Entry) -> None:
         self._generation += 1

@@ -296,6 +296,12 @@ class ObjectTier:
     def take_changes(self) -> Changes | None:
         return self._contents.take()
 
+    def look_now(self) -> None:
+        self.upkeep.look_now()
+
+    def when_published(self, tell: Callable[[], None]) -> None:
+        self.upkeep.manifests.published = tell
+
     def drive_count(self) -> int:
         return 1
 

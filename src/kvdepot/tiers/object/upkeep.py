@@ -36,6 +36,8 @@ from kvdepot.tiers.object.reading import RangeReader
 
 _SIGNS: Final = 3
 """Signs of life in a grace period."""
+_LOOK_S: Final = 0.25
+"""A node that is told to look does so not more often than this."""
 _log = RateLimitedLog("kvdepot.store")
 _events = logging.getLogger("kvdepot.store")
 
@@ -94,6 +96,8 @@ class BucketUpkeep:
         self._collect = writable
         self._signed_s = -1e9
         self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._looked_s = -1e9
         self._turn = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvdepot-object", daemon=True)
 
@@ -111,8 +115,13 @@ class BucketUpkeep:
             self._adopt()
         self._thread.start()
 
+    def look_now(self) -> None:
+        """Another node may have changed something. Does not block; often said, it is done once."""
+        self._wake.set()
+
     def close(self) -> None:
         self._stop.set()
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
         if self._writable and self._breaker.closed:
@@ -135,18 +144,38 @@ class BucketUpkeep:
 
     def _run(self) -> None:
         pause_s = self._config.refresh
-        while not self._stop.wait(pause_s):
+        due_s = self._clock.now() + pause_s
+        while self._pause(pause_s):
             pause_s = self._config.refresh
             if not self._breaker.allows():
+                self._wake.clear()
                 pause_s = max(0.01, min(pause_s, self._breaker.health().retry_in_s))
                 continue
             try:
-                self.step()
+                now_s = self._clock.now()
+                if self._wake.is_set() and now_s < due_s:
+                    self._look()
+                    pause_s = due_s - now_s
+                else:
+                    self.step()
+                    due_s = now_s + pause_s
             except BucketError as error:
                 self._breaker.failed(error.reason, at_once=True)
                 pause_s = max(0.01, min(pause_s, self._breaker.health().retry_in_s))
             else:
                 self._breaker.succeeded()
+
+    def _pause(self, pause_s: float) -> bool:
+        """Wait for the next turn, or until told to look. False: it is over."""
+        if not self._stop.is_set() and self._wake.wait(pause_s):
+            since_s = self._clock.now() - self._looked_s
+            self._stop.wait(max(0.0, min(_LOOK_S, self._config.refresh) - max(0.0, since_s)))
+        return not self._stop.is_set()
+
+    def _look(self) -> None:
+        """Learn what has changed, between two turns. Raises BucketError."""
+        with self._turn:
+            self.refresh()
 
     def step(self) -> None:
         """One round. Raises BucketError."""
@@ -165,6 +194,8 @@ class BucketUpkeep:
 
     def refresh(self, listed: list[Listed] | None = None) -> None:
         """Learn what has changed in the bucket. Raises BucketError."""
+        self._wake.clear()
+        self._looked_s = self._clock.now()
         own, generation = self.manifests.names()
         if listed is None:
             listed = self._bucket.list_all("meta/")
