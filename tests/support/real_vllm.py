@@ -216,6 +216,32 @@ def turns_of(prompts: list[list[int]], answers: list[dict[str, Any]]) -> list[li
     return [prompts[at] + answers[at]["tokens"] + prompts[0][5:20] for at in range(2)]
 
 
+def smoke_saved(args: argparse.Namespace) -> dict[str, Any]:
+    """Two prompts cold and from memory; then killed without warning."""
+    bench = Bench(args)
+    prompts = bench.prompts(2, 500)
+    cold = [bench.ask([ids], 16)[0] for ids in prompts]
+    bench.forget()
+    again = compare(bench.ask(prompts, 16), cold)
+    seen = {"full": full(prompts), "cold": [cold[0]["cached"]], "from memory": again}
+    bench.store.flush(60.0)
+    write(args, {**seen, "answers": cold})
+    os.kill(os.getpid(), signal.SIGKILL)
+    return seen
+
+
+def smoke_restored(args: argparse.Namespace) -> dict[str, Any]:
+    """The same in a new process, from disk; then garbage."""
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
+    bench = Bench(args)
+    prompts = bench.prompts(2, 500)
+    seen = {"from disk": compare(bench.ask(prompts, 16), wanted)}
+    bench.forget()
+    with garbled():
+        seen["control"] = compare(bench.ask(prompts, 16), wanted)
+    return seen
+
+
 def warm(args: argparse.Namespace) -> dict[str, Any]:
     """Cold, from memory, second turns; then killed without warning, as far as written."""
     wanted = json.loads(Path(args.reference).read_text())
@@ -599,6 +625,8 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         reference,
+        smoke_saved,
+        smoke_restored,
         warm,
         disk,
         damaged,

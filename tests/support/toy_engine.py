@@ -23,10 +23,11 @@ import torch
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import GroupRule
 from kvdepot.adapters.vllm.identity import WorkerRank
+from kvdepot.adapters.vllm.messages import StepPlan
 from kvdepot.adapters.vllm.requests import RequestGroups
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
 from kvdepot.adapters.vllm.shared_depot import hold
-from kvdepot.adapters.vllm.worker import ConnectorWorker
+from kvdepot.adapters.vllm.worker import ConnectorWorker, FinishedTransfers
 from kvdepot.store.store import Store
 
 PAGE_TOKENS = 4
@@ -274,17 +275,7 @@ class ToyEngine:
 
     def step(self) -> None:
         scheduled = self._schedule()
-        table = SimpleNamespace(
-            get_block_ids=lambda name: tuple(list(one) for one in self.requests[name].tables),
-            boundary_state_offloads=self._offers(scheduled),
-        )
-        output = SimpleNamespace(
-            num_scheduled_tokens=scheduled,
-            kv_connector_block_state=table,
-            preempted_req_ids=set(self.preempted),
-        )
-        self.preempted.clear()
-        plan = self.side.plan(output)
+        plan = self.side.plan(self._output(scheduled))
         for worker in self.workers:
             worker.preempt(plan)
             worker.begin(plan)
@@ -292,8 +283,7 @@ class ToyEngine:
             self._compute(self.requests[name], count)
         ends = []
         for worker in self.workers:
-            worker.save(plan)
-            over = worker.finished(plan)
+            over = self._end_step(worker, plan)
             self._failed(over.failed)
             ends.append((over.sent, over.received, worker.take_invalid(), worker.take_report()))
         invalid = set().union(*(end[2] for end in ends))
@@ -310,6 +300,23 @@ class ToyEngine:
         for worker in self.workers:
             worker.close()
         self.side.close()
+
+    def _output(self, scheduled: dict[str, int]) -> Any:
+        """As vLLM's SchedulerOutput."""
+        table = SimpleNamespace(
+            get_block_ids=lambda name: tuple(list(one) for one in self.requests[name].tables),
+            boundary_state_offloads=self._offers(scheduled),
+        )
+        preempted, self.preempted = self.preempted, []
+        return SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            kv_connector_block_state=table,
+            preempted_req_ids=set(preempted),
+        )
+
+    def _end_step(self, worker: ConnectorWorker, plan: StepPlan) -> FinishedTransfers:
+        worker.save(plan)
+        return worker.finished(plan)
 
     def _offers(self, scheduled: dict[str, int]) -> dict[str, list[tuple[int, int, int]]]:
         """States at the ends of chunks, as vLLM hands them over."""

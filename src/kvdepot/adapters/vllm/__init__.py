@@ -13,6 +13,9 @@ __all__ = ["KVDepotConnector"]
 def __getattr__(name: str) -> Any:
     if name != "KVDepotConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvdepot.adapters.vllm.releases import check_release
+
+    check_release()
     from kvdepot.adapters.vllm.connector import KVDepotConnector
 
     return KVDepotConnector

