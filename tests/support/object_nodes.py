@@ -18,7 +18,8 @@ CAPACITY_BYTES = 4 << 20
 
 
 def object_config(**more: Any) -> ObjectConfig:
-    return ObjectConfig(**{"url": "s3://memory/p", "capacity": CAPACITY_BYTES, **more})
+    known = {"url": "s3://memory/p", "capacity": CAPACITY_BYTES, "measure": False}
+    return ObjectConfig(**{**known, **more})
 
 
 class MemoryBucket(Bucket):

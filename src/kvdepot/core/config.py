@@ -352,6 +352,10 @@ class PluginConfig:
         _check_positive("plugin.write_timeout", self.write_timeout)
 
 
+_BUCKET_REFRESH_S: Final = 2.0
+_FOLDER_REFRESH_S: Final = 0.5
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectConfig:
     """A bucket, or a folder that several machines mount, which several stores share."""
@@ -387,8 +391,12 @@ class ObjectConfig:
     parallel: int = 8
     """Requests under way at once, to read and to write."""
 
-    refresh: Seconds = 2.0
-    """How often to look what other stores have written."""
+    measure: bool = True
+    """Measure latency and bandwidth when the store is opened, with a probe object of 1 MiB; not in
+    a folder, where the probe would come out of the page cache."""
+
+    refresh: Annotated[float | None, Unit.SECONDS] = None
+    """How often to look what other stores have written; left out, 2s, and 500ms in a folder."""
 
     grace: Seconds = 60.0
     """A store that gives no sign of life for so long is dead; what is deleted stays readable for so
@@ -426,10 +434,24 @@ class ObjectConfig:
         _check_range("object.parallel", self.parallel, 1, 256)
         if self.max_age < 0:
             raise ConfigError("object.max_age", "must not be negative")
-        for name in (
-            "refresh", "grace", "read_timeout", "write_timeout", "retry_initial", "retry_max"
-        ):  # fmt: skip
+        for name in ("grace", "read_timeout", "write_timeout", "retry_initial", "retry_max"):
             _check_positive(f"object.{name}", getattr(self, name))
+        _check_positive("object.refresh", self.refresh_s)
+
+    @property
+    def is_folder(self) -> bool:
+        return self.url.startswith("file://")
+
+    @property
+    def is_measured(self) -> bool:
+        return self.measure and not self.is_folder
+
+    @property
+    def refresh_s(self) -> float:
+        """A look costs money in a bucket, and none in a folder."""
+        if self.refresh is not None:
+            return self.refresh
+        return _FOLDER_REFRESH_S if self.is_folder else _BUCKET_REFRESH_S
 
     def _check_url(self) -> None:
         scheme, _, rest = self.url.partition("://")

@@ -14,6 +14,7 @@ from tests.support.seaweed import SECRET_KEY, FaultProxy, SeaweedServer, seaweed
 from tests.support.small_store import prompt, put, space_of, tiers
 from tests.support.waiting import until
 
+from kvdepot.adapters.vllm.fetch_decision import drive_profiles
 from kvdepot.errors import ConfigError, FormatError, KVDepotError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -193,6 +194,14 @@ def test_a_bad_network_is_misses_and_ends_by_itself(
         other = keys_for(first, 2)
         until(lambda: len(first.match(other)) == 8)
         assert None not in tiers(first, other)
+
+
+def test_its_speed_is_measured_for_the_first_decision(bucket: Bucket, stores: OpenStore) -> None:
+    found = drive_profiles(stores().stats())["object"]
+    assert 0 < found.latency_s < 60
+    assert found.bandwidth_bytes_s > 1 << 10
+    assert not [path for path in paths_of(bucket) if path.endswith("probe")]
+    assert "object" not in drive_profiles(stores(measure=False).stats())
 
 
 def test_the_bucket_is_emptied_underfoot(bucket: Bucket, stores: OpenStore) -> None:

@@ -8,6 +8,7 @@ network is used by append, load, erase and remember, and by the background threa
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +37,7 @@ from kvdepot.tiers.device.breaker import Breaker, RetryPauses
 from kvdepot.tiers.object.bucket import Bucket, BucketError, explain, open_bucket
 from kvdepot.tiers.object.contents import BucketContents, span_of
 from kvdepot.tiers.object.manifest import DATA, ROW, Entry, Listing, Tombstone
+from kvdepot.tiers.object.measuring import measure
 from kvdepot.tiers.object.reading import RangeLoads, RangeReader
 from kvdepot.tiers.object.upkeep import BucketUpkeep, Clocks
 from kvdepot.tiers.records import describe_drive, is_intact
@@ -87,6 +89,11 @@ class ObjectTier:
         self._closed = False
         try:
             self.upkeep.start()
+            if writable and config.is_measured:
+                self._reader.gauge.profile = measure(
+                    self._bucket, self._contents.writer, self._reader.pool, config.parallel,
+                    (self._clocks.steady, self._clocks.wall),
+                )  # fmt: skip
         except BucketError as error:
             self._reader.close()
             raise explain(error, config) from None
@@ -350,10 +357,12 @@ class ObjectTier:
     def describe_drives(self) -> list[dict[str, Any]]:
         requests = self._bucket.requests.as_dict()
         usd = (requests["puts"] + requests["lists"]) * _USD[0] + requests["gets"] * _USD[1]
-        contents = self._contents
+        contents, gauge = self._contents, self._reader.gauge
         return [
             {
                 **describe_drive(self.drive(0), self.usage(), self.health()),
+                "profile": asdict(gauge.profile) if gauge.profile else None,
+                "read_bytes_per_s": round(gauge.bytes_per_s),
                 "objects": len(contents.objects),
                 "own_bytes": contents.own_bytes,
                 "writers": self.upkeep.writers,

@@ -143,10 +143,10 @@ class BucketUpkeep:
         return found | self.manifests.descriptions()
 
     def _run(self) -> None:
-        pause_s = self._config.refresh
+        pause_s = self._config.refresh_s
         due_s = self._clock.now() + pause_s
         while self._pause(pause_s):
-            pause_s = self._config.refresh
+            pause_s = self._config.refresh_s
             if not self._breaker.allows():
                 self._wake.clear()
                 pause_s = max(0.01, min(pause_s, self._breaker.health().retry_in_s))
@@ -169,7 +169,7 @@ class BucketUpkeep:
         """Wait for the next turn, or until told to look. False: it is over."""
         if not self._stop.is_set() and self._wake.wait(pause_s):
             since_s = self._clock.now() - self._looked_s
-            self._stop.wait(max(0.0, min(_LOOK_S, self._config.refresh) - max(0.0, since_s)))
+            self._stop.wait(max(0.0, min(_LOOK_S, self._config.refresh_s) - max(0.0, since_s)))
         return not self._stop.is_set()
 
     def _look(self) -> None:
