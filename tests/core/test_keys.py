@@ -250,3 +250,18 @@ def test_a_long_prompt_has_the_same_keys_as_a_list_and_as_an_array() -> None:
     keys = space.keys(ids)
     assert len(set(keys)) == len(keys) == 512
     assert space.keys(ids.tolist()) == keys
+
+
+def test_a_key_from_an_engines_hash_is_what_it_was_yesterday() -> None:
+    layout = KVLayout.opaque(4096, 16)
+    space = Namespace(model="m", layout=layout, secret=b"s")
+    named = hashlib.blake2b(
+        b"\x01" * 32, digest_size=16, key=space._chain_key, person=b"kvdepot-hash-v1"
+    ).digest()
+    before = hashlib.blake2b(
+        b"\x02" * 32, digest_size=16, key=space._chain_key, person=b"kvdepot-hash-v1"
+    ).digest()
+    assert space.hashed_key(b"\x01" * 32) == space.tag + ROOT_LINK + named
+    assert space.hashed_key(b"\x01" * 32, b"\x02" * 32) == space.tag + before[:8] + named
+    other = Namespace(model="m", layout=layout, secret=b"t")
+    assert digest_of(other.hashed_key(b"\x01" * 32)) != named

@@ -178,6 +178,10 @@ class NamespaceHandle:
         """One key for each full block of a prompt. See Namespace.keys."""
         return self.namespace.keys(token_ids, parent=parent)
 
+    def hashed_key(self, engine_hash: bytes, parent_hash: bytes | None = None) -> BlockKey:
+        """The key of a block that an engine names by a hash. See Namespace.hashed_key."""
+        return self.namespace.hashed_key(engine_hash, parent_hash)
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:

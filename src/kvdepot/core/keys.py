@@ -13,6 +13,10 @@ The first block's parent digest is 16 zero bytes. A real digest whose first half
 2^64) makes its children look like first blocks *by their link only*: their digests still cover the
 whole parent digest, so the keys stay distinct; a prefix tree merely sees a root where there is
 a child.
+
+Engines that name their blocks by chained hashes of their own, and tell no tokens, have keys made of
+these: digest = BLAKE2b-128(key=chain key, person="kvdepot-hash-v1")(engine's hash), and the link is
+the first half of the digest of the parent's hash.
 """
 
 import hashlib
@@ -37,6 +41,7 @@ ROOT_LINK: Final = bytes(LINK_BYTES)
 _ROOT_DIGEST: Final = bytes(DIGEST_BYTES)
 _TOKEN_BYTES: Final = 4
 _PERSON: Final = b"kvdepot-block-v1"
+_HASH_PERSON: Final = b"kvdepot-hash-v1"
 _U32: Final = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 
 Encodable: TypeAlias = "int | str | bytes | tuple[Encodable, ...] | None"
@@ -117,6 +122,23 @@ def chain(
         keys.append(BlockKey(tag + link + digest))
         link = digest[:LINK_BYTES]
     return keys
+
+
+def hashed_key(
+    tag: bytes, chain_key: bytes, engine_hash: bytes, parent_hash: bytes | None
+) -> BlockKey:
+    """Key of a block that an engine names by a hash, which covers all tokens up to its end.
+
+    `parent_hash` names the block before it; None at the start of a prompt.
+    """
+    start = hashlib.blake2b(digest_size=DIGEST_BYTES, key=chain_key, person=_HASH_PERSON)
+    digest = start.copy()
+    digest.update(engine_hash)
+    link = ROOT_LINK
+    if parent_hash is not None:
+        start.update(parent_hash)
+        link = start.digest()[:LINK_BYTES]
+    return BlockKey(tag + link + digest.digest())
 
 
 def check_key(key: bytes) -> BlockKey:

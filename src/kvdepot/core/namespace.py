@@ -26,6 +26,7 @@ from kvdepot.core.keys import (
     chain,
     check_key,
     encode,
+    hashed_key,
     tag_of,
     token_bytes,
 )
@@ -104,6 +105,13 @@ class Namespace:
         if before is not None and tag_of(before) != self.tag:
             raise KeyFormatError("the parent key belongs to another namespace")
         return chain(self.tag, self._chain_key, token_bytes(token_ids), self.block_tokens, before)
+
+    def hashed_key(self, engine_hash: bytes, parent_hash: bytes | None = None) -> BlockKey:
+        """The key of a block that an engine names by a chained hash of its own, not by tokens.
+
+        `parent_hash` names the block before it. Such keys and those of `keys` never meet.
+        """
+        return hashed_key(self.tag, self._chain_key, engine_hash, parent_hash)
 
     def description(self) -> dict[str, Any]:
         """What this namespace is, as JSON-able values, without the secret."""

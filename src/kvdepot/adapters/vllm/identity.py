@@ -22,7 +22,7 @@ from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace, fingerprint
 from kvdepot.errors import ConfigError, ModelError
 
-_MODEL_SETTINGS: Final = (
+MODEL_SETTINGS: Final = (
     "max_model_len",
     "disable_sliding_window",
     "model_impl",
@@ -56,6 +56,11 @@ def check_engine(engine: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(name, "must be 1 with kvdepot: layers or tokens would be divided")
+    check_scales(engine)
+
+
+def check_scales(engine: Any) -> None:
+    """Refuse KV that is scaled by what the first request happened to be."""
     if getattr(engine.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales", "makes KV depend on the first request: it cannot be kept"
@@ -74,7 +79,7 @@ def shard_facts(
     replicas = max(1, getattr(cache, "kv_tp_replicas", 1) or 1)
     model = engine.model_config
     path = Path(model.model)
-    weights, weights_folder = _weights(engine, config)
+    weights, weights_folder = weights_of(engine, config.revision, SETTING)
     facts = []
     for group, tensors in groups:
         extra = _extra(engine, cache, group, tensors, alone=len(groups) == 1)
@@ -83,7 +88,7 @@ def shard_facts(
         facts.append(GroupFacts(group.rule, layout, tuple(sorted(extra.items()))))
     return ShardFacts(
         model=config.model or (path.name if path.is_dir() else str(model.model)),
-        config=fingerprint({"config": _plain(model.hf_config.to_dict())}),
+        config=fingerprint({"config": plain(model.hf_config.to_dict())}),
         weights=weights,
         weights_folder=weights_folder,
         shard_rank=place.rank // replicas,
@@ -148,11 +153,11 @@ def adapter_of(lora: Any, loaded: Mapping[int, str]) -> str:
     return f"{lora.lora_name} {digest}"
 
 
-def _weights(engine: Any, config: ConnectorConfig) -> tuple[str, str]:
+def weights_of(engine: Any, revision: str, setting: str) -> tuple[str, str]:
     """What names the weights; or, where that has to be read, the folder that they are in."""
     model = engine.model_config
-    if config.revision:
-        return config.revision, ""
+    if revision:
+        return revision, ""
     load_format = str(getattr(engine.load_config, "load_format", "auto"))
     if load_format.endswith("dummy"):
         return f"dummy {model.seed}", ""
@@ -162,7 +167,7 @@ def _weights(engine: Any, config: ConnectorConfig) -> tuple[str, str]:
     commit = getattr(model.hf_config, "_commit_hash", None)
     if not commit:
         raise ConfigError(
-            f"{SETTING}.revision",
+            f"{setting}.revision",
             f"missing: vLLM does not tell which weights of {model.model} it has loaded",
             hint='set it to whatever names them, such as "2026-11-01"',
         )
@@ -191,7 +196,7 @@ def _extra(
     }
     if not alone:
         pairs["layers"] = fingerprint({"layers": list(group.layer_names)})
-    for name in _MODEL_SETTINGS:
+    for name in MODEL_SETTINGS:
         pairs[name] = str(getattr(engine.model_config, name, None))
     if tensors.device.type == "cpu":
         isa = getattr(first, "isa", None) or getattr(getattr(first, "impl", None), "isa", None)
@@ -203,12 +208,12 @@ def _extra(
     return pairs
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A config's content as JSON would have it."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return str(value)

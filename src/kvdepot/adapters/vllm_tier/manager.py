@@ -1,0 +1,172 @@
+"""The class that vLLM loads as a secondary tier. The only module here that needs vLLM."""
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig  # type: ignore[import-not-found]
+from vllm.v1.kv_offload.base import (  # type: ignore[import-not-found]
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadPolicy,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import (  # type: ignore[import-not-found]
+    JobResult,
+    SecondaryTierManager,
+)
+from vllm.version import __version__  # type: ignore[import-not-found]
+
+import kvdepot
+from kvdepot.adapters.vllm_tier.chunks import (
+    ChunkJob,
+    ChunkTransfers,
+    FinishedJob,
+    RequestChunks,
+    keys_of,
+)
+from kvdepot.adapters.vllm_tier.config import read
+from kvdepot.adapters.vllm_tier.identity import engine_config, identify
+from kvdepot.core.depot import NamespaceHandle
+from kvdepot.errors import KVDepotError
+
+_logger = logging.getLogger("vllm.kvdepot")
+_POLICIES = {"chunk": OffloadPolicy.CHUNK_LEVEL, "request": OffloadPolicy.REQUEST_LEVEL}
+
+
+class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
+    """SSDs, hard drives and object storage below vLLM's CPU tier.
+
+    Lookups are answered from the depot's index; what moves bytes runs in threads.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        try:
+            self._settings = read(settings)
+            self._identity = identify(
+                offloading_spec,
+                engine_config(VllmConfig),
+                self._settings,
+                self.block_size_bytes,
+                __version__,
+            )
+            self._identity.known_weights(self._settings)  # begins to read them
+            self._depot = kvdepot.open(self._settings.depot)
+        except KVDepotError as error:
+            # One line: vLLM buries it under the traces of its processes.
+            hint = f"; hint: {error.hint}" if error.hint else ""
+            _logger.log(logging.ERROR, "kvdepot: %s%s", error, hint)
+            raise
+        rows = np.asarray(primary_kv_view)
+        self._rows: Any = rows.reshape(len(rows), -1).view(np.uint8)
+        self.locality = Locality(self._settings.locality) if self._settings.locality else None
+        self._chunk_tokens = {group: tokens for group, tokens, _ in self._identity.groups}
+        self._spaces: dict[int, NamespaceHandle] = {}
+        self._transfers = ChunkTransfers(
+            self._depot, self._settings.load_timeout, self._settings.load_threads
+        )
+        self._failed: dict[str, set[bytes]] = {}
+        """Chunks that could not be loaded, by request: it computes them."""
+        announces = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[Any] | None = (
+            [] if self._settings.enable_kv_events and announces else None
+        )
+
+    @property
+    def depot(self) -> kvdepot.Depot:
+        return self._depot
+
+    def on_new_request(self, req_context: Any) -> Any:
+        return RequestOffloadingContext(policy=_POLICIES[self._settings.policy])
+
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        if not self._ready() or key in self._failed.get(req_context.req_id, ()):
+            return LookupResult.MISS
+        keys = self._keys([key], req_context)
+        return LookupResult.HIT if keys and len(self._depot.match(keys)) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._transfers.store(self._job(job_metadata))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._transfers.load(self._job(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        return [self._result(ended) for ended in self._transfers.take()]
+
+    def touch(self, keys: Collection[Any], req_context: Any) -> None:
+        if self._ready():
+            self._depot.touch(self._keys(list(keys), req_context))
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._failed.pop(req_context.req_id, None)
+
+    def take_events(self) -> Iterable[Any]:
+        if self._events:
+            events, self._events = self._events, []
+            yield from events
+
+    def drain_jobs(self) -> None:
+        self._transfers.drain()
+
+    def shutdown(self) -> None:
+        """Write down what waits, and let go of vLLM's memory. May be called twice."""
+        self._transfers.close()
+        self._transfers.take()
+        self._rows = None
+        self._depot.close()
+
+    def _ready(self) -> bool:
+        """Whether the weights are known, and so the namespaces."""
+        if not self._spaces:
+            weights = self._identity.known_weights(self._settings)
+            if weights:
+                spaces = self._identity.namespaces(self._settings, weights)
+                self._spaces = {group: self._depot.register(one) for group, one in spaces.items()}
+        return bool(self._spaces)
+
+    def _keys(self, chunks: list[bytes], context: Any) -> list[Any]:
+        places = context.get_state(RequestChunks)
+        if places is None:
+            places = RequestChunks(self._chunk_tokens)
+            context.set_state(places)
+        ends: Mapping[bytes, int] = context._offload_key_positions
+        parents = [places.parent(chunk, ends) for chunk in chunks]
+        return keys_of(self._spaces, chunks, parents)
+
+    def _job(self, job: Any) -> ChunkJob:
+        chunks = list(job.keys)
+        numbers = job.chunk_ids.tolist()
+        inside = all(0 <= number < len(self._rows) for number in numbers)
+        rows = [self._rows[number] for number in numbers] if inside else []
+        keys = self._keys(chunks, job.req_context) if inside and self._ready() else []
+        return ChunkJob(job.job_id, job.req_context.req_id, chunks, keys, rows, job.is_promotion)
+
+    def _result(self, ended: FinishedJob) -> Any:
+        job = ended.job
+        if job.is_load and not ended.complete:
+            lost = set(job.chunks) - set(ended.done)
+            self._failed.setdefault(job.request, set()).update(lost)
+        if not job.is_load and ended.done and self._events is not None:
+            stored = list(ended.done)
+            self._events.append(OffloadingEvent(stored, self.medium, False, self.locality))
+        return JobResult(
+            job_id=job.number,
+            success=ended.complete,
+            successful_keys=tuple(ended.done) or None if job.is_load else None,
+            transfer_time=ended.seconds,
+            transfer_bytes=ended.nbytes,
+        )
