@@ -86,6 +86,8 @@ class MemoryWorker(OffloadingWorker):  # type: ignore[misc]
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's spec, with a worker that needs no GPU."""
 
+    _worker: Any
+
     def get_worker(self, kv_caches: Any) -> Any:
         if not self._worker:
             rank = 0 if self.replicated_layout else self.config.parallel.rank

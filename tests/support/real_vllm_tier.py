@@ -339,9 +339,12 @@ def slow_drive(folder: Path) -> None:
     with world(tier_settings(folder)) as seen:
         seen.offload(keys)
         seen.forget()
-        seen.tier.depot.get_many = lambda keys, intos, **_: (
-            time.sleep(0.5) or [Got(None, "late") for _ in keys]
-        )
+
+        def late(keys: list[Any], intos: list[Any], **_: Any) -> list[Got]:
+            time.sleep(0.5)
+            return [Got(None, "late") for _ in keys]
+
+        seen.tier.depot.get_many = late
         context = seen.request("late", keys)
         longest, limit = 0.0, time.monotonic() + WAIT_S
         while True:
@@ -360,14 +363,15 @@ def slow_drive(folder: Path) -> None:
 def refused(folder: Path) -> None:
     from kvdepot.errors import ConfigError, KVDepotError
 
-    for wrong in (
+    cases: tuple[dict[str, Any], ...] = (
         {"revision": None},
         {"sdd": {}},
         {"ssd": None},
         {"locality": "local"},
         {"policy": "some"},
         {"ssd": {"path": "/dev/null/kv", "capacity": "64MiB"}},
-    ):
+    )
+    for wrong in cases:
         try:
             World(tier_settings(folder, **wrong))
         except ConfigError as error:
@@ -441,7 +445,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
         disable_log_stats=False,
         **more,
     )
-    tier = None
+    tier: Any = None
     if args.tier != "none":
         connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
         (tier,) = connector.connector_scheduler.manager.secondary_tiers
@@ -476,7 +480,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
             llm.generate(short, greedy, use_tqdm=False)
         tier.drain_jobs()
     if args.tier == "kvdepot":
-        assert tier is not None and tier.depot.flush(WAIT_S)
+        assert tier.depot.flush(WAIT_S)
     return {"answers": answers}
 
 

@@ -1,7 +1,7 @@
 """Chunks of vLLM in a depot: keys from its hashes, transfers in threads. Without vLLM."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,7 @@ def transfers(store: kvdepot.Store) -> Iterator[ChunkTransfers]:
     made.close()
 
 
-def job(space: NamespaceHandle, chunks: list[bytes], rows: list[object]) -> ChunkJob:
+def job(space: NamespaceHandle, chunks: list[bytes], rows: Sequence[object]) -> ChunkJob:
     parents = [None, *chunks[:-1]]
     return ChunkJob(1, "request", chunks, keys_of({0: space}, chunks, parents), rows)
 
