@@ -7,10 +7,12 @@ taken again as vLLM does it: contents stay until a page is given to another requ
 
 A model may have several KV groups, whose layers lie in the same memory under different page ids:
 full attention, a sliding window whose pages are dropped behind it, and a state of which there is
-one at the end of each chunk.
+one at the end of each chunk. It may be divided over workers by heads and by layers; each layer and
+head leaves values of its own in its pages.
 """
 
 import hashlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,8 +24,7 @@ import torch
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import GroupRule
-from kvdepot.adapters.vllm.identity import WorkerRank
-from kvdepot.adapters.vllm.messages import StepPlan
+from kvdepot.adapters.vllm.messages import StepPlan, WorkerRank
 from kvdepot.adapters.vllm.requests import RequestGroups
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
 from kvdepot.adapters.vllm.shared_depot import hold
@@ -138,7 +139,38 @@ def first_token(kind: str, stop: int) -> int:
     return {"full": 0, "window": max(0, stop - WINDOW + 1), "state": max(0, stop - 1)}[kind]
 
 
-def engine_config() -> Any:
+@dataclass(frozen=True)
+class Split:
+    """How a model is divided over workers."""
+
+    shards: int = 1
+    stages: int = 1
+    heads: int = HEADS
+    """The model's; `latent`: each shard has all of them."""
+    latent: bool = False
+    layout: str = "LBHNC"
+
+    def heads_of(self, rank: int) -> range:
+        """Where there are more shards than heads, several have the same."""
+        shards = 1 if self.latent else min(self.shards, self.heads)
+        count = self.heads // shards
+        first = rank // (self.shards // shards) * count if not self.latent else 0
+        return range(first, first + count)
+
+    def layers_of(self, stage: int) -> range:
+        """The last stage has what is left."""
+        count = -(-LAYERS // self.stages)
+        return range(LAYERS)[stage * count : (stage + 1) * count]
+
+    def pages(self, count: int, rank: int) -> torch.Tensor:
+        """The cache of one layer, as [page, head, token, element]."""
+        heads = len(self.heads_of(rank))
+        if self.layout == "LBNHC":
+            return torch.zeros(count, PAGE_TOKENS, heads, WIDTH).transpose(1, 2)
+        return torch.zeros(count, heads, PAGE_TOKENS, WIDTH)
+
+
+def engine_config(heads: int = HEADS) -> Any:
     """As vLLM's VllmConfig, as far as the worker looks at it."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -147,6 +179,8 @@ def engine_config() -> Any:
             quantization=None,
             seed=0,
             hf_config=SimpleNamespace(to_dict=lambda: {"layers": LAYERS}, _commit_hash="toy"),
+            model_arch_config=SimpleNamespace(per_layer_overrides=None),
+            get_total_num_kv_heads=lambda: heads,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         load_config=SimpleNamespace(load_format="auto"),
@@ -154,22 +188,33 @@ def engine_config() -> Any:
     )
 
 
+@dataclass
 class FullAttentionSpec:
     """As vLLM's, which goes by the same name; the others likewise."""
 
+    num_kv_heads: int = HEADS
+    max_tp_shards: int | None = None
     block_size = PAGE_TOKENS
 
 
+@dataclass
 class SlidingWindowSpec:
+    num_kv_heads: int = HEADS
+    max_tp_shards: int | None = None
     block_size = PAGE_TOKENS
     sliding_window = WINDOW
 
 
+@dataclass
 class MambaSpec:
+    num_kv_heads: int = 0
+    max_tp_shards: int | None = None
     block_size = PAGE_TOKENS
     mamba_cache_mode = "align"
 
 
+WHOLE = Split()
+ALONE = WorkerRank(0, 1, "toy 1")
 SPECS = {"full": FullAttentionSpec, "window": SlidingWindowSpec, "state": MambaSpec}
 
 
@@ -177,17 +222,18 @@ def layer_name(group: int, layer: int) -> str:
     return f"layer{group}.{layer}"
 
 
-def cache_config(pages: int, kinds: Sequence[str] = ("full",)) -> Any:
+def cache_config(
+    pages: int, kinds: Sequence[str] = ("full",), split: Split = WHOLE, place: WorkerRank = ALONE
+) -> Any:
+    heads = len(split.heads_of(place.rank))
     groups = [
         SimpleNamespace(
-            kv_cache_spec=SPECS[kind](),
-            layer_names=[layer_name(group, layer) for layer in range(LAYERS)],
+            kv_cache_spec=SPECS[kind](heads if kind != "state" else 0, 1 if split.latent else None),
+            layer_names=[layer_name(group, layer) for layer in split.layers_of(place.stage)],
         )
         for group, kind in enumerate(kinds)
     ]
-    return SimpleNamespace(
-        num_blocks=pages, kv_cache_groups=groups, kv_cache_layout="LBHNC", kv_tp_replicas=1
-    )
+    return SimpleNamespace(num_blocks=pages, kv_cache_groups=groups, kv_cache_layout=split.layout)
 
 
 class ToyEngine:
@@ -201,9 +247,10 @@ class ToyEngine:
         pages: int = 64,
         budget: int = 24,
         roles: str = "both",
-        shards: int = 1,
+        split: Split = WHOLE,
         kinds: Sequence[str] = ("full",),
     ) -> None:
+        self.split = split
         self.kinds = kinds
         name = f"toy {id(store)}"
         self.pool = PagePool(pages)
@@ -217,20 +264,22 @@ class ToyEngine:
         )
         self.workers = []
         self.caches = []
-        for rank in range(shards):
-            shape = (pages, HEADS, PAGE_TOKENS, WIDTH)
-            caches = [torch.zeros(shape) for _ in range(LAYERS)]
-            worker = ConnectorWorker(
-                engine_config(), cache_config(pages, kinds), settings, hold(name, lambda: store)
-            )
+        self.heads = []
+        for stage, rank in itertools.product(range(split.stages), range(split.shards)):
+            place = WorkerRank(rank, split.shards, "toy 1", stage, split.stages)
+            caches = {layer: split.pages(pages, rank) for layer in split.layers_of(stage)}
+            cache = cache_config(pages, kinds, split, place)
+            depot = hold(name, lambda: store)
+            worker = ConnectorWorker(engine_config(split.heads), cache, settings, depot)
             named = {
-                layer_name(group, layer): caches[layer]
+                layer_name(group, layer): tensor
                 for group in range(len(kinds))
-                for layer in range(LAYERS)
+                for layer, tensor in caches.items()
             }
-            worker.register(named, WorkerRank(rank, shards, "toy 1"))
+            worker.register(named, place)
             self.workers.append(worker)
             self.caches.append(caches)
+            self.heads.append(split.heads_of(rank))
         self.side.set_workers([worker.facts for worker in self.workers])
         self.requests: dict[str, ToyRequest] = {}
         self.waiting: list[ToyRequest] = []
@@ -505,20 +554,22 @@ class ToyEngine:
     def _look(self, request: ToyRequest, group: int, position: int, slot: int) -> None:
         page = request.tables[group][position // PAGE_TOKENS]
         want = self._values(request, position) + 100 * group
-        for rank, caches in enumerate(self.caches):
-            for layer in range(LAYERS):
-                row = caches[layer][page, :, slot]
-                found = {float(row[0, 0]), float(row[-1, -1])}
+        for heads, caches in zip(self.heads, self.caches, strict=True):
+            for layer, cache in caches.items():
+                row = cache[page, :, slot]
+                found = [(float(head[0]), float(head[-1])) for head in row]
                 where = (request.request_id, group, position, found)
-                assert found == {want + layer + 7 * rank}, where
+                wanted = [want + layer + 7 * head for head in heads]
+                assert found == [(each, each) for each in wanted], where
 
     def _write(self, request: ToyRequest, group: int, position: int, slot: int) -> None:
         page = request.tables[group][position // PAGE_TOKENS]
         value = self._values(request, position) + 100 * group
         assert page != NULL
-        for rank, caches in enumerate(self.caches):
-            for layer in range(LAYERS):
-                caches[layer][page, :, slot] = value + layer + 7 * rank
+        for heads, caches in zip(self.heads, self.caches, strict=True):
+            for layer, cache in caches.items():
+                for at, head in enumerate(heads):
+                    cache[page, at, slot] = value + layer + 7 * head
 
     def _sample(self, request: ToyRequest | None, count: int) -> None:
         if request is None:

@@ -12,9 +12,10 @@ from tests.support.toy_engine import OpenStore, ToyRequest
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import GroupRule
-from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts, StepPlan
+from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts, StepPlan, WorkerRank
 from kvdepot.adapters.vllm.requests import DepotHit
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
+from kvdepot.adapters.vllm.shards import WorkerShard
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.depot import Match
 from kvdepot.core.layout import KVLayout
@@ -31,10 +32,15 @@ def scheduler(
     store: Store, *, at_once: bool = True, rules: Sequence[GroupRule] = (FULL,)
 ) -> ConnectorScheduler:
     groups = tuple(
-        GroupFacts(rule, KVLayout.opaque(4096, SIZE).description(), (("group", str(number)),))
+        GroupFacts(
+            rule,
+            KVLayout.opaque(4096, SIZE).description(),
+            (("group", str(number)),),
+            WorkerShard(0, 1),
+        )
         for number, rule in enumerate(rules)
     )
-    facts = ShardFacts("m", "f", "w", "", 0, 1, groups, SIZE, at_once)
+    facts = ShardFacts("m", "f", "w", "", WorkerRank(0, 1, "v"), groups, SIZE, at_once)
     engine = EngineFacts(64, shares_pages=True)
     side = ConnectorScheduler(
         ConnectorConfig(), SharedDepot("", store), engine, loads=True, saves=True

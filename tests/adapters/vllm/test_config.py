@@ -63,7 +63,7 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], setting: str) -> None:
 def engine(**transfer: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(**{"kv_load_failure_policy": "recompute", **transfer}),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=2),
         cache_config=SimpleNamespace(),
     )
 
@@ -73,8 +73,8 @@ def test_engines_that_would_fail_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match="kv_load_failure_policy"):
         check_engine(engine(kv_load_failure_policy="fail"))
     divided = engine()
-    divided.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
+    divided.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="decode_context_parallel_size"):
         check_engine(divided)
     scaled = engine()
     scaled.cache_config.calculate_kv_scales = True

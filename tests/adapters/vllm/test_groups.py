@@ -18,6 +18,7 @@ from tests.support.toy_engine import (
     OpenEngine,
     OpenStore,
     SlidingWindowSpec,
+    Split,
     ToyEngine,
     ToyRequest,
     answer_at_random,
@@ -231,7 +232,7 @@ def test_groups_share_nothing_but_memory(open_store: OpenStore, open_engine: Ope
 
 def test_shards_of_groups_hit_together(open_store: OpenStore, open_engine: OpenEngine) -> None:
     store = open_store()
-    engine = open_engine(store, kinds=MIXED, shards=2)
+    engine = open_engine(store, kinds=MIXED, split=Split(2))
     ask(engine, "cold", PROMPT)
     forget_local(engine)
     assert ask(engine, "warm", PROMPT) == len(PROMPT) - LAST * PAGE_TOKENS + 2
@@ -298,7 +299,7 @@ def test_many_requests_with_preemptions_aborts_and_faults(
     }
     pages = 30 * len(kinds)
     engine = open_engine(
-        store, pages=pages, settings=settings, kinds=kinds, shards=chance.choice([1, 2])
+        store, pages=pages, settings=settings, kinds=kinds, split=Split(chance.choice([1, 2]))
     )
     files.add(Fault(Call.RUN_READ, Corrupt(at=4500), skip=20, times=3))
     files.add(Fault(Call.RUN_READ, Fail(errno.EIO), skip=40, times=3))

@@ -13,6 +13,7 @@ from tests.support.toy_engine import (
     PROMPT,
     OpenEngine,
     OpenStore,
+    Split,
     ToyEngine,
     ToyRequest,
     answer_of,
@@ -123,7 +124,7 @@ class TestSessions:
     def test_a_session_is_known_when_its_request_is_over(
         self, open_store: OpenStore, open_engine: OpenEngine
     ) -> None:
-        engine = open_engine(open_store(), shards=2)
+        engine = open_engine(open_store(), split=Split(2))
         store = engine.side._depot.store
         ask(engine, "r", PROMPT, 14, kv_transfer_params={"kvdepot_session": "chat"})
         blocks = (len(PROMPT) + 13) // 4

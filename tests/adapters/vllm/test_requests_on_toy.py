@@ -13,6 +13,7 @@ from tests.support.toy_engine import (
     PROMPT,
     OpenEngine,
     OpenStore,
+    Split,
     ToyRequest,
     answer_at_random,
     answer_of,
@@ -87,7 +88,7 @@ def test_shards_share_nothing_and_hit_together(
     open_store: OpenStore, open_engine: OpenEngine
 ) -> None:
     store = open_store()
-    engine = open_engine(store, shards=2)
+    engine = open_engine(store, split=Split(2))
     ask(engine, "cold", PROMPT)
     forget_local(engine)
     assert ask(engine, "warm", PROMPT) == len(PROMPT) % PAGE_TOKENS + 2
@@ -288,7 +289,7 @@ def test_many_requests_with_preemptions_aborts_and_faults(
     files = FaultyFiles()
     store = open_store(files, dram=1 << 20)
     settings = {"block_tokens": block_tokens, "decide": chance.random() < 0.5}
-    engine = open_engine(store, pages=30, settings=settings, shards=shards)
+    engine = open_engine(store, pages=30, settings=settings, split=Split(shards))
     files.add(Fault(Call.RUN_READ, Corrupt(at=4500), skip=20, times=3))
     files.add(Fault(Call.RUN_READ, Fail(errno.EIO), skip=40, times=3))
     answer_at_random(engine, chance, 60, forgets=0.1)

@@ -30,9 +30,10 @@ from kvdepot.adapters.file_digests import process_start_ns
 from kvdepot.adapters.vllm import weights
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import layer_groups
-from kvdepot.adapters.vllm.identity import WorkerRank, adapter_of, namespaces_of, shard_facts
-from kvdepot.adapters.vllm.messages import StepReport
+from kvdepot.adapters.vllm.identity import ServedGroup, adapter_of, namespaces_of, shard_facts
+from kvdepot.adapters.vllm.messages import StepReport, WorkerRank
 from kvdepot.adapters.vllm.page_transfer import page_tensors
+from kvdepot.adapters.vllm.shards import WorkerShard
 from kvdepot.adapters.vllm.weights import (
     LoadedAdapters,
     WeightsDigest,
@@ -144,7 +145,8 @@ def facts_of(**model: Any) -> Any:
     caches = {name: torch.zeros(shape) for name in group.layer_names}
     ((_, tensors),) = page_tensors(caches, group.layer_names, 4)
     place = WorkerRank(0, 1, "v")
-    return shard_facts(engine, cache, [(group, tensors)], ConnectorConfig(), place)
+    served = ServedGroup(group, tensors, WorkerShard(0, 1))
+    return shard_facts(engine, cache, [served], ConnectorConfig(), place)
 
 
 @pytest.mark.parametrize(

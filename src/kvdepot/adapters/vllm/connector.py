@@ -24,8 +24,8 @@ from vllm.lora.worker_manager import WorkerLoRAManager  # type: ignore[import-no
 
 from kvdepot.adapters.vllm import config
 from kvdepot.adapters.vllm.groups import grain_tokens, layer_groups
-from kvdepot.adapters.vllm.identity import WorkerRank, check_engine
-from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport
+from kvdepot.adapters.vllm.identity import check_engine
+from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport, WorkerRank
 from kvdepot.adapters.vllm.metrics import COUNTERS, GAUGES, merged, summary
 from kvdepot.adapters.vllm.releases import EngineRelease, finish_step
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
@@ -149,6 +149,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         from vllm.distributed.parallel_state import (  # type: ignore[import-not-found]
+            get_pp_group,
             get_tensor_model_parallel_rank,
             get_tensor_model_parallel_world_size,
         )
@@ -157,6 +158,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             get_tensor_model_parallel_rank(),
             get_tensor_model_parallel_world_size(),
             f"vllm {self._release.version}",
+            get_pp_group().rank_in_group,
+            get_pp_group().world_size,
         )
         with _logged():
             self.worker_side.register(kv_caches, place)

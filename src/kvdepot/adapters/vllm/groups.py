@@ -7,8 +7,8 @@ their own here: same pages, other bytes.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
@@ -61,6 +61,8 @@ class EngineGroup:
     layer_names: tuple[str, ...]
     spec: str
     """The name of vLLM's class."""
+    layer_specs: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's own of each layer."""
 
 
 def layer_groups(cache: Any) -> list[EngineGroup]:
@@ -75,7 +77,9 @@ def layer_groups(cache: Any) -> list[EngineGroup]:
         if not getattr(group, "enable_kv_transfer", True) or set(bases) & set(_LEFT_ALONE):
             continue
         rule = _rule(table, group.kv_cache_spec, spec, bases)
-        found.append(EngineGroup(rule, tuple(group.layer_names), type(spec).__name__))
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        specs = {name: each.get(name, spec) for name in group.layer_names}
+        found.append(EngineGroup(rule, tuple(specs), type(spec).__name__, specs))
     if not found:
         raise ModelError("the model has no KV cache that could be kept")
     return sorted(found, key=lambda one: list(_KINDS.values()).index(one.rule.kind))

@@ -6,8 +6,8 @@ start.
 """
 
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,8 @@ import torch
 from kvdepot.adapters.tensors.kvtensors import DTYPES, KVTensors
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
 from kvdepot.adapters.vllm.groups import EngineGroup, block_tokens, grain_tokens, pages_per_block
-from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts
+from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts, WorkerRank
+from kvdepot.adapters.vllm.shards import WorkerShard
 from kvdepot.adapters.vllm.weights import WeightsDigest, digest_of, weight_files
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace, fingerprint
@@ -33,14 +34,12 @@ MODEL_SETTINGS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRank:
-    """A worker's place in its engine."""
+class ServedGroup:
+    """A KV group as one worker has it."""
 
-    rank: int
-    """Among those that divide each layer's heads."""
-    ranks: int
-    engine: str
-    """vLLM and its version: the content of a page may change with it."""
+    group: EngineGroup
+    tensors: KVTensors
+    shard: WorkerShard
 
 
 def check_engine(engine: Any) -> None:
@@ -53,9 +52,9 @@ def check_engine(engine: Any) -> None:
             "request",
             hint='"kv_load_failure_policy": "recompute"',
         )
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise ConfigError(name, "must be 1 with kvdepot: layers or tokens would be divided")
+            raise ConfigError(name, "must be 1 with kvdepot: tokens would be divided")
     check_scales(engine)
 
 
@@ -70,32 +69,32 @@ def check_scales(engine: Any) -> None:
 def shard_facts(
     engine: Any,
     cache: Any,
-    groups: Sequence[tuple[EngineGroup, KVTensors]],
+    groups: Sequence[ServedGroup],
     config: ConnectorConfig,
     place: WorkerRank,
 ) -> ShardFacts:
     """What the namespaces of this worker's blocks are made of."""
-    grain = grain_tokens([group.rule for group, _ in groups], config)
-    replicas = max(1, getattr(cache, "kv_tp_replicas", 1) or 1)
+    grain = grain_tokens([each.group.rule for each in groups], config)
     model = engine.model_config
     path = Path(model.model)
     weights, weights_folder = weights_of(engine, config.revision, SETTING)
     facts = []
-    for group, tensors in groups:
-        extra = _extra(engine, cache, group, tensors, alone=len(groups) == 1)
+    alone = len(groups) == 1 and place.stages == 1
+    for each in groups:
+        extra = _extra(engine, cache, each.group, each.tensors, alone=alone)
         extra["engine"] = place.engine
-        layout = _layout(group, tensors, grain).description()
-        facts.append(GroupFacts(group.rule, layout, tuple(sorted(extra.items()))))
+        layout = _layout(each.group, each.tensors, grain).description()
+        pairs = tuple(sorted(extra.items()))
+        facts.append(GroupFacts(each.group.rule, layout, pairs, each.shard))
     return ShardFacts(
         model=config.model or (path.name if path.is_dir() else str(model.model)),
         config=fingerprint({"config": plain(model.hf_config.to_dict())}),
         weights=weights,
         weights_folder=weights_folder,
-        shard_rank=place.rank // replicas,
-        shard_size=max(1, place.ranks // replicas),
+        place=place,
         groups=tuple(facts),
         grain=grain,
-        saves_settle_at_once=groups[0][1].device.type == "cpu",
+        saves_settle_at_once=groups[0].tensors.device.type == "cpu",
     )
 
 
@@ -108,27 +107,94 @@ def _layout(group: EngineGroup, tensors: KVTensors, grain: int) -> KVLayout:
 
 
 def namespaces_of(facts: ShardFacts, config: ConnectorConfig, adapter: str) -> list[Namespace]:
-    """The namespaces of a shard's blocks under one adapter, one for each group. ModelError while
+    """The namespaces of a worker's blocks under one adapter, one for each group. ModelError while
     the weights are not known."""
+    places = [[(each.shard.rank, each.shard.size)] for each in facts.groups]
+    return [spaces[0] for spaces in _namespaces(facts, config, adapter, places)]
+
+
+def namespaces_at(
+    facts: ShardFacts, config: ConnectorConfig, adapter: str, size: int
+) -> list[list[Namespace]]:
+    """The namespaces of all shards where there are `size` of them, for each group."""
+    places = [
+        [(0, 1)] if each.shard.whole else [(rank, size) for rank in range(size)]
+        for each in facts.groups
+    ]
+    return _namespaces(facts, config, adapter, places)
+
+
+def _namespaces(
+    facts: ShardFacts,
+    config: ConnectorConfig,
+    adapter: str,
+    places: Sequence[Sequence[tuple[int, int]]],
+) -> list[list[Namespace]]:
+    """For each group the namespaces of these shards, each given by its rank and their number."""
     weights = known_weights(facts, config)
     if not weights:
         raise ModelError(f"the weights are not known: {_digest(facts, config).reason}")
     tenant = config.tenants.get(config.tenant)
     secret = tenant.secret() if tenant is not None else b""
-    return [
-        Namespace(
+    model = fingerprint({"config": facts.config}, weights)
+
+    def space(group: GroupFacts, rank: int, size: int) -> Namespace:
+        layout, extra = _resized(group, size)
+        return Namespace(
             model=facts.model,
-            layout=KVLayout.from_description(group.layout),
-            fingerprint=fingerprint({"config": facts.config}, weights),
-            shard_rank=facts.shard_rank,
-            shard_size=facts.shard_size,
+            layout=layout,
+            fingerprint=model,
+            shard_rank=rank,
+            shard_size=size,
             adapter=adapter,
             tenant=config.tenant,
             secret=secret,
-            extra=group.extra,
+            extra=extra,
         )
-        for group in facts.groups
+
+    return [
+        [space(group, rank, size) for rank, size in shards]
+        for group, shards in zip(facts.groups, places, strict=True)
     ]
+
+
+def _resized(group: GroupFacts, size: int) -> tuple[KVLayout, tuple[tuple[str, str], ...]]:
+    """What a group's blocks are, and depend on, where there are `size` shards."""
+    layout = KVLayout.from_description(group.layout)
+    axis = group.shard.axis
+    if axis is None or size == group.shard.size:
+        return layout, group.extra
+    heads, mine = group.shard.heads_of(size), group.shard.heads_of(group.shard.size)
+    shape = str((1, 1, axis.rows * heads * axis.head_bytes // axis.item_bytes))
+    extra = dict(group.extra) | {"page_shape": shape}
+    return replace(layout, state_bytes=layout.state_bytes // mine * heads), tuple(extra.items())
+
+
+def check_workers(workers: Sequence[ShardFacts]) -> None:
+    """ModelError if the workers, in the order of their places, do not make up one model."""
+    ranks, stages = workers[0].place.ranks, workers[0].place.stages
+    places = [(each.place.stage, each.place.rank) for each in workers]
+    wanted = [(stage, rank) for stage in range(stages) for rank in range(ranks)]
+    if places != wanted:
+        lacking = sorted(set(wanted) - set(places))
+        raise ModelError(f"workers have no pages: (stage, rank) {lacking or places}")
+    for each in workers[1:]:
+        _check_alike(workers[0], each, ("model", "config", "weights", "weights_folder", "grain"))
+        rules = [[group.rule for group in one.groups] for one in (workers[0], each)]
+        if rules[0] != rules[1]:
+            raise ModelError(
+                "pipeline stages have different KV groups",
+                hint="divide the layers so that each stage has all kinds: VLLM_PP_LAYER_PARTITION",
+            )
+        first = workers[each.place.stage * ranks]
+        for one, other in zip(first.groups, each.groups, strict=True):
+            _check_alike(one, other, ("layout", "extra"))
+
+
+def _check_alike(one: object, other: object, names: Iterable[str]) -> None:
+    unlike = [name for name in names if getattr(one, name) != getattr(other, name)]
+    if unlike:
+        raise ModelError(f"workers differ in {', '.join(unlike)}")
 
 
 def known_weights(facts: ShardFacts, config: ConnectorConfig) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdepot.adapters.vllm.groups import GroupRule
+from kvdepot.adapters.vllm.shards import WorkerShard
 from kvdepot.core.block import BlockKey
 
 ShardKeys = tuple[tuple[BlockKey, ...], ...]
-"""For each shard the keys of the same blocks."""
+"""For each shard of each pipeline stage the keys of the same blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class LoadJob(TransferJob):
     other groups."""
     jobs: int = 1
     """So many make up the load of the request."""
+    shards: int = 0
+    """The blocks were saved by so many shards; 0: as many as there are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +134,27 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerRank:
+    """A worker's place in its engine."""
+
+    rank: int
+    """Among those that divide each layer's heads."""
+    ranks: int
+    engine: str
+    """vLLM and its version: the content of a page may change with it."""
+    stage: int = 0
+    """Among those that divide the layers (pipeline parallelism)."""
+    stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class GroupFacts:
     """What the namespace of one group's blocks has beside the model's."""
 
     rule: GroupRule
     layout: dict[str, Any]
     extra: tuple[tuple[str, str], ...]
+    shard: WorkerShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +167,7 @@ class ShardFacts:
     weights: str
     """What names the weights; empty where their files have to be read first."""
     weights_folder: str
-    shard_rank: int
-    shard_size: int
+    place: WorkerRank
     groups: tuple[GroupFacts, ...]
     """Those with full attention first."""
     grain: int

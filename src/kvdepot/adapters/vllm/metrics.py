@@ -19,6 +19,7 @@ COUNTERS: Final = {
     "depot_errors": ("call", "calls that the depot could not answer"),
     "unserved_requests": ("reason", "requests that the depot is not used for"),
     "hit_tokens": ("", "prompt tokens that were found in the depot and not in vLLM"),
+    "resharded_tokens": ("", "of these, from blocks of another tensor-parallel size"),
     "failed_loads": ("", "loads of which a part was recomputed"),
     "failed_saves": ("", "saves that ended with an error"),
 }

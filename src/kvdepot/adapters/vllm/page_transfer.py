@@ -20,6 +20,7 @@ import torch
 from kvdepot.adapters.tensors import BlockMover, KVTensors, OffloadTicket, Pieces
 from kvdepot.adapters.vllm.messages import LoadEnd, LoadJob, SaveJob, TierTime
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
+from kvdepot.adapters.vllm.shards import HeadAxis, HeadPart, fill_heads
 from kvdepot.adapters.vllm.shared_depot import use_all_cores
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.depot import Arrival, Depot, Reservation
@@ -42,6 +43,8 @@ class PagedCache:
     tensors: KVTensors
     mover: BlockMover
     pages_per_block: int
+    axis: HeadAxis | None = None
+    """Where the heads are in a page, if blocks of other shards can be read."""
 
     @property
     def block_bytes(self) -> int:
@@ -108,13 +111,16 @@ class Loader:
         if device.type == "cuda":
             self._start_after = torch.cuda.current_stream(device).record_event()
 
-    def submit(self, job: LoadJob, keys: Sequence[BlockKey]) -> None:
-        """Start a load. `keys` are this shard's; without any it is a failed load.
+    def submit(
+        self, job: LoadJob, keys: Sequence[BlockKey], parts: Sequence[HeadPart] = ()
+    ) -> None:
+        """Start a load. `keys` are this shard's; without any it is a failed load. With `parts` they
+        are, for each block, those of the shards that these parts of it come from.
 
         Its time runs from now on, also while it waits for a thread.
         """
         deadline = time.monotonic() + job.timeout_s
-        future = self._threads.submit(self._load, job, keys, deadline, self._start_after)
+        future = self._threads.submit(self._load, job, keys, parts, deadline, self._start_after)
         self._under_way[job.request_id, job.group] = job, future
         future.add_done_callback(lambda _: self._one_ended.set())
 
@@ -146,13 +152,20 @@ class Loader:
 
     @torch.no_grad()
     def _load(
-        self, job: LoadJob, keys: Sequence[BlockKey], deadline: float, start_after: Any
+        self,
+        job: LoadJob,
+        keys: Sequence[BlockKey],
+        parts: Sequence[HeadPart],
+        deadline: float,
+        start_after: Any,
     ) -> LoadEnd:
         started = time.monotonic()
         arrived_s: dict[int, float] = {}
 
         def sink(arrivals: list[Arrival]) -> None:
-            if job.pages:
+            if job.pages and parts:
+                self._fill_heads(job, arrivals, parts)
+            elif job.pages:
                 self._scatter(job, arrivals)
             now = time.monotonic() - started
             arrived_s.update((one.index, now) for one in arrivals)
@@ -168,13 +181,28 @@ class Loader:
             if more_s:
                 rest = lease.deliver(sink, start=first, beside=beside, timeout_s=more_s)
                 got = [*got[:first], *rest]
-        answers = [*got, *[Got(None, "absent")] * (len(job.keys[0]) - len(got))]
+        answers = [*got, *[Got(None, "absent")] * (len(keys or job.keys[0]) - len(got))]
         self._counts.loaded(_times(got, arrived_s, cache.block_bytes))
         self._counts.missed(answer.reason for answer in answers if not answer)
         failed = next((at for at, answer in enumerate(answers) if not answer), None)
-        block = None if failed is None else job.first_block + failed
-        late = sum(answer.reason == "late" for answer in answers)
-        return LoadEnd(job.request_id, block, tuple(times), late, time.monotonic() - started)
+        each = max(1, len(parts))
+        block = None if failed is None else job.first_block + failed // each
+        late = -(-sum(answer.reason == "late" for answer in answers) // each)
+        # What parts of blocks take says nothing of whole ones.
+        learnt = () if parts else tuple(times)
+        return LoadEnd(job.request_id, block, learnt, late, time.monotonic() - started)
+
+    def _fill_heads(self, job: LoadJob, arrivals: list[Arrival], parts: Sequence[HeadPart]) -> None:
+        """Copy parts of other shards' blocks into pages, but for those that are left alone."""
+        cache = self._caches[job.group]
+        assert cache.axis is not None
+        for one in arrivals:
+            number, part = divmod(one.index, len(parts))
+            start = number * cache.pages_per_block
+            pages = job.pages[max(start, job.present_pages) : start + cache.pages_per_block]
+            fill_heads(cache.tensors, cache.axis, one.view, pages, parts[part])
+        if cache.mover.device.type == "cuda":
+            torch.cuda.current_stream(cache.mover.device).synchronize()
 
     def _scatter(self, job: LoadJob, arrivals: list[Arrival]) -> None:
         """Copy blocks into their pages. The first block may have pages that are left alone."""

@@ -146,6 +146,9 @@ class DepotHit:
     tiers: tuple[str, ...]
     """Where the blocks from that one on are; the slowest shard's, and the slowest group's."""
 
+    shards: int = 0
+    """The depot has it from so many shards; 0: as many as there are here."""
+
     @property
     def stop_block(self) -> int:
         """Blocks before this one are in vLLM or in the depot."""
@@ -182,6 +185,9 @@ class TrackedRequest:
     adapter: str
     groups: RequestGroups
     group_keys: tuple[RequestKeys, ...]
+    other_keys: dict[int, tuple[RequestKeys, ...]] | None = None
+    """The same for other numbers of shards, where the depot has its beginning from them; None: it
+    was not asked yet."""
     phase: Phase = Phase.QUEUED
     stored: int = 0
     """Leading blocks of full attention that need not be saved: the depot's memory has them or was
@@ -214,10 +220,14 @@ class TrackedRequest:
     def block_tokens(self) -> int:
         return self.groups.block_tokens
 
-    def grow(self, blocks: int) -> None:
+    def keys_of(self, shards: int) -> tuple[RequestKeys, ...]:
+        """The keys of blocks from so many shards; 0: as many as there are here."""
+        return self.other_keys[shards] if shards and self.other_keys else self.group_keys
+
+    def grow(self, blocks: int, shards: int = 0) -> None:
         """Compute the keys of all groups up to the end of this many blocks of the request."""
         tokens = self.request.all_token_ids
-        for keys in self.group_keys:
+        for keys in self.keys_of(shards):
             keys.grow(tokens, blocks * self.block_tokens // keys.block_tokens)
 
     def found(self, hit: DepotHit, leading: Match, shared: int) -> None:
@@ -232,12 +242,16 @@ class TrackedRequest:
         self.shared = shared if shared > hit.stop_block else 0
 
     def begin_load(self, external_tokens: int, tables: PageTables) -> list[LoadJob]:
-        """Load what the latest match found, `external_tokens` of it, into the request's pages."""
+        """Load what the latest match found, `external_tokens` of it, into the request's pages.
+
+        What comes from another number of shards is saved again, in the form that it has here.
+        """
         assert self.hit is not None
         local = self.hit.local_tokens
         stop = (local + external_tokens) // self.block_tokens
         self.phase = Phase.LOADING
-        self.loaded = stop if self.stored >= self.hit.first_block else 0
+        known = self.stored >= self.hit.first_block and not self.hit.shards
+        self.loaded = stop if known else 0
         jobs = [self._load(group, tables, local, stop) for group in range(len(self.group_keys))]
         whole = len(jobs) > 1 or not self.groups.all_full
         found = [job for job in jobs if job is not None]
@@ -245,7 +259,8 @@ class TrackedRequest:
 
     def _load(self, group: int, tables: PageTables, local: int, stop: int) -> LoadJob | None:
         """The part of one group; none where vLLM has all that it needs."""
-        rule, keys = self.groups.rules[group], self.group_keys[group]
+        shards = self.hit.shards if self.hit is not None else 0
+        rule, keys = self.groups.rules[group], self.keys_of(shards)[group]
         pages, ratio = tables[rule.table], pages_per_block(rule, self.block_tokens)
         first, end = self.groups.span(group, keys, local, stop)
         if rule.kind == "state":
@@ -256,7 +271,7 @@ class TrackedRequest:
             wanted, present = list(pages[first * ratio : end * ratio]), begin - first * ratio
         if present >= len(wanted):
             return None
-        if rule.kind != "full":
+        if rule.kind != "full" and not shards:
             self.given.setdefault(group, set()).update(range(first, end))
         return LoadJob(
             self.request.request_id,
@@ -266,6 +281,7 @@ class TrackedRequest:
             first,
             group,
             present,
+            shards=shards,
         )
 
     def load_ended(self, failed_block: int | None) -> None:

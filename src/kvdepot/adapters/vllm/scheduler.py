@@ -8,7 +8,8 @@ before the first request.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Final, Protocol
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
@@ -19,7 +20,13 @@ from kvdepot.adapters.vllm.fetch_decision import (
     step_work,
 )
 from kvdepot.adapters.vllm.groups import checkpoint_tokens
-from kvdepot.adapters.vllm.identity import adapter_of, known_weights, namespaces_of
+from kvdepot.adapters.vllm.identity import (
+    adapter_of,
+    check_workers,
+    known_weights,
+    namespaces_at,
+    namespaces_of,
+)
 from kvdepot.adapters.vllm.messages import LoadJob, ShardFacts, StepPlan, StepReport
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.queue_hints import QueueHints
@@ -32,10 +39,12 @@ from kvdepot.adapters.vllm.requests import (
     RequestKeys,
     TrackedRequest,
 )
+from kvdepot.adapters.vllm.shards import other_sizes
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
-from kvdepot.errors import KVDepotError, ModelError
+from kvdepot.core.namespace import Namespace
+from kvdepot.errors import KVDepotError
 
 _SLOWEST_FIRST: Final = ("object", "plugin", "hdd", "ssd", "cxl", "dram")
 _FASTEST: Final = "dram"
@@ -91,6 +100,10 @@ class ConnectorScheduler:
         self._groups = RequestGroups((), 0, 1)
         self._spaces: dict[str, list[NamespaceHandle]] = {}
         """For each adapter those of the first group's shards, then the second's, and so on."""
+        self._shards: list[int] = []
+        """How many each group has, in all pipeline stages."""
+        self._other_spaces: dict[tuple[str, int], list[list[NamespaceHandle]]] = {}
+        """For each adapter and other number of shards those of each group."""
         self._adapters: dict[int, str] = {}
         """Digests of the LoRAs that the workers have loaded, by vLLM's number."""
         self._tracked: dict[str, TrackedRequest] = {}
@@ -100,18 +113,9 @@ class ConnectorScheduler:
         self._block_tokens = 0
 
     def set_workers(self, workers: Iterable[ShardFacts]) -> None:
-        """ModelError if the workers do not make up one model. Equal ranks count once."""
-        by_rank = {each.shard_rank: each for each in workers}
-        facts = [by_rank[rank] for rank in sorted(by_rank)]
-        if [each.shard_rank for each in facts] != list(range(facts[0].shard_size)):
-            ranks = [each.shard_rank for each in facts]
-            raise ModelError(f"of {facts[0].shard_size} shards only {ranks} have pages")
-        first = asdict(facts[0])
-        for each in facts[1:]:
-            found = asdict(each) | {"shard_rank": first["shard_rank"]}
-            unlike = [name for name in first if first[name] != found[name]]
-            if unlike:
-                raise ModelError(f"shards differ in {', '.join(unlike)}")
+        """ModelError if the workers do not make up one model."""
+        facts = sorted(workers, key=lambda each: (each.place.stage, each.place.rank))
+        check_workers(facts)
         self._facts = facts
         self._block_tokens = grain = facts[0].grain
         rules = tuple(group.rule for group in facts[0].groups)
@@ -127,7 +131,8 @@ class ConnectorScheduler:
             return False
         spaces = self._spaces_of("")
         if self._config.decide:
-            full = sum(rule.kind == "full" for rule in self._groups.rules) * len(self._facts)
+            kinds = zip(self._groups.rules, self._shards, strict=True)
+            full = sum(shards for rule, shards in kinds if rule.kind == "full")
             size = sum(space.block_bytes for space in spaces[: full or None])
             self._decider = FetchDecider(
                 self._block_tokens,
@@ -154,11 +159,8 @@ class ConnectorScheduler:
             self._warnings.warn("an adapter has no place in the depot", error)
             self.counts.add("unserved_requests", 1, "adapter")
             return
-        shards = len(self._facts)
-        keys = [
-            RequestKeys.of(spaces[at : at + shards], request)
-            for at in range(0, len(spaces), shards)
-        ]
+        left = iter(spaces)
+        keys = [RequestKeys.of(list(islice(left, count)), request) for count in self._shards]
         tracked = TrackedRequest(request, adapter, self._groups, tuple(keys))
         self._tracked[request.request_id] = tracked
         self._queue_hints.queued(tracked)
@@ -183,11 +185,14 @@ class ConnectorScheduler:
             self._queue_hints.begun(request.request_id)
             return None
         hit = self._look_up(tracked, local_tokens, first, blocks)
+        if hit.stop_block < blocks:
+            hit = tracked.hit = self._look_elsewhere(tracked, hit, blocks)
         stop = hit.stop_block
         if self._decider is not None and stop * self._block_tokens > local_tokens:
             decided = self._decider.decide(tracked, hit, self._tracked.values()).stop_block
             if decided < stop:
-                stop, _ = self._restorable(tracked, local_tokens, decided)
+                keys = tracked.keys_of(hit.shards)
+                stop, _ = self._restorable(keys, local_tokens, decided)
         return max(0, stop * self._block_tokens - local_tokens)
 
     def _is_loading(self, tracked: TrackedRequest, first: int, blocks: int) -> bool:
@@ -204,19 +209,60 @@ class ConnectorScheduler:
         """The longest prefix from which all groups can go on."""
         leading: tuple[str, ...] = ()
         tiers = (_FASTEST,) * (blocks - first)
-        full = [at for at, rule in enumerate(self._groups.rules) if rule.kind == "full"]
+        full, keys = self._full_groups, tracked.group_keys
         if full:
-            leading = self._resident(tracked, full, 0, blocks)
-            tiers = leading[first:] or self._resident(tracked, full, first, blocks)
-        shared = first + len(tiers)
-        stop, slower = self._restorable(tracked, local_tokens, shared)
-        found = [_slowest(tier, slower.get(first + at)) for at, tier in enumerate(tiers)]
-        hit = DepotHit(local_tokens, first, tuple(found[: max(0, stop - first)]))
-        tracked.found(hit, Match(leading), shared if full else 0)
+            leading = self._resident(keys, full, 0, blocks)
+            tiers = leading[first:] or self._resident(keys, full, first, blocks)
+        hit = self._hit(keys, local_tokens, first, tiers)
+        tracked.found(hit, Match(leading), first + len(tiers) if full else 0)
         return hit
 
+    def _hit(
+        self,
+        keys: Sequence[RequestKeys],
+        local_tokens: int,
+        first: int,
+        tiers: Sequence[str],
+        shards: int = 0,
+    ) -> DepotHit:
+        """What all groups can go on from, where those of full attention have the blocks from
+        `first` on in these tiers."""
+        stop, slower = self._restorable(keys, local_tokens, first + len(tiers))
+        found = [_slowest(tier, slower.get(first + at)) for at, tier in enumerate(tiers)]
+        return DepotHit(local_tokens, first, tuple(found[: max(0, stop - first)]), shards)
+
+    @property
+    def _full_groups(self) -> list[int]:
+        return [at for at, rule in enumerate(self._groups.rules) if rule.kind == "full"]
+
+    def _look_elsewhere(self, tracked: TrackedRequest, hit: DepotHit, blocks: int) -> DepotHit:
+        """The longest hit: this one, or one in blocks from other numbers of shards."""
+        if tracked.other_keys is None:
+            tracked.other_keys = self._other_keys(tracked)
+        first, local_tokens = hit.first_block, hit.local_tokens
+        for shards, keys in tracked.other_keys.items():
+            tracked.grow(blocks, shards)
+            tiers: Sequence[str] = (_FASTEST,) * (blocks - first)
+            if self._full_groups:
+                tiers = self._resident(keys, self._full_groups, first, blocks)
+            found = self._hit(keys, local_tokens, first, tiers, shards)
+            hit = found if found.stop_block > hit.stop_block else hit
+        return hit
+
+    def _other_keys(self, tracked: TrackedRequest) -> dict[int, tuple[RequestKeys, ...]]:
+        """Keys of a request for other numbers of shards, where the depot has its first block from
+        them."""
+        found = {}
+        for shards in other_sizes([group.shard for group in self._facts[0].groups]):
+            spaces = self._spaces_at(tracked.adapter, shards)
+            keys = tuple(RequestKeys.of(group, tracked.request) for group in spaces)
+            keys[0].grow(tracked.request.all_token_ids, 1)
+            if not self._full_groups or self._resident(keys, [0], 0, 1):
+                found[shards] = keys
+        return found
+
     def _restorable(
-        self, tracked: TrackedRequest, local_tokens: int, stop: int
+        self, group_keys: Sequence[RequestKeys], local_tokens: int, stop: int
     ) -> tuple[int, dict[int, str]]:
         """The last boundary up to `stop` from which windows and states can go on, in blocks of the
         request, and the tiers of what they need, by such blocks."""
@@ -226,9 +272,9 @@ class ConnectorScheduler:
         while stop * self._block_tokens > local_tokens:
             found, lowered, needed = {}, stop, len(others) < len(groups.rules)
             for group in others:
-                keys = tracked.group_keys[group]
+                keys = group_keys[group]
                 start, end = groups.span(group, keys, local_tokens, stop)
-                tiers = self._resident(tracked, [group], start, end)
+                tiers = self._resident(group_keys, [group], start, end)
                 needed = needed or start < end
                 if len(tiers) < end - start:
                     lacking = (start + len(tiers)) * keys.block_tokens
@@ -260,8 +306,12 @@ class ConnectorScheduler:
         self._plan.loads += [
             replace(load, timeout_s=timeout_s, recompute_s=recompute_s) for load in loads
         ]
-        self._loading[request_id] = frozenset(loads[0].keys[0])
+        end = loads[0].first_block + len(loads[0].keys[0])
+        keys = tracked.group_keys[loads[0].group].keys(loads[0].first_block, end)
+        self._loading[request_id] = frozenset(keys[0])
         self.counts.add("hit_tokens", external_tokens)
+        if loads[0].shards:
+            self.counts.add("resharded_tokens", external_tokens)
 
     def sources(self, request_id: str, external_tokens: int) -> Counter[str]:
         """The external tokens of a request by the tier that they come from."""
@@ -355,6 +405,10 @@ class ConnectorScheduler:
         """Remove everything that this model has in the depot. False: that was not possible."""
         spaces = [space for each in self._spaces.values() for space in each]
         try:
+            for adapter in self._spaces:
+                for shards in other_sizes([group.shard for group in self._facts[0].groups]):
+                    groups = self._spaces_at(adapter, shards)
+                    spaces += [space for group in groups for space in group]
             for space in spaces:
                 self._depot.store.remove_namespace(space)
         except KVDepotError as error:
@@ -362,6 +416,7 @@ class ConnectorScheduler:
             return False
         for tracked in self._tracked.values():
             tracked.forget(0)
+            tracked.other_keys = None
         return True
 
     def close(self) -> None:
@@ -383,12 +438,12 @@ class ConnectorScheduler:
         return True
 
     def _resident(
-        self, tracked: TrackedRequest, groups: Sequence[int], first: int, stop: int
+        self, group_keys: Sequence[RequestKeys], groups: Sequence[int], first: int, stop: int
     ) -> tuple[str, ...]:
         """The tier of each block from `first` on that all shards of these groups have: the slowest
         of them."""
         store = self._depot.store
-        lists = [keys for group in groups for keys in tracked.group_keys[group].keys(first, stop)]
+        lists = [keys for group in groups for keys in group_keys[group].keys(first, stop)]
         try:
             found = [store.match(keys).tiers for keys in lists if keys]
         except KVDepotError as error:
@@ -417,7 +472,8 @@ class ConnectorScheduler:
         for name, first, blocks in decider.probes:
             tracked_one = self._tracked.get(name)
             counted = self._groups.rules[0].kind == "full"
-            if counted and tracked_one is not None and tracked_one.hit is not None:
+            hit = tracked_one.hit if tracked_one is not None else None
+            if counted and tracked_one is not None and hit is not None and not hit.shards:
                 plan.probes.append(self._probe(tracked_one, first, blocks, decider))
         decider.probes.clear()
 
@@ -444,13 +500,32 @@ class ConnectorScheduler:
 
     def _spaces_of(self, adapter: str) -> list[NamespaceHandle]:
         if adapter not in self._spaces:
-            shards = [namespaces_of(each, self._config, adapter) for each in self._facts]
-            self._spaces[adapter] = [
-                self._depot.store.register(space)
-                for group in zip(*shards, strict=True)
-                for space in group
-            ]
+            workers = [namespaces_of(each, self._config, adapter) for each in self._facts]
+            groups = [_distinct(spaces) for spaces in zip(*workers, strict=True)]
+            handles = [self._depot.store.register(space) for group in groups for space in group]
+            self._shards = [len(group) for group in groups]
+            self._spaces[adapter] = handles
         return self._spaces[adapter]
+
+    def _spaces_at(self, adapter: str, shards: int) -> list[list[NamespaceHandle]]:
+        """For each group the namespaces of so many shards, in all pipeline stages. Not registered:
+        the depot has them, or has nothing of them."""
+        if (adapter, shards) not in self._other_spaces:
+            stages = [
+                namespaces_at(each, self._config, adapter, shards)
+                for each in self._facts
+                if each.place.rank == 0
+            ]
+            self._other_spaces[adapter, shards] = [
+                [NamespaceHandle(space) for stage in group for space in stage]
+                for group in zip(*stages, strict=True)
+            ]
+        return self._other_spaces[adapter, shards]
+
+
+def _distinct(spaces: Sequence[Namespace]) -> list[Namespace]:
+    """Each namespace once: workers may have the same."""
+    return list({space.tag: space for space in spaces}.values())
 
 
 def _slowest(tier: str, other: str | None) -> str:

@@ -11,15 +11,23 @@ import torch
 from kvdepot.adapters.tensors import BlockMover, open_mover
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import EngineGroup, layer_groups, pages_per_block
-from kvdepot.adapters.vllm.identity import WorkerRank, known_weights, namespaces_of, shard_facts
+from kvdepot.adapters.vllm.identity import (
+    ServedGroup,
+    known_weights,
+    namespaces_at,
+    namespaces_of,
+    shard_facts,
+)
 from kvdepot.adapters.vllm.messages import (
     LoadEnd,
+    LoadJob,
     ShardFacts,
     StepPlan,
     StepReport,
     StepTime,
     TierTime,
     TransferJob,
+    WorkerRank,
 )
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.page_transfer import (
@@ -29,9 +37,10 @@ from kvdepot.adapters.vllm.page_transfer import (
     Saver,
     page_tensors,
 )
+from kvdepot.adapters.vllm.shards import HeadPart, find_shard, interleaved, parts_of
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.adapters.vllm.weights import LoadedAdapters
-from kvdepot.core.block import BlockKey
+from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import KVDepotError, ModelError
@@ -66,7 +75,9 @@ class ConnectorWorker:
         self._depot = depot
         self.counts = ConnectorCounts()
         self._warnings = RateLimitedWarnings()
-        self._adapters: set[str] = set()
+        self._tags: dict[tuple[str, int], list[list[bytes]]] = {}
+        """Of the namespaces in use, for each adapter and number of shards (0: as here): for each
+        group those of its shards, or only this worker's."""
         self.loaded = LoadedAdapters()
         self._facts: ShardFacts | None = None
         self._loader: Loader | None = None
@@ -88,27 +99,48 @@ class ConnectorWorker:
 
     def register(self, caches: Mapping[str, object], place: WorkerRank) -> None:
         """Use these pages. ModelError or ConfigError if they cannot be served."""
-        groups = [
-            (EngineGroup(group.rule, names, group.spec), tensors)
-            for group in self._layer_groups
-            for names, tensors in page_tensors(caches, group.layer_names, self._cache.num_blocks)
-        ]
+        groups = self._served_groups(caches, place)
         self._facts = shard_facts(self._engine, self._cache, groups, self._config, place)
         store = self._depot.store
         if known_weights(self._facts, self._config):
             self._use("")
-        device = groups[0][1].device
+        device = groups[0].tensors.device
         mover = self._mover = open_mover(lambda: store.memory, device)
-        self._drops_pages = any(group.rule.kind != "full" for group, _ in groups)
+        self._drops_pages = any(each.group.rule.kind != "full" for each in groups)
         grain = self._facts.grain
         pages = [
-            PagedCache(tensors, mover, pages_per_block(group.rule, grain))
-            for group, tensors in groups
+            PagedCache(
+                each.tensors, mover, pages_per_block(each.group.rule, grain), each.shard.axis
+            )
+            for each in groups
         ]
         self._loader = Loader(store, pages, self.counts, self._config.load_threads)
         self._saver = Saver(store, pages, self.counts)
-        if not self._facts.shard_rank:
-            self._timer = StepTimer(device)
+        if not place.rank and not place.stage:
+            self._timer = StepTimer(device, place.stages)
+
+    def _served_groups(self, caches: Mapping[str, object], place: WorkerRank) -> list[ServedGroup]:
+        """The groups with pages on this worker, each with its shard."""
+        pages, found = self._cache.num_blocks, []
+        layout = str(getattr(self._cache, "kv_cache_layout", ""))
+        where = (place.rank, place.ranks, pages)
+        for group in self._layer_groups:
+            for names, tensors in page_tensors(caches, group.layer_names, pages):
+                first: Any = caches[names[0]]
+                spec = group.layer_specs[names[0]]
+                shard, reason = find_shard(self._engine, layout, spec, first, where)
+                if reason:
+                    _logger.info(
+                        "kvdepot: layer %s is read at this tensor-parallel size only: %s",
+                        names[0],
+                        reason,
+                    )
+                found.append(
+                    ServedGroup(EngineGroup(group.rule, names, group.spec), tensors, shard)
+                )
+        if not found:
+            raise ModelError("a pipeline stage has no layer with a KV cache that could be kept")
+        return found
 
     def preempt(self, plan: StepPlan) -> None:
         """Before anything of the step: pages that vLLM has taken back may be written to in it.
@@ -125,7 +157,7 @@ class ConnectorWorker:
         if plan.loads:
             self._loader.start_after_stream()
         for job in (*plan.loads, *plan.probes):
-            self._loader.submit(job, self._keys(job))
+            self._loader.submit(job, self._keys(job, job.shards), self._parts_of(job))
         if self._timer is not None and plan.new_tokens:
             self._timer.start()
 
@@ -217,13 +249,16 @@ class ConnectorWorker:
                 part.close()
         self._depot.close()
 
-    def _use(self, adapter: str) -> None:
-        """Register a namespace that is new."""
+    def _use(self, adapter: str, shards: int = 0) -> None:
+        """Register namespaces that are new: this worker's, or of so many shards."""
         store = self._depot.store
-        spaces = namespaces_of(self.facts, self._config, adapter)
-        handles = [store.register(space) for space in spaces]
-        self._adapters.add(adapter)
-        for space in handles:
+        if shards:
+            groups = namespaces_at(self.facts, self._config, adapter, shards)
+        else:
+            groups = [[space] for space in namespaces_of(self.facts, self._config, adapter)]
+        handles = [[store.register(space) for space in spaces] for spaces in groups]
+        self._tags[adapter, shards] = [[space.tag for space in spaces] for spaces in handles]
+        for space in (space for spaces in handles for space in spaces):
             _logger.info(
                 "kvdepot: blocks of %d tokens, %s each, namespace %s; the depot has %d blocks",
                 space.layout.block_tokens,
@@ -232,8 +267,14 @@ class ConnectorWorker:
                 store.stats().get("blocks", 0),
             )
 
-    def _keys(self, job: TransferJob) -> Sequence[BlockKey]:
-        """This shard's keys. Registers the namespace of their adapter if it is new.
+    def _parts_of(self, job: LoadJob) -> list[HeadPart]:
+        """Where the blocks of a load go in the pages; none: they fill them."""
+        shard = self.facts.groups[job.group].shard
+        return parts_of(shard, job.shards) if job.shards and not shard.whole else []
+
+    def _keys(self, job: TransferJob, shards: int = 0) -> Sequence[BlockKey]:
+        """This worker's keys; of several shards those of a block one after another. Registers the
+        namespaces of their adapter if they are new.
 
         None where that fails, or where vLLM has loaded another LoRA since the keys were made: then
         loads and saves fail one by one.
@@ -241,20 +282,26 @@ class ConnectorWorker:
         try:
             if job.adapter and not self.loaded.has(job.adapter.rpartition(" ")[2]):
                 raise ModelError("vLLM has loaded other weights as this LoRA")
-            if job.adapter not in self._adapters:
-                self._use(job.adapter)
+            if (job.adapter, shards) not in self._tags:
+                self._use(job.adapter, shards)
         except KVDepotError as error:
             self._warnings.warn("an adapter has no place in the depot", error)
             self.counts.add("depot_errors", 1, "register")
             return ()
-        return job.keys[self.facts.shard_rank if len(job.keys) > 1 else 0]
+        by_tag = {keys[0][:TAG_BYTES]: keys for keys in job.keys}
+        tags = self._tags[job.adapter, shards][job.group]
+        if len(tags) == 1:
+            return by_tag[tags[0]]
+        parts = parts_of(self.facts.groups[job.group].shard, shards)
+        return list(interleaved([by_tag[tags[part.rank]] for part in parts]))
 
 
 class StepTimer:
     """How long the model computes in a step, as the device sees it. On CUDA results come some
-    steps later."""
+    steps later. Pipeline stages are taken to be alike: the first one's time is that of all."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stages: int = 1) -> None:
+        self._stages = stages
         self._cuda = device.type == "cuda"
         self._started: Any = None
         self._pending: list[tuple[Any, Any, int, float]] = []
@@ -271,13 +318,13 @@ class StepTimer:
         if self._cuda:
             self._pending.append((started, self._now(), tokens, attention))
         else:
-            self._over.append(StepTime(tokens, attention, self._now() - started))
+            self._over.append(StepTime(tokens, attention, (self._now() - started) * self._stages))
 
     def take(self) -> list[StepTime]:
         """The steps that are over."""
         while self._pending and self._pending[0][1].query():
             started, ended, tokens, attention = self._pending.pop(0)
-            seconds = started.elapsed_time(ended) / 1e3
+            seconds = started.elapsed_time(ended) / 1e3 * self._stages
             self._over.append(StepTime(tokens, attention, seconds))
         over, self._over = self._over, []
         return over
