@@ -176,6 +176,7 @@ def said(output: Any) -> dict[str, Any]:
         "prompt": len(output.prompt_token_ids),
         "cached": output.num_cached_tokens,
         "tokens": list(first.token_ids),
+        "text": first.text,
         "logprobs": [
             chosen[token].logprob
             for chosen, token in zip(first.logprobs, first.token_ids, strict=True)
@@ -478,6 +479,39 @@ def roundtrip(args: argparse.Namespace) -> dict[str, Any]:
     return seen
 
 
+def resharded(args: argparse.Namespace) -> dict[str, Any]:
+    """One worker reads what two have saved, and garbage; saves another prompt; then is killed."""
+    from dataclasses import replace
+
+    from kvdepot.adapters.vllm.page_transfer import Loader
+
+    read, other = json.loads(args.extra)["prompts"]
+    bench = Bench(args, block_size=128, max_model_len=4224)
+    started = time.perf_counter()
+    seen: dict[str, Any] = {"read": {**bench.ask([read], 16)[0]}}
+    seen["read"]["seconds"] = time.perf_counter() - started
+    bench.forget()
+    fill = Loader._fill_heads
+
+    def garbled_heads(loader: Any, job: Any, arrivals: Any, parts: Any) -> None:
+        wrong = [replace(one, view=memoryview(bytes(one.view)[::-1])) for one in arrivals]
+        fill(loader, job, wrong, parts)
+
+    for space in bench.connector.scheduler_side._spaces_of(""):
+        bench.store.remove_namespace(space)  # what was saved again
+    Loader._fill_heads = garbled_heads  # type: ignore[method-assign,assignment]
+    wrong = compare(bench.ask([read], 16), [seen["read"]])
+    Loader._fill_heads = fill  # type: ignore[method-assign]
+    seen["control"] = wrong["worst"]
+    seen["cold"] = {**bench.ask([other], 16)[0], "seconds": 0.0}
+    seen["flushed"] = bool(bench.store.flush(60.0))
+    for one in (seen["read"], seen["cold"]):
+        one["tokens"] = one["text"]
+    write(args, seen)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return seen
+
+
 def without_inner_checkpoints() -> None:
     """Mamba2 on a processor: its kernels give no states from inside a chunk, which vLLM 0.32 asks
     them for. Without that vLLM ends chunks where it keeps states."""
@@ -634,6 +668,7 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         preempted,
         aborts,
         roundtrip,
+        resharded,
         ttft,
         throttled,
         refused,

@@ -325,6 +325,54 @@ def parallel(run: Run) -> None:
         kill_daemon(sock)
 
 
+def resized(run: Run) -> None:
+    """7: saved by two workers, read by one, and back; two stages; all killed in between."""
+    run = replace(run, model=tiny_model(run, "llama"))
+    prompt = tokens_of(run, 700)
+    other, full = prompt[::-1], len(prompt) // 128 * 128
+    extra = depot_of(run, "resized")
+    sock = Path(extra["socket"])
+    two = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    with run.server("one plain", None) as plain:
+        wanted, wanted_other = plain.ask(prompt), plain.ask(other)
+    try:
+        with run.server("two write", extra, *two, cores="0|1") as server:
+            run.answers("7 saved by two workers", server.ask(prompt), wanted, 0)
+            flush(sock)
+        kill_daemon(sock)
+        asked = json.dumps({"prompts": [prompt, other]})
+        seen = run.scenario("resharded", "resized", "--extra", asked, killed=True)
+        answer, cold = seen["read"], seen["cold"]
+        run.answers("7 saved by two, read by one after kill -9", answer, wanted, full)
+        worst = seen["control"]
+        run.point("7 control: garbled heads show", worst > FAR, worst=worst)
+        run.answers("7 saved by one worker", cold, wanted_other, 0)
+        with run.server("two read", extra, *two, cores="0|1") as server:
+            answer = server.ask(other)
+            run.answers("7 saved by one, read by two after kill -9", answer, wanted_other, full)
+        kill_daemon(sock)
+        stages(run, prompt, wanted)
+    finally:
+        kill_daemon(sock)
+
+
+def stages(run: Run, prompt: list[int], wanted: Seen) -> None:
+    """7: two pipeline stages, everything killed between."""
+    extra = depot_of(run, "stages")
+    sock = Path(extra["socket"])
+    two = ("--pipeline-parallel-size", "2", "--distributed-executor-backend", "mp")
+    try:
+        with run.server("stages write", extra, *two, cores="0|1") as server:
+            run.answers("7 two stages, cold", server.ask(prompt), wanted, 0)
+            flush(sock)
+        kill_daemon(sock)
+        with run.server("stages read", extra, *two, cores="0|1") as server:
+            full = len(prompt) // 128 * 128
+            run.answers("7 two stages, after kill -9 of all", server.ask(prompt), wanted, full)
+    finally:
+        kill_daemon(sock)
+
+
 def depot_of(run: Run, name: str) -> Seen:
     """Settings of a depot with a daemon of its own."""
     disk = {"path": str(run.folder / name), "capacity": "2GiB"}
@@ -489,6 +537,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
         no_reuse,
         servers,
         parallel,
+        resized,
     )
 }
 
@@ -553,7 +602,7 @@ def main() -> int:
             release,
         )
         wanted = run.only or [name for name in PARTS if name != "smoke"]
-        if set(wanted) - {"models", "smoke"}:
+        if set(wanted) - {"models", "smoke", "resized"}:
             run.scenario("reference", "none")
         for name in sorted(wanted, key=list(PARTS).index):
             PARTS[name](run)

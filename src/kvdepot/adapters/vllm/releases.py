@@ -76,6 +76,7 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
         "_gauge_cls",
         "per_engine_labelvalues",
     ),
+    "vllm.distributed.parallel_state:get_pp_group": (),
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank": (),
     "vllm.distributed.parallel_state:get_tensor_model_parallel_world_size": (),
     "vllm.lora.worker_manager:WorkerLoRAManager": (),

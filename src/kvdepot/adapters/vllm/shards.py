@@ -149,9 +149,10 @@ def _total_heads(engine: Any) -> int:
     model = engine.model_config
     drafts = getattr(engine, "speculative_config", None) is not None
     arch = getattr(model, "model_arch_config", None)
+    tells = hasattr(arch, "per_layer_overrides")
     overrides = getattr(arch, "per_layer_overrides", None) or ()
     differ = any("total_num_kv_heads" in layer for layer in overrides)
-    if drafts or differ or arch is None or hasattr(model.hf_config, "block_configs"):
+    if drafts or differ or not tells or hasattr(model.hf_config, "block_configs"):
         return 0
     return int(model.get_total_num_kv_heads())
 

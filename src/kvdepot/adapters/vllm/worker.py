@@ -284,16 +284,23 @@ class ConnectorWorker:
                 raise ModelError("vLLM has loaded other weights as this LoRA")
             if (job.adapter, shards) not in self._tags:
                 self._use(job.adapter, shards)
+            return self._pick(job, shards)
         except KVDepotError as error:
             self._warnings.warn("an adapter has no place in the depot", error)
             self.counts.add("depot_errors", 1, "register")
             return ()
-        by_tag = {keys[0][:TAG_BYTES]: keys for keys in job.keys}
+
+    def _pick(self, job: TransferJob, shards: int) -> Sequence[BlockKey]:
+        """Of a job's keys those that this worker needs, by their namespaces."""
+        by_tag = {keys[0][:TAG_BYTES]: keys for keys in job.keys if keys}
         tags = self._tags[job.adapter, shards][job.group]
-        if len(tags) == 1:
-            return by_tag[tags[0]]
-        parts = parts_of(self.facts.groups[job.group].shard, shards)
-        return list(interleaved([by_tag[tags[part.rank]] for part in parts]))
+        if len(tags) > 1:
+            parts = parts_of(self.facts.groups[job.group].shard, shards)
+            tags = [tags[part.rank] for part in parts]
+        if any(tag not in by_tag for tag in tags):
+            raise ModelError("the scheduler has other namespaces than this worker")
+        lists = [by_tag[tag] for tag in tags]
+        return lists[0] if len(lists) == 1 else list(interleaved(lists))
 
 
 class StepTimer:
