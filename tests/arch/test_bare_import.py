@@ -26,10 +26,11 @@ def run_bare(code: str) -> subprocess.CompletedProcess[str]:
 
 def shipped_modules() -> list[str]:
     """Every module but the test kit, which needs pytest, the adapters, which need engines, and
-    the daemon's HTTP, which needs an extra.
+    the daemon's HTTP and the events, which need extras.
     """
     paths = [path.relative_to(SRC).with_suffix("") for path in SRC.rglob("*.py")]
     names = {".".join(path.parts).removesuffix(".__init__") for path in paths}
+    names -= {f"kvdepot.store.announce.{name}" for name in ("announcer", "publisher")}
     left_out = ("kvdepot.testing", "kvdepot.adapters.", "kvdepot.__main__", "kvdepot.server.http.")
     return sorted(name for name in names if not name.startswith(left_out))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 import kvdepot
 from kvdepot.cli.main import main
@@ -21,7 +21,16 @@ from kvdepot.client import connections
 from kvdepot.errors import DaemonError
 from kvdepot.server.listener import Listener
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
+from kvdepot.testing.images import payload_for
+from kvdepot.testing.store_contract import (
+    BLOCK_BYTES,
+    LAYOUT,
+    TOKENS,
+    prompt,
+    put,
+    space_of,
+    tiers,
+)
 from kvdepot.wire.frames import PROTOCOL
 
 TINY = ["--set", "dram.capacity=2MiB", "--set", "dram.prefault=false"]
@@ -226,3 +235,24 @@ def test_a_group_that_the_daemon_is_not_in_is_told(
         assert "only a member of --group" in told.value.hint
     finally:
         listener.close()
+
+
+def test_it_tells_routers_of_its_blocks_when_asked_to(start_daemon: StartDaemon) -> None:
+    pytest.importorskip("zmq")
+    from tests.support.routers import EventFollower
+
+    daemon = start_daemon("--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0")
+    with kvdepot.open(daemon.address) as store:
+        space = store.namespace(model="m", layout=LAYOUT)
+        ids = list(range(2 * TOKENS))
+        keys = space.keys(ids)
+        payloads = [payload_for(key, BLOCK_BYTES) for key in keys]
+        assert all(store.put_many(keys, payloads, token_ids=ids))
+        assert store.stats()["events"]["endpoint"] == daemon.ready["events"]
+        with EventFollower(daemon.ready["events"]) as router:
+
+            def told() -> bool:
+                router.follow(0.05)
+                return router.held("CPU") == {tuple(ids[:TOKENS]), tuple(ids[TOKENS:])}
+
+            until(told)

@@ -56,6 +56,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add_http(parser)
     parser.add_argument(
+        "--events",
+        metavar="ADDRESS",
+        help="tell routers what is here, for example on tcp://127.0.0.1:5557: events.endpoint",
+    )
+    parser.add_argument(
+        "--events-replay",
+        metavar="ADDRESS",
+        help="where routers ask for what they have missed: events.replay",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one line of JSON when ready, one at the end"
     )
 
@@ -110,6 +120,9 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, option) is not None and args.http is None:
             name = "--" + option.replace("_", "-")
             raise ConfigError(name, "is for --http", hint="give --http 127.0.0.1:9400 too")
+    if args.events_replay is not None and args.events is None:
+        hint = "give --events tcp://127.0.0.1:5557 too"
+        raise ConfigError("--events-replay", "is for --events", hint=hint)
     if args.gpu_watts is not None and args.prefill_tokens_per_s is None:
         raise ConfigError("--gpu-watts", "needs --prefill-tokens-per-s")
 
@@ -118,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
     check_options(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     overrides = parse_settings(args.settings)
+    for name, value in (("endpoint", args.events), ("replay", args.events_replay)):
+        overrides |= {f"events.{name}": value} if value is not None else {}
     settings = config.load(args.config, env=args.env, overrides=overrides)
     path = socket_path(args)
     if args.socket is None and not args.env.get(config.SOCKET_ENV):
@@ -173,6 +188,7 @@ def announce(daemon: Daemon, path: Path, args: argparse.Namespace, http: str) ->
     if args.json:
         facts = {"ready": True, "socket": str(path), "pid": os.getpid()}
         facts |= {"http": http} if http else {}
+        facts |= {"events": events["endpoint"]} if (events := stats.get("events")) else {}
         line({**facts, "protocol": PROTOCOL, "blocks": stats["blocks"]})
     else:
         memory = format_bytes(stats["tiers"]["dram"]["capacity_bytes"])

@@ -5,6 +5,8 @@ between levels), overrides. Unknown keys are errors, and so are sizes that canno
 passes the environment in; nothing here reads it.
 """
 
+import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -564,6 +566,74 @@ class WritebackConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventsConfig:
+    """KV events for routers. `events = "tcp://127.0.0.1:5557"` alone means its endpoint."""
+
+    SHORTHAND: ClassVar[str] = "endpoint"
+
+    endpoint: str
+    """Where routers subscribe, by ZMQ: tcp://HOST:PORT or ipc://PATH."""
+
+    replay: str = ""
+    """Where they ask for batches that they have missed; empty: they cannot."""
+
+    topic: str = "kv@kvdepot@{model}"
+    """The topic of each batch; `{model}` is the model's name."""
+
+    buffer: Bytes = 64 * MIB
+    """Batches kept for `replay`. A router that has missed more makes everything be told again."""
+
+    interval: Seconds = 0.1
+    """How often changes are looked for."""
+
+    resync_interval: Seconds = 5.0
+    """All that is here is told again, for routers that are new or have lost track, this often at
+    most. When nothing happens for so long an empty batch is sent: its number shows what was lost.
+    """
+
+    memory_medium: str = "CPU"
+    """What routers call memory."""
+
+    storage_medium: str = "STORAGE"
+    """What routers call the tiers below memory."""
+
+    tenants: tuple[str, ...] = ("",)
+    """Whose blocks are told of; the empty name is that of blocks without a tenant."""
+
+    allow_remote: bool = False
+    """Let other machines subscribe: token ids, which are as private as prompts, travel in clear."""
+
+    def __post_init__(self) -> None:
+        _check_positive("events.interval", self.interval)
+        _check_positive("events.resync_interval", self.resync_interval)
+        _check_size("events.buffer", self.buffer)
+        for name in ("endpoint", "replay"):
+            address = getattr(self, name)
+            if address or name == "endpoint":
+                self._check_address(f"events.{name}", address)
+
+    def _check_address(self, path: str, address: str) -> None:
+        host = re.fullmatch(r"tcp://(\S+):[0-9]{1,5}", address)
+        if host is None and not re.fullmatch(r"ipc://\S+", address):
+            raise ConfigError(
+                path, f"{address!r} is no address", hint="as tcp://127.0.0.1:5557, or ipc:///PATH"
+            )
+        if host is not None and not self.allow_remote and not _is_loopback(host[1]):
+            raise ConfigError(
+                path,
+                f"{host[1]} can be reached from other machines, and token ids are private",
+                hint="listen on 127.0.0.1, or set events.allow_remote = true",
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
     """One tenant. Without a secret it is kept apart from others by its name only."""
 
@@ -618,6 +688,9 @@ class Config:
 
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
     """How blocks get from memory to disk."""
+
+    events: EventsConfig | None = None
+    """Tell routers what is here (docs/routers.md)."""
 
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants that have a secret, by name."""

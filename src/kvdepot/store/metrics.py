@@ -599,6 +599,25 @@ METRICS: Final = (
         "sessions.forgotten",
     ),
     _counter(
+        "events",
+        "event",
+        "What routers were told: blocks stored, removed, not told (silent), all cleared; batches, "
+        "replays, subscriptions, failures.",
+        lambda stats: [
+            ((name,), float(count))
+            for name, count in stats.get("events", {}).items()
+            if name not in ("endpoint", "replay", "blocks")
+        ],
+        "events",
+    ),
+    _gauge(
+        "events_announced_blocks",
+        "",
+        "Blocks that routers know of.",
+        _one("events", "blocks"),
+        "events.blocks",
+    ),
+    _counter(
         "gpu_saved_seconds",
         "",
         "Prefill that was not needed: tokens given back, by the assumed prefill speed.",

@@ -29,7 +29,7 @@ from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import Removal, SharesContents
 from kvdepot.core.units import format_bytes, format_count
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, ExtraMissingError
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.check.online import check_store
 from kvdepot.store.drives.maintenance import DriveMaintenance
@@ -42,6 +42,7 @@ from kvdepot.store.namespaces import (
     make_namespace,
 )
 from kvdepot.store.read.disk_reads import BlockRead
+from kvdepot.store.read.expected_time import expected_s
 from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
@@ -58,7 +59,21 @@ from kvdepot.store.write.put import Putter, StoreReservation
 from kvdepot.store.write.write_back import Flusher
 
 if TYPE_CHECKING:
+    from kvdepot.store.announce.announcer import Announcer
     from kvdepot.store.inspect import StoreInspector
+
+
+def _announcer(state: StoreState) -> "Announcer | None":
+    """What tells routers of the store's blocks, if it is to."""
+    if state.config.events is None:
+        return None
+    try:
+        from kvdepot.store.announce.announcer import Announcer
+    except ImportError as error:
+        raise ExtraMissingError("events", str(error.name)) from error
+    announcer = Announcer(state, state.config.events)
+    announcer.start()
+    return announcer
 
 
 class Store(Depot):
@@ -78,6 +93,7 @@ class Store(Depot):
         self._flusher = Flusher(state)
         self._described = DescribedNamespaces(state.descriptions.all, state.config.tenants)
         self._site = self._join_site(state.config.nats) if state.config.nats else None
+        self._announcer = _announcer(state)
 
     def __repr__(self) -> str:
         state = self._state
@@ -342,7 +358,8 @@ class Store(Depot):
         self._state.check_open()
         with self._state.lock:
             found = {**describe(self._state), "sessions": self._sessions.describe()}
-        return {**found, "site": self._site.describe()} if self._site is not None else found
+        parts = {"site": self._site, "events": self._announcer}
+        return found | {name: part.describe() for name, part in parts.items() if part is not None}
 
     def list_sessions(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
         """Sessions that are remembered: `recent` or `cold` by when they were told of last, or
@@ -369,6 +386,23 @@ class Store(Depot):
         with self._state.using():
             found = TokenReader(self._state).read(checked(list(keys)))
         return [np.frombuffer(ids, "<u4").tolist() for ids in found]
+
+    def peek(self, keys: Sequence[BlockKey]) -> Match:
+        """`match` that is not counted as a lookup: a router asks several stores for one request."""
+        state = self._state
+        state.check_open()
+        with state.lock:
+            rows = state.usable_prefix(state.catalog.resident(checked(keys)))
+            return Match(tuple(state.catalog.fastest(rows)))
+
+    def expected_s(self, nbytes: Mapping[str, int]) -> float | None:
+        """How long so many bytes of each tier would take now; None where that is not known."""
+        return expected_s(self._state, nbytes)
+
+    def described_namespaces(self) -> list[Namespace]:
+        """Those that are described here, and whose secret is known."""
+        found = (one.namespace for one in self._described.all().values())
+        return [space for space in found if space is not None]
 
     def namespaces_of_session(self, name: str) -> list[bytes]:
         """Tags of the namespaces that have a session of that name."""
@@ -403,6 +437,8 @@ class Store(Depot):
                 condition.notify_all()
             stuck = not state.idle.wait_for(lambda: not state.calls, timeout_s)
         self.stop_recording()
+        if self._announcer is not None:
+            stuck = not self._announcer.close(timeout_s) or stuck
         stuck = not self._drives.join(timeout_s) or stuck
         stuck = not self._prefetcher.close(timeout_s) or stuck
         if not stuck:

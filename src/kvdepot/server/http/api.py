@@ -16,6 +16,8 @@ from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.server.daemon import Daemon
 from kvdepot.server.http.changes import ChangeRunner, StoreChange
 from kvdepot.server.http.events import RecentEvents
+from kvdepot.server.http.guard import PREFIX_PATH
+from kvdepot.server.http.prefixes import PrefixQueries, PrefixQuestion
 from kvdepot.site.messages import TOKENS_MAX
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import gpu_seconds_saved, hit_ratio, joules_saved, served_tokens
@@ -94,6 +96,7 @@ class Api:
         self._store = daemon.store
         self._events = events
         self.changes = ChangeRunner()
+        self._prefixes = PrefixQueries(daemon.store)
 
     def stats(self) -> Answer:
         """What `stats` answers to a client of the daemon."""
@@ -200,6 +203,9 @@ class Api:
             hints = [mapped.hint_session(tag, str(name), deadline_s) for tag in tags]
         resident = sum(found for _, found in hints)
         return {"resident": resident, "wanted": sum(hint.wanted for hint, _ in hints)}
+
+    def prefix(self, call: ApiCall) -> Answer:
+        return self._prefixes.answer(PrefixQuestion(**call.values))
 
     def _tags(self, name: str, call: ApiCall) -> list[bytes]:
         """Namespaces that have a session of that name; NotThereError if there is none."""
@@ -327,6 +333,33 @@ ENDPOINTS: Final = (
                 "deadline_s",
                 {"type": "number", "minimum": 0, "maximum": _HINT_S_MAX},
                 "when they will be wanted",
+            ),
+        ),
+    ),
+    Endpoint(
+        "POST",
+        PREFIX_PATH,
+        "The longest prefix of a prompt that is here, by tier, and how long it would take to load. "
+        "Changes nothing.",
+        Api.prefix,
+        (
+            Field(
+                "token_ids",
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": TOKENS_MAX,
+                    "items": {"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1},
+                },
+                "the prompt",
+            ),
+            Field("model", _text(_NAME_MAX), "of this model only", required=False),
+            Field("tenant", _text(_NAME_MAX), "blocks of this tenant", required=False),
+            Field(
+                "namespace",
+                NAMESPACE.schema,
+                "of this namespace only, whatever its model and tenant",
+                required=False,
             ),
         ),
     ),

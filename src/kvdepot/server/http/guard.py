@@ -22,6 +22,8 @@ RATE: Final = 50.0
 OPEN: Final = frozenset({"/", "/dashboard.css", "/dashboard.js", "/healthz", "/readyz"})
 """Paths that need no token: they tell nothing of the store."""
 UNCOUNTED: Final = frozenset({"/healthz", "/readyz"})
+PREFIX_PATH: Final = "/api/prefix"
+"""Routers ask here for every request: with the token as often as they like."""
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -91,12 +93,13 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """Why a request is not served; None: it is."""
         path = scope["path"]
-        if path not in UNCOUNTED and not self._limit.allows():
+        trusted = self._is_trusted(headers)
+        counted = path not in UNCOUNTED and not (trusted and path == PREFIX_PATH)
+        if counted and not self._limit.allows():
             return refusal(429, "too many requests", "ask less often", {"retry-after": "1"})
         host = _host_of(headers.get("host", ""))
         if self._rules.hosts and host not in self._rules.hosts:
             return refusal(421, f"this is not {host[:100]!r}", "use the address it listens on")
-        trusted = self._is_trusted(headers)
         scope.setdefault("state", {})["trusted"] = trusted
         if scope["method"] in ("GET", "HEAD"):
             if self._rules.token and not trusted and path not in OPEN:

@@ -141,6 +141,7 @@ class HttpService:
             uvicorn.Config(
                 app,
                 http="h11",
+                loop="asyncio",
                 ws="none",
                 lifespan="off",
                 log_config=None,

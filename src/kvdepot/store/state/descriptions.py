@@ -70,6 +70,14 @@ class Descriptions:
                     gone.append(tag)
         return gone
 
+    def of(self, tag: bytes) -> bytes:
+        """What is known of a tag: from a program that has registered it, or from the tiers."""
+        with self._state.lock:
+            _, description = self._handles.get(tag, (0, b""))
+        for lower in self._state.lower_tiers if not description else ():
+            description = description or lower.tier.descriptions().get(tag, b"")
+        return description
+
     def all(self) -> dict[bytes, bytes]:
         """By tag what programs have registered, and what the tiers have written down."""
         found: dict[bytes, bytes] = {}

@@ -1,0 +1,181 @@
+"""What has changed since the last look, found by comparing: nothing is queued, so the store never
+waits for it and nothing can overflow. A block that came and went between two looks is not told.
+
+Each row of the index is compared with what was told of it. A row that was freed since is known by a
+column of the index, which returns to zero then.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.index.table import NONE, Bools, Keys, Rows
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
+
+IN_MEMORY: Final = 1
+BELOW: Final = 2
+"""A block that is here at all, where there are tiers below memory: routers look for the first
+blocks in memory and then go on below, never up again, so what lies in memory is told for both."""
+_SILENT: Final = 4
+"""Seen, and not to be told."""
+Media = npt.NDArray[np.uint8]
+_DRIVES: Final = 1 << 7
+_DRIVE_SHIFT: Final = 56
+
+
+class ResidencyChange(NamedTuple):
+    """Blocks whose places have changed: their keys, four u64 each, and the media, as bits."""
+
+    gone: Keys
+    gone_from: Media
+    come: Keys
+    come_to: Media
+    come_rows: Rows
+    seen: int
+    """Rows that were looked at because of a change; 0: there is nothing new."""
+
+
+class ResidencyWatch:
+    """One reader of a store's residency. For one thread."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        table = state.catalog.table
+        memories = len(state.memory_tiers)
+        self._memory_bits = (1 << memories) - 1
+        self._mark = table.column(np.uint8, 0)
+        """What `_told` says, unless the row was freed since."""
+        self._told = np.zeros(table.rows, np.uint8)
+        self._words = np.zeros((table.rows, 4), np.uint64)
+        """Keys of what was told."""
+        self._settled: tuple[Media, Bools, bool] | None = None
+        """Residency, what was removed and whether all drives were up when all was told."""
+
+    @property
+    def told(self) -> int:
+        """Blocks that were told of and have not gone."""
+        return int(np.count_nonzero(self._told & (IN_MEMORY | BELOW)))
+
+    def reset(self) -> None:
+        """All that is here is told again."""
+        with self._state.lock:
+            self._told[:] = 0
+            self._mark.array[:] = 0
+            self._settled = None
+
+    def take(self, limit: int) -> ResidencyChange:
+        """The next changes, at most `limit` blocks of each kind; what has gone comes first.
+
+        They count as told; `silence` takes back what could not be.
+        """
+        if self._is_settled():
+            return _nothing()
+        self._settled = None
+        with self._state.lock:
+            now = self._media()
+            told = self._grown(len(now))
+            freed = told != self._mark.array
+            before = told & (IN_MEMORY | BELOW)
+            gone = np.where(freed, before, before & ~now)
+            rows = np.flatnonzero(freed | (gone != 0))
+            if len(rows):
+                rows = rows[:limit]
+                words = self._words[rows].copy()
+                left = np.where(freed[rows], 0, told[rows] & ~gone[rows] & 0xFF).astype(np.uint8)
+                # silent for what it was: where it is now may be told again
+                left[now[rows] == 0] = 0
+                self._tell(rows, left)
+                said = gone[rows] != 0
+                return _nothing()._replace(
+                    gone=words[said], gone_from=gone[rows][said], seen=len(rows)
+                )
+            come = np.where(told & _SILENT, 0, now & ~told)
+            rows = np.flatnonzero(come)[:limit]
+            if not len(rows):
+                self._settle()
+                return _nothing()
+            words = self._state.catalog.table.words(rows)
+            self._words[rows] = words
+            self._tell(rows, told[rows] | come[rows])
+            return _nothing()._replace(
+                come=words, come_to=come[rows], come_rows=rows, seen=len(rows)
+            )
+
+    def silence(self, rows: Rows, come_to: Media) -> None:
+        """These changes were not told: without token ids, or not for others."""
+        with self._state.lock:
+            same = self._told[rows] == self._mark.array[rows]
+            rows, come_to = rows[same], come_to[same]
+            self._tell(rows, (self._told[rows] & ~come_to & 0xFF | _SILENT).astype(np.uint8))
+
+    def _is_settled(self) -> bool:
+        """Whether nothing has changed since there was nothing to tell. Without the lock: a change
+        that is just being made is seen the next time.
+        """
+        catalog, before = self._state.catalog, self._settled
+        return (
+            before is not None
+            and before[2] == self._all_up()
+            and np.array_equal(before[0], catalog.residency.array)
+            and np.array_equal(before[1], catalog.doomed)
+            and np.array_equal(self._told, self._mark.array)
+        )
+
+    def _settle(self) -> None:
+        catalog = self._state.catalog
+        arrays = (catalog.residency.array.copy(), catalog.doomed.copy())
+        self._settled = (*arrays, self._all_up())
+
+    def _all_up(self) -> bool:
+        return all(lower.tier.is_up() for lower in self._state.lower_tiers)
+
+    def _tell(self, rows: Rows, told: Media) -> None:
+        self._told[rows] = told
+        self._mark.array[rows] = told
+
+    def _grown(self, rows: int) -> Media:
+        more = rows - len(self._told)
+        if more > 0:
+            self._told = np.concatenate([self._told, np.zeros(more, np.uint8)])
+            self._words = np.concatenate([self._words, np.zeros((more, 4), np.uint64)])
+        return self._told
+
+    def _media(self) -> Media:
+        """For each row where a lookup would find its block."""
+        state = self._state
+        assert state.held()
+        catalog = state.catalog
+        residency = np.where(catalog.doomed, 0, catalog.residency.array)
+        if not self._all_up():
+            residency = np.where(self._usable(residency), residency, 0)
+        media = np.where(residency & self._memory_bits, IN_MEMORY, 0).astype(np.uint8)
+        if state.lower_tiers:
+            media |= np.where(residency, BELOW, 0).astype(np.uint8)
+        return media
+
+    def _usable(self, residency: Media) -> Bools:
+        """Which blocks are in memory, or on a drive that is up."""
+        usable: Bools = (residency & self._memory_bits) != 0
+        for lower in self._state.lower_tiers:
+            ready = (residency & lower.copies.bit) != 0
+            places = lower.copies.location.array
+            usable |= ready & _on_drives_up(lower, places)
+            if lower.second_copies is not None:
+                usable |= ready & _on_drives_up(lower, lower.second_copies.location.array)
+        return usable
+
+
+def _nothing() -> ResidencyChange:
+    words, media, rows = np.zeros((0, 4), np.uint64), np.zeros(0, np.uint8), np.zeros(0, np.int64)
+    return ResidencyChange(words, media, words, media, rows, 0)
+
+
+def _on_drives_up(lower: LowerTier, places: Rows) -> Bools:
+    up = np.zeros(_DRIVES, dtype=bool)
+    up[: lower.tier.drive_count()] = [
+        lower.tier.is_up(drive) for drive in range(lower.tier.drive_count())
+    ]
+    here: Bools = (places != NONE) & up[np.maximum(places, 0) >> _DRIVE_SHIFT]
+    return here
