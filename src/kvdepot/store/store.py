@@ -29,7 +29,7 @@ from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import Removal, SharesContents
 from kvdepot.core.units import format_bytes, format_count
-from kvdepot.errors import ConfigError, ExtraMissingError
+from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.check.online import check_store
 from kvdepot.store.drives.maintenance import DriveMaintenance
@@ -93,7 +93,12 @@ class Store(Depot):
         self._flusher = Flusher(state)
         self._described = DescribedNamespaces(state.descriptions.all, state.config.tenants)
         self._site = self._join_site(state.config.nats) if state.config.nats else None
-        self._announcer = _announcer(state)
+        self._announcer: Announcer | None = None
+        try:
+            self._announcer = _announcer(state)
+        except KVDepotError:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         state = self._state

@@ -151,6 +151,13 @@ def test_what_cannot_be_listened_on_is_one_error(given: dict[str, Any], reason: 
     assert caught.value.path.startswith("events.")
 
 
+def test_a_store_that_cannot_publish_leaves_nothing_open(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        open_store(tmp_path / "kv", endpoint="ipc:///nowhere/at/all")
+    with open_store(tmp_path / "kv") as store:
+        assert store.check().ok
+
+
 def test_other_machines_are_let_in_when_told_so() -> None:
     memory = {"capacity": "2MiB", "prefault": False, "huge_pages": "never"}
     told = {"endpoint": "tcp://0.0.0.0:0", "allow_remote": True}
