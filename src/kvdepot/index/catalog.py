@@ -277,11 +277,6 @@ class Catalog:
         rows: Rows = np.flatnonzero((self.residency.array != 0) & (self._doomed.array == 0))
         return rows
 
-    @property
-    def doomed(self) -> Bools:
-        """Of each row whether its block was removed and is still in use. Not to be changed."""
-        return self._doomed.array
-
     def is_doomed(self, row: int) -> bool:
         return bool(self._doomed[row])
 

@@ -50,8 +50,8 @@ class ResidencyWatch:
         self._told = np.zeros(table.rows, np.uint8)
         self._words = np.zeros((table.rows, 4), np.uint64)
         """Keys of what was told."""
-        self._settled: tuple[Media, Bools, bool] | None = None
-        """Residency, what was removed and whether all drives were up when all was told."""
+        self._settled: tuple[Media, int, bool] | None = None
+        """Residency, how many were removed and whether all drives were up when all was told."""
 
     @property
     def told(self) -> int:
@@ -119,14 +119,13 @@ class ResidencyWatch:
             before is not None
             and before[2] == self._all_up()
             and np.array_equal(before[0], catalog.residency.array)
-            and np.array_equal(before[1], catalog.doomed)
+            and before[1] == self._state.counters.removed
             and np.array_equal(self._told, self._mark.array)
         )
 
     def _settle(self) -> None:
-        catalog = self._state.catalog
-        arrays = (catalog.residency.array.copy(), catalog.doomed.copy())
-        self._settled = (*arrays, self._all_up())
+        residency = self._state.catalog.residency.array.copy()
+        self._settled = residency, self._state.counters.removed, self._all_up()
 
     def _all_up(self) -> bool:
         return all(lower.tier.is_up() for lower in self._state.lower_tiers)
@@ -147,7 +146,9 @@ class ResidencyWatch:
         state = self._state
         assert state.held()
         catalog = state.catalog
-        residency = np.where(catalog.doomed, 0, catalog.residency.array)
+        residency = np.zeros_like(catalog.residency.array)
+        rows = catalog.live_rows()
+        residency[rows] = catalog.residency.array[rows]
         if not self._all_up():
             residency = np.where(self._usable(residency), residency, 0)
         media = np.where(residency & self._memory_bits, IN_MEMORY, 0).astype(np.uint8)
