@@ -40,8 +40,9 @@ def free_ports(count: int) -> list[int]:
 class SeaweedServer:
     """One server process with its folder; it can be killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         self.folder = folder
+        self.host = host
         folder.mkdir(parents=True, exist_ok=True)
         self.ports = free_ports(10)
         self.process: subprocess.Popen[bytes] | None = None
@@ -54,7 +55,7 @@ class SeaweedServer:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.ports[3]}"
+        return f"http://{self.host}:{self.ports[3]}"
 
     def start(self) -> None:
         master, volume, filer, s3, *grpc = map(str, self.ports)
@@ -63,8 +64,8 @@ class SeaweedServer:
         with (self.folder / "weed.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    binary, "server", f"-dir={self.folder}", "-ip=127.0.0.1",
-                    "-ip.bind=127.0.0.1", "-master.telemetry=false",
+                    binary, "server", f"-dir={self.folder}", f"-ip={self.host}",
+                    f"-ip.bind={self.host}", "-master.telemetry=false",
                     f"-master.port={master}", f"-master.port.grpc={grpc[0]}",
                     f"-volume.port={volume}", f"-volume.port.grpc={grpc[1]}",
                     "-filer=true", f"-filer.port={filer}", f"-filer.port.grpc={grpc[2]}",
@@ -104,7 +105,7 @@ class SeaweedServer:
         }
 
     def _makes_bucket(self) -> bool:
-        return self._answers(f"http://127.0.0.1:{self.ports[2]}/buckets/{BUCKET}/", "POST")
+        return self._answers(f"http://{self.host}:{self.ports[2]}/buckets/{BUCKET}/", "POST")
 
     def _answers(self, url: str, method: str = "GET") -> bool:
         assert self.process is not None and self.process.poll() is None, "the server ended"
