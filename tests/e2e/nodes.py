@@ -408,9 +408,11 @@ def main() -> int:
         if not args.parts or "site" in args.parts:
             site(points, folder, args.rounds, args.outage)
         if not args.parts or "vllm" in args.parts:
-            from tests.adapters.vllm.e2e import find_model, find_python
+            from tests.adapters.vllm.e2e import find_model
+            from tests.support.vllm_environments import NEWEST, python_with
 
-            vllm(points, folder, find_python(args.python), find_model(args.model))
+            python = args.python or python_with(NEWEST)
+            vllm(points, folder, python, find_model(args.model))
     ok, seconds = all(one["ok"] for one in points.found), round(time.monotonic() - started_s)
     whole = {"ok": ok, "seconds": seconds, "points": summary(points.found)}
     print(json.dumps(whole) if args.json else f"{'ok' if ok else 'FAILED'} after {seconds} s")

@@ -49,6 +49,7 @@ def test_every_tier_that_can_be_set_is_in_the_depot(tmp_path: Path) -> None:
         ({"ssd": {"path": "/kv"}}, "kv_connector_extra_config.ssd.capacity"),
         ({"load_threads": 0}, "kv_connector_extra_config.load_threads"),
         ({"load_timeout": "0s"}, "kv_connector_extra_config.load_timeout"),
+        ({"wait": -1}, "kv_connector_extra_config.wait"),
         ({"save": "some"}, "kv_connector_extra_config.save"),
         ({"block_tokens": -1}, "kv_connector_extra_config.block_tokens"),
         ({"tenant": "a", "tenants": {"b": {}}}, "kv_connector_extra_config.tenant"),

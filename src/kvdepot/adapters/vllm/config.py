@@ -98,6 +98,10 @@ class ConnectorConfig:
     load_timeout: Seconds = 5.0
     """Blocks that have not arrived by then are recomputed."""
 
+    wait: Seconds = 0.0
+    """A request waits this long for blocks of its prompt that another machine is about to
+    commit: for a server that decodes what others prefill, of models with full attention; 0: not."""
+
     hint: Seconds = 30.0
     """A request in vLLM's queue has its blocks brought from hard drives and buckets to memory
     meanwhile, for this long at most; 0: not."""
@@ -108,6 +112,8 @@ class ConnectorConfig:
                 raise ConfigError(name, f"must be at least {least}, got {getattr(self, name)}")
         if not self.load_timeout > 0:
             raise ConfigError("load_timeout", f"must be more than zero, got {self.load_timeout}")
+        if not self.wait >= 0:
+            raise ConfigError("wait", f"must not be negative, got {self.wait}")
         if not self.hint >= 0:
             raise ConfigError("hint", f"must not be negative, got {self.hint}")
         if self.tenant not in ("", *self.tenants) and self.tenants:

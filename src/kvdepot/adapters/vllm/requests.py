@@ -178,6 +178,17 @@ class RequestGroups:
 
 
 @dataclass(slots=True)
+class AwaitedBlocks:
+    """Blocks of a request that another machine is about to commit."""
+
+    until_s: float
+    look_s: float = 0.0
+    """When to look again."""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """Of each shard the leading blocks that have come."""
+
+
+@dataclass(slots=True)
 class TrackedRequest:
     """A request that is served from the depot."""
 
@@ -210,6 +221,8 @@ class TrackedRequest:
     are missing in the depot."""
     saved: bool = False
     """A save was planned for it."""
+    awaited: "AwaitedBlocks | None" = None
+    """What another machine is to commit; None: nothing is waited for, or no more."""
 
     @property
     def block_keys(self) -> RequestKeys:

@@ -6,6 +6,7 @@ Never touches bytes. Learns of the workers when they have registered their pages
 before the first request.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from kvdepot.adapters.vllm.messages import LoadJob, ShardFacts, StepPlan, StepRe
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.queue_hints import QueueHints
 from kvdepot.adapters.vllm.requests import (
+    AwaitedBlocks,
     DepotHit,
     EngineRequest,
     PageTables,
@@ -48,6 +50,8 @@ from kvdepot.errors import KVDepotError
 
 _SLOWEST_FIRST: Final = ("object", "plugin", "hdd", "ssd", "cxl", "dram")
 _FASTEST: Final = "dram"
+_LOOK_S: Final = 0.02
+"""How often blocks that are to come are looked for."""
 PROBE: Final = "probe "
 """Before a request's id: a load that only measures."""
 
@@ -162,13 +166,16 @@ class ConnectorScheduler:
         left = iter(spaces)
         keys = [RequestKeys.of(list(islice(left, count)), request) for count in self._shards]
         tracked = TrackedRequest(request, adapter, self._groups, tuple(keys))
+        if self._config.wait and self._loads and self._groups.rules[0].kind == "full":
+            tracked.awaited = AwaitedBlocks(time.monotonic() + self._config.wait)
         self._tracked[request.request_id] = tracked
         self._queue_hints.queued(tracked)
 
     def match(self, request: EngineRequest, local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own the depot has. Changes nothing in the depot.
 
-        None: another request is loading the same blocks, to be found in vLLM soon.
+        None: another request is loading the same blocks, to be found in vLLM soon; or another
+        machine is about to commit some (`wait` of the settings).
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
@@ -184,6 +191,8 @@ class ConnectorScheduler:
         if self._is_loading(tracked, first, blocks):
             self._queue_hints.begun(request.request_id)
             return None
+        if tracked.awaited is not None and self._is_coming(tracked, tracked.awaited, first, blocks):
+            return None
         hit = self._look_up(tracked, local_tokens, first, blocks)
         if hit.stop_block < blocks:
             hit = tracked.hit = self._look_elsewhere(tracked, hit, blocks)
@@ -194,6 +203,30 @@ class ConnectorScheduler:
                 keys = tracked.keys_of(hit.shards)
                 stop, _ = self._restorable(keys, local_tokens, decided)
         return max(0, stop * self._block_tokens - local_tokens)
+
+    def _is_coming(
+        self, tracked: TrackedRequest, awaited: AwaitedBlocks, first: int, blocks: int
+    ) -> bool:
+        """Whether blocks may still come in time. Those that have come are brought to memory."""
+        now_s = time.monotonic()
+        if now_s < awaited.look_s:
+            return True
+        left_s, lacking = awaited.until_s - now_s, False
+        try:
+            for shard, keys in enumerate(tracked.block_keys.keys(first, blocks)):
+                arrived = max(first, awaited.arrived.get(shard, 0))
+                if left_s > 0 and arrived < blocks:
+                    arrived += self._depot.store.hint(keys[arrived - first :], left_s).resident
+                    awaited.arrived[shard] = arrived
+                lacking = lacking or arrived < blocks
+        except KVDepotError as error:
+            self._warnings.warn("the depot takes no hints", error)
+            lacking = False
+        if not lacking or left_s <= 0:
+            tracked.awaited = None
+            return False
+        awaited.look_s = now_s + _LOOK_S
+        return True
 
     def _is_loading(self, tracked: TrackedRequest, first: int, blocks: int) -> bool:
         """Whether another request loads what comes next, for vLLM to find."""
