@@ -1,13 +1,16 @@
 """The parts list and scenarios: what is shipped loads, and mistakes are named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvdepot.cli.main import main
 from kvdepot.errors import ConfigError
+from kvdepot.planner.outcome import Servers, UsedTier, cost_of
 from kvdepot.planner.parts import load_parts, shipped_parts
 from kvdepot.planner.scenario import load_scenario, scenario_names
+from kvdepot.planner.simulation import Machines, fleet_of, parse_tiers
 
 Seen = pytest.CaptureFixture[str]
 
@@ -132,3 +135,36 @@ def test_a_config_file_needs_its_parameters(tmp_path: Path, capsys: Seen) -> Non
     told = capsys.readouterr().err
     assert told.startswith("error: parameters:")
     assert "--set parameters=" in told
+
+
+def test_requests_and_traffic_of_object_storage_cost() -> None:
+    base = load_parts().tiers["object"]
+    cents = replace(
+        base, price_per_million_reads=0.4, price_per_million_writes=5.0, price_per_tb_read=90.0,
+        request=1_000_000,
+    )  # fmt: skip
+    # A terabyte is a million such requests.
+    assert cents.traffic_price(1e12, 0.0) == pytest.approx(90.4)
+    assert cents.traffic_price(0.0, 2e12) == pytest.approx(10.0)
+    assert load_parts().tiers["ssd"].traffic_price(1e15, 1e15) == 0.0
+
+
+def test_traffic_is_in_the_cost() -> None:
+    parts = load_parts()
+    servers = Servers(parts.gpu("h100"), 8, 2, 100.0)
+    device = replace(parts.tiers["object"], price_per_tb_read=90.0, price_per_million_reads=0.0)
+    still, busy = (
+        cost_of(parts, servers, [UsedTier(device, 1, None, nbytes)], 1e6).per_hour
+        for nbytes in (0.0, 1e12)
+    )
+    assert busy - still == pytest.approx(2 * 90.0), "for each of the two nodes"
+
+
+def test_a_mounted_folder_is_one_for_all_nodes(tmp_path: Path) -> None:
+    parts = load_parts(edited(tmp_path, "[tiers.object]", "[tiers.shared]"))
+    tiers = parse_tiers("dram=512GB,shared=20TB", parts)
+    fleet = fleet_of(Machines(nodes=3, tiers=tiers), parts, 256)
+    assert [(tier.name, tier.shared, tier.remote) for tier in fleet.tiers] == [
+        ("dram", False, False),
+        ("shared", True, True),
+    ]

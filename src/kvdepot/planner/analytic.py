@@ -266,6 +266,10 @@ class AnalyticEvaluator:
             write_busy=flow.write_busy,
             limited_by=flow.speed.limited_by,
             writes_bytes_per_day=daily,
+            reads_bytes_per_day=node.rate
+            * sum(kind.share * kind.nbytes for kind in classes)
+            * DAY_S
+            * self.load.scenario.traffic.busy_share,
             life_years=life_years(device, units, daily),
         )
 
@@ -274,7 +278,16 @@ class AnalyticEvaluator:
         busy = min(1.0, self._gpu_busy(node)) * traffic.busy_share
         per_node = self.load.scenario.fleet.gpus_per_node
         servers = Servers(gpu, per_node, node.nodes, gpu.average_power_w(busy))
-        used = [UsedTier(self.parts.tiers[use.tier], use.units, use.life_years) for use in uses]
+        used = [
+            UsedTier(
+                self.parts.tiers[use.tier],
+                use.units,
+                use.life_years,
+                use.reads_bytes_per_day / 24,
+                use.writes_bytes_per_day / 24,
+            )
+            for use in uses
+        ]
         tokens = request_tokens * traffic.requests_per_s * traffic.busy_share * 3600.0
         return cost_of(self.parts, servers, used, tokens)
 

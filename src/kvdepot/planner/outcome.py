@@ -33,6 +33,7 @@ class TierUse:
     """Shares of its time, in the busy hours."""
     limited_by: str
     writes_bytes_per_day: float
+    reads_bytes_per_day: float
     life_years: float | None
     """Until it is worn out; None without a limit."""
 
@@ -96,11 +97,13 @@ ENDURANCE_YEARS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class UsedTier:
-    """Units of one tier on one node, and the years until they are worn out."""
+    """Units of one tier on one node, the years until they are worn out, and the node's traffic."""
 
     device: Device
     units: float
     life_years: float | None
+    read_bytes_per_hour: float = 0.0
+    written_bytes_per_hour: float = 0.0
 
 
 def life_years(device: Device, units: int, writes_bytes_per_day: float) -> float | None:
@@ -122,7 +125,7 @@ class Servers:
 
 def cost_of(parts: Parts, servers: Servers, tiers: list[UsedTier], tokens_per_hour: float) -> Cost:
     """Prices written off over the list's years, or a drive's life where that is shorter; power;
-    rent. `tokens_per_hour` is the average of the fleet, prompts and answers."""
+    rent; requests and traffic. `tokens_per_hour`: the fleet's average, prompts and answers."""
     server_price = parts.node.price + servers.gpus_per_node * servers.gpu.price
     store_price, rent, yearly = 0.0, 0.0, server_price / parts.years
     watts = parts.node.power_w + servers.gpus_per_node * servers.gpu_power_w
@@ -132,6 +135,7 @@ def cost_of(parts: Parts, servers: Servers, tiers: list[UsedTier], tokens_per_ho
         store_price += price
         yearly += price / min(parts.years, used.life_years or parts.years)
         rent += units * device.unit / 1e12 * device.price_per_tb_month / HOURS_A_MONTH
+        rent += device.traffic_price(used.read_bytes_per_hour, used.written_bytes_per_hour)
         watts += units * device.power_w
     power = watts / 1000.0 * parts.pue * parts.electricity_per_kwh
     per_hour = (yearly / HOURS_A_YEAR + rent + power) * servers.nodes

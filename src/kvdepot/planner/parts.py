@@ -37,7 +37,10 @@ _MAY_BE_ZERO: Final = {
     "latency",
     "power_w",
     "price",
+    "price_per_million_reads",
+    "price_per_million_writes",
     "price_per_tb_month",
+    "price_per_tb_read",
     "seek",
     "slot_price",
     "writes_per_day",
@@ -91,6 +94,13 @@ class Device:
     slot_price: float = 0.0
     """One unit's share of what it is plugged into."""
     price_per_tb_month: float = 0.0
+    price_per_million_reads: float = 0.0
+    """Requests, each of `request` bytes at most."""
+    price_per_million_writes: float = 0.0
+    price_per_tb_read: float = 0.0
+    """For bytes that leave the provider's network."""
+    request: Bytes = 8 << 20
+    """What one request moves; the `object` tier reads 8 MiB at a time where there is so much."""
     seek: Seconds = 0.0
     """Before each run of bytes that lie together."""
     writes_per_day: float = 0.0
@@ -98,6 +108,12 @@ class Device:
     remote: bool = False
     """Reached over the node's network."""
     source: str = ""
+
+    def traffic_price(self, read_bytes: float, written_bytes: float) -> float:
+        """What moving so many bytes costs, beside the room for them."""
+        requests = read_bytes * self.price_per_million_reads
+        requests += written_bytes * self.price_per_million_writes
+        return requests / self.request / 1e6 + read_bytes / 1e12 * self.price_per_tb_read
 
 
 @dataclass(frozen=True, slots=True)

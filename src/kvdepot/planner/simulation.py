@@ -21,8 +21,8 @@ from kvdepot.sim.results import Findings
 from kvdepot.sim.tiers import WriteMode
 from kvdepot.sim.worker import WorkerRules
 
-SHARED: Final = ("hdd", "object")
-"""Tiers that the nodes of a fleet have together."""
+SHARED: Final = ("hdd", "object", "shared")
+"""Tiers that the nodes of a fleet have together; `shared` is a mounted folder."""
 MEMORY: Final = ("dram", "cxl")
 _HINT: Final = "--tiers dram=512GB,ssd=4,hdd=12: a size, or a number of units of the parts list"
 
@@ -149,12 +149,15 @@ def bill_of(findings: Findings, machines: Machines, parts: Parts) -> Bill:
     gpus = machines.nodes * machines.workers_per_node * machines.tp
     writes = {flow.tier: flow.bytes_written / seconds * DAY_S for flow in findings.tiers}
     used = []
+    flows = {flow.tier: flow for flow in findings.tiers}
     for name, units in (machines.tiers or {}).items():
         device = parts.tiers[name]
         owners = 1 if name in SHARED else machines.nodes
         life = life_years(device, units * owners, writes[name])
         # What is shared is bought once: each node bears its part.
-        used.append(UsedTier(device, units * owners / machines.nodes, life))
+        flow, hours = flows[name], seconds / 3600.0 * machines.nodes
+        read, written = flow.bytes_read / hours, flow.bytes_written / hours
+        used.append(UsedTier(device, units * owners / machines.nodes, life, read, written))
     tokens = (findings.tokens_asked + findings.tokens_answered) / seconds * 3600.0
     per_node = machines.workers_per_node * machines.tp
     servers = Servers(gpu, per_node, machines.nodes, watts)

@@ -16,7 +16,7 @@ from kvdepot.core.units import format_count
 from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import existing_codec
 from kvdepot.planner.parts import Parts, load_parts
-from kvdepot.planner.simulation import Bill, Machines, bill_of, fleet_of, parse_tiers
+from kvdepot.planner.simulation import SHARED, Bill, Machines, bill_of, fleet_of, parse_tiers
 from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.arrivals import ArrivalTimes, AsRecorded, Conversations, MultiTurn
 from kvdepot.sim.fleet import ROUTES, SAMPLES, SimulatedFleet, interval_of, part_of
@@ -307,7 +307,7 @@ def _sampled(args: argparse.Namespace, machines: Machines, parts: Parts) -> int:
     if args.workload is None:
         raise ConfigError("--sample", "needs --workload multi-turn")
     talks, part = part_of(talks_of(args), machines.nodes, args.sample, machines.route)
-    shared = dict.fromkeys(("hdd", "object"), args.sample)
+    shared = dict.fromkeys(SHARED, args.sample)
     tiers = {
         name: max(1, round(units * shared.get(name, 1.0)))
         for name, units in (machines.tiers or {}).items()
