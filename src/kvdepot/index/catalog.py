@@ -172,6 +172,10 @@ class Catalog:
         """Whether no tier has or awaits a copy."""
         return not self.residency.view[row] and all(copies.absent(row) for copies in self.tiers)
 
+    def row_before(self, key: BlockKey) -> int:
+        """The row of the block that this one continues, or NONE."""
+        return self.table.find_before(key)
+
     def ensure(self, key: BlockKey, nbytes: int) -> int:
         """The key's row, made if there is none."""
         row = self.table.find(key)

@@ -133,6 +133,11 @@ class KeyTable:
             slot = (slot + 1) & mask
         return NONE
 
+    def find_before(self, key: BlockKey) -> int:
+        """The row that the key names as its parent, or NONE."""
+        tag, link, *_ = _KEY.unpack(key)
+        return self.find_name(tag, link) if link else NONE
+
     def find_many(self, words: Keys) -> Rows:
         """Rows of many keys at once, NONE where absent."""
         rows = self._probe_digests(words[:, 2])

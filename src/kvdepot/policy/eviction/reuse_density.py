@@ -183,7 +183,7 @@ _FEW: Final = 12
 """Below this many rows a loop is faster than numpy."""
 
 _GHOSTS_PER_BLOCK: Final = 1.5
-_PERIOD_MIN: Final = 1000
+_PERIOD_MIN: Final = 100
 _PERIODS_PER_TIER: Final = 8
 _SAMPLE_MAX: Final = 1 << 16
 _MUCH: Final = 1e300

@@ -7,6 +7,7 @@ begin with `assert state.held()`. Each condition below is for one kind of waiter
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Final
 
 from kvdepot.core.block import BlockKey
@@ -154,6 +155,8 @@ class StoreState:
         """Blocks came to memory: reads that wait for the same blocks look again."""
         self.idle = threading.Condition(self.lock)
         """A call or a late read ended: close looks again."""
+        self.full_s = -inf
+        """When a block last found no room in memory."""
         self.closing = threading.Event()
         """Set once, with the lock held, when the store closes."""
         self.calls = 0

@@ -165,7 +165,11 @@ class SlotAllocator:
                 return found
             if arena.has_others(nbytes) and self._empty_stretch(nbytes):
                 location = arena.allocate(nbytes, owners[0])
-        return [] if location is None else [location]
+        if location is None:
+            self._state.full_s = self._state.clock.now()
+            self._state.work.notify_all()
+            return []
+        return [location]
 
     def _reuse(self, group: int, owners: list[int]) -> list[int]:
         """Take over the slots of the coldest block of this size, and of those that go with it."""

@@ -41,10 +41,18 @@ class NewBlock:
     chunk_bytes: int
     row: int = NONE
     slot: int = NONE
+    before: int = NONE
+    """The block in memory that it continues, leased until it is sealed: that one does not leave to
+    make room for it."""
     deferred: bool = False
     """Taken while too much waited to be written."""
     tokens: bytes | memoryview = b""
     """Its token ids, little-endian u32; empty where they are not known."""
+
+
+def _leased(wave: Sequence[NewBlock]) -> list[int]:
+    rows = [offer.row for offer in wave]
+    return rows + [offer.before for offer in wave if offer.before != NONE]
 
 
 def _parts(offers: Sequence[NewBlock]) -> Iterator[range]:
@@ -169,7 +177,12 @@ class Putter:
             offer = offers[len(results)]
             room = dirty_room - total if wave or state.dirty_bytes else _NO_LIMIT
             ahead = min(len(offers) - len(results), _PART) - 1
+            if not wave or wave[-1].key[16:24] != offer.key[8:16]:
+                self._hold_before(offer)
             outcome = self._try(offer, room, ahead, may_wait=may_wait)
+            if outcome is Put.THROTTLED and offer.before != NONE:
+                self._let_go(offer)  # memory has nothing else but this prompt
+                outcome = self._try(offer, room, ahead, may_wait=may_wait)
             if outcome is Put.THROTTLED:
                 wait_s = deadline - state.clock.now()
                 if wave and wait_s > 0:
@@ -187,6 +200,23 @@ class Putter:
             if outcome is Put.STORED:
                 wave.append(offer)
                 total += record_bytes(offer.payload_bytes)
+            else:
+                self._let_go(offer)
+
+    def _hold_before(self, offer: NewBlock) -> None:
+        """Keep what the offer continues in memory, and with it all of the prompt before."""
+        catalog = self._state.catalog
+        row = catalog.row_before(offer.key)
+        if row != NONE and catalog.memory.ready(row):
+            offer.before = row
+            catalog.lease([row])
+
+    def _let_go(self, offer: NewBlock) -> None:
+        """Undo `_hold_before`, under the same hold of the lock: there is no more room than before,
+        and those that wait for some are not woken."""
+        if offer.before != NONE:
+            self._state.catalog.unlease([offer.before])
+            offer.before = NONE
 
     def _take_anyway(self, offer: NewBlock, room: int, over: int, ahead: int) -> Put:
         """Time is up: what is beyond `room` is taken up to `over`, and written later.
@@ -285,7 +315,7 @@ class Putter:
         if deferred:
             state.write_new([row for row in new if row in deferred], later=True)
         catalog.use(new, hit=False)
-        state.unlease(rows)
+        state.unlease(_leased(wave))
         state.counters.put_stored += len(wave)
         state.counters.put_bytes += sum([offer.payload_bytes for offer in wave])
         if state.dirty_bytes:
@@ -306,7 +336,7 @@ class Putter:
         state = self._state
         for offer in wave:
             state.arena.free(state.catalog.memory.drop(offer.row))
-        state.unlease([offer.row for offer in wave])
+        state.unlease(_leased(wave))
 
     def _count_others(self, outcomes: Iterable[Put]) -> None:
         """Count what was not stored; what was is counted when it is sealed."""

@@ -21,6 +21,7 @@ from kvdepot.store.move.copy_run import CopyJob, Piece, RecordMover
 from kvdepot.store.move.reclaim import DriveRoom
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, rest_s
 
 _BLOCKS_MAX: Final = 512
 _THREADS_MAX: Final = 8
@@ -28,6 +29,8 @@ _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
 _YIELD_S: Final = 0.1
 """How long a slower drive leaves blocks to a faster one."""
+_PRESSED_S: Final = 1.0
+"""How long after memory was full with blocks that wait to be written these are not left to wait."""
 _PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
 """Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
@@ -94,6 +97,7 @@ class WriteBack:
         self._a_drive = lower.writers_a_drive
         self._busy: Counter[int] = Counter()
         """Threads at work on each drive."""
+        self._rests_until_s = 0.0
         self.threads: list[threading.Thread] = []
         self.add_threads()
 
@@ -113,7 +117,9 @@ class WriteBack:
     def _run(self) -> None:
         try:
             while (taken := self._next()) is not None:
+                since_s = self._state.clock.now()
                 self._write(*taken)
+                self._rest(since_s)
         finally:
             self._end_thread()
 
@@ -157,14 +163,32 @@ class WriteBack:
             self._busy[drive] -= 1
             state.work.notify_all()
 
+    def _rest(self, since_s: float) -> None:
+        """Leave the drives to reads that came since then, for a while."""
+        lower, now_s = self._lower, self._state.clock.now()
+        if not lower.is_remote and lower.foreground.busy_since(since_s):
+            share = HEAD_SHARE if lower.run_bytes else FLASH_SHARE
+            self._rests_until_s = now_s + rest_s(now_s - since_s, share)
+
+    def _is_pressed(self) -> bool:
+        """Much waits, or a block found no room of late: a prompt whose tail waits stays whole."""
+        state = self._state
+        if 2 * state.dirty_bytes >= state.dirty_limit_bytes:
+            return True
+        return state.clock.now() < state.full_s + _PRESSED_S
+
+    def _is_flushed(self) -> bool:
+        """Whether a flush waits for what has waited longest, or nothing waits."""
+        return (self._lower.oldest_ticket() or 0) <= self._lower.flush_ticket
+
     def _choose_drive(self) -> tuple[int | None, float | None]:
         """The drive to write to now; else how long to wait, None until there is work."""
         state, lower = self._state, self._lower
         assert state.held()
         if not lower.dirty:
             return None, None
-        pressed = 2 * state.dirty_bytes >= state.dirty_limit_bytes
-        wait_s = 0.0 if pressed else self._linger_s()
+        pressed = self._is_pressed()
+        wait_s = 0.0 if pressed or self._is_flushed() else self._linger_s()
         if wait_s:
             return None, wait_s
         able, retry_s = self._able_drives()
@@ -190,13 +214,12 @@ class WriteBack:
         return min(free, key=self._busy.__getitem__), None
 
     def _linger_s(self) -> float:
-        """How long blocks should still wait for others of their prompt."""
-        lower = self._lower
-        if not lower.run_bytes:
-            return 0.0
+        """How long blocks should still wait: for reads, or for others of their prompt."""
+        lower, resting_s = self._lower, self._left_s(self._rests_until_s, 0.0)
         enough = lower.dirty_bytes >= lower.run_bytes * (1 + lower.tier.drive_count())
-        flushed = (lower.oldest_ticket() or 0) <= lower.flush_ticket
-        return 0.0 if enough or flushed else self._left_s(lower.dirty_since_s, _LINGER_S)
+        if resting_s or not lower.run_bytes or enough:
+            return resting_s
+        return self._left_s(lower.dirty_since_s, _LINGER_S)
 
     def _left_s(self, since_s: float, span_s: float) -> float:
         left_s = since_s + span_s - self._state.clock.now()
