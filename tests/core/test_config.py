@@ -18,6 +18,7 @@ from kvdepot.core.config import (
     Config,
     DramConfig,
     PluginConfig,
+    SessionsConfig,
     SsdConfig,
     TenantConfig,
     WritebackConfig,
@@ -292,7 +293,8 @@ def test_toml_is_commented_with_the_fields_documentation() -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
     set_keys = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
     documented = [line.split(" = ")[0] for line in set_keys]
-    assert documented == ["block_tokens", *DramConfig.__slots__, *WritebackConfig.__slots__]
+    tables = (*DramConfig.__slots__, *WritebackConfig.__slots__, *SessionsConfig.__slots__)
+    assert documented == ["block_tokens", *tables]
 
 
 configs = st.builds(

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvdepot.core.depot import FlushReport
 from kvdepot.store.move.copy_run import RecordMover
+from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
 from kvdepot.testing.faults import BOUNDARIES, Fail, Fault, FaultyFiles
@@ -54,9 +56,17 @@ def raise_in_removals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "remove", raised)
 
 
+def bind_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: Any) -> Any:
+        return np.zeros(len(args[1]), dtype=bool)
+
+    monkeypatch.setattr(LowerTier, "bound", none)
+
+
 @pytest.mark.parametrize(
     ("sabotage", "fault"),
     [
+        (bind_nothing, "broken"),
         (forget_removals, "back"),
         (claim_to_flush, "lost"),
         (give_other_bytes, "wrong"),

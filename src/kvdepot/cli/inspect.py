@@ -23,9 +23,9 @@ from kvdepot.core.tier import Contents, page_of, segment_of
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.store.check.offline import opened, read_drive
 from kvdepot.tiers.device.files import aligned
-from kvdepot.tiers.device.speed import PROFILE_TAG, Profile
+from kvdepot.tiers.device.speed import Profile
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.notes import Notes
+from kvdepot.tiers.log.notes import Notes, is_own
 
 HIDDEN = ("secret",)
 """Never printed, wherever it may come from; descriptions on disk do not have it."""
@@ -168,7 +168,7 @@ def spaces(found: Notes, contents: Contents) -> Iterator[SpaceRow]:
         tag = tags[8 * index : 8 * index + 8]
         blocks[tag] += 1
         nbytes[tag] += size
-    notes = {tag: text for tag, (_, text) in found.spaces.items() if tag != PROFILE_TAG}
+    notes = {tag: text for tag, (_, text) in found.spaces.items() if not is_own(tag)}
     known = {tag: described(text) for tag, text in notes.items()}
     for tag in sorted({*known, *blocks}, key=lambda tag: (-nbytes[tag], tag)):
         facts = known.get(tag, {})

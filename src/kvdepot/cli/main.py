@@ -47,6 +47,9 @@ COMMANDS = {
     "serve": Command("kvdepot.cli.serve", "share one store with all processes of this machine"),
     "proxy": Command("kvdepot.cli.proxy", "keep the KV of an unmodified llama-server"),
     "tiers": Command("kvdepot.cli.tiers", "see and change the tiers of a running daemon"),
+    "session": Command(
+        "kvdepot.cli.session", "see, keep, park, export and import a daemon's sessions"
+    ),
     "stats": Command("kvdepot.cli.stats", "what a daemon has done so far, and how it is"),
     "top": Command("kvdepot.cli.top", "watch a daemon: tiers, flow, hits, sessions, drives"),
     "hint": Command("kvdepot.cli.hint", "tell a node of a site which prompt it will be asked for"),

@@ -19,6 +19,7 @@ from kvdepot.cli.directories import scratch_directory
 from kvdepot.cli.report.tables import Table
 from kvdepot.core.units import format_duration, parse_duration
 from kvdepot.errors import ConfigError
+from kvdepot.testing.torture.ledger import FAULTS
 from kvdepot.testing.torture.rounds import KINDS, Kind, RoundOutcome, torture
 
 FOR_S = 60.0
@@ -84,6 +85,7 @@ class Totals:
     seed: int
     rounds: Counter[str] = field(default_factory=Counter)
     done: Counter[str] = field(default_factory=Counter)
+    contracts: Counter[str] = field(default_factory=Counter)
     faults: dict[Kind, Counter[str]] = field(
         default_factory=lambda: {kind: Counter() for kind in KINDS}
     )
@@ -92,6 +94,7 @@ class Totals:
     def add(self, outcome: RoundOutcome) -> None:
         self.rounds[outcome.kind] += 1
         self.done[outcome.kind] += outcome.done
+        self.contracts[outcome.kind] += outcome.contracts
         self.faults[outcome.kind].update(outcome.faults)
         if not outcome.ok:
             self.failed.append(outcome)
@@ -166,7 +169,8 @@ def show(totals: Totals, took_s: float, args: argparse.Namespace) -> None:
     if args.json:
         output.document(as_dict(totals, took_s, args.path))
         return
-    heads = ("", "rounds", "number", "wrong", "lost", "back", "late", "leaked", "unclean", "errors")
+    names = ("wrong", "lost", "back", "broken", "late", "leaked", "unclean", "errors")
+    heads = ("", "rounds", "number", "contracts", *names)
     rows = [row(kind, totals) for kind in args.only]
     output.data(Table(heads, rows).text())
     verdict = "ok" if not totals.failed else f"{len(totals.failed):,} rounds failed"
@@ -175,8 +179,8 @@ def show(totals: Totals, took_s: float, args: argparse.Namespace) -> None:
 
 def row(kind: Kind, totals: Totals) -> Sequence[object]:
     faults = totals.faults[kind]
-    names = ("wrong", "lost", "back", "late", "leaked", "unclean", "error")
-    counts = [totals.rounds[kind], totals.done[kind], *(faults[name] for name in names)]
+    done = (totals.rounds[kind], totals.done[kind], totals.contracts[kind])
+    counts = [*done, *(faults[name] for name in FAULTS)]
     return (kind, *(f"{number:,}" for number in counts))
 
 
@@ -199,6 +203,8 @@ def as_dict(totals: Totals, took_s: float, path: Path | None) -> dict[str, objec
         "failed": failed,
         "errors": faults["error"],
         "unclean": faults["unclean"],
+        "contracts": totals.contracts.total(),
+        "contracts_broken": faults["broken"],
         "ok": not totals.failed,
         "cuts": totals.done["cuts"],
         "kills": totals.done["kills"],

@@ -19,6 +19,7 @@ from kvdepot.client.get import AWAY, Getter, batches, keys_of
 from kvdepot.client.hints import RemoteHint, hint_keys, hint_sessions, tell_session
 from kvdepot.client.lease import RemoteLease, lease_blocks
 from kvdepot.client.put import RemotePutter, RemoteReservation, reserve
+from kvdepot.client.sessions import RemoteSessions
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.config import TenantConfig
 from kvdepot.core.depot import (
@@ -39,7 +40,7 @@ from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
 from kvdepot.index.table import Keys
 from kvdepot.store.namespaces import Namespaces, check_block_bytes, checked, make_namespace
 from kvdepot.store.read.prefetch import checked_deadline
-from kvdepot.store.sessions import by_tag, checked_name, state_of
+from kvdepot.store.sessions.known import by_tag, checked_name, state_of
 from kvdepot.wire import messages
 from kvdepot.wire.frames import FrameKind
 
@@ -233,6 +234,10 @@ class RemoteStore(Depot):
             )
 
         return self._ask(ask, 0)
+
+    @property
+    def sessions(self) -> RemoteSessions:
+        return RemoteSessions(self._daemon, self._check_open)
 
     def hint(
         self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = ""

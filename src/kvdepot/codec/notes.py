@@ -17,12 +17,23 @@ from kvdepot.native import chunk_checksums
 
 _REMOVAL: Final = struct.Struct("<32sQQQ")
 _CHUNK: Final = 64 << 10
+_PAGE_PREFIX: Final = b"\0sess"
 _NUMBER_MAX: Final = (1 << 63) - 1
 
 
 def space_key(tag: bytes) -> BlockKey:
     """The key under which a namespace's description is recorded."""
     return BlockKey(tag.ljust(KEY_BYTES, b"\0"))
+
+
+def page_tag(number: int) -> bytes:
+    """Under which a page of sessions is recorded, in the place of a namespace's tag."""
+    return _PAGE_PREFIX + number.to_bytes(TAG_BYTES - len(_PAGE_PREFIX), "big")
+
+
+def is_page(tag: bytes) -> bool:
+    """Whether a note is a page of sessions, not the description of a namespace."""
+    return tag.startswith(_PAGE_PREFIX)
 
 
 def pack_removals(removals: Sequence[Removal]) -> bytes:

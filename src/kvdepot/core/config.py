@@ -634,6 +634,26 @@ def _is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionsConfig:
+    """What is remembered of sessions, and what contracts of retention may take."""
+
+    ttl: Seconds = 30 * 86400.0
+    """A session that is not heard of for so long is forgotten, unless it is under contract."""
+
+    keep_max: Seconds = 366 * 86400.0
+    """The longest that a contract may last."""
+
+    pinned_share: float = 0.25
+    """Of each tier of drives that the contracts of one tenant may take; those of all take half."""
+
+    def __post_init__(self) -> None:
+        _check_positive("sessions.ttl", self.ttl)
+        _check_positive("sessions.keep_max", self.keep_max)
+        if not 0 <= self.pinned_share <= 0.5:
+            raise ConfigError("sessions.pinned_share", "must be in 0 to 0.5")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
     """One tenant. Without a secret it is kept apart from others by its name only."""
 
@@ -691,6 +711,9 @@ class Config:
 
     events: EventsConfig | None = None
     """Tell routers what is here (docs/routers.md)."""
+
+    sessions: SessionsConfig = field(default_factory=SessionsConfig)
+    """How long sessions are remembered, and what contracts of retention may take."""
 
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants that have a secret, by name."""

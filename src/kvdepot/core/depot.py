@@ -17,6 +17,7 @@ from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
+from kvdepot.core.sessions import DepotSessions
 from kvdepot.errors import LeaseError
 
 CLOSE_TIMEOUT_S: Final = 30.0
@@ -463,8 +464,13 @@ class Depot(Protocol):
         under way) or closed (it will not come back). Returns how many of its blocks are here.
 
         `keys` of one prompt, head first; left out, those that `tenant` has given that name before.
-        Not a use. Names are kept in memory only, and the oldest are forgotten (store/sessions.py).
+        Not a use. What is known is on the drives too, some seconds later at most.
         """
+
+    @property
+    @abstractmethod
+    def sessions(self) -> DepotSessions:
+        """What else can be asked and done about sessions."""
 
     @abstractmethod
     def hint(

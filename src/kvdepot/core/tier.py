@@ -380,6 +380,21 @@ class KeepsNotes(Tier, Protocol):
 
 
 @runtime_checkable
+class KeepsPages(Tier, Protocol):
+    """A tier that keeps pages of the store's own beside blocks: what is known of sessions. They
+    outlive the process, and are as durable as blocks.
+    """
+
+    def keep_page(self, number: int, text: bytes, sync_s: float | None = None) -> tuple[int, int]:
+        """Record a page on every drive in the place of the one before. Returns how many drives have
+        it, and how many should; with `sync_s`, how many have it durably within that time.
+        """
+
+    def pages(self) -> list[bytes]:
+        """All pages on all drives: one number may have several versions."""
+
+
+@runtime_checkable
 class ChangesDrives(Protocol):
     """A tier whose drives come, go and are looked after while it is open."""
 

@@ -158,6 +158,11 @@ class ClientHoldings:
         if again:
             self._mapped.unregister([tag])
 
+    def has_registered(self, tag: bytes) -> bool:
+        """Whether a namespace is one of the client's."""
+        with self._lock:
+            return tag in self._spaces
+
     def may_hold(self) -> bool:
         """Whether the client may hold more blocks than it does."""
         with self._lock:

@@ -12,11 +12,12 @@ from kvdepot.core.block import ANSWERS, Got
 from kvdepot.core.config import Config
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.order import SessionState
+from kvdepot.core.sessions import RetentionReceipt
 from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
 from kvdepot.server.client_holdings import NO_LEASE, TAKE_TIMEOUT_S, ClientHoldings
 from kvdepot.store.mapped import BlockSize, Hold, MappedBlocks, MappedStore
 from kvdepot.store.read.prefetch import Hint
-from kvdepot.store.sessions import checked_name
+from kvdepot.store.sessions.known import checked_name
 from kvdepot.store.store import Store
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Channel, Flag, Frame, FrameKind
@@ -26,6 +27,22 @@ _HINT_WAIT_S_MAX: Final = 10.0
 """A thread waits this long for a hint at most; the client asks again."""
 _LISTED: Final = 5
 """Sessions of each kind that STATS names."""
+_NAME: Final[dict[str, tuple[type, ...]]] = {"name": (str,), "namespace": (str,)}
+_SECONDS: Final = (int, float)
+_CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
+    "known": {"order": (str,), "limit": (int,)},
+    "show": _NAME,
+    "pin": {**_NAME, "until_s": _SECONDS, "for_s": _SECONDS, "through_turn": (bool,)},
+    "unpin": _NAME,
+    "park": _NAME,
+    "warm": {**_NAME, "deadline_s": _SECONDS},
+    "expire": _NAME,
+    "export": {**_NAME, "path": (str,)},
+    "import_file": {"path": (str,)},
+}
+"""Calls of DepotSessions, and of which types their arguments may be."""
+_ASKING: Final = ("known", "show")
+_WITH_FILES: Final = ("export", "import_file")
 _INDEX: Final = np.dtype("<u4")
 _LEASE: Final = np.dtype("<u8")
 _NAMES: Final = {kind: kind.name.lower() for kind in FrameKind}
@@ -78,6 +95,7 @@ class RequestHandler:
             FrameKind.CANCEL_HINT: self._cancel_hint,
             FrameKind.SESSION: self._session,
             FrameKind.CHANGE: self._change,
+            FrameKind.SESSIONS: self._sessions,
         }
         self._changes: Final[dict[str, Callable[[str, str], int | None]]] = {
             "set_write_mode": store.set_write_mode,
@@ -245,7 +263,7 @@ class RequestHandler:
     def _stats(self, frame: Frame) -> None:
         if frame.body:
             raise WireError("STATS with a body")
-        listed = {order: self._store.list_sessions(order, _LISTED) for order in ("busy", "cold")}
+        listed = {order: self._store.sessions.known(order, _LISTED) for order in ("busy", "cold")}
         stats = {**self._store.stats(), "daemon": dict(self._describe()), "sessions_shown": listed}
         self._channel.send_text(frame.serial, json.dumps(stats, default=str).encode())
 
@@ -319,10 +337,51 @@ class RequestHandler:
         else:
             self._number(frame, result or 0)
 
+    def _sessions(self, frame: Frame) -> None:
+        """Ask or do something about sessions."""
+        said = _parse_json(bytes(frame.body), "a call")
+        if not isinstance(said, dict) or set(said) != {"call", "given"}:
+            raise WireError("a call of another form")
+        call, given = said["call"], said["given"]
+        known = _CALLS.get(call) if isinstance(call, str) else None
+        if known is None or not isinstance(given, dict):
+            raise WireError("an unknown call")
+        if any(name not in known or type(given[name]) not in known[name] for name in given):
+            raise WireError(f"{call}: given what it does not take")
+        try:
+            self._check_may_call(call, given)
+            found = getattr(self._store.sessions, call)(**given)
+        except StateError:
+            raise
+        except (KVDepotError, OSError, ValueError, TypeError) as error:
+            self._refuse(frame, getattr(error, "path", "") or "session", error)
+        else:
+            answer = found.as_dict() if isinstance(found, RetentionReceipt) else found
+            self._channel.send_text(frame.serial, json.dumps(answer, default=str).encode())
+
+    def _check_may_call(self, call: str, given: Mapping[str, Any]) -> None:
+        """What changes a session is for the daemon's user and root, and for clients that have
+        registered its namespaces; files are for the first two.
+        """
+        if call in _ASKING or self._is_owner():
+            return
+        name = given.get("name")
+        if call in _WITH_FILES or name is None:
+            self._check_may_change()
+            return
+        wanted = given.get("namespace") or ""
+        tags = self._store.namespaces_of_session(name)
+        tags = [tag for tag in tags if not wanted or tag.hex() == wanted]
+        if not all(map(self._client.has_registered, tags)):
+            self._check_may_change()
+
+    def _is_owner(self) -> bool:
+        return self._channel.peer().uid in (0, os.getuid())
+
     def _check_may_change(self) -> None:
         """By the user at the other end, as the kernel knows it."""
         peer = self._channel.peer()
-        if peer.uid not in (0, os.getuid()):
+        if not self._is_owner():
             raise ConfigError(
                 "daemon",
                 f"user {peer.uid} may use the store, not change its tiers",

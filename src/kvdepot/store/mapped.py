@@ -23,7 +23,7 @@ from kvdepot.native import address_of
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint, Prefetcher
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.sessions import Sessions
+from kvdepot.store.sessions.known import Sessions
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.state.traffic import StoreTraffic
 from kvdepot.store.write.put import NewBlock, Putter

@@ -23,6 +23,7 @@ from kvdepot.core.config import (
 from kvdepot.core.tier import Tier
 from kvdepot.errors import ConfigError, DriveError, KVDepotError
 from kvdepot.index.catalog import Catalog
+from kvdepot.index.promises import Promises
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.site.link import connect_options
@@ -126,14 +127,15 @@ def assemble(
         LowerTier(tier, settings, catalog, copies, clock)
         for tier, settings, copies in zip(tiers, config.lower_tiers, catalog.files, strict=False)
     ]
-    _take_in(lower_tiers)
+    promises = _take_in(catalog, lower_tiers)
     if config.dram.prefault:
         for memory in (arena.memory, staging.memory):
             memory.prefault(partial(_register, tiers, memory))
     if cxl and config.cxl and config.cxl.prefault:
         cxl.memory.prefault(bool)
     arenas = [arena, cxl] if cxl else [arena]
-    return Store(StoreState(config, clock, catalog, arenas, staging, lower_tiers, return_times))
+    state = StoreState(config, clock, catalog, arenas, staging, lower_tiers, return_times)
+    return Store(state, promises, wall or WallClock())
 
 
 def _require_a_drive(tiers: Sequence[Tier]) -> None:
@@ -149,12 +151,18 @@ def _require_a_drive(tiers: Sequence[Tier]) -> None:
         raise DriveError(f"{logs[0].name}.path", f"no drive works: {told}", hint=reasons[0].hint)
 
 
-def _take_in(lower_tiers: Sequence[LowerTier]) -> None:
-    """Enter what was found, the fullest tier first: an empty index takes in millions at once."""
+def _take_in(catalog: Catalog, lower_tiers: Sequence[LowerTier]) -> Promises:
+    """Enter what was found, the fullest tier first: an empty index takes in millions at once.
+    Returns where the tiers look up what is under contract.
+    """
+    promises = Promises(catalog.table)
+    for lower in lower_tiers:
+        lower.share(promises, lower_tiers)
     found = [(lower, lower.tier.take_contents()) for lower in lower_tiers]
     for lower, contents in sorted(found, key=lambda one: -len(one[1].words)):
         lower.take_in(contents)
         trim_heap()
+    return promises
 
 
 def _register(tiers: Sequence[Tier], memory: Memory) -> None:

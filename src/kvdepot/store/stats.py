@@ -40,6 +40,16 @@ def describe(state: StoreState) -> dict[str, Any]:
     }
 
 
+def describe_drives_of(state: StoreState, tier: str) -> list[dict[str, Any]]:
+    """The drives of one tier that are used."""
+    found = [one for lower in state.lower_tiers if lower.name == tier for one in _drives(lower)]
+    return [drive for drive in found if not drive.get("drained") and not drive.get("draining")]
+
+
+def _drives(lower: LowerTier) -> list[dict[str, Any]]:
+    return lower.tier.describe_drives()
+
+
 def _memory(memory: ArenaTier) -> dict[str, Any]:
     return {
         "blocks": memory.copies.count,

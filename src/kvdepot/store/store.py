@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import TAG_BYTES, BlockKey, Got, Put
+from kvdepot.core.clock import Clock
 from kvdepot.core.config import NatsConfig
 from kvdepot.core.depot import (
     CLOSE_TIMEOUT_S,
@@ -28,8 +29,9 @@ from kvdepot.core.keys import TokenIds
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import Removal, SharesContents
-from kvdepot.core.units import format_bytes, format_count
+from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
+from kvdepot.index.promises import Promises
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.check.online import check_store
 from kvdepot.store.drives.maintenance import DriveMaintenance
@@ -48,11 +50,15 @@ from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.read.token_ids import TokenReader
-from kvdepot.store.sessions import SESSION_ORDERS, Sessions, by_tag, checked_name, state_of
+from kvdepot.store.sessions.archive import Archivist
+from kvdepot.store.sessions.desk import SessionDesk
+from kvdepot.store.sessions.keeper import SessionKeeper
+from kvdepot.store.sessions.known import Sessions, by_tag, checked_name, state_of
+from kvdepot.store.sessions.pages import SessionPages
 from kvdepot.store.site_member import SiteMember
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.stats import describe
+from kvdepot.store.stats import describe, describe_drives_of
 from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.store.write.memory_eviction import SlotAllocator
 from kvdepot.store.write.put import Putter, StoreReservation
@@ -79,7 +85,8 @@ def _announcer(state: StoreState) -> "Announcer | None":
 class Store(Depot):
     """A depot in this process. Made by `kvdepot.open`."""
 
-    def __init__(self, state: StoreState) -> None:
+    def __init__(self, state: StoreState, promises: Promises, wall: Clock) -> None:
+        """`wall` tells the time of day."""
         self._state = state
         self._process = os.getpid()
         self._slots = SlotAllocator(state, state.memory_tiers[0])
@@ -88,9 +95,16 @@ class Store(Depot):
         self._putter = Putter(state, self._slots)
         self._reader = Reader(state, self._slots, self._late)
         self._prefetcher = Prefetcher(state, self._reader)
-        self._sessions = Sessions(state.catalog, state.clock)
         self._drives = DriveMaintenance(state)
         self._flusher = Flusher(state)
+        flush = self._flusher.flush
+        known = self._sessions = Sessions(state.catalog, wall, promises)
+        self._pages = SessionPages(state, known)
+        self._keeper = SessionKeeper(state, known, self._pages, wall, flush)
+        parts = (state, known, self._reader, self._putter, self.register_tag)
+        archivist = self._archivist = Archivist(*parts)
+        self._desk = SessionDesk(state, known, self._keeper, archivist, wall, flush, self._warm)
+        self._keeper.start()
         self._described = DescribedNamespaces(state.descriptions.all, state.config.tenants)
         self._site = self._join_site(state.config.nats) if state.config.nats else None
         self._announcer: Announcer | None = None
@@ -295,6 +309,13 @@ class Store(Depot):
         with self._state.lock:
             return self._sessions.recall(tags, name)[0]
 
+    def _warm(self, tag: bytes, name: str, deadline_s: float) -> Hint:
+        """`hint` for a session in one namespace, which need not be registered."""
+        with self._state.lock:
+            prompt = self._sessions.find(tag, name)
+        keys = prompt.keys(tag) if prompt is not None else []
+        return self.hint_described(keys, checked_deadline(deadline_s))
+
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         self._state.check_open()
         wanted = checked([keys] if isinstance(keys, bytes) else list(keys))
@@ -321,6 +342,10 @@ class Store(Depot):
         self, timeout_s: float = CLOSE_TIMEOUT_S, *, keys: Sequence[BlockKey] | None = None
     ) -> FlushReport:
         self._state.check_open()
+        began_s = self._state.clock.now()
+        if keys is None:
+            self._keeper.write_in_time(timeout_s)
+        timeout_s = max(0.0, timeout_s - (self._state.clock.now() - began_s))
         return self._flusher.flush(timeout_s, None if keys is None else checked(list(keys)))
 
     def set_write_mode(self, tier: str, mode: str) -> None:
@@ -330,13 +355,17 @@ class Store(Depot):
     def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
         with self._state.using():
             self._drives.add(tier, Path(path))
+            self._pages.all_changed()
+            self._keeper.write()
 
     def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
         with self._state.using():
+            self._check_promises(tier, without=Path(path))
             return self._drives.drain(tier, Path(path))
 
     def resize(self, tier: str, capacity: int | str) -> None:
         with self._state.using():
+            self._check_promises(tier, capacity=capacity)
             self._drives.resize(tier, capacity)
 
     def record(self, path: str | os.PathLike[str]) -> None:
@@ -362,27 +391,15 @@ class Store(Depot):
     def stats(self) -> dict[str, Any]:
         self._state.check_open()
         with self._state.lock:
-            found = {**describe(self._state), "sessions": self._sessions.describe()}
+            known = self._sessions.describe()
+            known["transfer"] = asdict(self._archivist.transfer)
+            found = {**describe(self._state), "sessions": known}
         parts = {"site": self._site, "events": self._announcer}
         return found | {name: part.describe() for name, part in parts.items() if part is not None}
 
-    def list_sessions(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
-        """Sessions that are remembered: `recent` or `cold` by when they were told of last, or
-        `busy` by how often. With their state, turns, blocks, and how many each tier has.
-        """
-        state = self._state
-        state.check_open()
-        with state.lock:
-            known, now_s = self._sessions.known(order, limit), state.clock.now()
-        known.sort(key=SESSION_ORDERS[order])
-        found = []
-        for tag, name, prompt in known[:limit]:
-            with state.lock:
-                tiers = self._sessions.tiers_of(tag, prompt)
-            facts = {"name": name, "namespace": tag.hex(), "state": prompt.state.name.lower()}
-            counts = {"turns": prompt.turns, "blocks": len(prompt), "tiers": tiers}
-            found.append({**facts, **counts, "idle_s": round(now_s - prompt.told_s, 3)})
-        return found
+    @property
+    def sessions(self) -> SessionDesk:
+        return self._desk
 
     def token_ids(self, keys: Sequence[BlockKey]) -> list[list[int]]:
         """Of each block the token ids that it was put with; empty where there are none, or it is
@@ -431,7 +448,7 @@ class Store(Depot):
         # A forked child has neither the threads nor the store: both are its parent's.
         if state.closing.is_set() or os.getpid() != self._process:
             return FlushReport(True)
-        report = self._flusher.flush(timeout_s)
+        report = self.flush(timeout_s)
         if self._site is not None:
             self._site.close()
         with state.lock:
@@ -445,6 +462,7 @@ class Store(Depot):
         if self._announcer is not None:
             stuck = not self._announcer.close(timeout_s) or stuck
         stuck = not self._drives.join(timeout_s) or stuck
+        stuck = not self._keeper.join(timeout_s) or stuck
         stuck = not self._prefetcher.close(timeout_s) or stuck
         if not stuck:
             self._reader.close()
@@ -493,6 +511,32 @@ class Store(Depot):
             (lower, [lower.tier.removal(key, whole_namespace=whole_namespace) for key in keys])
             for lower in tiers
         ]
+
+    def _check_promises(
+        self, tier: str, *, without: Path | None = None, capacity: int | str | None = None
+    ) -> None:
+        """ConfigError where what is under contract would not fit a tier with less room."""
+        drives = describe_drives_of(self._state, tier)
+        down = [Path(one["path"]).resolve() for one in drives if not one.get("healthy", True)]
+        if without is not None and without.resolve() in down and self._keeper.has_missing():
+            raise ConfigError(
+                f"{tier}.path",
+                f"{without} is away, and blocks under contract are missing: it may have them",
+                hint="bring it back, or end those contracts with kvdepot session unpin",
+            )
+        with self._state.lock:
+            promised = self._keeper.promised_bytes(tier)
+        paths = {Path(one["path"]).resolve(): one["capacity_bytes"] for one in drives}
+        room = sum(paths.values()) - (paths.get(without.resolve(), 0) if without else 0)
+        with contextlib.suppress(ValueError):
+            room = room if capacity is None else parse_bytes(capacity)
+        if promised and 2 * promised > room:
+            raise ConfigError(
+                f"{tier}.capacity",
+                f"{format_bytes(promised)} are under contract, and would take more than half of "
+                f"{format_bytes(room)}",
+                hint="kvdepot session unpin ends contracts, kvdepot session list names them",
+            )
 
     def _not_in_memory(self, prompts: Sequence[Sequence[BlockKey]]) -> tuple[list[BlockKey], int]:
         """What of prompts could come to memory, the heads of all of them first; and how many of

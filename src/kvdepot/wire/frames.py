@@ -82,6 +82,8 @@ class FrameKind(IntEnum):
     SESSION = 24
     CHANGE = 25
     """What only the daemon's own user and root may: drives, sizes, write modes."""
+    SESSIONS = 26
+    """A call of core.sessions.DepotSessions, as JSON; answered with TEXT, or REFUSED."""
 
     WELCOME = 64
     REFUSED = 65

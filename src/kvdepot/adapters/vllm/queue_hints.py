@@ -15,7 +15,7 @@ from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import PrefetchHint
 from kvdepot.errors import KVDepotError
-from kvdepot.store.sessions import checked_name, state_of
+from kvdepot.store.sessions.known import checked_name, state_of
 
 SESSION: Final = "kvdepot_session"
 STATE: Final = "kvdepot_state"

@@ -21,7 +21,7 @@ from kvdepot.server.http.prefixes import PrefixQueries, PrefixQuestion
 from kvdepot.site.messages import TOKENS_MAX
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import gpu_seconds_saved, hit_ratio, joules_saved, served_tokens
-from kvdepot.store.sessions import SESSION_ORDERS, state_of
+from kvdepot.store.sessions.known import SESSION_ORDERS, state_of
 from kvdepot.wire.messages import key_words
 
 LISTED_MAX: Final = 1000
@@ -29,6 +29,8 @@ _SHOWN: Final = 5
 """Sessions of each kind on the dashboard."""
 _KEYS_MAX: Final = 8192
 _HINT_S_MAX: Final = 3600.0
+_MOMENT_MAX: Final = 1e11
+_KEEP_S_MAX: Final = 1e9
 _PATH_MAX: Final = 4096
 _NAME_MAX: Final = 200
 
@@ -71,6 +73,10 @@ class Endpoint:
 
 def _text(limit: int) -> dict[str, Any]:
     return {"type": "string", "minLength": 1, "maxLength": limit}
+
+
+def _seconds(limit: float) -> dict[str, Any]:
+    return {"type": "number", "minimum": 0, "maximum": limit}
 
 
 TIER: Final = Field("tier", _text(32), "a tier of files: ssd or hdd", place="path")
@@ -129,7 +135,7 @@ class Api:
 
     def _list(self, order: str, limit: int, call: ApiCall) -> list[dict[str, Any]]:
         """Sessions; for those who have no token their names stay private."""
-        found = self._store.list_sessions(order, limit)
+        found = self._store.sessions.known(order, limit)
         if not call.trusted:
             for one in found:
                 digest = hashlib.blake2b(
@@ -185,6 +191,44 @@ class Api:
         tags = self._tags(name, call)
         found = [mapped.tell(tag, name, None, SessionState(state), 0) for tag in tags]
         return {"namespaces": [tag.hex() for tag in tags], "blocks": sum(found)}
+
+    def session(self, call: ApiCall) -> Answer:
+        name, namespace = self._named(call)
+        return {"sessions": self._store.sessions.show(name, namespace=namespace)}
+
+    def pin(self, call: ApiCall) -> Answer:
+        name, namespace = self._named(call)
+        receipt = self._store.sessions.pin(
+            name,
+            until_s=call.values.get("until_s"),
+            for_s=call.values.get("for_s"),
+            through_turn=call.values.get("through_turn", "no") == "yes",
+            namespace=namespace,
+        )
+        return receipt.as_dict()
+
+    def unpin(self, call: ApiCall) -> Answer:
+        name, namespace = self._named(call)
+        return {"contracts_ended": self._store.sessions.unpin(name, namespace=namespace)}
+
+    def park(self, call: ApiCall) -> Answer:
+        name, namespace = self._named(call)
+        return self._store.sessions.park(name, namespace=namespace)
+
+    def warm(self, call: ApiCall) -> Answer:
+        name, namespace = self._named(call)
+        deadline_s = call.values.get("deadline_s", 10.0)
+        return self._store.sessions.warm(name, deadline_s, namespace=namespace)
+
+    def expire(self, call: ApiCall) -> Answer:
+        name, namespace = self._named(call)
+        return self._store.sessions.expire(name, namespace=namespace)
+
+    def _named(self, call: ApiCall) -> tuple[str, str]:
+        """The session and the namespace that a call names; NotThereError: there is none."""
+        name = call.values["session"]
+        self._tags(name, call)
+        return name, call.values.get("namespace", "")
 
     def hint(self, call: ApiCall) -> Answer:
         deadline_s, mapped = call.values["deadline_s"], self._daemon.mapped
@@ -291,6 +335,60 @@ ENDPOINTS: Final = (
                 "closed: it will not come back",
             ),
         ),
+    ),
+    Endpoint(
+        "POST",
+        "/api/sessions/show",
+        "All that is known of a session.",
+        Api.session,
+        (SESSION, NAMESPACE),
+    ),
+    Endpoint(
+        "POST",
+        "/api/sessions/pin",
+        "Keep a session's blocks until a moment (a week unless given). `kept` is false, with a "
+        "reason, where that cannot be promised.",
+        Api.pin,
+        (
+            SESSION,
+            NAMESPACE,
+            Field("until_s", _seconds(_MOMENT_MAX), "seconds since 1970", required=False),
+            Field("for_s", _seconds(_KEEP_S_MAX), "for so many seconds", required=False),
+            Field(
+                "through_turn",
+                {"type": "string", "enum": ["yes", "no"]},
+                "yes: only until its next turn, if that comes before",
+                required=False,
+            ),
+        ),
+    ),
+    Endpoint(
+        "POST", "/api/sessions/unpin", "End a session's contract.", Api.unpin, (SESSION, NAMESPACE)
+    ),
+    Endpoint(
+        "POST",
+        "/api/sessions/park",
+        "A session pauses: write its blocks to drives, and free their memory.",
+        Api.park,
+        (SESSION, NAMESPACE),
+    ),
+    Endpoint(
+        "POST",
+        "/api/sessions/warm",
+        "A session comes back soon: bring its blocks to memory.",
+        Api.warm,
+        (
+            SESSION,
+            NAMESPACE,
+            Field("deadline_s", _seconds(_HINT_S_MAX), "when (10)", required=False),
+        ),
+    ),
+    Endpoint(
+        "POST",
+        "/api/sessions/expire",
+        "A session is over: forget it; its blocks make room first.",
+        Api.expire,
+        (SESSION, NAMESPACE),
     ),
     Endpoint(
         "POST",

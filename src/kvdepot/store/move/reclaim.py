@@ -5,6 +5,7 @@ of many small ones; each step looks again at what may have changed meanwhile.
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import defaultdict
@@ -99,7 +100,8 @@ class DriveRoom:
         deadline_s = state.clock.now() + _PATIENCE_S
         while not self.make(drive, nbytes):
             with state.lock:
-                held_up = state.clock.now() < deadline_s and self.reclaimer.is_held_up(drive)
+                waits = state.clock.now() < deadline_s and not state.closing.is_set()
+                held_up = waits and self.reclaimer.is_held_up(drive)
                 if held_up:
                     state.room.wait(_LOOK_AGAIN_S)
             if not held_up:
@@ -307,12 +309,22 @@ class Reclaimer:
     def _candidates(self, drive: int, tried: set[int]) -> list[SegmentInfo]:
         """The segments that may be chosen from, oldest first."""
         sealed = [one for one in self._tier.segments(drive) if one.slot not in tried]
+        if self._lower.promises.total:  # else contracts could hide all that may go
+            free = (one for one in sealed if not self._in_use(drive, self._live(drive, one)))
+            oldest = list(itertools.islice(free, _OLDEST))
+            return oldest + [one for one in sealed[-_NEWEST:] if one not in oldest]
         return sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]
 
+    def _live(self, drive: int, segment: SegmentInfo) -> Rows:
+        return self._lower.live(drive, segment.slot)
+
     def _in_use(self, drive: int, rows: Rows) -> bool:
-        """Whether so much of a segment is leased that emptying it would gain nothing."""
-        leased = rows[self._state.catalog.leased_rows(rows)]
-        return bool(self._sizes(leased).sum() > self._tier.drive(drive).segment_bytes // 2)
+        """Whether so much of a segment is leased, or under contract, that emptying it would gain
+        nothing.
+        """
+        held = self._state.catalog.leased_rows(rows) | self._lower.bound(rows)
+        used_bytes = self._sizes(rows[held]).sum()
+        return bool(used_bytes > self._tier.drive(drive).segment_bytes // 2)
 
     def _sizes(self, rows: Rows) -> Rows:
         """Of the blocks' records."""
@@ -366,16 +378,18 @@ class Reclaimer:
         return leads_out
 
     def _needed(self, rows: Rows) -> Bools:
-        """Which rows are leased, or above a leased one."""
+        """Which rows are under contract, leased, or above a leased one."""
         catalog = self._state.catalog
+        bound = self._lower.bound(rows)
         if not catalog.leased:
-            return np.zeros(len(rows), dtype=bool)
+            return bound
         above: set[int] = set()
         for row in catalog.all_leased():
             while row != NONE and row not in above:
                 above.add(row)
                 row = catalog.tree.parent[row]
-        return np.array([row in above for row in rows.tolist()], dtype=bool)
+        needed: Bools = bound | np.array([row in above for row in rows.tolist()], dtype=bool)
+        return needed
 
     def _clear(self, drive: int, slot: int, rows: list[int], stays: list[bool]) -> None:
         """Move or drop some of a segment's blocks.
@@ -388,7 +402,7 @@ class Reclaimer:
                 row
                 for row, stay in zip(rows, stays, strict=True)
                 if lower.place_in(row, drive, slot) != NONE
-                and (stay or (catalog.leases(row) and not self._is_on_another(drive, slot, row)))
+                and (stay or (self._is_held(row) and not self._is_on_another(drive, slot, row)))
             ]
             catalog.lease(kept)
             self._drop(drive, slot, rows, set(kept))
@@ -408,7 +422,7 @@ class Reclaimer:
                     continue
                 if lower.is_on_another(row, place):
                     lower.drop_copy(row, place)
-                elif catalog.leases(row) == 1 and writes:
+                elif catalog.leases(row) == 1 and writes and not lower.is_bound(row):
                     self._evict(row)
             state.unlease(kept)
 
@@ -425,13 +439,17 @@ class Reclaimer:
             if len(lower.places(row)) > 1:
                 lower.drop_copy(row, place)
                 continue
-            if catalog.leases(row):
+            if self._is_held(row):
                 continue
             demoted = self._demoter is not None and self._demoter.lower.copies.ready(row)
             below = [] if demoted else catalog.tree.descendants(row)
             for victim in [row, *below][::-1]:
-                if lower.copies.ready(victim) and not catalog.leases(victim):
+                if lower.copies.ready(victim) and not self._is_held(victim):
                     self._evict(victim)
+
+    def _is_held(self, row: int) -> bool:
+        """Whether a block is leased, or under a contract that rests on this tier."""
+        return bool(self._state.catalog.leases(row)) or self._lower.is_bound(row)
 
     def _evict(self, row: int) -> None:
         self._state.admission.left(row, self._lower)

@@ -6,10 +6,11 @@ All descriptions of a tier take a part of its room at most.
 """
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvdepot.codec.notes import parse_object
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import TAG_BYTES
 from kvdepot.core.tier import KeepsNotes
@@ -85,6 +86,21 @@ class Descriptions:
             found |= lower.tier.descriptions()
         with self._state.lock:
             return found | {tag: text for tag, (_, text) in self._handles.items()}
+
+    def facts(self, tag: bytes) -> dict[str, Any]:
+        """What a namespace's description says; empty where none is known."""
+        _, text = self._handles.get(tag, (0, b""))
+        if not text:
+            known = (lower.tier.descriptions().get(tag) for lower in self._state.lower_tiers)
+            text = next((found for found in known if found), b"")
+        try:
+            return parse_object(text)
+        except ValueError:
+            return {}
+
+    def tenant(self, tag: bytes) -> str:
+        """Whose blocks these are, as far as is known."""
+        return str(self.facts(tag).get("tenant", ""))
 
     def removed(self, tag: bytes) -> None:
         """A namespace was removed: its description goes with the segments that hold it."""

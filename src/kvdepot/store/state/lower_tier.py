@@ -14,12 +14,13 @@ import numpy as np
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import CopyState
 from kvdepot.core.clock import Clock
-from kvdepot.core.config import HddConfig, LowerTierConfig, ObjectConfig
+from kvdepot.core.config import FileTierConfig, HddConfig, LowerTierConfig, ObjectConfig
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.tier import Array, Contents, Tier, drive_of, segment_of
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
-from kvdepot.index.table import NONE, Rows
+from kvdepot.index.promises import Promises
+from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
 from kvdepot.policy.placing.write_mode import WriteMode
@@ -85,8 +86,38 @@ class LowerTier:
         """Blocks up to this number do not wait for others of their prompt."""
         self.writers = 0
         """Threads that write dirty blocks; without any, blocks stay where they are."""
+        self.promises = Promises(catalog.table)
+        """Blocks under contract: of the whole store, see `share`."""
+        self._others: list[LowerTier] = []
         self._hits_before = catalog.table.column(np.uint16, 0)
         """How often each block had been asked for when it was written here."""
+
+    def share(self, promises: Promises, tiers: Iterable["LowerTier"]) -> None:
+        """Know what is under contract, and the other lower tiers of the store."""
+        self.promises = promises
+        self._others = [lower for lower in tiers if lower is not self]
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether a contract of retention may rest on it: this machine's drives, synced."""
+        config = self.config
+        return self.tier.writable and isinstance(config, FileTierConfig) and config.fsync != "never"
+
+    def bound(self, rows: Rows) -> Bools:
+        """Which rows a contract binds to this tier: no other durable one has them."""
+        found: Bools = self.promises.contracts.array[rows] > 0
+        if not self.promises.total or not found.any():
+            return np.zeros(len(rows), dtype=bool)
+        for other in self._others:
+            if other.is_durable and other.tier.is_up():
+                found &= other.copies.state.array[rows] != CopyState.READY
+        return found
+
+    def is_bound(self, row: int) -> bool:
+        """`bound` for one row."""
+        if not self.promises.total or not self.promises.contracts.view[row]:
+            return False
+        return bool(self.bound(np.array([row], np.int64))[0])
 
     def usable(self, row: int) -> bool:
         """Whether there is a copy here on a drive that is up."""

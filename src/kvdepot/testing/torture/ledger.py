@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-Fault = Literal["wrong", "lost", "back", "late", "leaked", "unclean", "error"]
+Fault = Literal["wrong", "lost", "back", "broken", "late", "leaked", "unclean", "error"]
 FAULTS: Final[tuple[Fault, ...]] = (
-    "wrong", "lost", "back", "late", "leaked", "unclean", "error",
+    "wrong", "lost", "back", "broken", "late", "leaked", "unclean", "error",
 )  # fmt: skip
 
 
@@ -52,6 +52,10 @@ class Expectation:
     """Whether the end told which blocks were on drives."""
     told: bool = False
     """Whether the end before the last opening did."""
+    kept: dict[str, set[int]] = field(default_factory=dict)
+    """Blocks under a contract that a receipt was given for, by session."""
+    contracts: int = 0
+    """How many contracts were found kept after an end, all ends together."""
     cuts: int = 0
     damages: int = 0
     ssds: list[int] = field(default_factory=list)
@@ -75,13 +79,13 @@ class Expectation:
                 self.apart.clear()  # what it has may have to make room from now on
             case "cut":
                 self.cuts += 1
+            case "pinning" | "pinned" | "unpinning" | "kept":
+                self._take_contract(fact, blocks)
             case "damaged":
                 self.damages += fact["count"]
             case "putting":
-                self.removed -= blocks
-                self.doubtful -= blocks
-                self.synced -= blocks
-                self.flushed -= blocks
+                for some in (self.removed, self.doubtful, self.synced, self.flushed):
+                    some -= blocks
                 self.put_bytes += fact["nbytes"]
             case "stayed":
                 self.flushed |= blocks
@@ -89,6 +93,7 @@ class Expectation:
                 self.flushed |= blocks - self.limbo
                 self.synced |= set(fact["removed"]) & self.removed
             case "removing":
+                self.kept = {name: some - blocks for name, some in self.kept.items()}
                 self.flushed -= blocks
                 self.must -= blocks
                 self.apart -= blocks
@@ -123,6 +128,18 @@ class Expectation:
                 self.ssds, self.segments = fact["ssds"], fact["segments"]
                 self.shrunk = self.shrunk or fact["shrunk"]
                 self.apart.clear()
+
+    def _take_contract(self, fact: dict[str, Any], blocks: set[int]) -> None:
+        name = fact.get("session", "")
+        match fact["fact"]:
+            case "pinning":  # until it has a receipt, the contract before or this one holds
+                self.kept[name] = self.kept.get(name, set()) & blocks
+            case "pinned":
+                self.kept[name] = blocks
+            case "unpinning":
+                self.kept.pop(name, None)
+            case "kept":
+                self.contracts += fact["count"]
 
 
 class Ledger:

@@ -68,6 +68,8 @@ class RoundOutcome:
     faults: Counter[str] = field(default_factory=Counter)
     texts: list[str] = field(default_factory=list)
     """What was wrong, one line each."""
+    contracts: int = 0
+    """Contracts of retention that were judged after an end, all ends together."""
 
     @property
     def ok(self) -> bool:
@@ -105,6 +107,8 @@ def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOut
                 in_child(world, ledger, lambda: _suffer(world, ledger, chance))
                 ledger.catch_up()
                 outcome.done = ledger.expected.damages
+        ledger.catch_up()
+        outcome.contracts = ledger.expected.contracts
         for fact in ledger.everything():
             if fact["fact"] == "fault":
                 outcome.faults[fact["kind"]] += fact["count"]
@@ -472,7 +476,21 @@ def judge_store(
     quarantined = store.stats()["counters"]["quarantined"]
     if quarantined and world.mix.fsync != "never":
         ledger.fault("unclean", f"{quarantined} blocks were quarantined")
+    if not away and world.mix.fsync != "never":
+        judge_contracts(store, ledger, present)
     ledger.write("present", present, away=away, cut=cut, ssds=world.ssds)
+
+
+def judge_contracts(store: Store, ledger: Ledger, present: set[int]) -> None:
+    """Every contract that a receipt was given for is known, and its blocks are there."""
+    known = {one["name"]: one["contract"] for one in store.sessions.known(limit=1000)}
+    kept = {name: blocks for name, blocks in ledger.expected.kept.items() if blocks}
+    for name, blocks in sorted(kept.items()):
+        if known.get(name) is None:
+            ledger.fault("broken", f"{name}: its contract is forgotten")
+        for number in sorted(blocks - present):
+            ledger.fault("broken", f"{name}: block {number} is under contract and gone")
+    ledger.write("kept", count=len(kept))
 
 
 def drive_facts(store: Store) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ ALLOWANCE_S: Final = 20.0
 PUT_S: Final = 0.5
 FLUSH_S: Final = 5.0
 CLOSE_S: Final = 30.0
+PIN_S: Final = 30.0
 Answer = TypeVar("Answer")
 
 
@@ -75,6 +76,8 @@ class StoreSession:
             (self.remove_namespace, 1),
             (self.flush, 16),
             (self.hint, 4),
+            (self.pin, 6),
+            (self.unpin, 2),
             (self.change_drives, 4),
             (self.resize, 4),
             (self.pull_a_drive, 1),
@@ -119,7 +122,9 @@ class StoreSession:
         self.world.bring_back()
 
     def put(self) -> None:
-        blocks = self._prompt()
+        self._put(self._prompt())
+
+    def _put(self, blocks: list[Block]) -> None:
         numbers = {block.number for block in blocks}
         flushed = numbers & self._ledger.expected.flushed
         self._ledger.write(
@@ -157,6 +162,25 @@ class StoreSession:
 
     def hint(self) -> None:
         self.store.hint(keys_of(self._prompt()), 0.5)
+
+    def pin(self) -> None:
+        """Put a prompt under contract. A refusal is fine; what has a receipt must stay."""
+        blocks = self._prompt()
+        self._put(blocks)
+        name, numbers = f"prompt {blocks[0].prompt}", [block.number for block in blocks]
+        self._ledger.write("pinning", numbers, session=name)
+        self.store.session(name, keys_of(blocks))
+        limit_s = PIN_S + 4 * LIMIT_S
+        receipt = self._timed("pin", limit_s, lambda: self.store.sessions.pin(name, for_s=86400))
+        if receipt and self._trust.holds():
+            self._ledger.write("pinned", numbers, session=name)
+
+    def unpin(self) -> None:
+        if self._ledger.expected.kept:
+            name = self._chance.choice(sorted(self._ledger.expected.kept))
+            self._ledger.write("unpinning", session=name)
+            if any(one["name"] == name for one in self.store.sessions.known()):
+                self._timed("unpin", 4 * LIMIT_S, lambda: self.store.sessions.unpin(name))
 
     def remove(self) -> None:
         blocks = self._prompt() if self._chance.random() < 0.3 else self._sample(4)

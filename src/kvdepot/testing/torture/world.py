@@ -221,6 +221,7 @@ class World:
             "dram": {"capacity": mix.dram_bytes, "huge_pages": "never", "prefault": False},
             "ssd": ssd,
             "writeback": {"staging": 1 << 20, "put_timeout": LIMIT_S},
+            "sessions": {"pinned_share": 0.5},
         }
         if mix.hdds:
             tree["hdd"] = {

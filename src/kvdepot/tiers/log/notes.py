@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvdepot.codec.notes import pack_removals, space_key, write_note
+from kvdepot.codec.notes import is_page, pack_removals, page_tag, space_key, write_note
 from kvdepot.codec.record import PAGE, Kind, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import Purpose, Removal
@@ -35,6 +35,11 @@ def kept_back(purpose: Purpose, segment_bytes: int, *, last: bool) -> int:
     notes = 0 if purpose.is_note else min(_NOTE_RESERVE_MAX, segment_bytes // 8)
     carried = min(_CARRY_RESERVE_MAX, segment_bytes // 8)
     return notes + (carried if last and purpose is not Purpose.CARRY else 0)
+
+
+def is_own(tag: bytes) -> bool:
+    """Whether a note under this tag is no description of a namespace."""
+    return tag == PROFILE_TAG or is_page(tag)
 
 
 class Notes:
@@ -67,7 +72,7 @@ class Notes:
     def described_in(self, segment_id: int) -> list[bytes]:
         """Tags whose descriptions are in a segment."""
         spaces = self.spaces.copy()  # others add to it meanwhile
-        return [tag for tag, (at, _) in spaces.items() if at == segment_id and tag != PROFILE_TAG]
+        return [tag for tag, (at, _) in spaces.items() if at == segment_id and not is_own(tag)]
 
     def description_spans(self, segment_id: int) -> list[tuple[int, int]]:
         """Where in a segment descriptions lie, start and stop; those that touch are one."""
@@ -86,6 +91,14 @@ class Notes:
             if mine:
                 for tag in tags:
                     self.spaces.pop(tag, None)
+
+    def keep_page(self, number: int, text: bytes) -> bool:
+        """Record a page of sessions in the place of the one before. False: it could not be."""
+        return self.remember(page_tag(number), text)
+
+    def pages(self) -> list[bytes]:
+        """The pages of sessions that are recorded."""
+        return [text for tag, (_, text) in self.spaces.copy().items() if is_page(tag)]
 
     @property
     def profile(self) -> Profile | None:

@@ -61,7 +61,6 @@ from kvdepot.errors import (
 )
 from kvdepot.native import READ, address_of
 from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops, io_rows
-from kvdepot.tiers.device.speed import PROFILE_TAG
 from kvdepot.tiers.device.survey import FLASH
 from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive, Segment
@@ -69,6 +68,7 @@ from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
 from kvdepot.tiers.log.members import Members
 from kvdepot.tiers.log.mount import leave_out, mount
+from kvdepot.tiers.log.notes import is_own
 from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered
 from kvdepot.tiers.memory.memory import Memory
@@ -532,8 +532,21 @@ class LogTier:
     def descriptions(self) -> dict[bytes, bytes]:
         spaces = [one.notes.spaces.copy() for one in self.drives]  # others add to them meanwhile
         known = {tag: text for one in spaces for tag, (_, text) in one.items()}
-        known.pop(PROFILE_TAG, None)
-        return known
+        return {tag: text for tag, text in known.items() if not is_own(tag)}
+
+    def keep_page(self, number: int, text: bytes, sync_s: float | None = None) -> tuple[int, int]:
+        used = [
+            drive
+            for at, drive in enumerate(self.drives)
+            if at not in self.left_out and not drive.retired
+        ]
+        have = [drive for drive in used if drive.notes.keep_page(number, text)]
+        if sync_s is not None:
+            have = [drive for drive in have if drive.sync(sync_s)]
+        return len(have), len(used)
+
+    def pages(self) -> list[bytes]:
+        return [text for drive in self.drives for text in drive.notes.pages()]
 
     def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
         # Older copies may lie in any segment that exists now, also if they are out of use.

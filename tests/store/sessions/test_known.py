@@ -13,8 +13,9 @@ from kvdepot.core.clock import SystemClock
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KeyFormatError
 from kvdepot.index.catalog import Catalog
+from kvdepot.index.promises import Promises
 from kvdepot.index.table import as_words
-from kvdepot.store.sessions import Sessions
+from kvdepot.store.sessions.known import Sessions
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import LAYOUT, TOKENS, prompt, put, small, space_of, tiers
 
@@ -89,7 +90,9 @@ class Books:
 
     def __init__(self, **bounds: int) -> None:
         self.catalog = Catalog()
-        self.sessions = Sessions(self.catalog, SystemClock(), **bounds)
+        self.sessions = Sessions(
+            self.catalog, SystemClock(), Promises(self.catalog.table), **bounds
+        )
 
     def tell(self, tag: str, name: str, blocks: int) -> None:
         words = np.arange(1, 4 * blocks + 1, dtype=np.uint64).reshape(-1, 4)

@@ -1,0 +1,93 @@
+"""Sessions of a depot: what can be asked and done about them. docs/sessions.md
+
+Implemented by store.sessions.desk.SessionDesk, in this process, and client.sessions.RemoteSessions.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+KEEP_S: Final = 7 * 86400.0
+"""How long a contract lasts where no end is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionReceipt:
+    """Answer to `pin`. True: the blocks are on drives, durable, and stay until `until_s`.
+
+    A false one says in `reason` why that cannot be promised; nothing has changed then.
+    """
+
+    kept: bool
+    session: str
+    blocks: int = 0
+    nbytes: int = 0
+    until_s: float = 0.0
+    """By the time of day, in seconds since 1970."""
+    through_turn: bool = False
+    numbers: tuple[int, ...] = ()
+    """Of the contract in each namespace that has the session."""
+    reason: str = ""
+    hint: str = ""
+
+    def __bool__(self) -> bool:
+        return self.kept
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class DepotSessions(ABC):
+    """Sessions by name. `namespace` is a tag in hexadecimal; left out, all that have the name.
+
+    A session that is not known is a ConfigError.
+    """
+
+    @abstractmethod
+    def known(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
+        """Sessions: `recent` or `cold` by their last use, or `busy` by their turns."""
+
+    @abstractmethod
+    def show(self, name: str, *, namespace: str = "") -> list[dict[str, Any]]:
+        """All that is known of a session, one entry for each namespace that has it."""
+
+    @abstractmethod
+    def pin(
+        self,
+        name: str,
+        *,
+        until_s: float | None = None,
+        for_s: float | None = None,
+        through_turn: bool = False,
+        namespace: str = "",
+    ) -> RetentionReceipt:
+        """Keep the session's blocks until a moment, or for so long (default a week); with
+        `through_turn` until its next turn, if that comes before. Returns when it is durable.
+        """
+
+    @abstractmethod
+    def unpin(self, name: str, *, namespace: str = "") -> int:
+        """End the session's contract. Returns how many namespaces had one."""
+
+    @abstractmethod
+    def park(self, name: str, *, namespace: str = "") -> dict[str, Any]:
+        """The session pauses: write its blocks to drives, and free the memory that they take."""
+
+    @abstractmethod
+    def warm(self, name: str, deadline_s: float = 10.0, *, namespace: str = "") -> dict[str, Any]:
+        """The session is about to come back: bring its blocks to memory, in the background."""
+
+    @abstractmethod
+    def expire(self, name: str, *, namespace: str = "") -> dict[str, Any]:
+        """The session is over: end its contract and forget it. Its blocks make room first."""
+
+    @abstractmethod
+    def export(
+        self, name: str, path: str | os.PathLike[str], *, namespace: str = ""
+    ) -> dict[str, Any]:
+        """Write the session to a new file, which any depot can import."""
+
+    @abstractmethod
+    def import_file(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Take in a session from such a file, as far as it is intact."""

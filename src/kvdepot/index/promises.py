@@ -1,0 +1,36 @@
+"""Which blocks are under a contract of retention, and whose session's they were last.
+
+Columns beside the catalog's: a row that is freed has no contract and no session any more.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from kvdepot.index.table import KeyTable, Rows
+
+_COUNT_MAX: Final = 65_535
+
+
+class Promises:
+    """Of the rows of one table. The store's lock guards it."""
+
+    def __init__(self, table: KeyTable) -> None:
+        self.session = table.column(np.int32, 0)
+        """The number of the session whose prompt a block was in last; 0: of none."""
+        self.contracts = table.column(np.uint16, 0)
+        """How many contracts of retention each block is under."""
+        self.total = 0
+        """Blocks under contract, each counted as often as it is."""
+
+    def add(self, rows: Rows) -> None:
+        """Distinct rows are under one more contract."""
+        counts = self.contracts.array
+        counts[rows] = np.minimum(counts[rows], _COUNT_MAX - 1) + 1
+        self.total += len(rows)
+
+    def take_off(self, rows: Rows) -> None:
+        """Undo one `add`. A row that was another block's then has none to lose."""
+        counts = self.contracts.array
+        counts[rows] = np.maximum(counts[rows], 1) - 1
+        self.total -= len(rows)

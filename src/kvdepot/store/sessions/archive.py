@@ -1,0 +1,277 @@
+"""A session as one file, which any depot can take in: docs/formats.md, "Archives of sessions".
+
+    magic, version, length of the head     fixed
+    head                                   JSON: the session, its namespaces and their blocks
+    digest of all before                   32 bytes
+    for each block: key, lengths, payload, token ids, digest of these
+
+Written and read block by block. What does not match its digest is not taken in, and nothing of a
+prompt behind it: a tail without its head is no use.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from kvdepot.codec.notes import parse_object
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Put
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import FORMAT_VERSION
+from kvdepot.core.order import SessionState
+from kvdepot.core.private import open_private_file
+from kvdepot.errors import ConfigError, FormatError
+from kvdepot.index.table import as_words
+from kvdepot.native import address_of
+from kvdepot.store.mapped import RegisterTag
+from kvdepot.store.read.disk_reads import BlockRead
+from kvdepot.store.read.reader import Reader
+from kvdepot.store.read.token_ids import TokenReader
+from kvdepot.store.sessions.known import Prompt, Sessions, checked_name
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.write.put import NewBlock, Putter
+from kvdepot.tiers.device.files import aligned
+
+MAGIC: Final = b"KVSESSN\n"
+VERSION: Final = 1
+_FIXED: Final = struct.Struct("<8sHHI")
+_LENGTHS: Final = struct.Struct("<QI")
+_TOKEN_BYTES_MAX: Final = 4 << 20
+_DIGEST_BYTES: Final = 32
+_HEAD_BYTES_MAX: Final = 64 << 20
+_BLOCKS_MAX: Final = 1 << 20
+_READ_S: Final = 60.0
+_PUT_S: Final = 30.0
+
+
+@dataclass(slots=True)
+class ArchiveProgress:
+    """How far an export or import is, for people."""
+
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedPrompt:
+    """The part of a session that lies in one namespace."""
+
+    tag: bytes
+    description: bytes
+    layout: KVLayout
+    blocks: int
+
+
+class Archivist:
+    """Writes and reads archives of one store."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        sessions: Sessions,
+        reader: Reader,
+        putter: Putter,
+        register_tag: RegisterTag,
+    ) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._reader = reader
+        self._putter = putter
+        self._register_tag = register_tag
+        self._tokens = TokenReader(state)
+        self.transfer = ArchiveProgress()
+
+    def export(self, name: str, prompts: Mapping[bytes, Prompt], path: Path) -> dict[str, Any]:
+        """Write a session to a new file. ConfigError where not all of it is in the store."""
+        parts = [(self._described(tag), prompt.keys(tag)) for tag, prompt in prompts.items()]
+        total = sum(one.layout.block_bytes * len(keys) for one, keys in parts)
+        self.transfer = ArchiveProgress(0, total)
+        try:
+            fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError as error:
+            raise ConfigError("file", f"{path} is there already") from error
+        try:
+            with os.fdopen(fd, "wb") as file:
+                turns = max(prompt.turns for prompt in prompts.values())
+                _write_head(file, name, turns, parts)
+                for one, keys in parts:
+                    self._write_blocks(file, one, keys)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        blocks = sum(len(keys) for _, keys in parts)
+        return {"session": name, "path": str(path), "blocks": blocks, "bytes": size}
+
+    def import_file(self, path: Path) -> dict[str, Any]:
+        """Take in a session. FormatError where its head is damaged; of damaged or missing blocks
+        those before them are taken in, and the answer says so.
+        """
+        with _opened(path) as file:
+            head, parts = _read_head(file, path)
+            self.transfer = ArchiveProgress(0, os.fstat(file.fileno()).st_size)
+            name, taken, damage = checked_name(head["session"]), 0, ""
+            for part in parts:
+                self._check_same(part)
+                keys, damage = self._take_in(file, part)
+                taken += len(keys)
+                if keys:
+                    with self._state.lock:
+                        words = as_words(keys)
+                        self._sessions.tell(part.tag, name, words, SessionState.ALIVE)
+                if damage:
+                    break
+            more = file.read(1)
+        wanted = sum(part.blocks for part in parts)
+        if more and not damage:
+            damage = "there is something behind the last block"
+        return {
+            "session": name,
+            "path": str(path),
+            "blocks": taken,
+            "of_blocks": wanted,
+            "complete": taken == wanted,
+            "damage": damage,
+        }
+
+    def _described(self, tag: bytes) -> ArchivedPrompt:
+        facts = self._state.descriptions.facts(tag)
+        try:
+            layout = KVLayout.from_description(facts["layout"])
+        except (KeyError, ConfigError) as error:
+            raise ConfigError(
+                "session", f"what namespace {tag.hex()} stands for is not known"
+            ) from error
+        return ArchivedPrompt(tag, json.dumps(facts, sort_keys=True).encode(), layout, 0)
+
+    def _write_blocks(self, file: BinaryIO, one: ArchivedPrompt, keys: Sequence[BlockKey]) -> None:
+        size, chunk = one.layout.block_bytes, one.layout.chunk_bytes
+        buffer = aligned(size)
+        for at, key in enumerate(keys):
+            read = BlockRead(key, address_of(buffer, True)[0], size, chunk, 0, size)
+            (got,) = self._reader.fetch([read], _READ_S, read_ahead=False)
+            if not got:
+                raise ConfigError(
+                    "session",
+                    f"block {at} of {len(keys)} cannot be read: {got.reason}",
+                    hint="kvdepot session show says where its blocks are",
+                )
+            (tokens,) = self._tokens.read([key])
+            start = key + _LENGTHS.pack(size, len(tokens))
+            for piece in (start, buffer[:size], tokens, _digest(start, buffer[:size], tokens)):
+                file.write(piece)
+            self.transfer.done_bytes += size
+
+    def _check_same(self, part: ArchivedPrompt) -> None:
+        """ConfigError where the store knows the namespace as another one."""
+        known = self._state.descriptions.facts(part.tag)
+        if known and known.get("layout") != json.loads(part.description).get("layout"):
+            raise ConfigError("archive", "this store knows the namespace with another layout")
+
+    def _take_in(self, file: BinaryIO, part: ArchivedPrompt) -> tuple[list[BlockKey], str]:
+        """Blocks of one namespace as far as they are intact, and what was wrong then."""
+        size, taken, chain = part.layout.block_bytes, list[BlockKey](), b""
+        buffer = aligned(size)
+        self._register_tag(part.tag, size, part.description)
+        try:
+            for number in range(part.blocks):
+                key, tokens = _read_block(file, part.tag, buffer[:size])
+                if key is None or (chain and key[TAG_BYTES : 2 * TAG_BYTES] != chain):
+                    return taken, f"block {number} is damaged or missing"
+                address = address_of(buffer, True)[0]
+                offer = NewBlock(key, address, size, part.layout.chunk_bytes, tokens=tokens)
+                (put,) = self._putter.store([offer], _PUT_S)
+                if put is Put.REFUSED or put is Put.THROTTLED:
+                    return taken, f"block {number} found no room ({put.value})"
+                chain = key[2 * TAG_BYTES : 3 * TAG_BYTES]
+                taken.append(key)
+                self.transfer.done_bytes += size
+        finally:
+            self._state.descriptions.unregister([part.tag])
+        return taken, ""
+
+
+def _write_head(
+    file: BinaryIO,
+    name: str,
+    turns: int,
+    parts: Sequence[tuple[ArchivedPrompt, Sequence[BlockKey]]],
+) -> None:
+    namespaces = [
+        {"description": json.loads(one.description), "blocks": len(keys), "tag": one.tag.hex()}
+        for one, keys in parts
+    ]
+    said = {"session": name, "turns": turns, "format": FORMAT_VERSION, "namespaces": namespaces}
+    head = json.dumps(said, ensure_ascii=False).encode()
+    fixed = _FIXED.pack(MAGIC, VERSION, 0, len(head))
+    for piece in (fixed, head, _digest(fixed, head)):
+        file.write(piece)
+
+
+def _read_head(file: BinaryIO, path: Path) -> tuple[dict[str, Any], list[ArchivedPrompt]]:
+    """What an archive says of itself, or FormatError."""
+    fixed = file.read(_FIXED.size)
+    if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
+        raise FormatError(str(path), "is no archive of a session")
+    _, version, _, length = _FIXED.unpack(fixed)
+    if version > VERSION:
+        raise FormatError(
+            str(path), f"is an archive of version {version}", hint="import it with a newer kvdepot"
+        )
+    head = file.read(min(length, _HEAD_BYTES_MAX))
+    if file.read(_DIGEST_BYTES) != _digest(fixed, head):
+        raise FormatError(str(path), "the head of the archive is damaged")
+    try:
+        said = parse_object(head)
+        if said["format"] != FORMAT_VERSION:
+            raise FormatError(str(path), f"has blocks of format {said['format']}")
+        return said, [_parsed_part(part) for part in said["namespaces"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(str(path), "the head of the archive makes no sense") from error
+
+
+def _parsed_part(said: dict[str, Any]) -> ArchivedPrompt:
+    tag, facts, blocks = bytes.fromhex(said["tag"]), said["description"], said["blocks"]
+    if len(tag) != TAG_BYTES or facts["tag"] != tag.hex() or not 0 <= int(blocks) <= _BLOCKS_MAX:
+        raise ValueError("a namespace that makes no sense")
+    layout = KVLayout.from_description(facts["layout"])
+    return ArchivedPrompt(tag, json.dumps(facts, sort_keys=True).encode(), layout, int(blocks))
+
+
+def _read_block(file: BinaryIO, tag: bytes, payload: memoryview) -> tuple[BlockKey | None, bytes]:
+    """The next block, into `payload`, and its token ids; None where it is not as it was written."""
+    start = file.read(KEY_BYTES + _LENGTHS.size)
+    if len(start) < KEY_BYTES + _LENGTHS.size:
+        return None, b""
+    length, token_bytes = _LENGTHS.unpack(start[KEY_BYTES:])
+    if length != len(payload) or not start.startswith(tag) or token_bytes > _TOKEN_BYTES_MAX:
+        return None, b""
+    if file.readinto(payload) != length:  # type: ignore[attr-defined]
+        return None, b""
+    tokens = file.read(token_bytes)
+    if file.read(_DIGEST_BYTES) != _digest(start, payload, tokens):
+        return None, b""
+    return BlockKey(start[:KEY_BYTES]), tokens
+
+
+def _digest(*pieces: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"kvdepot-archive")
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A regular file, to be read."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FormatError(str(path), "is no regular file")
+    return os.fdopen(fd, "rb")

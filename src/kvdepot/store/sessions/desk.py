@@ -1,0 +1,187 @@
+"""Serves what a depot's sessions are asked: listing, contracts, parking, archives."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvdepot.core.clock import Clock
+from kvdepot.core.order import SessionState
+from kvdepot.core.sessions import DepotSessions, RetentionReceipt
+from kvdepot.errors import ConfigError
+from kvdepot.index.table import NONE
+from kvdepot.store.read.prefetch import Hint
+from kvdepot.store.sessions.archive import Archivist
+from kvdepot.store.sessions.keeper import Flush, SessionKeeper
+from kvdepot.store.sessions.known import SESSION_ORDERS, Prompt, Sessions, checked_name
+from kvdepot.store.state.state import StoreState
+
+LISTED_MAX: Final = 10_000
+_WRITTEN_S: Final = 30.0
+Warm = Callable[[bytes, str, float], Hint]
+
+
+class SessionDesk(DepotSessions):
+    """Of a store in this process."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        sessions: Sessions,
+        keeper: SessionKeeper,
+        archivist: Archivist,
+        wall: Clock,
+        flush: Flush,
+        warm: Warm,
+    ) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._keeper = keeper
+        self._archivist = archivist
+        self._wall = wall
+        self._flush = flush
+        self._warm = warm
+
+    def known(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
+        state = self._state
+        state.check_open()
+        if order not in SESSION_ORDERS:
+            raise ConfigError("order", f"{order!r} is not one of {', '.join(SESSION_ORDERS)}")
+        limit = max(0, min(limit, LISTED_MAX))
+        with state.lock:
+            known = self._sessions.known(order, limit)
+        known.sort(key=SESSION_ORDERS[order])
+        return [self._facts(tag, name, prompt) for tag, name, prompt in known[:limit]]
+
+    def show(self, name: str, *, namespace: str = "") -> list[dict[str, Any]]:
+        found = []
+        for tag in self._tags(name, namespace):
+            with self._state.lock:
+                prompt = self._sessions.find(tag, name)
+            if prompt is not None:
+                facts = self._state.descriptions.facts(tag)
+                model = {"model": facts.get("model", ""), "tenant": facts.get("tenant", "")}
+                found.append({**self._facts(tag, name, prompt), **model})
+        return found
+
+    def pin(
+        self,
+        name: str,
+        *,
+        until_s: float | None = None,
+        for_s: float | None = None,
+        through_turn: bool = False,
+        namespace: str = "",
+    ) -> RetentionReceipt:
+        tags = self._tags(name, namespace)
+        if until_s is not None and for_s is not None:
+            raise ConfigError("pin", "give an end or a duration, not both")
+        end_s = self._keeper.default_until_s(for_s) if until_s is None else until_s
+        with self._state.using():
+            return self._keeper.grant(name, tags, end_s, through_turn=through_turn)
+
+    def unpin(self, name: str, *, namespace: str = "") -> int:
+        ended = self._keeper.end(name, self._tags(name, namespace))
+        self._keeper.write(_WRITTEN_S)
+        return ended
+
+    def park(self, name: str, *, namespace: str = "") -> dict[str, Any]:
+        tags = self._tags(name, namespace)
+        prompts = self._prompts(name, tags)
+        keys = [key for tag, prompt in prompts.items() for key in prompt.keys(tag)]
+        with self._state.using():
+            report = self._flush(_WRITTEN_S, keys)
+            freed = sum(self._leave_memory(tag, prompt) for tag, prompt in prompts.items())
+        return {"session": name, "blocks": len(keys), "durable": report.durable, "freed": freed}
+
+    def warm(self, name: str, deadline_s: float = 10.0, *, namespace: str = "") -> dict[str, Any]:
+        tags = self._tags(name, namespace)
+        wanted = sum(self._warm(tag, name, deadline_s).wanted for tag in tags)
+        return {"session": name, "wanted": wanted}
+
+    def expire(self, name: str, *, namespace: str = "") -> dict[str, Any]:
+        tags = self._tags(name, namespace)
+        ended = self._keeper.end(name, tags)
+        with self._state.lock:
+            tell = self._sessions.tell
+            blocks = sum(tell(tag, name, None, SessionState.CLOSED) for tag in tags)
+        self._keeper.write(_WRITTEN_S)
+        return {"session": name, "blocks": blocks, "contracts_ended": ended}
+
+    def export(
+        self, name: str, path: str | os.PathLike[str], *, namespace: str = ""
+    ) -> dict[str, Any]:
+        prompts = self._prompts(name, self._tags(name, namespace))
+        with self._state.using():
+            return self._archivist.export(name, prompts, Path(path))
+
+    def import_file(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        self._state.check_open()
+        with self._state.using():
+            return self._archivist.import_file(Path(path))
+
+    def _tags(self, name: str, namespace: str) -> list[bytes]:
+        """Namespaces that have a session of that name, or ConfigError."""
+        self._state.check_open()
+        with self._state.lock:
+            tags = self._sessions.tags_of(checked_name(name))
+        if namespace:
+            tags = [tag for tag in tags if tag.hex() == namespace]
+        if not tags:
+            where = f" in namespace {namespace}" if namespace else ""
+            raise ConfigError(
+                "session", f"{name!r} is not known{where}", hint="kvdepot session list"
+            )
+        return tags
+
+    def _prompts(self, name: str, tags: Sequence[bytes]) -> Mapping[bytes, Prompt]:
+        with self._state.lock:
+            found = {tag: self._sessions.find(tag, name) for tag in tags}
+        return {tag: prompt for tag, prompt in found.items() if prompt is not None}
+
+    def _facts(self, tag: bytes, name: str, prompt: Prompt) -> dict[str, Any]:
+        contract, now_s = prompt.contract, self._wall.now()
+        with self._state.lock:
+            tiers = self._sessions.tiers_of(tag, prompt)
+            held = self._sessions.bytes_of(tag, prompt)
+            missing = self._keeper.missing(tag, contract) if contract is not None else 0
+        kept = contract and {
+            "number": contract.number,
+            "blocks": len(contract),
+            "missing": missing,
+            "granted_s": contract.granted_s,
+            "until_s": contract.until_s,
+            "through_turn": contract.through_turn,
+        }
+        return {
+            "name": name,
+            "namespace": tag.hex(),
+            "tenant": self._state.descriptions.tenant(tag),
+            "state": prompt.state.name.lower(),
+            "turns": prompt.turns,
+            "blocks": len(prompt),
+            "tiers": tiers,
+            "bytes": held,
+            "idle_s": round(max(0.0, now_s - prompt.told_s), 3),
+            "contract": kept,
+        }
+
+    def _leave_memory(self, tag: bytes, prompt: Prompt) -> int:
+        """Free the memory of blocks that drives have and that nothing in memory continues."""
+        state, freed = self._state, 0
+        with state.lock:
+            rows = state.catalog.table.find_many(prompt.words(tag)).tolist()
+            for row in reversed(rows):
+                if row == NONE or not state.catalog.is_live(row):
+                    continue
+                below = any(lower.usable(row) for lower in state.lower_tiers)
+                for memory in state.memory_tiers:
+                    idle = not state.catalog.leases(row) and not state.is_dirty(row)
+                    if below and idle and memory.copies.ready(row):
+                        if not memory.leaves.may_leave(row) or memory.leaves.held(row):
+                            return freed
+                        memory.drop(row)
+                        state.counters.add("evicted", memory.name)
+                        freed += 1
+            state.room.notify_all()
+        return freed

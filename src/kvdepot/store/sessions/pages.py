@@ -1,0 +1,291 @@
+"""What is known of sessions, written down: pages of JSON beside the blocks, on every drive.
+
+A page has some sessions and a generation: of several versions the highest counts, so that a drive
+that was away does not bring back what has changed since. A page whose sessions are gone is written
+empty. Of a session without a contract a few keys of its prompt are kept, from which the index knows
+the others; a contract has all of its own.
+"""
+
+import base64
+import binascii
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.codec.notes import parse_object
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.order import SessionState
+from kvdepot.core.tier import KeepsPages
+from kvdepot.errors import ConfigError
+from kvdepot.index.catalog import Catalog
+from kvdepot.index.table import NONE
+from kvdepot.store.sessions.known import (
+    PACKED_BYTES,
+    Contract,
+    Prompt,
+    SessionAccount,
+    SessionId,
+    Sessions,
+    checked_name,
+)
+from kvdepot.store.state.state import StoreState
+
+VERSION: Final = 1
+_ANCHORS: Final = 4
+_PAGE_BYTES: Final = 32 << 10
+_PAGE_BYTES_MIN: Final = 4 << 10
+_SHARE: Final = 16
+"""A page takes one part in so many of a segment, unless one session alone takes more."""
+_ENTRY_SHARE: Final = 8
+_TOTAL_SHARE: Final = 32
+"""All pages take one part in so many of the smallest drive."""
+_TOTAL_BYTES_MAX: Final = 64 << 20
+Entry = dict[str, Any]
+
+
+class SessionPages:
+    """The pages of one store. Thread-safe; tiers are written without the store's lock."""
+
+    def __init__(self, state: StoreState, sessions: Sessions) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._tiers = [
+            (lower, lower.tier) for lower in state.lower_tiers if isinstance(lower.tier, KeepsPages)
+        ]
+        self._page_of: dict[SessionId, int] = {}
+        self._members: defaultdict[int, set[SessionId]] = defaultdict(set)
+        self._sizes: dict[int, int] = {}
+        """Bytes of each page, as last written."""
+        self._open = 0
+        """The page that new sessions join."""
+        self.dirty: set[int] = set()
+        """Pages to be written. Guarded by the store's lock, as all above."""
+        self._generation = 0
+        self._writing = threading.Lock()
+
+    @property
+    def exist(self) -> bool:
+        """Whether anything can be written down."""
+        return any(lower.tier.writable for lower, _ in self._tiers)
+
+    @property
+    def entry_bytes_max(self) -> int:
+        """What one session may take."""
+        return max(_PAGE_BYTES_MIN, self._segment_bytes() // _ENTRY_SHARE)
+
+    def changed(self, session: SessionId) -> None:
+        """A session is to be written down as it is, or as forgotten. With the store's lock."""
+        page = self._page_of.get(session)
+        known = self._sessions.find(*session) is not None
+        if page is None and not known:
+            return
+        if page is None:
+            page = self._page_of[session] = self._page_with_room()
+            self._members[page].add(session)
+        elif not known:
+            del self._page_of[session]
+            self._members[page].discard(session)
+        self.dirty.add(page)
+
+    def all_changed(self) -> None:
+        """Every page is to be written: there is a drive that has none."""
+        with self._state.lock:
+            self.dirty.update(self._members)
+
+    def load(self) -> None:
+        """Know what the drives have. Once, before anything else."""
+        newest: dict[int, dict[str, Any]] = {}
+        for _, tier in self._tiers:
+            for text in tier.pages():
+                page = _parsed(text)
+                if page is not None:
+                    before = newest.get(page["page"])
+                    if before is None or before["generation"] < page["generation"]:
+                        newest[page["page"]] = page
+        with self._state.lock:
+            for number, page in newest.items():
+                self._generation = max(self._generation, page["generation"])
+                self._open = max(self._open, number)
+                self._members[number] = set()
+                for entry in page["sessions"]:
+                    self._restore(number, entry)
+
+    def write(self, sync_s: float | None = None) -> bool:
+        """Write the pages that have changed; with `sync_s`, make them durable. False: a page is on
+        no drive. What is not on all of them is written again another time.
+        """
+        with self._writing:
+            with self._state.lock:
+                pages, self.dirty = self.dirty, set()
+                texts = {number: self._text(number) for number in pages}
+            again, done = set(), True
+            for number, text in texts.items():
+                have, should = self._write_page(number, text, sync_s)
+                done = done and have > 0
+                if have < should:
+                    again.add(number)
+            with self._state.lock:
+                self.dirty |= again
+        return done
+
+    def _write_page(self, number: int, text: bytes, sync_s: float | None) -> tuple[int, int]:
+        have = should = 0
+        for lower, tier in self._tiers:
+            if lower.tier.writable:
+                here, wanted = tier.keep_page(number, text, sync_s)
+                have, should = have + here, should + wanted
+        return have, should
+
+    def _text(self, number: int) -> bytes:
+        """A page as it is now. Sessions that find no room in it are left out, those under contract
+        never.
+        """
+        self._generation += 1
+        entries, size = [], 0
+        room = max(_PAGE_BYTES_MIN, self._total_bytes() - sum(self._sizes.values()))
+        for session in sorted(self._members[number]):
+            prompt = self._sessions.find(*session)
+            if prompt is None:
+                continue
+            entry = _entry(*session, prompt)
+            size += len(json.dumps(entry, ensure_ascii=False).encode())
+            if prompt.contract is not None or size <= room:
+                entries.append(entry)
+        page = {"v": VERSION, "page": number, "generation": self._generation, "sessions": entries}
+        text = json.dumps(page, ensure_ascii=False, separators=(",", ":")).encode()
+        self._sizes[number] = len(text)
+        return text
+
+    def _page_with_room(self) -> int:
+        limit = max(_PAGE_BYTES_MIN, min(_PAGE_BYTES, self._segment_bytes() // _SHARE))
+        per_entry = 512
+        if len(self._members[self._open]) * per_entry >= limit:
+            empty = (page for page, some in self._members.items() if not some)
+            self._open = next(empty, max(self._members) + 1)
+        return self._open
+
+    def _segment_bytes(self) -> int:
+        facts = [tier.drive(at) for _, tier in self._tiers for at in range(tier.drive_count())]
+        return min((fact.segment_bytes for fact in facts if fact.segment_bytes), default=1 << 20)
+
+    def _total_bytes(self) -> int:
+        facts = [tier.drive(at) for _, tier in self._tiers for at in range(tier.drive_count())]
+        rooms = [fact.segment_bytes * fact.segments_max for fact in facts if fact.segments_max]
+        return min(_TOTAL_BYTES_MAX, min(rooms, default=0) // _TOTAL_SHARE)
+
+    def _restore(self, number: int, entry: Entry) -> None:
+        """Know a session that was written down. One that makes no sense is passed over."""
+        catalog = self._state.catalog
+        try:
+            tag, name = bytes.fromhex(entry["t"]), checked_name(entry["n"])
+            told_s, turns = float(entry["w"]), int(entry["u"])
+            state = SessionState(entry["s"])
+            contract = _contract(entry["c"]) if entry.get("c") else None
+            packed = _chain(catalog, tag, entry["k"]) or (contract.packed if contract else b"")
+            account = self._sessions.restored_account(_account(entry.get("l") or {}))
+        except (KeyError, TypeError, ValueError, OverflowError, ConfigError):
+            return
+        if len(tag) != TAG_BYTES or not packed:
+            return
+        account.counted_s = account.counted_s or told_s
+        prompt = Prompt(packed, state, turns, told_s, contract, account)
+        self._sessions.enter(tag, name, prompt)
+        self._page_of[tag, name] = number
+        self._members[number].add((tag, name))
+        rows = catalog.table.find_many(prompt.words(tag))
+        self._sessions.promises.session.array[rows[rows != NONE]] = account.number
+        if contract is not None:
+            self._sessions.bind(tag, contract)
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """A page that was written down; None where it makes no sense, or is of a later version."""
+    try:
+        page = parse_object(text)
+    except ValueError:
+        return None
+    if page.get("v") != VERSION or not isinstance(page.get("sessions"), list):
+        return None
+    numbers = (page.get("page"), page.get("generation"))
+    if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers):
+        return None
+    page["sessions"] = [entry for entry in page["sessions"] if isinstance(entry, dict)]
+    return page
+
+
+def _entry(tag: bytes, name: str, prompt: Prompt) -> Entry:
+    contract, account = prompt.contract, prompt.account
+    entry: Entry = {
+        "t": tag.hex(),
+        "n": name,
+        "s": int(prompt.state),
+        "u": prompt.turns,
+        "w": round(prompt.told_s, 3),
+        "k": list(_anchors(prompt.packed)),
+        "l": {
+            "tokens": round(account.saved_tokens, 1),
+            "gpu_s": round(account.gpu_s, 4),
+            "byte_hours": {tier: round(each, 1) for tier, each in account.byte_hours.items()},
+            "counted": round(account.counted_s, 1),
+        },
+    }
+    if contract is not None:
+        entry["c"] = {
+            "number": contract.number,
+            "granted": contract.granted_s,
+            "until": contract.until_s,
+            "turn": contract.through_turn,
+            "keys": base64.b64encode(contract.packed).decode(),
+        }
+    return entry
+
+
+def _anchors(packed: bytes) -> Iterator[tuple[int, str]]:
+    """Some keys of a prompt, the last first, with their places."""
+    count = len(packed) // PACKED_BYTES
+    places = {count * part // _ANCHORS - 1 for part in range(1, _ANCHORS + 1)} - {-1}
+    for place in sorted(places, reverse=True):
+        yield place, packed[place * PACKED_BYTES : (place + 1) * PACKED_BYTES].hex()
+
+
+def _chain(catalog: Catalog, tag: bytes, anchors: Iterable[Any]) -> bytes:
+    """The keys of a prompt up to the last anchor that the index knows all of; none: empty."""
+    for place, text in anchors:
+        key = tag + bytes.fromhex(text)
+        if len(key) != KEY_BYTES:
+            raise ValueError("a key of another length")
+        row, rows = catalog.row(BlockKey(key)), list[int]()
+        while row != NONE and len(rows) <= int(place):
+            rows.append(row)
+            row = catalog.tree.parent[row]
+        if rows and len(rows) == int(place) + 1:
+            words = catalog.table.words(np.array(rows[::-1], np.int64))
+            return np.ascontiguousarray(words[:, 1:]).tobytes()
+    return b""
+
+
+def _contract(said: dict[str, Any]) -> Contract:
+    try:
+        packed = base64.b64decode(said["keys"], validate=True)
+    except binascii.Error as error:
+        raise ValueError("keys of a contract") from error
+    if not packed or len(packed) % PACKED_BYTES:
+        raise ValueError("keys of a contract")
+    held = np.zeros(len(packed) // PACKED_BYTES, dtype=bool)
+    times = float(said["granted"]), float(said["until"])
+    return Contract(int(said["number"]), packed, *times, bool(said["turn"]), held)
+
+
+def _account(said: dict[str, Any]) -> SessionAccount:
+    hours = {str(tier): float(each) for tier, each in dict(said.get("byte_hours", {})).items()}
+    return SessionAccount(
+        0,
+        float(said.get("tokens", 0.0)),
+        float(said.get("gpu_s", 0.0)),
+        hours,
+        float(said.get("counted", 0.0)),
+    )

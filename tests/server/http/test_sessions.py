@@ -1,0 +1,44 @@
+"""Sessions over HTTP."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.http_daemon import HttpDaemon
+
+from kvdepot.testing.store_contract import prompt, put, space_of
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("verb", ["show", "pin", "unpin", "park", "warm", "expire"])
+def test_an_unknown_session_is_not_found(tmp_path: Path, verb: str) -> None:
+    with HttpDaemon(tmp_path, TOKEN) as daemon:
+        reply = daemon.ask("POST", f"/api/sessions/{verb}", {"session": "x"})
+        assert reply.status == 404 and reply.json["error"]
+
+
+def test_a_session_is_kept_and_let_go(tmp_path: Path) -> None:
+    with HttpDaemon(tmp_path, TOKEN) as daemon:
+        keys = prompt(space_of(daemon.store), 1, 4)
+        put(daemon.store, keys)
+        daemon.store.session("chat", keys)
+        named = {"session": "chat"}
+        pinned = daemon.ask("POST", "/api/sessions/pin", {**named, "for_s": 60}).json
+        assert pinned["kept"] and pinned["blocks"] == 4
+        (shown,) = daemon.ask("POST", "/api/sessions/show", named).json["sessions"]
+        assert shown["contract"]["until_s"] == pinned["until_s"]
+        (listed,) = daemon.get("/api/sessions").json["sessions"]
+        assert listed["contract"] == shown["contract"]
+        both = daemon.ask("POST", "/api/sessions/pin", {**named, "for_s": 60, "until_s": 4e9})
+        assert both.status == 400 and "not both" in both.json["error"]
+        assert daemon.ask("POST", "/api/sessions/park", named).json["freed"] == 4
+        assert daemon.ask("POST", "/api/sessions/warm", named).json["wanted"] == 4
+        assert daemon.ask("POST", "/api/sessions/unpin", named).json == {"contracts_ended": 1}
+        assert daemon.ask("POST", "/api/sessions/expire", named).json["blocks"] == 4
+        assert daemon.get("/api/sessions").json["sessions"] == []
+
+
+def test_changes_need_the_token(tmp_path: Path) -> None:
+    with HttpDaemon(tmp_path) as daemon:
+        reply = daemon.ask("POST", "/api/sessions/pin", {"session": "chat"})
+        assert reply.status == 403

@@ -1,0 +1,88 @@
+"""`kvdepot session`, and sessions of an attached store."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemon_clients import StartDaemon
+
+import kvdepot
+from kvdepot.cli.main import main
+from kvdepot.cli.session import parse_moment
+from kvdepot.errors import ConfigError
+from kvdepot.testing.daemons import DaemonProcess
+from kvdepot.testing.store_contract import prompt, put, space_of
+
+Seen = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+    return start_daemon()
+
+
+def asked(daemon: DaemonProcess, capsys: Seen, verb: str, *rest: str, code: int = 0) -> Any:
+    """What a command answers with --json."""
+    assert main(["session", verb, "--socket", str(daemon.socket), *rest, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_session_is_listed_kept_parked_and_taken_to_another_daemon(
+    daemon: DaemonProcess, start_daemon: StartDaemon, tmp_path: Path, capsys: Seen
+) -> None:
+    file = str(tmp_path / "chat.kvsession")
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 6)
+        put(store, keys)
+        store.session("chat", keys)
+        assert [one["name"] for one in store.sessions.known()] == ["chat"]
+        (listed,) = asked(daemon, capsys, "list", "--order", "busy")["sessions"]
+        assert (listed["blocks"], listed["turns"], listed["contract"]) == (6, 1, None)
+        assert listed["bytes"]["dram"] > 0
+        receipt = asked(daemon, capsys, "pin", "chat", "--for", "1h")
+        assert receipt["kept"] and receipt["blocks"] == 6
+        assert asked(daemon, capsys, "park", "chat")["freed"] == 6
+        assert asked(daemon, capsys, "warm", "chat", "--in", "1s")["wanted"] == 6
+        assert asked(daemon, capsys, "export", "chat", file)["blocks"] == 6
+    other = start_daemon(folder="other")
+    assert asked(other, capsys, "import", file)["complete"]
+    with kvdepot.open(other.address) as store:
+        assert len(store.match(prompt(space_of(store), 1, 6))) == 6
+    daemon.kill()
+    daemon.start()
+    (found,) = asked(daemon, capsys, "show", "chat")["sessions"]
+    assert found["contract"]["missing"] == 0, "after kill -9"
+    assert asked(daemon, capsys, "unpin", "chat")["contracts_ended"] == 1
+    assert asked(daemon, capsys, "expire", "chat")["blocks"] == 6
+    assert asked(daemon, capsys, "list")["sessions"] == []
+
+
+def test_for_people(daemon: DaemonProcess, tmp_path: Path, capsys: Seen) -> None:
+    where = ["--socket", str(daemon.socket)]
+    assert main(["session", "list", *where]) == 0
+    assert "no session is known" in capsys.readouterr().out
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 6)
+        put(store, keys[:5])
+        store.session("chat", keys)
+        assert main(["session", "pin", "chat", *where, "--until", "friday"]) == 2
+        seen = capsys.readouterr().err
+        assert "cannot be promised: of 6 blocks 1 are not in the store" in seen and "hint:" in seen
+        put(store, keys)
+        assert main(["session", "pin", "chat", *where, "--until", "friday"]) == 0
+        assert "durable and kept until" in capsys.readouterr().out
+        assert main(["session", "show", "chat", *where]) == 0
+        assert "contract  kept until" in capsys.readouterr().out
+        with pytest.raises(ConfigError, match="'other' is not known"):
+            store.sessions.show("other")
+    assert main(["session", "show", "other", *where]) == 2
+    assert "hint: kvdepot session list" in capsys.readouterr().err
+
+
+def test_moments() -> None:
+    assert parse_moment("2026-11-20") - parse_moment("2026-11-20T23:00") == 3600
+    assert parse_moment("2026-11-20T00:00+00:00") == 1795132800.0
+    assert 0 <= parse_moment("sunday") - parse_moment("monday") + 6 * 86400 <= 13 * 86400
+    with pytest.raises(ValueError, match="no time like"):
+        parse_moment("soon")
