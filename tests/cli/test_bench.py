@@ -178,8 +178,8 @@ def test_object_rows_over_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     for row in answer["rows"]:
         assert row.keys() >= ROW_KEYS
         assert row["bytes_per_s"] > 0
-    first, again = (figure["value"] for figure in answer["figures"])
-    assert first <= 8 and again == 0
+    prompt, first, again = (figure["value"] for figure in answer["figures"])
+    assert prompt > 0 and first <= 8 and again == 0
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 

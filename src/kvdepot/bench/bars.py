@@ -19,6 +19,8 @@ DAEMON_MATCH_P99_US: Final = 1000.0
 
 OBJECT: Final = 0.90
 """Put and get through a bucket, of what obstore alone moves."""
+OBJECT_PROMPT: Final = 1.06
+"""Time until the KV of a prompt is there from a bucket, of what obstore takes for its bytes."""
 METADATA_REQUESTS: Final = 8.0
 """To know a prefix of 512 blocks that another machine has uploaded."""
 

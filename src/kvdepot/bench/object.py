@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.bench.bars import METADATA_REQUESTS, OBJECT
-from kvdepot.bench.prompts import WAIT_S, FlushedStore
+from kvdepot.bench.bars import METADATA_REQUESTS, OBJECT, OBJECT_PROMPT
+from kvdepot.bench.prompts import BLOCK_TOKENS, WAIT_S, FlushedStore
 from kvdepot.bench.raw import MIB
-from kvdepot.bench.rounds import BenchPart, Figure, Result, compare, stopwatch
+from kvdepot.bench.rounds import BenchPart, Figure, Result, compare, spread, stopwatch
 from kvdepot.core.config import ObjectConfig, load
 from kvdepot.errors import ConfigError, StateError
 from kvdepot.store.open import open_store
@@ -73,9 +73,18 @@ class ObjectPlan:
                 writer.wait_for_reader()
                 speeds |= compare(raw.gets(), {"get": writer.get_set}, self.rounds)
                 writer.verify()
+            tokens = writer.count * writer.prompts.blocks * BLOCK_TOKENS
             return [
-                speed.row("object", op, block_bytes, writer.set_bytes, OBJECT)
-                for op, speed in speeds.items()
+                *(
+                    speed.row("object", op, block_bytes, writer.set_bytes, OBJECT)
+                    for op, speed in speeds.items()
+                ),
+                spread(
+                    f"KV of {tokens:,} tokens from object, times what obstore alone takes",
+                    [1 / ratio for ratio in speeds["get"].ratios()],
+                    "times",
+                    OBJECT_PROMPT,
+                ),
             ]
 
     def _metadata(self) -> list[Result]:
@@ -151,6 +160,7 @@ class NodePair(FlushedStore):
         answers = [
             one
             for keys in self.current
+            if self.reader.match(keys)
             for one in self.reader.get_many(keys, self.targets, timeout_s=WAIT_S)
         ]
         taken = time.perf_counter() - started

@@ -4,11 +4,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support.object_nodes import Node, keys_of, memory_bucket, paths_of, same_bucket
+from tests.support.object_nodes import (
+    MemoryBucket,
+    Node,
+    keys_of,
+    memory_bucket,
+    paths_of,
+    same_bucket,
+)
+from tests.support.waiting import until
 
 from kvdepot.core.tier import Outcome
 from kvdepot.errors import FormatError
 from kvdepot.testing.images import make_key
+from kvdepot.tiers.object.bucket import BucketError
 
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 
@@ -286,3 +295,50 @@ def test_an_object_that_is_missing_leaves_its_manifest(bucket: Any, node: OpenNo
     owner.step()
     assert owner.knows() == keys_of([2])
     assert node().knows() == keys_of([2])
+
+
+class OverloadedBucket(MemoryBucket):
+    """Answers 503 while it is `down`."""
+
+    down = False
+    refused = 0
+
+    def _ask(self, work: Callable[[], Any], **counts: int) -> Any:
+        if self.down:
+            self.refused += 1
+            raise BucketError("the server answers 503")
+        return super()._ask(work, **counts)
+
+
+def test_503s_for_a_minute_are_misses_and_few_requests(bucket: Any) -> None:
+    shared = OverloadedBucket(bucket._reader, bucket._writer, "memory")
+    first, second = Node(shared), Node(shared)
+    first.put(range(3))
+    second.step()
+    overloaded = second.bucket
+    assert isinstance(overloaded, OverloadedBucket)
+    overloaded.down = True
+    breaker = second.tier._breaker
+    for _ in range(120):
+        assert second.read(1) is Outcome.FAILED
+        if breaker.allows():  # as the background thread does
+            try:
+                second.step()
+            except BucketError as error:
+                breaker.failed(error.reason, at_once=True)
+        second.clock.advance(0.5)
+    assert not second.tier.is_up()
+    assert overloaded.refused < 20, "a server that fails is left alone"
+    overloaded.down = False
+    until(lambda: _tried_again(second))
+    assert {second.read(number) for number in range(3)} == {Outcome.OK}
+    for node in (first, second):
+        node.tier.close()
+
+
+def _tried_again(node: Node) -> bool:
+    node.clock.advance(1.0)
+    if node.tier._breaker.allows():
+        node.step()
+        node.tier._breaker.succeeded()
+    return node.tier.is_up()
