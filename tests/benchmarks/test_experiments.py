@@ -68,3 +68,16 @@ def test_scale_reports_every_promise(tmp_path: Path) -> None:
     found = [figure["what"] for figure in json.loads(done.stdout)["figures"]]
     for what in ("index", "reopen after a kill", "reopen after a clean stop", "eviction from disk"):
         assert any(text.startswith(what) for text in found), what
+
+
+@pytest.mark.slow
+def test_routing_by_what_nodes_have_computes_less_than_at_random() -> None:
+    pytest.importorskip("zmq")
+    pytest.importorskip("uvicorn")
+    small = ["--sessions", "6", "--turns", "4", "--json"]
+    command = [sys.executable, str(BENCHMARKS / "routed_nodes.py"), *small]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=600, check=True)
+    arms = {row["arm"]: row for row in json.loads(done.stdout)["arms"]}
+    assert {row["tokens"] for row in arms.values()} == {arms["random"]["tokens"]}
+    assert arms["prefix"]["computed_tokens"] < arms["random"]["computed_tokens"]
+    assert not any(row["wrong_bytes"] for row in arms.values())

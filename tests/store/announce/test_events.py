@@ -1,5 +1,6 @@
 """KV events over ZMQ, followed by a subscriber that knows nothing but the documented form."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,16 @@ def test_a_store_that_cannot_publish_leaves_nothing_open(tmp_path: Path) -> None
         open_store(tmp_path / "kv", endpoint="ipc:///nowhere/at/all")
     with open_store(tmp_path / "kv") as store:
         assert store.check().ok
+
+
+def test_a_socket_in_a_folder_is_for_its_owner(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as short:  # the path of a socket is short
+        address = f"ipc://{short}/e"
+        with open_store(tmp_path / "kv", endpoint=address) as store:
+            assert (Path(short) / "e").stat().st_mode & 0o777 == 0o600
+            put(store, store.namespace(model="m", layout=LAYOUT), PROMPT)
+            with EventFollower(address) as router:
+                assert_told(router, blocks(PROMPT), blocks(PROMPT))
 
 
 def test_other_machines_are_let_in_when_told_so() -> None:

@@ -7,6 +7,7 @@ there on as on PUB; the end has the sequence -1. For one thread.
 
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -124,4 +125,7 @@ class EventPublisher:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(setting, f"cannot listen on {address}: {error.strerror}") from error
+        path = Path(address.removeprefix("ipc://"))
+        if address.startswith("ipc://") and path.is_socket():
+            path.chmod(0o600)
         return socket
