@@ -1,6 +1,6 @@
-"""Which blocks are under a contract of retention, and whose session's they were last.
+"""Which blocks are under a contract of retention.
 
-Columns beside the catalog's: a row that is freed has no contract and no session any more.
+A column beside the catalog's: a row that is freed is under none any more.
 """
 
 from typing import Final
@@ -16,8 +16,6 @@ class Promises:
     """Of the rows of one table. The store's lock guards it."""
 
     def __init__(self, table: KeyTable) -> None:
-        self.session = table.column(np.int32, 0)
-        """The number of the session whose prompt a block was in last; 0: of none."""
         self.contracts = table.column(np.uint16, 0)
         """How many contracts of retention each block is under."""
         self.total = 0

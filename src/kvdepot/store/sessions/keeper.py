@@ -52,8 +52,6 @@ class SessionKeeper:
         self._flush = flush
         self._granting = threading.Lock()
         self._last_number = 0
-        self.after_look: Callable[[], None] = lambda: None
-        """Called about once a second, without the lock."""
         self._thread = threading.Thread(target=self._run, name="kvdepot-sessions", daemon=True)
         self._writer: threading.Thread | None = None
         """The last thread that wrote for a caller who waits for so long only."""
@@ -164,7 +162,6 @@ class SessionKeeper:
         while not self._state.closing.wait(_LOOK_S):
             looks += 1
             self.look()
-            self.after_look()
             if not looks % _WRITE_EVERY:
                 self.write()
 

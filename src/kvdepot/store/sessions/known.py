@@ -8,7 +8,7 @@ namespace that has most forgets its oldest; those under a contract of retention 
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
@@ -91,27 +91,6 @@ class Contract:
         return len(self.packed) // PACKED_BYTES
 
 
-@dataclass(slots=True, eq=False)
-class SessionAccount:
-    """What a session has saved, and what it takes: docs/sessions.md."""
-
-    number: int
-    saved_tokens: float = 0.0
-    gpu_s: float = 0.0
-    byte_hours: dict[str, float] = field(default_factory=dict)
-    counted_s: float = 0.0
-    """Until when byte-hours are counted."""
-    held_bytes: dict[str, int] = field(default_factory=dict)
-    """By tier, at that moment."""
-
-    def count(self, held_bytes: dict[str, int], now_s: float) -> None:
-        """What is held now; until now it was what was held at the last count."""
-        hours = max(0.0, now_s - self.counted_s) / 3600 if self.counted_s else 0.0
-        for tier, nbytes in self.held_bytes.items():
-            self.byte_hours[tier] = self.byte_hours.get(tier, 0.0) + nbytes * hours
-        self.held_bytes, self.counted_s = held_bytes, now_s
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What is remembered of a session in one namespace."""
@@ -123,7 +102,6 @@ class Prompt:
     told_s: float = 0.0
     """When it was told of last, by the time of day."""
     contract: Contract | None = None
-    account: SessionAccount = field(default_factory=lambda: SessionAccount(0))
 
     def __len__(self) -> int:
         return len(self.packed) // PACKED_BYTES
@@ -177,9 +155,6 @@ class Sessions:
         """Bytes by tag."""
         self._number = 0
         self._forgotten = 0
-        self._last_account = 0
-        self.accounts: dict[int, SessionAccount] = {}
-        """By the number that the index has for the blocks of a session."""
         self.contracts: dict[SessionId, Contract] = {}
         self.changed: Callable[[SessionId], None] = lambda _: None
         """Told of every session that is to be written down, or is forgotten."""
@@ -205,8 +180,7 @@ class Sessions:
         if contract is not None and contract.through_turn and comes_back:
             self.end_contract(tag, name)
             contract = None
-        account = before.account if before is not None else self._new_account()
-        self.enter(tag, name, Prompt(packed, state, turns, self._clock.now(), contract, account))
+        self.enter(tag, name, Prompt(packed, state, turns, self._clock.now(), contract))
         while self._number > self._number_max or self._held.total() > self._bytes_max:
             if not self._forget_oldest():
                 break
@@ -218,20 +192,9 @@ class Sessions:
         self._tails[tag, prompt.tail] += 1
         self._held[tag] += prompt.nbytes
         self._number += 1
-        self.accounts[prompt.account.number] = prompt.account
         if prompt.contract is not None:
             self.contracts[tag, name] = prompt.contract
         self.changed((tag, name))
-
-    def _new_account(self) -> SessionAccount:
-        self._last_account += 1
-        return SessionAccount(self._last_account, counted_s=self._clock.now())
-
-    def restored_account(self, account: SessionAccount) -> SessionAccount:
-        """An account that was written down, under a number of its own."""
-        self._last_account += 1
-        account.number = self._last_account
-        return account
 
     def _forget_oldest(self) -> bool:
         """Of the namespace that has most. False: all are under contract."""
@@ -296,7 +259,6 @@ class Sessions:
         self.end_contract(tag, name)
         prompt = self._take_out(tag, name)
         if prompt is not None:
-            self.accounts.pop(prompt.account.number, None)
             self.changed((tag, name))
 
     def _take_out(self, tag: bytes, name: str) -> Prompt | None:
@@ -330,9 +292,6 @@ class Sessions:
         else:
             self.remember(tag, name, words, state, start)
         rows = self._resident(words)
-        prompt = self.find(tag, name)
-        if prompt is not None:
-            self.promises.session.array[rows] = prompt.account.number
         self._mark(tag, words, rows, state)
         return len(rows)
 

@@ -27,7 +27,6 @@ from kvdepot.store.sessions.known import (
     PACKED_BYTES,
     Contract,
     Prompt,
-    SessionAccount,
     SessionId,
     Sessions,
     checked_name,
@@ -186,18 +185,13 @@ class SessionPages:
             state = SessionState(entry["s"])
             contract = _contract(entry["c"]) if entry.get("c") else None
             packed = _chain(catalog, tag, entry["k"]) or (contract.packed if contract else b"")
-            account = self._sessions.restored_account(_account(entry.get("l") or {}))
         except (KeyError, TypeError, ValueError, OverflowError, ConfigError):
             return
         if len(tag) != TAG_BYTES or not packed:
             return
-        account.counted_s = account.counted_s or told_s
-        prompt = Prompt(packed, state, turns, told_s, contract, account)
-        self._sessions.enter(tag, name, prompt)
+        self._sessions.enter(tag, name, Prompt(packed, state, turns, told_s, contract))
         self._page_of[tag, name] = number
         self._members[number].add((tag, name))
-        rows = catalog.table.find_many(prompt.words(tag))
-        self._sessions.promises.session.array[rows[rows != NONE]] = account.number
         if contract is not None:
             self._sessions.bind(tag, contract)
 
@@ -218,7 +212,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _entry(tag: bytes, name: str, prompt: Prompt) -> Entry:
-    contract, account = prompt.contract, prompt.account
+    contract = prompt.contract
     entry: Entry = {
         "t": tag.hex(),
         "n": name,
@@ -226,12 +220,6 @@ def _entry(tag: bytes, name: str, prompt: Prompt) -> Entry:
         "u": prompt.turns,
         "w": round(prompt.told_s, 3),
         "k": list(_anchors(prompt.packed)),
-        "l": {
-            "tokens": round(account.saved_tokens, 1),
-            "gpu_s": round(account.gpu_s, 4),
-            "byte_hours": {tier: round(each, 1) for tier, each in account.byte_hours.items()},
-            "counted": round(account.counted_s, 1),
-        },
     }
     if contract is not None:
         entry["c"] = {
@@ -278,14 +266,3 @@ def _contract(said: dict[str, Any]) -> Contract:
     held = np.zeros(len(packed) // PACKED_BYTES, dtype=bool)
     times = float(said["granted"]), float(said["until"])
     return Contract(int(said["number"]), packed, *times, bool(said["turn"]), held)
-
-
-def _account(said: dict[str, Any]) -> SessionAccount:
-    hours = {str(tier): float(each) for tier, each in dict(said.get("byte_hours", {})).items()}
-    return SessionAccount(
-        0,
-        float(said.get("tokens", 0.0)),
-        float(said.get("gpu_s", 0.0)),
-        hours,
-        float(said.get("counted", 0.0)),
-    )

@@ -169,11 +169,14 @@ function showSessions(found) {
       const where = Object.entries(one.tiers).map(([tier, count]) => `${tier} ${count}`).join(", ");
       rows.push(element("tr", {}, element("th", { scope: "row" }, one.name), element("td", {}, kind),
         element("td", {}, one.state), element("td", { class: "number" }, whole(one.turns)),
-        element("td", { class: "number" }, whole(one.blocks)), element("td", {}, where || "gone"),
-        element("td", { class: "number" }, duration(one.idle_s))));
+        element("td", { class: "number" }, whole(one.blocks)),
+        element("td", { class: "number" }, bytes(Math.max(0, ...Object.values(one.bytes)))),
+        element("td", {}, where || "gone"),
+        element("td", { class: "number" }, duration(one.idle_s)),
+        element("td", {}, one.contract ? new Date(1000 * one.contract.until_s).toLocaleString() : "–")));
     }
   }
-  if (!rows.length) rows.push(element("tr", {}, element("td", { colspan: "7" }, "none told of")));
+  if (!rows.length) rows.push(element("tr", {}, element("td", { colspan: "9" }, "none told of")));
   at("sessions").replaceChildren(...rows);
 }
 
