@@ -4,8 +4,10 @@ Takes commands as lines of JSON and answers each with one. Under load it asks fo
 a set that all nodes share; a block's bytes follow from its key, so a wrong one is seen.
 """
 
+import faulthandler
 import json
 import random
+import signal
 import sys
 import threading
 import time
@@ -118,6 +120,7 @@ class SiteNode:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     told = json.loads(Path(sys.argv[1]).read_text())
     node = SiteNode(told["settings"], told["skew_s"], told["seed"])
     print(json.dumps({"ready": True}), flush=True)

@@ -161,3 +161,26 @@ def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExtraMissingError) as caught:
         open_store(dram="2MiB", object={"url": "s3://b/p", "capacity": "1GiB"})
     assert "kvdepot[s3]" in caught.value.hint
+
+
+def test_two_nodes_that_remove_the_same_block_hang_no_third_one(stores: OpenStore) -> None:
+    first, second, third = stores(), stores(), stores(refresh="1h")
+    keys = prompt(space_of(first), 1, 4)
+    put(first, keys)
+    assert first.flush()
+    for other in (second, third):
+        space_of(other)
+        assert len(other.wait_for(keys, 60.0)) == 4
+    first.remove(keys)
+    second.remove(keys)
+    third.inspect().state.look_at_shared()
+    until(lambda: len(third.match(keys)) == 0)
+    assert third.check().ok
+
+
+def test_a_key_that_is_named_twice_is_removed_once(stores: OpenStore) -> None:
+    store = stores()
+    keys = prompt(space_of(store), 1, 4)
+    put(store, keys)
+    assert store.remove([keys[0], keys[0]]) == 1
+    assert store.check().ok

@@ -79,7 +79,7 @@ class DriveWatchdog:
     def take_changes(self, lower: LowerTier, changes: Changes) -> None:
         """Other stores have written to a tier, or removed blocks: these go from all tiers here."""
         state, catalog = self._state, self._state.catalog
-        keys, tags = list(changes.removed), list(changes.removed_tags)
+        keys, tags = list(dict.fromkeys(changes.removed)), list(dict.fromkeys(changes.removed_tags))
         others = [one for one in state.lower_tiers if one is not lower and one.tier.writable]
         notes: list[tuple[LowerTier, list[Removal]]] = []
         with state.lock:

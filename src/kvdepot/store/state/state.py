@@ -272,7 +272,7 @@ class StoreState:
     def doom(self, rows: list[int]) -> None:
         """Make blocks unfindable for good; drop those that are not in use."""
         assert self.held()
-        for row in rows:
+        for row in dict.fromkeys(rows):  # a row that was dropped may not be doomed again
             if self.catalog.doom(row) and not self.is_dirty(row):
                 self.drop_everywhere(row)
 
