@@ -80,7 +80,6 @@ class Bench:
         from vllm import LLM  # type: ignore[import-not-found]
 
         self.llm = LLM(**engine_arguments(args, **more))
-        self.tokenizer = self.llm.get_tokenizer()
         if self.connector is not None:
             self._await_weights()
 
@@ -116,7 +115,7 @@ class Bench:
             told[3 + 2 * number :] = [
                 SAID.format(TOPICS[(at + number) % 6], number * at) for at in range(60)
             ]
-            ids = self.tokenizer.encode(" ".join(told))
+            ids = self.llm.get_tokenizer().encode(" ".join(told))
             found.append(ids[: 200 + (longest - 200) * (number + 1) // count])
         return found
 
@@ -622,7 +621,7 @@ def ttft(args: argparse.Namespace) -> dict[str, Any]:
     bench.count()
     bench.ask(bench.prompts(1, 300), 2)
     told = [SAID.format(TOPICS[at % 6], at) for at in range(120)]
-    ids = bench.tokenizer.encode(" ".join(told))[:4000]
+    ids = bench.llm.get_tokenizer().encode(" ".join(told))[:4000]
     seen: dict[str, Any] = {"first": timed(bench, ids), "rounds": []}
     seen["flushed"] = bool(bench.store.flush(60.0))
     for _ in range(args.rounds):
