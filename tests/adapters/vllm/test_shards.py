@@ -187,6 +187,7 @@ def test_a_reset_removes_what_other_sizes_have(
     assert ask(reader, "after", PROMPT) == ALL
 
 
+@pytest.mark.slow
 def test_all_sizes_answer_rightly_side_by_side(
     open_store: OpenStore, open_engine: OpenEngine, seed: int
 ) -> None:
