@@ -149,6 +149,7 @@ class Split:
     """The model's; `latent`: each shard has all of them."""
     latent: bool = False
     layout: str = "LBHNC"
+    device: str = "cpu"
 
     def heads_of(self, rank: int) -> range:
         """Where there are more shards than heads, several have the same."""
@@ -166,8 +167,9 @@ class Split:
         """The cache of one layer, as [page, head, token, element]."""
         heads = len(self.heads_of(rank))
         if self.layout == "LBNHC":
-            return torch.zeros(count, PAGE_TOKENS, heads, WIDTH).transpose(1, 2)
-        return torch.zeros(count, heads, PAGE_TOKENS, WIDTH)
+            tokens_first = (count, PAGE_TOKENS, heads, WIDTH)
+            return torch.zeros(tokens_first, device=self.device).transpose(1, 2)
+        return torch.zeros(count, heads, PAGE_TOKENS, WIDTH, device=self.device)
 
 
 def engine_config(heads: int = HEADS) -> Any:
