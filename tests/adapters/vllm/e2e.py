@@ -345,7 +345,8 @@ def resized(run: Run) -> None:
         answer, cold = seen["read"], seen["cold"]
         run.answers("7 saved by two, read by one after kill -9", answer, wanted, full)
         worst = seen["control"]
-        run.point("7 control: garbled heads show", worst > FAR, worst=worst)
+        # Bytes in the wrong order may be no numbers at all: that shows too.
+        run.point("7 control: garbled heads show", not worst <= FAR, worst=worst)
         run.answers("7 saved by one worker", cold, wanted_other, 0)
         with run.server("two read", extra, *two, cores="0|1") as server:
             answer = server.ask(other)
