@@ -158,7 +158,7 @@ def test_without_a_daemon_nothing_is_brought(start_daemon: StartDaemon, tmp_path
         assert store.hint("chat", 30.0).wanted == 0
 
 
-def test_names_do_not_outlive_the_daemon(start_daemon: StartDaemon) -> None:
+def test_names_outlive_the_daemon(start_daemon: StartDaemon) -> None:
     daemon = start_daemon()
     with kvdepot.open(daemon.address) as store:
         keys = prompt(space_of(store), 1, 3)
@@ -167,7 +167,7 @@ def test_names_do_not_outlive_the_daemon(start_daemon: StartDaemon) -> None:
         assert daemon.stop() == 0
         daemon.start()
         assert eventually(lambda: len(store.match(keys)) == 3)
-        assert store.session("chat") == 0
+        assert store.session("chat") == 3
 
 
 class TestChanges:
