@@ -39,10 +39,10 @@ BUFFERS: Final = 3
 _STREAM_PRIORITY: Final = -1
 """Before the model's: their kernels are short, and the bus idles until they have run.
 
-Kernels beside the engine's stream, of whatever priority, leave an H200 with decode steps 3.5 % longer
-until another process has used the device. cudaMemcpyBatchAsync runs none and costs no step, but
-starting its copies takes 1 to 2 µs a page in the engine's thread: with it users who came back were
-served in 0.80 of plain vLLM's time, with the kernels in 0.71.
+Kernels beside the engine's stream, of whatever priority, leave an H200 with decode steps 3.5 %
+longer until another process has used the device. cudaMemcpyBatchAsync runs none and costs no step,
+but starting its copies takes 1 to 2 µs a page in the engine's thread: with it users who came back
+were served in 0.80 of plain vLLM's time, with the kernels in 0.71.
 """
 
 
