@@ -1,0 +1,161 @@
+"""Pages of SGLang's host memory as blocks of a depot. Knows its pools by their methods only.
+
+A pool tells where the pieces of a page lie (K and V, or those of each layer): they are gathered
+into a block and scattered from it in place. Or it hands pages over flat, one tensor each. The two
+orders of bytes may differ, so they are part of the namespace.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.depot import Arrival, Depot, NamespaceHandle
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace
+
+_SHAPE: Final = (
+    "layout", "dtype", "page_size", "layer_num", "head_num", "head_dim", "kv_cache_dim",
+    "kv_lora_rank", "qk_rope_head_dim", "start_layer", "end_layer", "num_mamba_layers",
+    "conv_state_shapes", "temporal_state_shape", "conv_dtype", "temporal_dtype",
+    "storage_format_tag",
+)  # fmt: skip
+_WAVE_BYTES: Final = 64 << 20
+
+
+def raw(tensor: Any) -> Any:
+    """The bytes of a contiguous tensor in host memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+class HostPages:
+    """One of SGLang's host pools, and its pages in the depot."""
+
+    def __init__(self, depot: Depot, pool: Any, *, pieces: bool) -> None:
+        """`pieces`: pages are gathered from where they lie, if the pool tells that; else flat."""
+        self._depot = depot
+        self._pool = pool
+        self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
+        sizes = self._piece_sizes() if pieces else []
+        self.pieces = bool(sizes)
+        self.page_bytes = sum(sizes) or len(raw(pool.get_dummy_flat_data_page()))
+        self._space: NamespaceHandle | None = None
+
+    def identity(self) -> dict[str, str]:
+        """What the bytes of a page depend on."""
+        shape = {name: str(getattr(self._pool, name, None)) for name in _SHAPE}
+        order = "pieces" if self.pieces else "flat"
+        return {**shape, "pool": type(self._pool).__name__, "order": order}
+
+    def register(self, fields: Mapping[str, Any]) -> None:
+        """Its namespace: `fields` are those of Namespace, but for the layout."""
+        layout = KVLayout.opaque(self.page_bytes, self.page_tokens)
+        self._space = self._depot.register(Namespace(layout=layout, **fields))
+
+    @property
+    def known(self) -> bool:
+        return self._space is not None
+
+    @property
+    def space(self) -> NamespaceHandle:
+        assert self._space is not None, "its namespace is not known"
+        return self._space
+
+    def keys(self, hashes: Sequence[str], before: str | None, *, chained: bool) -> list[BlockKey]:
+        """Of pages that SGLang names by `hashes`; `before` names the one before them."""
+        parents = [before, *hashes[:-1]] if chained else [None] * len(hashes)
+        return [
+            self.space.hashed_key(one.encode(), None if parent is None else parent.encode())
+            for one, parent in zip(hashes, parents, strict=True)
+        ]
+
+    def store(self, keys: Sequence[BlockKey], indices: Any) -> list[bool]:
+        """Take pages out of the pool; whether the depot has each of them now."""
+        if not self.pieces:
+            flat = [
+                self._pool.get_data_page(at, flat=True).contiguous() for at in self._at(indices)
+            ]
+            return self.put(keys, flat)
+        places = self._places(indices, len(keys))
+        done: list[bool] = []
+        wave = max(1, _WAVE_BYTES // self.page_bytes)
+        while len(done) < len(keys):
+            first = len(done)
+            with self._depot.reserve(keys[first : first + wave]) as slots:
+                for at, outcome in enumerate(slots.outcomes):
+                    view = slots.view(at) if outcome is Put.STORED else None
+                    if view is not None:
+                        _copy(places[first + at], _address(view), into_block=True)
+                slots.seal([at for at, put in enumerate(slots.outcomes) if put is Put.STORED])
+                served = [bool(put) for put in slots.outcomes if put is not Put.THROTTLED]
+            if not served:
+                break
+            done += served
+        return done + [False] * (len(keys) - len(done))
+
+    def load(self, keys: Sequence[BlockKey], indices: Any, timeout_s: float) -> list[bool]:
+        """Bring pages into the pool; whether each of them is there. Those that are not are
+        undefined."""
+        if not self.pieces:
+            targets = [self._pool.get_dummy_flat_data_page() for _ in keys]
+            found = self.get(keys, targets, timeout_s)
+            for at, target, there in zip(self._at(indices), targets, found, strict=True):
+                if there:
+                    self._pool.set_from_flat_data_page(at, target)
+            return found
+        places = self._places(indices, len(keys))
+
+        def scatter(arrivals: list[Arrival]) -> None:
+            for one in arrivals:
+                _copy(places[one.index], _address(one.view), into_block=False)
+
+        with self._depot.lease(keys) as lease:
+            answers = lease.deliver(scatter, timeout_s=timeout_s) if len(lease) else []
+        return [bool(got) for got in answers] + [False] * (len(keys) - len(answers))
+
+    def put(self, keys: Sequence[BlockKey], tensors: Sequence[Any]) -> list[bool]:
+        """Store flat pages."""
+        return [bool(put) for put in self._depot.put_many(keys, [raw(one) for one in tensors])]
+
+    def get(self, keys: Sequence[BlockKey], tensors: Sequence[Any], timeout_s: float) -> list[bool]:
+        """Fill flat pages."""
+        targets = [raw(one) for one in tensors]
+        return [bool(got) for got in self._depot.get_many(keys, targets, timeout_s=timeout_s)]
+
+    def _piece_sizes(self) -> list[int]:
+        """Of the first page; none where the pool does not tell where its pages lie."""
+        try:
+            _, sizes = self._pool.get_page_buffer_meta(torch.arange(self.page_tokens))
+        except (AttributeError, NotImplementedError, ValueError):
+            return []
+        return list(sizes)
+
+    def _at(self, indices: Any) -> list[int]:
+        """Where each page begins in the pool."""
+        first: list[int] = indices[:: self.page_tokens].tolist()
+        return first
+
+    def _places(self, indices: Any, pages: int) -> list[list[tuple[int, int]]]:
+        """Address and size of each page's pieces, in order."""
+        pointers, sizes = self._pool.get_page_buffer_meta(indices)
+        found = list(zip(pointers, sizes, strict=True))
+        per_page = len(found) // pages if pages else 0
+        places = [found[at * per_page : (at + 1) * per_page] for at in range(pages)]
+        for page in places:
+            if sum(size for _, size in page) != self.page_bytes:
+                raise ValueError(f"SGLang's pool tells of {len(found)} pieces for {pages} pages")
+        return places
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _copy(pieces: Sequence[tuple[int, int]], block: int, *, into_block: bool) -> None:
+    for address, size in pieces:
+        source, target = (address, block) if into_block else (block, address)
+        ctypes.memmove(target, source, size)
+        block += size

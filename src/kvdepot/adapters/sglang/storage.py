@@ -1,0 +1,237 @@
+"""The class that SGLang loads as its storage. The only module here that needs SGLang."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Final
+
+from sglang.srt.mem_cache.hicache_storage import (  # type: ignore[import-not-found]
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import (  # type: ignore[import-not-found]
+    StorageMetrics,
+)
+from sglang.srt.runtime_context import get_server_args  # type: ignore[import-not-found]
+from sglang.version import __version__  # type: ignore[import-not-found]
+
+from kvdepot.adapters.sglang.config import read
+from kvdepot.adapters.sglang.identity import identify
+from kvdepot.adapters.sglang.pages import HostPages
+from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot
+from kvdepot.errors import KVDepotError
+
+_logger = logging.getLogger("sglang.kvdepot")
+_KV: Final = str(PoolName.KV)
+
+
+class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
+    """Pages of SGLang's host memory in a depot. A failure of a drive is a miss."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        extra = storage_config.extra_config or {}
+        try:
+            self._settings = read(extra)
+            self._identity = identify(storage_config, _arguments(), self._settings, __version__)
+            self._identity.known_weights(self._settings)  # begins to read them
+            ranks = ("tp_size", "pp_size", "attn_cp_size")
+            processes = 1
+            for name in ranks:
+                processes *= getattr(storage_config, name)
+            self._depot = self._settings.open(processes)
+        except KVDepotError as error:
+            hint = f"; hint: {error.hint}" if error.hint else ""
+            _logger.log(logging.ERROR, "kvdepot: %s%s", error, hint)
+            raise
+        self._pieces = bool(extra.get("interface_v1"))
+        self._sharded = storage_config.tp_rank, storage_config.tp_size
+        self._pools: dict[str, HostPages] = {}
+        self._metrics = StorageMetrics()
+
+    @property
+    def depot(self) -> Depot:
+        return self._depot
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._pools[_KV] = HostPages(self._depot, mem_pool_host, pieces=self._pieces)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if str(host_pool_name) != _KV:
+            self._pools[str(host_pool_name)] = HostPages(self._depot, host_pool, pieces=False)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        return self._resident(_KV, keys, extra_info)
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        targets = list(target_locations or ())
+
+        def fetch(pages: HostPages, blocks: list[BlockKey]) -> list[bool]:
+            return pages.get(blocks, targets, self._settings.load_timeout)
+
+        found = self._do(_KV, keys, None, fetch, is_load=True)
+        return [one if there else None for one, there in zip(targets, found, strict=True)]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        tensors = [one.contiguous() for one in values]
+        return all(self._do(_KV, keys, None, lambda pages, blocks: pages.put(blocks, tensors)))
+
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        return self._load(_KV, keys, host_indices, extra_info)
+
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        return self._store(_KV, keys, host_indices, extra_info)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, Any]:
+        return {
+            one.name: self._load(str(one.name), one.keys or [], one.host_indices, extra_info)
+            for one in transfers
+        }
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, Any]:
+        return {
+            one.name: self._store(str(one.name), one.keys or [], one.host_indices, extra_info)
+            for one in transfers
+        }
+
+    def batch_exists_v2(
+        self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> Any:
+        kv_pages = self._resident(_KV, keys, extra_info)
+        hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = set(range(1, kv_pages + 1))
+        for transfer in pool_transfers or ():
+            there = [self._resident(str(transfer.name), [key], None) for key in keys[:kv_pages]]
+            usable = self._usable(transfer, there)
+            if usable:
+                hits[transfer.name] = max(usable)
+            restorable &= usable
+        pages = sorted(restorable)
+        return PoolTransferResult(pages[-1] if pages else 0, hits, pages)
+
+    def clear(self) -> bool:
+        """Remove the pages of this model, of all pools."""
+        for name in self._pools:
+            pages = self._ready(name)
+            if pages is not None:
+                self._depot.remove_namespace(pages.space)
+        return True
+
+    def close(self) -> None:
+        """Write down what waits, and let go of SGLang's memory. May be called twice."""
+        self._pools.clear()
+        self._depot.close()
+
+    def get_stats(self) -> Any:
+        """Pages and GB/s of each transfer since the last call."""
+        metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
+
+    def _usable(self, transfer: Any, there: Sequence[int]) -> AbstractSet[int]:
+        """Lengths of the prefix, in pages, that a pool can go on from."""
+        lengths = range(1, len(there) + 1)
+        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            return {length for length in lengths if all(there[:length])}
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+            tail = max(1, len(transfer.keys or ()))
+            return {length for length in lengths if all(there[max(0, length - tail) : length])}
+        raise ValueError(f"kvdepot does not serve pools of policy {transfer.hit_policy}")
+
+    def _load(self, pool: str, keys: Sequence[str], indices: Any, extra: Any) -> list[bool]:
+        limit_s = self._settings.load_timeout
+        return self._do(
+            pool, keys, extra, lambda pages, to: pages.load(to, indices, limit_s), is_load=True
+        )
+
+    def _store(self, pool: str, keys: Sequence[str], indices: Any, extra: Any) -> list[bool]:
+        return self._do(pool, keys, extra, lambda pages, to: pages.store(to, indices))
+
+    def _resident(self, pool: str, keys: Sequence[str], extra: Any) -> int:
+        pages = self._ready(pool)
+        if pages is None:
+            return 0
+        try:
+            return len(self._depot.match(self._keys(pages, pool, keys, extra)))
+        except KVDepotError as error:
+            _logger.warning("kvdepot: a lookup failed: %s", error)
+            return 0
+
+    def _do(
+        self,
+        pool: str,
+        keys: Sequence[str],
+        extra: Any,
+        what: Callable[[HostPages, list[BlockKey]], list[bool]],
+        *,
+        is_load: bool = False,
+    ) -> list[bool]:
+        """One transfer; all pages are missing where it fails."""
+        pages = self._ready(pool)
+        if pages is None:
+            return [False] * len(keys)
+        started = time.perf_counter()
+        try:
+            done = what(pages, self._keys(pages, pool, keys, extra))
+        except (KVDepotError, ValueError) as error:
+            _logger.warning("kvdepot: a transfer of %d pages failed: %s", len(keys), error)
+            return [False] * len(keys)
+        speed = sum(done) * pages.page_bytes / 1e9 / max(time.perf_counter() - started, 1e-9)
+        counts = self._metrics
+        (counts.prefetch_pgs if is_load else counts.backup_pgs).append(sum(done))
+        (counts.prefetch_bandwidth if is_load else counts.backup_bandwidth).append(speed)
+        return done
+
+    def _keys(self, pages: HostPages, pool: str, keys: Sequence[str], extra: Any) -> list[BlockKey]:
+        before = getattr(extra, "prefix_keys", None)
+        chained = self._settings.prefix_chain and pool == _KV
+        return pages.keys(keys, before[-1] if before else None, chained=chained)
+
+    def _ready(self, pool: str) -> HostPages | None:
+        """A pool whose namespace is known; None as long as the weights are being read."""
+        pages = self._pools.get(pool)
+        if pages is not None and not pages.known:
+            weights = self._identity.known_weights(self._settings)
+            if not weights:
+                return None
+            shape = pages.identity()
+            if pool != _KV:
+                # State of a pool may be divided where the KV is not.
+                shape["rank"] = "{} of {}".format(*self._sharded)
+            pages.register(self._identity.namespace(self._settings, weights, pool, shape))
+        return pages
+
+
+def _arguments() -> Any:
+    """SGLang's arguments; None where it was not started as a server."""
+    try:
+        return get_server_args()
+    except (AttributeError, RuntimeError, ValueError, LookupError, AssertionError):
+        return None

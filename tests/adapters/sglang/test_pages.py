@@ -1,0 +1,153 @@
+"""Pages of a host pool in a depot, and the settings. With a pool of our own; without SGLang."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.small_store import settings
+
+import kvdepot
+from kvdepot.adapters.sglang.config import read
+from kvdepot.adapters.sglang.identity import identify
+from kvdepot.adapters.sglang.pages import HostPages
+from kvdepot.errors import ConfigError
+
+PAGE, LAYERS, WIDTH, PAGES = 4, 3, 32, 12
+HASHES = [f"{number:064x}" for number in range(PAGES)]
+
+
+class LayerFirstPool:
+    """K and V of each layer apart, as SGLang's layer_first has them."""
+
+    page_size, layout, dtype, layer_num = PAGE, "layer_first", torch.float16, LAYERS
+
+    def __init__(self, seed: int) -> None:
+        chance = torch.Generator().manual_seed(seed)
+        shape = (2, LAYERS, PAGES * PAGE, WIDTH)
+        self.buffer = torch.randint(0, 999, shape, generator=chance).to(self.dtype)
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        found = [
+            self.buffer[part, layer, at].data_ptr()
+            for at in indices[::PAGE].tolist()
+            for layer in range(LAYERS)
+            for part in range(2)
+        ]
+        return found, [PAGE * WIDTH * 2] * len(found)
+
+    def get_dummy_flat_data_page(self) -> Any:
+        return torch.zeros(2 * LAYERS * PAGE * WIDTH, dtype=self.dtype)
+
+    def get_data_page(self, at: int, flat: bool = True) -> Any:
+        return self.buffer[:, :, at : at + PAGE].flatten()
+
+    def set_from_flat_data_page(self, at: int, page: Any) -> None:
+        self.buffer[:, :, at : at + PAGE] = page.reshape(2, LAYERS, PAGE, WIDTH)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[kvdepot.Depot]:
+    with kvdepot.open(**settings(tmp_path / "depot")) as opened:
+        yield opened
+
+
+def pages_of(store: kvdepot.Depot, pool: Any, *, pieces: bool) -> HostPages:
+    made = HostPages(store, pool, pieces=pieces)
+    made.register({"model": "m", "extra": tuple(made.identity().items())})
+    return made
+
+
+def indices(numbers: list[int]) -> Any:
+    return torch.tensor([at * PAGE + token for at in numbers for token in range(PAGE)])
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+def test_a_round_trip(store: kvdepot.Depot, pieces: bool) -> None:
+    source, target = LayerFirstPool(1), LayerFirstPool(2)
+    pages = pages_of(store, source, pieces=pieces)
+    assert pages.pieces is pieces
+    keys = pages.keys(HASHES[:5], None, chained=True)
+    assert pages.store(keys, indices([7, 1, 3, 0, 9])) == [True] * 5
+    assert pages.store(keys, indices([7, 1, 3, 0, 9])) == [True] * 5
+    other = pages_of(store, target, pieces=pieces)
+    missing = other.keys([*HASHES[:5], HASHES[9]], None, chained=True)
+    assert other.load(missing, indices([2, 4, 6, 8, 10, 11]), 5.0) == [True] * 5 + [False]
+    for there, here in zip([7, 1, 3, 0, 9], [2, 4, 6, 8, 10], strict=True):
+        wanted = source.get_data_page(there * PAGE)
+        assert torch.equal(target.get_data_page(here * PAGE), wanted)
+
+
+def test_flat_and_gathered_pages_are_kept_apart(store: kvdepot.Depot) -> None:
+    pool = LayerFirstPool(1)
+    flat, gathered = (pages_of(store, pool, pieces=pieces) for pieces in (False, True))
+    assert flat.space.tag != gathered.space.tag
+
+
+def test_a_pool_that_does_not_tell_where_its_pages_lie_is_read_flat(store: kvdepot.Depot) -> None:
+    class FlatPool(LayerFirstPool):
+        def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+            raise ValueError("Unsupported layout")
+
+    assert not pages_of(store, FlatPool(1), pieces=True).pieces
+
+
+def test_chained_keys_go_on_where_a_batch_ended(store: kvdepot.Depot) -> None:
+    pages = pages_of(store, LayerFirstPool(1), pieces=True)
+    whole = pages.keys(HASHES, None, chained=True)
+    assert whole[4:] == pages.keys(HASHES[4:], HASHES[3], chained=True)
+    assert whole[4] != pages.keys(HASHES[4:], None, chained=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"dramm": "1GiB"}, "dramm"),
+        ({"load_timeout": "0s"}, "load_timeout"),
+        ({"tenant": "a"}, "tenant"),
+        ({"prefix_chain": True}, "prefix_chain"),
+    ],
+)
+def test_what_is_wrong_is_named(extra: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read({"backend_name": "kvdepot", **extra})
+    assert str(caught.value).startswith(f"hicache-storage-backend-extra-config.{name}: ")
+
+
+def test_several_processes_need_a_daemon() -> None:
+    with pytest.raises(ConfigError, match="socket"):
+        read({}).open(2)
+
+
+def identity(arguments: Any = None, **more: Any) -> str:
+    sizes = ("pp", "attn_cp", "dcp")
+    ranks = {f"{name}_{part}": int(part == "size") for name in sizes for part in ("rank", "size")}
+    facts = {"tp_rank": 0, "tp_size": 2, "is_mla_model": False, "tp_lcm_size": None, **ranks}
+    settings = read({key: more.pop(key) for key in ("revision", "adapters") if key in more})
+    storage = SimpleNamespace(**{"model_name": "m", **facts, **more})
+    found = identify(storage, arguments, settings, "0.5")
+    return str(found.namespace(settings, found.known_weights(settings), "kv", {}))
+
+
+def test_whatever_differs_is_another_namespace() -> None:
+    seen = [
+        identity(revision="1"),
+        identity(revision="2"),
+        identity(revision="1", tp_rank=1),
+        identity(revision="1", tp_size=4),
+        identity(revision="1", pp_rank=1),
+        identity(revision="1", model_name="n"),
+        identity(SimpleNamespace(kv_cache_dtype="fp8_e5m2"), revision="1"),
+    ]
+    assert len(set(seen)) == len(seen)
+    latent = {"revision": "1", "is_mla_model": True}
+    assert identity(**latent) == identity(**latent, tp_rank=1), "one latent for all ranks"
+
+
+def test_what_nothing_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="revision"):
+        identity()
+    with pytest.raises(ConfigError, match="adapters"):
+        identity(SimpleNamespace(enable_lora=True), revision="1")
