@@ -123,6 +123,7 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Models with several kinds of KV: configuration class, architecture, shape. All are small."""
 STATEFUL = {"nemotron_h", "falcon_h1"}
 _CONV_SPREAD = 0.5
+_BESIDE_ATTENTION = 0.05
 _MAMBA_VECTORS = {"A": -0.05, "dt_bias": -3.0, "D": 0.1}
 """A: minus the decay in a unit of time; dt_bias: of such a unit a token takes about 0.05."""
 SHAPES: dict[str, tuple[dict[str, Any], float]] = {"tiny": (TINY, 0.1), "8b": (LARGE, 0.03)}
@@ -167,6 +168,8 @@ def randomise(model: Any, spread: float) -> None:
             weights.data.normal_(0, _CONV_SPREAD, generator=chance)
         elif weights.dim() > 1:
             weights.data.normal_(0, spread, generator=chance)
+            if name.endswith("mamba.out_proj.weight"):  # Falcon-H1: it would drown the attention
+                weights.data.mul_(_BESIDE_ATTENTION)
         elif last in _MAMBA_VECTORS:
             weights.data.fill_(_MAMBA_VECTORS[last])
         else:  # of a norm; Gemma's are added to one

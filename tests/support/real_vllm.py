@@ -80,6 +80,7 @@ class Bench:
         from vllm import LLM  # type: ignore[import-not-found]
 
         self.llm = LLM(**engine_arguments(args, **more))
+        self.answer_tokens = 24
         if self.connector is not None:
             self._await_weights()
 
@@ -120,12 +121,13 @@ class Bench:
         return found
 
     def ask(
-        self, prompts: list[list[int]], tokens: int = 24, salt: str = ""
+        self, prompts: list[list[int]], tokens: int = 0, salt: str = ""
     ) -> list[dict[str, Any]]:
         """Greedy answers with their log-probabilities, all prompts at once."""
         from vllm import SamplingParams
 
-        greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True)
+        count = tokens or self.answer_tokens
+        greedy = SamplingParams(temperature=0, max_tokens=count, logprobs=1, ignore_eos=True)
         salted = {"cache_salt": salt} if salt else {}
         asked = [{"prompt_token_ids": ids, **salted} for ids in prompts]
         return [said(one) for one in self.llm.generate(asked, greedy, use_tqdm=False)]
@@ -278,7 +280,7 @@ def disk(args: argparse.Namespace) -> dict[str, Any]:
     seen["from disk, together"] = compare(bench.ask(prompts), wanted)
     seen["figures"] = bench.figures()
     bench.forget()
-    with garbled():
+    with garbled(bench):
         seen["control: garbage instead of blocks"] = compare(bench.ask(prompts), wanted)
     bench.core.scheduler.reset_prefix_cache(False, True)
     seen["after a reset"] = compare(bench.ask(prompts[:1]), wanted[:1])
@@ -286,21 +288,29 @@ def disk(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def garbled() -> Iterator[None]:
-    """Loads bring something else than what was saved."""
-    from kvdepot.adapters.tensors import HostMover
+def garbled(bench: Bench, kind: str = "") -> Iterator[None]:
+    """Loads bring something else than what was saved; `kind`: to KV groups of that kind only."""
+    from dataclasses import replace
 
-    good = HostMover.onboard
+    from kvdepot.adapters.vllm.page_transfer import Loader
 
-    def garbage(mover: Any, views: Any, pieces: Any, **more: Any) -> Any:
-        wrong = [bytes(len(view) - 4096) + bytes(view[:4096]) for view in views]
-        return good(mover, wrong, pieces)
+    good = Loader._scatter
+    kinds = [group.rule.kind for group in worker_of(bench).facts.groups]
 
-    HostMover.onboard = garbage  # type: ignore[method-assign,assignment]
+    def garbage(loader: Any, job: Any, arrivals: Any) -> None:
+        if kind in ("", kinds[job.group]):
+            arrivals = [replace(one, view=wrong(one.view)) for one in arrivals]
+        good(loader, job, arrivals)
+
+    def wrong(view: memoryview) -> memoryview:
+        kept = min(4096, len(view) // 2)
+        return memoryview(bytes(len(view) - kept) + bytes(view[:kept]))
+
+    Loader._scatter = garbage  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        HostMover.onboard = good  # type: ignore[method-assign]
+        Loader._scatter = good  # type: ignore[method-assign]
 
 
 def damaged(args: argparse.Namespace) -> dict[str, Any]:
@@ -368,8 +378,12 @@ def preempted(args: argparse.Namespace) -> dict[str, Any]:
     """So little KV space that requests are preempted, with kvdepot on."""
     wanted = json.loads(Path(args.reference).read_text())["answers"]
     bench = Bench(args, num_gpu_blocks_override=60, max_model_len=1600)
+    return crowded(bench, bench.prompts(), wanted)
+
+
+def crowded(bench: Bench, prompts: list[list[int]], wanted: list[dict[str, Any]]) -> dict[str, Any]:
+    """All prompts at once, cold and warm, and how often a request was preempted."""
     bench.count()
-    prompts = bench.prompts()
     seen: dict[str, Any] = {}
     kept: list[int] = []
     scheduler = bench.core.scheduler
@@ -423,7 +437,7 @@ def rush(
     live: dict[str, int] = {}
     while counts["over"] < requests:
         while len(live) < 16 and counts["requests"] < requests:
-            name, which = f"q{chance.random()}", chance.randrange(6)
+            name, which = f"q{chance.random()}", chance.randrange(len(prompts))
             greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
             bench.engine.add_request(name, {"prompt_token_ids": prompts[which]}, greedy)
             live[name] = which
@@ -472,7 +486,7 @@ def roundtrip(args: argparse.Namespace) -> dict[str, Any]:
     seen["cold"] = cold[0]["cached"]
     seen["figures"] = bench.figures()
     bench.forget()
-    with garbled():
+    with garbled(bench):
         seen["control"] = compare(bench.ask([ids]), cold)["worst"]
     seen["identity"] = dict(worker_of(bench).facts.groups[0].extra)
     return seen
@@ -529,8 +543,9 @@ def without_inner_checkpoints() -> None:
     MambaMixer2.get_kv_cache_spec = changed
 
 
-def group_prompts() -> list[list[int]]:
-    """Six prompts of random tokens; three share a beginning, of which two share more."""
+def group_prompts(args: argparse.Namespace) -> list[list[int]]:
+    """Prompts of random tokens; three share a beginning, of which two share more; three do not,
+    unless `--quick`."""
     chance = random.Random(5)
 
     def some(count: int) -> list[int]:
@@ -538,38 +553,57 @@ def group_prompts() -> list[list[int]]:
 
     trunk = some(640)
     told = [trunk[:512] + some(290), trunk + some(360), trunk + some(75)]
-    return [*told, some(500), some(300), some(1000)]
+    return told if args.quick else [*told, some(500), some(300), some(1000)]
 
 
 def group_bench(args: argparse.Namespace, **more: Any) -> Bench:
     """A vLLM whose chunks are smaller than most prompts."""
     without_inner_checkpoints()
     sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "max_model_len": 1200}
-    return Bench(args, **sizes, **more)
+    bench = Bench(args, **sizes, **more)
+    bench.answer_tokens = 8 if args.quick else bench.answer_tokens
+    return bench
 
 
 def groups_plain(args: argparse.Namespace) -> dict[str, Any]:
     """Without kvdepot: what is right, what vLLM's own prefix cache has, and how much KV fits."""
+    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
+        get_max_concurrency_for_kv_cache_config,
+    )
+
     bench = group_bench(args, extra=None)
-    prompts = group_prompts()
+    cache = bench.core.scheduler.kv_cache_config
+    longest = get_max_concurrency_for_kv_cache_config(bench.core.vllm_config, cache)
+    kinds = [type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups]
+    pages = {"pages": cache.num_blocks, "pages_of_longest": cache.num_blocks / longest}
+    return {**own_hits(bench, group_prompts(args)), **pages, "kinds": kinds}
+
+
+def own_hits(bench: Bench, prompts: list[list[int]]) -> dict[str, Any]:
+    """Each prompt computed, then answered with vLLM's own prefix cache."""
     cold = [bench.ask([ids])[0] for ids in prompts]
     own = [bench.ask([ids])[0] for ids in prompts]
-    cache = bench.core.scheduler.kv_cache_config
-    kinds = [type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups]
-    return {"answers": own, "cold": compare(cold, own), "pages": cache.num_blocks, "kinds": kinds}
+    return {"answers": own, "cold": compare(cold, own)}
 
 
 def groups_warm(args: argparse.Namespace) -> dict[str, Any]:
-    """Cold and from memory, salted, as garbage; then killed without warning."""
-    wanted = json.loads(Path(args.reference).read_text())["answers"]
+    """Cold and from memory, salted, as garbage; then killed without warning.
+
+    Where no other vLLM was asked before, this one's own hits are the reference.
+    """
     bench = group_bench(args)
     bench.count()
-    prompts = group_prompts()
+    prompts = group_prompts(args)
     seen: dict[str, Any] = {"pages": bench.core.scheduler.kv_cache_config.num_blocks}
     fresh = [token + 1 for token in prompts[-1]]
     bench.ask([fresh], 1)
     stored = bench.store.stats()["counters"]["put_bytes"]
     seen["bytes"] = {"a token": stored / len(fresh), "all": dense_bytes(bench)}
+    if not Path(args.reference).exists():
+        Path(args.reference).write_text(json.dumps(own_hits(bench, prompts)))
+        worker_of(bench)._saver.wait()
+        bench.core.scheduler.reset_prefix_cache(False, True)
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
     seen["cold, together"] = compare(bench.ask(prompts), wanted)
     bench.forget()
     seen["from memory, together"] = compare(bench.ask(prompts), wanted)
@@ -578,11 +612,14 @@ def groups_warm(args: argparse.Namespace) -> dict[str, Any]:
     bench.forget()
     salted += bench.ask(prompts[:1], salt="a")
     seen["salted"] = compare(salted, wanted[:1] * 3)
-    bench.forget()
-    with garbled():
-        seen["control"] = compare(bench.ask(prompts), wanted)
     seen["figures"] = bench.figures()
     seen["flushed"] = bool(bench.store.flush(60.0))
+    bench.connector.scheduler_side._saves = False  # nothing that is computed from garbage
+    seen["control"] = {}
+    for kind in sorted({group.rule.kind for group in worker_of(bench).facts.groups}):
+        bench.forget()
+        with garbled(bench, kind):
+            seen["control"][kind] = compare(bench.ask(prompts), wanted)["worst"]
     write(args, seen)
     os.kill(os.getpid(), signal.SIGKILL)
     return seen
@@ -601,7 +638,7 @@ def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
     wanted = json.loads(Path(args.reference).read_text())["answers"]
     bench = group_bench(args)
     bench.count()
-    prompts = group_prompts()
+    prompts = group_prompts(args)
     answers = [bench.ask([ids])[0] for ids in prompts]
     seen: dict[str, Any] = {"from disk": compare(answers, wanted), "figures": bench.figures()}
     bench.forget()
@@ -609,6 +646,15 @@ def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
     bench.forget()
     counts = rush(bench, prompts, dict(enumerate(wanted)), random.Random(args.seed), 24)
     return {**seen, "aborts": counts, "leased": bench.store.stats()["leased"]}
+
+
+def groups_preempted(args: argparse.Namespace) -> dict[str, Any]:
+    """Room for hardly more than the longest prompt: requests are preempted."""
+    plain = json.loads(Path(args.reference).read_text())
+    pages = int(plain["pages_of_longest"] * 1.3) + 1
+    return crowded(
+        group_bench(args, num_gpu_blocks_override=pages), group_prompts(args), plain["answers"]
+    )
 
 
 def ttft(args: argparse.Namespace) -> dict[str, Any]:
@@ -674,6 +720,7 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         groups_plain,
         groups_warm,
         groups_disk,
+        groups_preempted,
     )
 }
 
@@ -693,6 +740,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--extra", default="{}")
+    parser.add_argument("--quick", action="store_true", help="less of the groups_ scenarios")
     args = parser.parse_args()
     write(args, SCENARIOS[args.scenario](args))
 

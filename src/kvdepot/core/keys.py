@@ -158,3 +158,8 @@ def tag_of(key: BlockKey) -> bytes:
 def digest_of(key: BlockKey) -> bytes:
     """The 16 bytes that identify the block's tokens and all tokens before them."""
     return key[-DIGEST_BYTES:]
+
+
+def without_link(key: BlockKey) -> BlockKey:
+    """The key of a block that is of use without the one before it: each is evicted by itself."""
+    return BlockKey(key[:TAG_BYTES] + ROOT_LINK + key[TAG_BYTES + LINK_BYTES :])

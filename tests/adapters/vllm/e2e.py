@@ -34,8 +34,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 NEAR = 1e-3
 FAR = 0.05
-MODELS = ("gemma3", "nemotron-h")
-EVERY_MODEL = (*MODELS, "mistral", "gemma2", "gpt-oss", "falcon-h1", "deepseek")
+MODELS = ("gemma3", "nemotron-h", "mistral", "gemma2", "gpt-oss", "falcon-h1")
 Seen = dict[str, Any]
 
 
@@ -51,7 +50,8 @@ class Run:
     requests: int
     rounds: int
     as_json: bool
-    every_model: bool = False
+    kinds: tuple[str, ...] = MODELS
+    quick: bool = False
     release: str = ""
     points: list[Seen] = field(default_factory=list)
     models: Seen = field(default_factory=dict)
@@ -411,18 +411,22 @@ def tiny_model(run: Run, kind: str) -> Path:
 
 def models(run: Run) -> None:
     """Kinds of KV, each against vLLM's own prefix hits: from memory, from disk after a kill, in
-    chunks, with shared beginnings, salts and aborts."""
-    for kind in EVERY_MODEL if run.every_model else MODELS:
-        folder = replace(run, model=tiny_model(run, kind), reference=f"groups_plain {kind}.json")
-        model(folder, kind)
+    chunks, with shared beginnings, salts, aborts and preemptions."""
+    for kind in run.kinds:
+        name = f"groups_plain {kind}.json"
+        model(replace(run, model=tiny_model(run, kind), reference=name), kind)
 
 
 def model(run: Run, kind: str) -> None:
-    plain = run.scenario("groups_plain", "none", out=run.reference)
+    """`run.quick`: without a plain vLLM beside it."""
+    name, depot = f"models: {kind}", f"depot {kind}"
+    if not run.quick:
+        run.scenario("groups_plain", "none", out=run.reference)
+    quick = ["--quick"] if run.quick else []
+    warm = run.scenario("groups_warm", depot, *quick, killed=True)
+    plain = json.loads((run.folder / run.reference).read_text())
     own = [answer["cached"] for answer in plain["answers"]]
-    warm = run.scenario("groups_warm", f"depot {kind}", killed=True)
-    disk = run.scenario("groups_disk", f"depot {kind}")
-    name = f"models: {kind}"
+    disk = run.scenario("groups_disk", depot, *quick)
     run.same(f"{name}, cold, together", warm["cold, together"])
     for what, seen in (
         ("from memory", warm["from memory, together"]),
@@ -431,22 +435,34 @@ def model(run: Run, kind: str) -> None:
     ):
         run.same(f"{name}, {what}", seen, own)
     run.same(f"{name}, salted", warm["salted"], [0, 0, own[0]])
-    run.point(f"{name}, control", warm["control"]["worst"] > NEAR, worst=warm["control"]["worst"])
+    for group, worst in warm["control"].items():
+        run.point(f"{name}, garbage in {group} groups shows", worst > 10 * NEAR, worst=worst)
     aborts = disk["aborts"]
     clean = not aborts["wrong"] and not disk["leased"]
     run.point(f"{name}, aborts", clean, **aborts)
-    space = warm["pages"] / plain["pages"]
-    run.point(f"{name}, KV space of vLLM beside without", space >= 0.99, ratio=space)
+    seen = {} if run.quick else beside_plain(run, name, warm, plain)
     of_model = [point for point in run.points if point["point"].startswith(name + ",")]
     run.models[kind] = {
         "ok": all(point["ok"] for point in of_model),
-        "kv": plain["kinds"],
         "cached_tokens": disk["from disk"]["cached"],
         "vllm_cached_tokens": own,
         "prompt_tokens": disk["from disk"]["prompt"],
         "bytes_a_token": round(warm["bytes"]["a token"]),
         "bytes_a_token_of_all_layers": round(warm["bytes"]["all"]),
+        **seen,
     }
+
+
+def beside_plain(run: Run, name: str, warm: Seen, plain: Seen) -> Seen:
+    """What needs a vLLM without kvdepot: how much KV fits into it, and into a part of that."""
+    space = warm["pages"] / plain["pages"]
+    run.point(f"{name}, KV space of vLLM beside without", space >= 0.99, ratio=space)
+    crowded = run.scenario("groups_preempted", f"{name} crowded")
+    run.same(f"{name}, preempted", crowded["preempted"])
+    run.same(f"{name}, preempted, warm", crowded["preempted, warm"])
+    count = crowded["preemptions"]
+    run.point(f"{name}, there were preemptions", count > 0, count=count)
+    return {"kv": plain["kinds"], "kv_space": space}
 
 
 def decisions(run: Run) -> None:
@@ -575,7 +591,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200, help="in the leak test")
     parser.add_argument("--rounds", type=int, default=10, help="of paired measurements")
     parser.add_argument(
-        "--every-model", action="store_true", help=f"all of {', '.join(EVERY_MODEL)}"
+        "--models", nargs="+", default=MODELS, choices=MODELS, metavar="KIND", help="of those tried"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="models: less, and without a plain vLLM"
     )
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
@@ -599,7 +618,8 @@ def main() -> int:
             args.requests,
             args.rounds,
             args.json,
-            args.every_model,
+            tuple(args.models),
+            args.quick,
             release,
         )
         wanted = run.only or [name for name in PARTS if name != "smoke"]

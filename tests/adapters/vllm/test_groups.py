@@ -35,7 +35,12 @@ from kvdepot.adapters.vllm.groups import (
     grain_tokens,
     layer_groups,
 )
+from kvdepot.adapters.vllm.requests import TrackedRequest
+from kvdepot.core.block import BlockKey
+from kvdepot.core.config import load
+from kvdepot.core.keys import without_link
 from kvdepot.errors import ConfigError, ModelError
+from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles
 
 MIXED = ("full", "window", "state")
@@ -173,8 +178,45 @@ def test_answers_are_hit_by_the_next_turn(open_store: OpenStore, open_engine: Op
 
 def blocks_of(engine: ToyEngine, store: Any, prompt: list[int]) -> list[int]:
     """For each group how many blocks of a prompt the depot has."""
-    spaces = engine.side._spaces[""]
-    return [sum(len(store.match([key])) for key in space.keys(prompt)) for space in spaces]
+    places = range(len(engine.side._spaces[""]))
+    return [
+        sum(len(store.match([key])) for key in keys_of(engine, place, prompt)) for place in places
+    ]
+
+
+def keys_of(engine: ToyEngine, place: int, prompt: list[int]) -> list[BlockKey]:
+    """The keys of a prompt for one group and shard, as the scheduler makes them."""
+    rule = engine.side._groups.rules[place // len(engine.side._facts)]
+    keys = engine.side._spaces[""][place].keys(prompt)
+    return keys if rule.kind == "full" else [without_link(key) for key in keys]
+
+
+@pytest.mark.parametrize("kinds", [("state", "full"), ("window", "full")])
+def test_windows_and_states_inside_an_answer_leave_first(
+    open_engine: OpenEngine, kinds: tuple[str, ...]
+) -> None:
+    """Conversations in a memory that has no room for all they leave behind."""
+    computed = [second_turns(open_engine, kinds, told=told) for told in (True, False)]
+    assert computed[0] < computed[1]
+
+
+def second_turns(open_engine: OpenEngine, kinds: tuple[str, ...], *, told: bool) -> int:
+    """Tokens that are computed for second turns; `told`: the depot hears what is superseded."""
+    dram = {"capacity": "3MiB", "huge_pages": "never", "prefault": False}
+    store = assemble(load(overrides={"dram": dram}))
+    with pytest.MonkeyPatch.context() as patch, store:
+        if not told:
+            patch.setattr(TrackedRequest, "superseded", lambda tracked: [])
+        engine = open_engine(store, kinds=kinds)
+        prompts = [[*[user] * 9, *range(12)] for user in range(6)]
+        for user, prompt in enumerate(prompts):
+            ask(engine, f"first {user}", prompt, 30)
+            engine.settle()
+        forget_local(engine)
+        turns = [prompt + answer_of(prompt, 30) + [1, 2] for prompt in prompts]
+        found = sum(ask(engine, f"second {user}", turn, 1) for user, turn in enumerate(turns))
+        engine.close()
+        return found
 
 
 def test_windows_and_states_are_kept_at_few_places(
@@ -218,7 +260,7 @@ def test_the_hit_ends_where_all_groups_have_what_they_need(
     engine = open_engine(store, kinds=MIXED, settings={"checkpoint_tokens": 8}, budget=8)
     ask(engine, "cold", PROMPT)
     forget_local(engine)
-    assert store.remove(engine.side._spaces[""][lacking].keys(PROMPT)[LAST - 1])
+    assert store.remove(keys_of(engine, lacking, PROMPT)[LAST - 1])
     kept = 8 * ((LAST - 1) * PAGE_TOKENS // 8)
     assert ask(engine, "warm", PROMPT) == len(PROMPT) - kept + 2
 
@@ -237,8 +279,8 @@ def test_shards_of_groups_hit_together(open_store: OpenStore, open_engine: OpenE
     forget_local(engine)
     assert ask(engine, "warm", PROMPT) == len(PROMPT) - LAST * PAGE_TOKENS + 2
     forget_local(engine)
-    state_of_second = engine.side._spaces[""][5]
-    assert store.remove(state_of_second.keys(PROMPT)[LAST - 1])
+    state_of_second = keys_of(engine, 5, PROMPT)[LAST - 1]
+    assert store.remove(state_of_second)
     assert ask(engine, "one shard lacks its state", PROMPT) == len(PROMPT) + 2
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from kvdepot.adapters.hf.identity import Signs, model_fingerprint, signs_of, tuner_layers
 from kvdepot.adapters.hf.probe import LayerShape, probe
 from kvdepot.adapters.tensors.kvtensors import DTYPES
-from kvdepot.core.block import LINK_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot, NamespaceHandle
-from kvdepot.core.keys import ROOT_LINK, TokenIds
+from kvdepot.core.keys import TokenIds, without_link
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import ConfigError, ModelError
 
@@ -65,11 +65,7 @@ class LayerGroup:
     def keys(self, token_ids: TokenIds) -> list[BlockKey]:
         """One key for each full block. Without parents for a window: each is evicted by itself."""
         keys = self.space.keys(token_ids)
-        if self.window is None:
-            return keys
-        return [
-            BlockKey(key[:TAG_BYTES] + ROOT_LINK + key[TAG_BYTES + LINK_BYTES :]) for key in keys
-        ]
+        return keys if self.window is None else [without_link(key) for key in keys]
 
     def needed(self, tokens: int) -> range:
         """The blocks without which a model cannot go on after `tokens` tokens."""

@@ -24,6 +24,8 @@ _REQUESTS_A_STEP: Final = 4
 _HINTED_MAX: Final = 32
 """Requests with hints under way; those behind them wait long enough to be hinted at later."""
 _SALT_BYTES: Final = 8
+_SUPERSEDED: Final = "kvdepot: superseded"
+"""Windows and states that nothing goes on from are told of as a session that is closed."""
 _SLOW_TIERS: Final = frozenset({"hdd", "object"})
 """Blocks in a faster tier load soon enough without a hint."""
 
@@ -38,7 +40,7 @@ class QueueHints:
         self._waiting: dict[str, TrackedRequest] = {}
         """New requests that have not begun, in the order in which they came."""
         self._hints: dict[str, list[PrefetchHint]] = {}
-        self._unsent: dict[str, tuple[str, str, list[BlockKey]]] = {}
+        self._unsent: dict[str, list[tuple[str, str, list[BlockKey]]]] = {}
         """Sessions of requests that are over, but whose last blocks are still being saved."""
         self._repeat: list[tuple[str, str, list[BlockKey]]] = []
         """Sessions to report once more: their last blocks may have been saved since."""
@@ -75,27 +77,30 @@ class QueueHints:
     def finished(self, request: EngineRequest, tracked: TrackedRequest, *, awaited: bool) -> None:
         """A request is over; `awaited`: `saved` follows when its last blocks are saved."""
         self.begun(request.request_id)
+        told = []
+        if superseded := tracked.superseded():
+            told.append((_SUPERSEDED, "closed", superseded))
         try:
             session = session_of(request)
         except KVDepotError as error:
             self._warnings.warn("a request's session is left out", error)
-            return
-        if session is None:
-            return
-        block_keys = tracked.block_keys
-        block_keys.grow(request.all_token_ids, request.num_tokens // block_keys.block_tokens)
-        keys = [key for shard in block_keys.keys(0, len(block_keys)) for key in shard]
-        self._report_session(*session, keys)
-        if awaited:
-            self._unsent[request.request_id] = *session, keys
+            session = None
+        if session is not None:
+            block_keys = tracked.block_keys
+            block_keys.grow(request.all_token_ids, request.num_tokens // block_keys.block_tokens)
+            keys = [key for shard in block_keys.keys(0, len(block_keys)) for key in shard]
+            self._report_session(*session, keys)
+            told.append((*session, keys))
+        if told and awaited:
+            self._unsent[request.request_id] = told
         else:
-            self._repeat.append((*session, keys))
+            self._repeat += told
 
     def saved(self, request_ids: Iterable[str]) -> None:
         """The last blocks of these requests are in the depot."""
         for request_id in request_ids:
-            if request_id in self._unsent:
-                self._report_session(*self._unsent.pop(request_id))
+            for session in self._unsent.pop(request_id, ()):
+                self._report_session(*session)
 
     def close(self) -> None:
         for name in list(self._hints):

@@ -21,7 +21,7 @@ from kvdepot.adapters.vllm.groups import GroupRule, pages_per_block
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob, ShardKeys
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
-from kvdepot.core.keys import encode, token_bytes
+from kvdepot.core.keys import encode, token_bytes, without_link
 
 NULL_PAGE: Final = 0
 """vLLM's block that stands for those it does not keep: outside a window, states but the last."""
@@ -70,18 +70,23 @@ class RequestKeys:
         spaces: Sequence[NamespaceHandle],
         salt: str | None = None,
         marks: Mapping[int, bytes] = {},
+        *,
+        chained: bool = True,
     ) -> None:
         self._spaces = spaces
+        self._chained = chained
         self._salt = encode(("salt", salt)) if salt else b""
         self._marks = marks
         self._keys: list[list[BlockKey]] = [[] for _ in spaces]
         self.block_tokens = spaces[0].layout.block_tokens
 
     @classmethod
-    def of(cls, spaces: Sequence[NamespaceHandle], request: Any) -> "RequestKeys":
+    def of(
+        cls, spaces: Sequence[NamespaceHandle], request: Any, *, chained: bool = True
+    ) -> "RequestKeys":
         block_tokens = spaces[0].layout.block_tokens
         marks = _multimodal_marks(request.mm_features, block_tokens)
-        return cls(spaces, request.cache_salt, marks)
+        return cls(spaces, request.cache_salt, marks, chained=chained)
 
     def __len__(self) -> int:
         return len(self._keys[0])
@@ -106,6 +111,8 @@ class RequestKeys:
 
     def keys(self, start: int, stop: int) -> ShardKeys:
         """For each shard the keys of blocks start <= i < stop."""
+        if not self._chained:
+            return tuple(tuple(map(without_link, keys[start:stop])) for keys in self._keys)
         return tuple(tuple(keys[start:stop]) for keys in self._keys)
 
 
@@ -223,6 +230,8 @@ class TrackedRequest:
     """A save was planned for it."""
     awaited: "AwaitedBlocks | None" = None
     """What another machine is to commit; None: nothing is waited for, or no more."""
+    made: dict[int, set[int]] = field(default_factory=dict)
+    """Of each group of windows or states the blocks that were saved, not loaded."""
 
     @property
     def block_keys(self) -> RequestKeys:
@@ -315,6 +324,25 @@ class TrackedRequest:
         for group, blocks in self.given.items():
             first = block * self.block_tokens // self.group_keys[group].block_tokens
             blocks.difference_update([one for one in blocks if one >= first])
+            self.made.get(group, set()).intersection_update(blocks)
+
+    def superseded(self) -> list[BlockKey]:
+        """Windows and states inside the answer that nothing goes on from, now that it is over: the
+        next turn goes on from its end, and who asks the same again from the end of the prompt."""
+        others = [at for at, rule in enumerate(self.groups.rules) if rule.kind != "full"]
+        ends = [
+            (max(self.made.get(at, ()), default=-1) + 1) * self.group_keys[at].block_tokens
+            for at in others
+        ]
+        last = min(ends, default=0) // self.block_tokens
+        found: list[BlockKey] = []
+        for at in others:
+            keys, made = self.group_keys[at], self.made.get(at, ())
+            needed, _ = self.groups.span(at, keys, 0, last)
+            for block in range(self.request.num_prompt_tokens // keys.block_tokens, needed):
+                if block in made:
+                    found += [key for (key,) in keys.keys(block, block + 1)]
+        return found
 
     def plan_save(
         self, complete: int, tables: PageTables, states: Iterable[StateOffer] = ()
@@ -404,6 +432,7 @@ class TrackedRequest:
         if self.groups.rules[group].kind != "full":
             blocks = {at: blocks[at] for at in sorted(blocks) if at not in given}
             given.update(blocks)
+            self.made.setdefault(group, set()).update(blocks)
         starts = [at for at in blocks if at - 1 not in blocks]
         jobs = []
         for first in starts:

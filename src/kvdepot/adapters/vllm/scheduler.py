@@ -164,7 +164,10 @@ class ConnectorScheduler:
             self.counts.add("unserved_requests", 1, "adapter")
             return
         left = iter(spaces)
-        keys = [RequestKeys.of(list(islice(left, count)), request) for count in self._shards]
+        keys = [
+            RequestKeys.of(list(islice(left, count)), request, chained=rule.kind == "full")
+            for count, rule in zip(self._shards, self._groups.rules, strict=True)
+        ]
         tracked = TrackedRequest(request, adapter, self._groups, tuple(keys))
         if self._config.wait and self._loads and self._groups.rules[0].kind == "full":
             tracked.awaited = AwaitedBlocks(time.monotonic() + self._config.wait)
@@ -288,7 +291,11 @@ class ConnectorScheduler:
         found = {}
         for shards in other_sizes([group.shard for group in self._facts[0].groups]):
             spaces = self._spaces_at(tracked.adapter, shards)
-            keys = tuple(RequestKeys.of(group, tracked.request) for group in spaces)
+            rules = self._groups.rules
+            keys = tuple(
+                RequestKeys.of(group, tracked.request, chained=rule.kind == "full")
+                for group, rule in zip(spaces, rules, strict=True)
+            )
             keys[0].grow(tracked.request.all_token_ids, 1)
             if not self._full_groups or self._resident(keys, [0], 0, 1):
                 found[shards] = keys
