@@ -239,7 +239,7 @@ def smoke_restored(args: argparse.Namespace) -> dict[str, Any]:
     prompts = bench.prompts(2, 500)
     seen = {"from disk": compare(bench.ask(prompts, 16), wanted)}
     bench.forget()
-    with garbled():
+    with garbled(bench):
         seen["control"] = compare(bench.ask(prompts, 16), wanted)
     return seen
 
