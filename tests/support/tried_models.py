@@ -219,7 +219,7 @@ def tried(architecture: str, folder: Path, dtype: str, *, with_depot: bool) -> d
     bench.forget()
     ours = compare(bench.ask([ids], 8), own)
     bench.forget()
-    with garbled():
+    with garbled(bench):
         control = compare(bench.ask([ids], 8), own)["worst"]
     groups = bench.connector.scheduler_side._groups.rules
     right = ours["same"] and ours["worst"] < 1e-3 and ours["cached"] == [own[0]["cached"]]
