@@ -228,6 +228,21 @@ def test_a_bucket_emptied_underfoot(bucket: Any, node: OpenNode) -> None:
     assert "meta/format" in paths_of(bucket)
 
 
+def test_manifests_merged_after_the_bucket_was_emptied(bucket: Any, node: OpenNode) -> None:
+    """What they list is gone all the same."""
+    first, second = node(), node()
+    first.put([1, 2])
+    first.put([3])
+    second.step()
+    bucket.delete(paths_of(bucket))
+    first.put([4])
+    for _ in range(3):
+        first.step()
+        second.step()
+    assert first.knows() == second.knows() == keys_of([4])
+    assert second.read(4) is Outcome.OK
+
+
 def test_half_an_object_is_a_miss(bucket: Any, node: OpenNode) -> None:
     first = node()
     first.put(range(4))

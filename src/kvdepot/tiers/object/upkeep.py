@@ -34,6 +34,8 @@ from kvdepot.tiers.object.manifest import (
 from kvdepot.tiers.object.publishing import OwnManifests, Trash
 from kvdepot.tiers.object.reading import RangeReader
 
+_DOUBTS: Final = 2
+"""Rounds, since a block that was being written at the first is not looked for."""
 _SIGNS: Final = 3
 """Signs of life in a grace period."""
 _LOOK_S: Final = 0.25
@@ -88,6 +90,8 @@ class BucketUpkeep:
         self._listed: list[ManifestName] = []
         self._missing: set[ManifestName] = set()
         """Own manifests that the last listing did not have."""
+        self._doubts = 0
+        """In how many rounds own data objects are still to be looked for."""
         self._signs: dict[str, tuple[str, float]] = {}
         """Sign of life of each writer, and since when it is the same."""
         self._adopted: set[str] = set()
@@ -184,6 +188,8 @@ class BucketUpkeep:
             if not self._writable:
                 return
             now_s = self._clock.now()
+            if self._doubts:
+                self._look_for_own()
             if now_s - self._signed_s >= self._config.grace / _SIGNS:
                 self._sign(now_s)
             self._adopt()
@@ -205,6 +211,8 @@ class BucketUpkeep:
         self._watch(listed)
         if ALIVE + self._me not in paths:  # taken for dead
             self._signed_s = -1e9
+        if not {FORMAT_PATH, ALIVE + self._me, *(name.path for name in own)} <= paths:
+            self._doubts = _DOUBTS
         names = [name for name in map(ManifestName.parse, sorted(paths)) if name is not None]
         self._listed = [name for name in names if name.writer != self._me]
         self._notice_lost([name for name in own if name.path not in paths])
@@ -279,6 +287,19 @@ class BucketUpkeep:
                 self._contents.drop(path)
         if lost:
             _events.warning("object: %d manifests of this node are gone from the bucket", len(lost))
+
+    def _look_for_own(self) -> None:
+        """Give up own data objects that are in the bucket no more.
+
+        Manifests alone do not tell: one that was merged since the bucket was emptied is there.
+        """
+        own = self._contents.own_objects()
+        folders = {one.path.rpartition("/")[0] for one in own}
+        there = {one.path for folder in folders for one in self._bucket.list_all(f"{folder}/")}
+        for path in [one.path for one in own if one.path not in there]:
+            self._contents.drop(path)
+            self.manifests.drop(path)
+        self._doubts -= 1
 
     def _watch(self, listed: Iterable[Listed]) -> None:
         signs = {
