@@ -213,6 +213,7 @@ def test_clients_that_come_and_go_leave_no_descriptor_or_thread(daemon: DaemonPr
     come_and_go(daemon)
     with kvdepot.open(daemon.address) as store:
         assert eventually(lambda: len(store.stats()["daemon"]["sessions"]) == 1)
+        store.flush()  # the segment that is written to is open
         mine, theirs = len(os.listdir("/proc/self/fd")), descriptors(daemon.pid)
         for _ in range(30):
             come_and_go(daemon)

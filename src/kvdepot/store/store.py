@@ -318,7 +318,7 @@ class Store(Depot):
 
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         self._state.check_open()
-        wanted = checked([keys] if isinstance(keys, bytes) else list(dict.fromkeys(keys)))
+        wanted = list(dict.fromkeys(checked([keys] if isinstance(keys, bytes) else keys)))
         catalog = self._state.catalog
         return self._remove(
             lambda: [row for row in catalog.rows(wanted) if row != NONE],
