@@ -23,6 +23,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A call waits for its disk all the while, and a prompt was written since."""
     config = load(overrides=settings(tmp_path / "kv", read_timeout="10min"))
     monkeypatch.setattr(write_back, "rest_s", lambda spent_s, share: 600.0)
+    monkeypatch.setattr(write_back, "_REST_S_MAX", 600.0)
     with assemble(config) as before:
         put(before, prompt(space_of(before), 0, A_PROMPT))
         assert before.flush()

@@ -49,6 +49,14 @@ def test_other_reads_are_not_compared() -> None:
     assert all(drive.read(0.05, count=1) for _ in range(20))
 
 
+def test_slow_from_the_first_read_of_its_kind() -> None:
+    """Calls become half as large at the moment in which the drive becomes slow."""
+    drive = Trial()
+    assert all(drive.read(0.05, count=16) for _ in range(20))
+    drive.read(0.25, count=8)
+    assert [drive.read(1.0, count=8) for _ in range(3)][2] is False
+
+
 def test_on_trial_one_read_tells() -> None:
     drive = Trial()
     assert all(drive.read(0.05) for _ in range(20))

@@ -29,6 +29,7 @@ _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
 _YIELD_S: Final = 0.1
 """How long a slower drive leaves blocks to a faster one."""
+_REST_S_MAX: Final = 0.25
 _PRESSED_S: Final = 1.0
 """How long after memory was full with blocks that wait to be written these are not left to wait."""
 _PAUSE_S_MIN: Final = 0.001
@@ -168,7 +169,7 @@ class WriteBack:
         lower, now_s = self._lower, self._state.clock.now()
         if not lower.is_remote and lower.foreground.busy_since(since_s):
             share = HEAD_SHARE if lower.run_bytes else FLASH_SHARE
-            self._rests_until_s = now_s + rest_s(now_s - since_s, share)
+            self._rests_until_s = now_s + min(_REST_S_MAX, rest_s(now_s - since_s, share))
 
     def _is_pressed(self) -> bool:
         """Much waits, or a block found no room of late: a prompt whose tail waits stays whole."""

@@ -149,13 +149,27 @@ class Gauge:
         kind = (sizes[0].bit_length(), sizes[1].bit_length(), sizes[2].bit_length())
         best = self._best.get(kind, 0.0) * _FORGET
         usual = (
-            best or self._measured(sizes[1]) or (trial and max(self._best.values(), default=0.0))
+            max(best, 0.0 if trial else self._nearby(kind) / 2)
+            or self._measured(sizes[1])
+            or (trial and max(self._best.values(), default=0.0))
         )
         self.slowdown = max(1.0, usual / max(self.bytes_per_s, 1e-9))
         if best or self.slowdown <= _SLOW:
             self._best[kind] = max(best, self.bytes_per_s)
         self._begin_anew()
         return self.slowdown > _SLOW
+
+    def _nearby(self, kind: LoadShape) -> float:
+        """The best where reads and calls were about as large: the first reads of a kind that the
+        drive has not had before may be slow already."""
+        return max(
+            (
+                speed
+                for other, speed in self._best.items()
+                if other[2] == kind[2] and all(abs(other[at] - kind[at]) <= 1 for at in (0, 1))
+            ),
+            default=0.0,
+        )
 
     def _begin_anew(self) -> None:
         self._busy_s, self._work_bytes, self._reads, self._calls = 0.0, 0, 0, 0
