@@ -52,9 +52,9 @@ def test_other_reads_are_not_compared() -> None:
 def test_slow_from_the_first_read_of_its_kind() -> None:
     """Calls become half as large at the moment in which the drive becomes slow."""
     drive = Trial()
-    assert all(drive.read(0.05, count=16) for _ in range(20))
-    drive.read(0.25, count=8)
-    assert [drive.read(1.0, count=8) for _ in range(3)][2] is False
+    assert all(drive.read(0.25, count=80) for _ in range(10))
+    drive.read(0.75, count=40)
+    assert [drive.read(2.5, count=40) for _ in range(2)][1] is False
 
 
 def test_on_trial_one_read_tells() -> None:
