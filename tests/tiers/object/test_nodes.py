@@ -243,6 +243,25 @@ def test_manifests_merged_after_the_bucket_was_emptied(bucket: Any, node: OpenNo
     assert second.read(4) is Outcome.OK
 
 
+def test_an_upload_that_arrived_although_it_failed_is_collected(
+    bucket: Any, node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = node()
+    create = first.bucket.create
+
+    def arrives_unanswered(path: str, body: Any) -> None:
+        create(path, body)
+        raise BucketError("no answer")
+
+    monkeypatch.setattr(first.bucket, "create", arrives_unanswered)
+    with pytest.raises(AssertionError):
+        first.put([1])
+    monkeypatch.undo()
+    assert paths_of(bucket, "data/")
+    pass_time([first], 2 * GRACE_S)
+    assert not paths_of(bucket, "data/")
+
+
 def test_half_an_object_is_a_miss(bucket: Any, node: OpenNode) -> None:
     first = node()
     first.put(range(4))

@@ -163,7 +163,11 @@ class ObjectTier:
             row["page"], row["payload"], row["sequence"] = at // PAGE, payload_bytes, sequence
             at += len(image)
         path = f"{DATA}{self._contents.writer}/{number:012x}"
-        self._bucket.create(path, images)
+        try:
+            self._bucket.create(path, images)
+        except BucketError:
+            self.upkeep.trash.add([path])  # it may have arrived all the same
+            raise
         listing = Listing(path, at, int(self._clocks.wall.now()), records, tokens)
         added = self._contents.add(listing, self._contents.writer, appended=True)
         if added is None:
