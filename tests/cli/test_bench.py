@@ -183,6 +183,14 @@ def test_object_rows_over_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
+def test_object_of_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("obstore", reason="the extra s3 is not installed")
+    asked = ["--url", "s3://none/x", "--endpoint", "http://127.0.0.1:9", "--region", "r"]
+    assert main(["bench", "object", *asked, *TINY]) == 2
+    said = capsys.readouterr().err
+    assert "error: object.url" in said and "hint: " in said
+
+
 def test_object_needs_an_address(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "object"])

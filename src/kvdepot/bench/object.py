@@ -23,7 +23,7 @@ from kvdepot.core.config import ObjectConfig, load
 from kvdepot.errors import ConfigError, StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.tiers.object.bucket import Bucket, open_bucket
+from kvdepot.tiers.object.bucket import Bucket, BucketError, open_bucket
 
 _PREFIX_BLOCKS: Final = 512
 _PREFIX_BLOCK_BYTES: Final = 128 << 10
@@ -117,10 +117,15 @@ class ObjectPlan:
         """A section for a new prefix below the one that is given; it is emptied afterwards."""
         url = f"{str(self.section['url']).rstrip('/')}/bench-{secrets.token_hex(4)}"
         section = {**self.section, "url": url, "capacity": capacity}
+        bucket = open_bucket(config_of(section))
+        try:
+            bucket.list_all("")
+        except BucketError as error:
+            hint = "the bucket must be there, and --profile or the environment may write to it"
+            raise ConfigError("object.url", f"{bucket.label}: {error.reason}", hint=hint) from None
         try:
             yield section
         finally:
-            bucket = open_bucket(config_of(section))
             paths = [one.path for one in bucket.list_all("")]
             if paths:
                 bucket.delete(paths)
