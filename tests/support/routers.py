@@ -42,6 +42,7 @@ class EventFollower:
         self.subscriber.connect(endpoint)
         self.subscriber.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._replay = replay
+        self.told_anew = False
         self.blocks: dict[str, dict[int, tuple[int | None, tuple[int, ...]]]] = {}
         """Medium to hash to the parent's hash and the token ids."""
         self.topics: set[str] = set()
@@ -85,10 +86,14 @@ class EventFollower:
                 case {"type": "BlockStored"}:
                     self._stored(event)
                 case {"type": "BlockRemoved"}:
+                    known = self.blocks.setdefault(event["medium"], {})
                     for digest in event["block_hashes"]:
-                        del self.blocks[event["medium"]][digest]
+                        # What it came too late for it may not know, until all is told anew.
+                        assert digest in known or not self.told_anew
+                        known.pop(digest, None)
                 case {"type": "AllBlocksCleared"}:
                     self.blocks.clear()
+                    self.told_anew = True
 
     def _stored(self, event: dict[str, Any]) -> None:
         parent, size, ids = event["parent_block_hash"], event["block_size"], event["token_ids"]
