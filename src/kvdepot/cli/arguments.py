@@ -1,7 +1,8 @@
 """Options and values that several commands take: counts, sizes, times, settings of a store."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar, cast
@@ -96,15 +97,20 @@ def socket_path(args: argparse.Namespace) -> Path:
     return runtime_folder(args.env) / SYSTEM_SOCKET.name
 
 
-def open_daemon(args: argparse.Namespace) -> Depot:
+@contextmanager
+def open_daemon(args: argparse.Namespace) -> Iterator[Depot]:
     """The store of the daemon that `add_daemon`'s options name; unnamed, this user's daemon or,
-    where there is none, the machine's.
+    where there is none, the machine's. Closed without waiting for what others have put.
     """
     path = socket_path(args)
     named = args.socket is not None or args.env.get(SOCKET_ENV)
     if not named and not path.exists() and SYSTEM_SOCKET.exists():
         path = SYSTEM_SOCKET
-    return kvdepot.open(f"unix:{path}", daemon_user=args.daemon_user)
+    store = kvdepot.open(f"unix:{path}", daemon_user=args.daemon_user)
+    try:
+        yield store
+    finally:
+        store.close(timeout_s=0.0)
 
 
 def add_store_settings(parser: argparse.ArgumentParser) -> None:

@@ -33,16 +33,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    store = open_daemon(args)
-    try:
+    with open_daemon(args) as store:
         store.record(args.file)
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 watch(store, args.seconds)
         finally:
             requests = store.stop_recording()
-    finally:
-        store.close(timeout_s=0.0)  # what others have put need not be on disk for us
     if args.json:
         output.document({"file": str(args.file), "requests": requests})
     else:

@@ -121,11 +121,8 @@ def run(args: argparse.Namespace) -> int:
         "export": export,
         "import": take_in,
     }
-    store = open_daemon(args)
-    try:
+    with open_daemon(args) as store:
         return verbs[args.verb](store, args)
-    finally:
-        store.close(timeout_s=0.0)  # what others have put need not be on disk for us
 
 
 def show_all(store: Depot, args: argparse.Namespace) -> int:

@@ -41,11 +41,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    store = open_daemon(args)
-    try:
+    with open_daemon(args) as store:
         stats = answered(store.stats())
-    finally:
-        store.close(timeout_s=0.0)
     if args.prometheus:
         output.data(render(stats).rstrip())
     elif args.json:

@@ -67,11 +67,8 @@ def run(args: argparse.Namespace) -> int:
         "resize": resize,
         "mode": set_mode,
     }
-    store = open_daemon(args)
-    try:
+    with open_daemon(args) as store:
         return verbs[args.verb](store, args)
-    finally:
-        store.close(timeout_s=0.0)  # what others have put need not be on disk for us
 
 
 def show(store: Depot, args: argparse.Namespace) -> int:

@@ -30,13 +30,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    store = open_daemon(args)
-    try:
-        watch(store, args)
-    except KeyboardInterrupt:
-        output.say("")  # the shell's prompt begins a line
-    finally:
-        store.close(timeout_s=0.0)
+    with open_daemon(args) as store:
+        try:
+            watch(store, args)
+        except KeyboardInterrupt:
+            output.say("")  # the shell's prompt begins a line
     return 0
 
 

@@ -118,7 +118,8 @@ def first_page(path: Path) -> bytes:
 def look_at_daemon(args: argparse.Namespace) -> UpgradeFinding:
     what = f"daemon at {socket_path(args)}"
     try:
-        store = open_daemon(args)
+        with open_daemon(args) as store:
+            facts = store.stats().get("daemon", {})
     except DaemonError as error:
         if "speaks" in str(error):
             todo = "stop engines and daemon, upgrade both, start the daemon first"
@@ -127,10 +128,6 @@ def look_at_daemon(args: argparse.Namespace) -> UpgradeFinding:
     except (WireError, OSError) as error:
         todo = "look at the daemon's log"
         return UpgradeFinding(what, "stop", f"does not answer as a daemon: {error}", todo)
-    try:
-        facts = store.stats().get("daemon", {})
-    finally:
-        store.close(timeout_s=0.0)
     engines = max(0, len(facts.get("sessions", ())) - 1)  # less this command
     reason = f"version {facts.get('version', '?')}, protocol {facts.get('protocol', '?')}, "
     reason += f"{format_count(engines, 'client')} attached"

@@ -55,6 +55,15 @@ class Secret(Enum):
     HIDDEN = "hidden"
 
 
+def load_settings(cls: type[T], given: Mapping[str, Any], setting: str) -> T:
+    """A `cls` from what an engine was given as `setting`, which errors name."""
+    try:
+        return load_tree(cls, prefix="", env={}, overrides=given)
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{error.path}: ")
+        raise ConfigError(f"{setting}.{error.path}", reason, hint=error.hint) from error
+
+
 def load_tree(
     cls: type[T],
     path: Path | str | None = None,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import kvdepot
@@ -18,13 +17,12 @@ from kvdepot.core.config import (
     TenantConfig,
     WritebackConfig,
 )
-from kvdepot.core.config_loader import load_tree
+from kvdepot.core.config_loader import load_settings
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError
 
 SETTING: Final = "hicache-storage-backend-extra-config"
 _OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")
-_NO_ENV: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +107,7 @@ class HiCacheSettings:
 def read(extra: Mapping[str, Any]) -> HiCacheSettings:
     """The settings in `extra`. A ConfigError names the setting and what is wrong with it."""
     ours = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
-    try:
-        settings = load_tree(HiCacheSettings, prefix="", env=_NO_ENV, overrides=ours)
-    except ConfigError as error:
-        reason = str(error).removeprefix(f"{error.path}: ")
-        raise ConfigError(f"{SETTING}.{error.path}", reason, hint=error.hint) from error
+    settings = load_settings(HiCacheSettings, ours, SETTING)
     if settings.prefix_chain and not extra.get("interface_v1"):
         raise ConfigError(
             f"{SETTING}.prefix_chain",

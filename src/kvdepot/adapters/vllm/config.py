@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from kvdepot.core.config import (
@@ -18,11 +17,10 @@ from kvdepot.core.config import (
     TenantConfig,
     WritebackConfig,
 )
-from kvdepot.core.config_loader import load_tree
+from kvdepot.core.config_loader import load_settings
 from kvdepot.errors import ConfigError
 
 SETTING: Final = "kv_connector_extra_config"
-_NO_ENV: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +134,4 @@ class ConnectorConfig:
 
 def read(extra: Mapping[str, Any]) -> ConnectorConfig:
     """The settings in `extra`. A ConfigError names the setting and what is wrong with it."""
-    try:
-        return load_tree(ConnectorConfig, prefix="", env=_NO_ENV, overrides=extra)
-    except ConfigError as error:
-        reason = str(error).removeprefix(f"{error.path}: ")
-        raise ConfigError(f"{SETTING}.{error.path}", reason, hint=error.hint) from error
+    return load_settings(ConnectorConfig, extra, SETTING)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from kvdepot.core.config import (
@@ -16,11 +15,10 @@ from kvdepot.core.config import (
     TenantConfig,
     WritebackConfig,
 )
-from kvdepot.core.config_loader import load_tree
+from kvdepot.core.config_loader import load_settings
 from kvdepot.errors import ConfigError
 
 SETTING: Final = "secondary_tiers.KVDepotTier"
-_NO_ENV: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +104,4 @@ class TierSettings:
 def read(settings: Mapping[str, Any]) -> TierSettings:
     """The settings of one tier. A ConfigError names the setting and what is wrong with it."""
     given = {name: value for name, value in settings.items() if value is not None}
-    try:
-        return load_tree(TierSettings, prefix="", env=_NO_ENV, overrides=given)
-    except ConfigError as error:
-        reason = str(error).removeprefix(f"{error.path}: ")
-        raise ConfigError(f"{SETTING}.{error.path}", reason, hint=error.hint) from error
+    return load_settings(TierSettings, given, SETTING)

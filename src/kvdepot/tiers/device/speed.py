@@ -93,7 +93,6 @@ class Gauge:
         self._lock = threading.Lock()
         self.running = 0
         """Calls that wait for reads of the drive now."""
-        """Calls under way."""
         self._peak = 0
         self._began_s = 0.0
         self._busy_s = 0.0
