@@ -28,7 +28,9 @@ CPU: decoder architectures that vLLM has, with random weights and few, narrow la
 that their default configurations have. Another model of the same architecture has other sizes, and
 may have other kinds. What cannot be served is refused when vLLM starts, with the reason
 ([vLLM](guides/vllm.md)). A call tries what has no result yet; it may take several, and retries are
-by name. {counts}.
+by name. {counts}. The rows come from several calls, between which the script's weights and
+configurations changed; an architecture without a row was not tried with the last ones. Most that
+were not run have no configuration class here, so no engine was started.
 
 **Served**: a prompt of 500 tokens came back from memory after vLLM had forgotten it, with as many
 cached tokens as vLLM's own prefix hit, the same tokens, and log-probabilities within 0.001.
