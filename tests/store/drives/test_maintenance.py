@@ -373,7 +373,8 @@ class TestSmallerWhileLeased:
             for lease in leases:
                 lease.release()
             until(lambda: len(list((tmp_path / "a").glob("segment-*"))) <= 16)
-            assert drive(store, 0)["segments"] + drive(store, 0)["free_segments"] <= 16
+            shrunk = drive(store, 0)  # once: a segment may become free between two looks
+            assert shrunk["segments"] + shrunk["free_segments"] <= 16
             assert store.check().ok
         with kvdepot.open(**{**tree, "ssd": {**tree["ssd"], "capacity": "4MiB"}}) as store:
             space_of(store)
