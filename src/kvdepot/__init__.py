@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvdepot.store.metrics import metrics
     from kvdepot.store.store import Store
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BadBufferError",
     "BlockKey",

@@ -13,6 +13,7 @@ from kvdepot.codec.segment import FORMAT, Superblock
 from kvdepot.native import checksum
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import small
+from kvdepot.wire.versions import SpokenVersions
 
 Seen = pytest.CaptureFixture[str]
 
@@ -87,7 +88,8 @@ def test_a_daemon_of_another_protocol_stops_it(
     tmp_path: Path, capsys: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DaemonProcess(tmp_path, small(tmp_path / "kv")):
-        monkeypatch.setattr("kvdepot.client.connections.PROTOCOL", 60_000)
+        future = SpokenVersions(60_000, 60_001, 1, 1)
+        monkeypatch.setattr("kvdepot.client.connections._SPOKEN", future)
         status, found = checked(capsys, tmp_path)
     assert status == 1
     assert "the daemon speaks protocol" in found["daemon"]["found"]

@@ -14,6 +14,7 @@ from kvdepot.server.client_holdings import ClientHoldings, ClientLimits, ServerC
 from kvdepot.store.mapped import BlockSize
 from kvdepot.store.store import Store
 from kvdepot.wire.frames import Channel, Peer
+from kvdepot.wire.versions import PROTOCOL
 
 SIZE = BlockSize(4096, 4096)
 LIMITS = ClientLimits(namespaces=3)
@@ -35,7 +36,7 @@ def tag(number: int) -> bytes:
 def test_a_client_may_register_so_many_namespaces(store: Store) -> None:
     mapped, counters = store.mapped(), ServerCounters()
     peer = Peer(os.getpid(), os.getuid(), os.getgid())
-    one, two = (ClientHoldings(mapped, LIMITS, counters, peer) for _ in range(2))
+    one, two = (ClientHoldings(mapped, LIMITS, counters, peer, PROTOCOL) for _ in range(2))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = Channel(ours)
     assert one.join(channel)

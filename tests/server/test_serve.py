@@ -31,7 +31,7 @@ from kvdepot.testing.store_contract import (
     space_of,
     tiers,
 )
-from kvdepot.wire.frames import PROTOCOL
+from kvdepot.wire.versions import PROTOCOL, SpokenVersions
 
 TINY = ["--set", "dram.capacity=2MiB", "--set", "dram.prefault=false"]
 
@@ -165,8 +165,9 @@ def test_a_client_of_another_version_names_both(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kvdepot.open(daemon.address) as store:
-        monkeypatch.setattr(connections, "PROTOCOL", 77)
-        with pytest.raises(DaemonError, match=rf"protocol {PROTOCOL},.*protocol 77") as caught:
+        monkeypatch.setattr(connections, "_SPOKEN", SpokenVersions(77, 78, 1, 1))
+        spoken = rf"protocol \d to {PROTOCOL},.*protocol 77 to 78,"
+        with pytest.raises(DaemonError, match=spoken) as caught:
             kvdepot.open(daemon.address)
         assert "same version" in caught.value.hint
         daemon.kill()

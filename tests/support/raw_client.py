@@ -7,8 +7,9 @@ from types import TracebackType
 
 from kvdepot.codec.record import VERSION as RECORD_VERSION
 from kvdepot.core.namespace import FORMAT_VERSION
-from kvdepot.wire.frames import FRAME_BYTES_MAX, PROTOCOL, Frame, FrameKind, pack, parse
+from kvdepot.wire.frames import FRAME_BYTES_MAX, Frame, FrameKind, pack, parse
 from kvdepot.wire.messages import MAGIC, NO_TOKEN, Hello
+from kvdepot.wire.versions import PROTOCOL
 
 TIMEOUT_S = 60.0
 
@@ -16,11 +17,12 @@ TIMEOUT_S = 60.0
 def hello(
     magic: bytes = MAGIC,
     protocol: int = PROTOCOL,
+    newest: int = 0,
     store_format: int = FORMAT_VERSION,
     record: int = RECORD_VERSION,
     token: bytes = NO_TOKEN,
 ) -> bytes:
-    return Hello(magic, protocol, store_format, record, 0, os.getpid(), token).body()
+    return Hello(magic, protocol, store_format, record, newest, os.getpid(), token).body()
 
 
 class RawClient:

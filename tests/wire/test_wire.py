@@ -25,9 +25,9 @@ from kvdepot.wire.frames import (
 )
 
 FORMS = [
-    messages.Hello(messages.MAGIC, 1, 2, 3, 0, 4, bytes(range(16))),
+    messages.Hello(messages.MAGIC, 5, 2, 3, 6, 4, bytes(range(16))),
     messages.Welcome(
-        bytes(16), b"i" * 16, 1, 256, 2.0, 0.25, 1 << 40, 1 << 41, 1 << 26, True, False
+        bytes(16), b"i" * 16, 1, 256, 2.0, 0.25, 1 << 40, 1 << 41, 1 << 26, True, False, 6
     ),
     messages.Deliver(7, 1, 2, True, 0.5),
     messages.Fetch(1, 2, True, 0.5),

@@ -26,7 +26,7 @@ from kvdepot.errors import ConfigError, ExtraMissingError
 from kvdepot.server.client_holdings import ClientLimits
 from kvdepot.server.daemon import Daemon
 from kvdepot.server.listener import Listener
-from kvdepot.wire.frames import PROTOCOL
+from kvdepot.wire.versions import PROTOCOL
 
 if TYPE_CHECKING:
     from kvdepot.server.http.service import HttpService

@@ -18,7 +18,7 @@ from kvdepot.core import config
 from kvdepot.core.config import PAGE_BYTES
 from kvdepot.core.units import format_count
 from kvdepot.errors import ConfigError, DaemonError, WireError
-from kvdepot.wire.frames import PROTOCOL
+from kvdepot.wire.versions import PROTOCOL, PROTOCOL_OLDEST
 
 Verdict = Literal["ok", "note", "stop"]
 HEADS: Final = ("what", "", "found", "what to do")
@@ -56,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
     ready = all(one.verdict != "stop" for one in findings)
     if args.json:
         facts = {"version": kvdepot.__version__, "format": FORMAT, "protocol": PROTOCOL}
+        facts["protocol_oldest"] = PROTOCOL_OLDEST
         output.document({"ok": ready, **facts, "findings": findings})
         return 0 if ready else 1
-    output.say(f"kvdepot {kvdepot.__version__}: store format {FORMAT}, protocol {PROTOCOL}")
+    spoken = f"protocols {PROTOCOL_OLDEST} to {PROTOCOL}"
+    output.say(f"kvdepot {kvdepot.__version__}: store format {FORMAT}, {spoken}")
     output.data(
         Table(HEADS, [(one.what, one.verdict, one.found, one.todo) for one in findings]).text()
     )
@@ -128,8 +130,12 @@ def look_at_daemon(args: argparse.Namespace) -> UpgradeFinding:
     except (WireError, OSError) as error:
         todo = "look at the daemon's log"
         return UpgradeFinding(what, "stop", f"does not answer as a daemon: {error}", todo)
+    theirs = int(facts.get("protocol", PROTOCOL_OLDEST))
     engines = max(0, len(facts.get("sessions", ())) - 1)  # less this command
-    reason = f"version {facts.get('version', '?')}, protocol {facts.get('protocol', '?')}, "
+    reason = f"version {facts.get('version', '?')}, protocol {theirs}, "
     reason += f"{format_count(engines, 'client')} attached"
     todo = "restart it when it suits; clients attach again by themselves"
+    if theirs != PROTOCOL:
+        reason += f"; it and this version agree on protocol {min(theirs, PROTOCOL)}"
+        todo += ". Either side may be first, and may go back"
     return UpgradeFinding(what, "ok", reason, todo)

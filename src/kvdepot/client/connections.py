@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -26,7 +27,14 @@ from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.errors import ConfigError, DaemonError, WireError
 from kvdepot.tiers.memory.memory import Memory
 from kvdepot.wire import messages
-from kvdepot.wire.frames import PROTOCOL, Channel, Flag, Frame, FrameKind
+from kvdepot.wire.frames import Channel, Flag, Frame, FrameKind
+from kvdepot.wire.versions import (
+    PROTOCOL,
+    PROTOCOL_OLDEST,
+    REFUSED_FOR_VERSIONS,
+    SINCE,
+    SpokenVersions,
+)
 
 HELLO_TIMEOUT_S: Final = 2.0
 ROOT: Final = 0
@@ -39,6 +47,7 @@ _SHARE: Final = 10
 """An attempt to attach that took long is followed by a pause this many times as long."""
 _SERIALS: Final = 1 << 32
 _UNANSWERED: Final = (FrameKind.RELEASE, FrameKind.ABANDON, FrameKind.CANCEL_HINT)
+_SPOKEN: Final = SpokenVersions(PROTOCOL_OLDEST, PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
 _log: Final = RateLimitedLog("kvdepot.client")
 
 
@@ -49,8 +58,9 @@ class DaemonAwayError(Exception):
 class Link:
     """One connection: a request, and its answers, at a time. For one thread at a time."""
 
-    def __init__(self, channel: Channel, welcome: messages.Welcome) -> None:
+    def __init__(self, path: str, channel: Channel, welcome: messages.Welcome) -> None:
         self.welcome = welcome
+        self._path = path
         self.waiting = 0
         """Requests whose last answer has not been received."""
         self._channel = channel
@@ -61,7 +71,12 @@ class Link:
         return self.answer(self.send(kind, body, flags), limit_s)
 
     def send(self, kind: FrameKind, body: bytes = b"", flags: int = 0) -> int:
-        """Send a request. Returns its serial, for `answer`."""
+        """Send a request. Returns its serial, for `answer`.
+
+        DaemonError for one that came after the protocol that was agreed on.
+        """
+        if SINCE.get(kind, 0) > self.welcome.protocol:
+            raise self._too_new(kind)
         self._serial = (self._serial + 1) % _SERIALS
         try:
             self._channel.send(kind, self._serial, body, flags)
@@ -110,6 +125,14 @@ class Link:
 
     def close(self) -> None:
         self._channel.close()
+
+    def _too_new(self, kind: FrameKind) -> DaemonError:
+        spoken = f"the daemon speaks protocol {self.welcome.protocol}"
+        return DaemonError(
+            self._path,
+            f"{spoken}; {kind.name} came with {SINCE[kind]}",
+            hint="upgrade the daemon and restart it; clients attach again by themselves",
+        )
 
 
 def expect(frame: Frame, kind: FrameKind) -> Frame:
@@ -472,7 +495,13 @@ def _check_trusted(path: str, uid: int, daemon_uid: int) -> None:
 
 def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
     hello = messages.Hello(
-        messages.MAGIC, PROTOCOL, FORMAT_VERSION, RECORD_VERSION, 0, os.getpid(), token
+        messages.MAGIC,
+        _SPOKEN.oldest,
+        _SPOKEN.format,
+        _SPOKEN.record,
+        _SPOKEN.newest,
+        os.getpid(),
+        token,
     )
     channel.send(FrameKind.HELLO, 0, hello.body())
     frame, descriptors = channel.receive_with(HELLO_TIMEOUT_S)
@@ -482,7 +511,7 @@ def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
         for fd in descriptors:
             os.close(fd)
         raise
-    return Link(channel, welcome), descriptors
+    return Link(path, channel, welcome), descriptors
 
 
 def _welcome(path: str, frame: Frame | None, files: int, *, is_new: bool) -> messages.Welcome:
@@ -496,20 +525,23 @@ def _welcome(path: str, frame: Frame | None, files: int, *, is_new: bool) -> mes
     expected = 0 if not is_new else 3 if welcome.cxl_bytes else 2
     if files != expected:
         raise WireError(f"{files} descriptors instead of {expected}")
+    if not welcome.protocol:
+        return replace(welcome, protocol=_SPOKEN.oldest)
+    if not _SPOKEN.oldest <= welcome.protocol <= _SPOKEN.newest:
+        raise WireError(f"protocol {welcome.protocol}, which was not offered")
     return welcome
 
 
 def _refused(path: str, frame: Frame) -> DaemonError:
     said = _json_of(frame)
-    ours = messages.versions(PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
-    theirs = said.get("daemon", "")
-    if theirs and theirs != ours:
+    reason = str(said.get("reason", "no reason given"))
+    if reason.startswith(REFUSED_FOR_VERSIONS):
         return DaemonError(
             path,
-            f"the daemon speaks {theirs}; this client speaks {ours}",
+            f"the daemon speaks {said.get('daemon')}; this client speaks {_SPOKEN}",
             hint="install the same version of kvdepot on both sides, and restart the daemon",
         )
-    return DaemonError(path, f"the daemon refused: {said.get('reason', 'no reason given')}")
+    return DaemonError(path, f"the daemon refused: {reason}")
 
 
 def _refusal_of(frame: Frame) -> ConfigError:

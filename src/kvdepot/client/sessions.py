@@ -82,5 +82,5 @@ class RemoteSessions(DepotSessions):
             raise DaemonError(
                 self._daemon.path,
                 f"the daemon did not answer: {error}",
-                hint="see its log; a daemon of an older version knows no such call",
+                hint="see its log",
             ) from error

@@ -85,10 +85,17 @@ class ClientHoldings:
     """One client. Thread-safe."""
 
     def __init__(
-        self, mapped: MappedStore, limits: ClientLimits, counters: ServerCounters, peer: Peer
+        self,
+        mapped: MappedStore,
+        limits: ClientLimits,
+        counters: ServerCounters,
+        peer: Peer,
+        protocol: int,
     ) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.peer = peer
+        self.protocol = protocol
+        """What was agreed on with it."""
         self._mapped = mapped
         self._limits = limits
         self._counters = counters
@@ -270,6 +277,7 @@ class ClientHoldings:
             return {
                 "pid": self.peer.pid,
                 "uid": self.peer.uid,
+                "protocol": self.protocol,
                 "connections": len(self._channels),
                 "leases": len(self._holds),
                 "leased": sum(len(hold.rows) for hold in self._holds.values()),

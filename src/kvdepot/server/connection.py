@@ -16,8 +16,13 @@ from kvdepot.errors import StoreClosedError, WireError
 from kvdepot.server.client_holdings import HELLO_TIMEOUT_S, LINGER_S, ClientHoldings
 from kvdepot.server.requests import ClientGoneError, RequestHandler
 from kvdepot.wire import messages
-from kvdepot.wire.frames import PROTOCOL, Channel, Frame, FrameKind
-from kvdepot.wire.messages import versions
+from kvdepot.wire.frames import Channel, Frame, FrameKind
+from kvdepot.wire.versions import (
+    PROTOCOL,
+    PROTOCOL_OLDEST,
+    REFUSED_FOR_VERSIONS,
+    SpokenVersions,
+)
 
 if TYPE_CHECKING:
     from kvdepot.server.daemon import Daemon
@@ -37,6 +42,7 @@ QUICK: Final = frozenset(
 _STAY_S: Final = 0.02
 """A thread that has served a request waits this long for the next, before the loop takes over."""
 _BROKEN: Final = (OSError, ClientGoneError, StoreClosedError)
+_SPOKEN: Final = SpokenVersions(PROTOCOL_OLDEST, PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
 _log: Final = RateLimitedLog("kvdepot.server")
 
 
@@ -133,17 +139,20 @@ class Connection:
         hello = messages.Hello.parse(frame.body)
         if hello.magic != messages.MAGIC:
             raise WireError("a HELLO of another protocol")
-        theirs = (hello.protocol, hello.format, hello.record)
-        if theirs != (PROTOCOL, FORMAT_VERSION, RECORD_VERSION):
-            self._refuse(frame.serial, f"the client speaks {versions(*theirs)}")
+        newest = hello.newest or hello.oldest
+        theirs = SpokenVersions(hello.oldest, newest, hello.format, hello.record)
+        protocol = _SPOKEN.common(theirs)
+        if not protocol:
+            self._refuse(frame.serial, f"{REFUSED_FOR_VERSIONS}{theirs}", _SPOKEN)
             return None
         daemon = self._daemon
         if not daemon.admits(self.channel):
-            self._refuse(frame.serial, f"user {self.channel.peer().uid} may not use it")
+            self._refuse(frame.serial, f"user {self.channel.peer().uid} may not use it", theirs)
             return None
-        client = daemon.join_client(hello.token, self.channel)
+        client = daemon.join_client(hello.token, self.channel, protocol)
         if client is None:
-            self._refuse(frame.serial, "there are too many clients, or the session is over")
+            reason = "there are too many clients, or the session is over"
+            self._refuse(frame.serial, reason, theirs)
             return None
         self._client = client
         is_new = hello.token == messages.NO_TOKEN
@@ -154,11 +163,11 @@ class Connection:
             self.channel, client, daemon.store, daemon.mapped, daemon.config, daemon.describe
         )
 
-    def _refuse(self, serial: int, reason: str) -> None:
+    def _refuse(self, serial: int, reason: str, spoken: SpokenVersions) -> None:
+        """Clients of protocol 5 take any other `spoken` than their own for the reason."""
         self._daemon.counters.count("refused")
         _log.warning("client refused: process %d: %s", self._pid, reason)
-        ours = versions(PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
-        refusal = {"reason": reason, "daemon": ours, "pid": os.getpid()}
+        refusal = {"reason": reason, "daemon": str(spoken), "pid": os.getpid()}
         self.channel.send(FrameKind.REFUSED, serial, json.dumps(refusal).encode())
 
     def _welcome(self, serial: int, client: ClientHoldings, *, is_new: bool) -> None:
@@ -176,6 +185,7 @@ class Connection:
             staging_bytes=staging_bytes,
             verify=config.dram.verify,
             prefault=config.dram.prefault,
+            protocol=client.protocol,
         ).body()
         if is_new:
             self.channel.send_with(mapped.descriptors, FrameKind.WELCOME, serial, body)

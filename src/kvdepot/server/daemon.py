@@ -26,8 +26,9 @@ from kvdepot.server.connection import Connection
 from kvdepot.server.listener import Listener
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.wire.frames import PROTOCOL, Channel
+from kvdepot.wire.frames import Channel
 from kvdepot.wire.messages import NO_TOKEN
+from kvdepot.wire.versions import PROTOCOL
 
 _SWITCH_S: Final = 0.00005
 """How long a thread may keep the interpreter while another wants it. A lookup takes less; with the
@@ -123,14 +124,16 @@ class Daemon:
         os.close(self._wake)
         return report
 
-    def join_client(self, token: bytes, channel: Channel) -> ClientHoldings | None:
+    def join_client(self, token: bytes, channel: Channel, protocol: int) -> ClientHoldings | None:
         """The client that a new connection belongs to; made if it asks for a new session."""
         with self._changed:
             client = self._clients.get(token)
             if client is not None and client.peer.uid != channel.peer().uid:
                 return None
             if token == NO_TOKEN and len(self._clients) < self.limits.clients:
-                client = ClientHoldings(self.mapped, self.limits, self.counters, channel.peer())
+                client = ClientHoldings(
+                    self.mapped, self.limits, self.counters, channel.peer(), protocol
+                )
                 self._clients[client.token] = client
                 self.counters.count("sessions")
         return client if client is not None and client.join(channel) else None

@@ -21,6 +21,7 @@ from kvdepot.store.sessions.known import checked_name
 from kvdepot.store.store import Store
 from kvdepot.wire import messages
 from kvdepot.wire.frames import Channel, Flag, Frame, FrameKind
+from kvdepot.wire.versions import answers_for, tiers_for
 
 _BUSY: Final = ANSWERS.index(Got(None, "busy"))
 _HINT_WAIT_S_MAX: Final = 10.0
@@ -131,7 +132,7 @@ class RequestHandler:
 
     def _match(self, frame: Frame) -> None:
         tiers = self._mapped.match(messages.key_words(bytes(frame.body)))
-        self._channel.send(FrameKind.TIERS, frame.serial, tiers)
+        self._channel.send(FrameKind.TIERS, frame.serial, tiers_for(self._client.protocol, tiers))
 
     def _lease(self, frame: Frame) -> None:
         number, hold = self._client.lease(messages.key_words(bytes(frame.body)))
@@ -213,7 +214,8 @@ class RequestHandler:
             raise WireError(f"{answer.kind.name} instead of TAKEN")
 
     def _done(self, frame: Frame, number: int, answers: bytes) -> None:
-        self._channel.send(FrameKind.DONE, frame.serial, messages.Number(number).body() + answers)
+        body = messages.Number(number).body() + answers_for(self._client.protocol, answers)
+        self._channel.send(FrameKind.DONE, frame.serial, body)
 
     def _reserve(self, frame: Frame) -> None:
         head, raw = messages.split(messages.Seconds, frame.body)

@@ -26,9 +26,6 @@ from typing import Final, NamedTuple
 
 from kvdepot.errors import WireError
 
-PROTOCOL: Final = 5
-"""Raised when a frame changes its meaning. Both sides must have the same."""
-
 FRAME_BYTES_MAX: Final = 64 << 10
 KEYS_MAX: Final = 1536
 """Keys in one frame; larger batches are several frames. Every answer about as many blocks fits."""

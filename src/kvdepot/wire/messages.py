@@ -70,16 +70,16 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Fixed):
-    """The first frame of every connection. This form never changes."""
+    """The first frame of every connection. This form never changes. See versions.py."""
 
     FORM = struct.Struct("<8sHHHHI16s")
     magic: bytes
-    protocol: int
+    oldest: int
+    """The oldest protocol that the client speaks."""
     format: int
-    """How keys and payloads are made: core.namespace.FORMAT_VERSION."""
     record: int
-    """What a slot looks like: codec.record.VERSION."""
-    zero: int
+    newest: int
+    """The newest protocol that the client speaks; 0 from clients that speak only one."""
     pid: int
     token: bytes
     """Of the session to join; NO_TOKEN for a new one."""
@@ -89,7 +89,7 @@ class Hello(Fixed):
 class Welcome(Fixed):
     """The daemon's answer: what a client must know. Descriptors come with it in a new session."""
 
-    FORM = struct.Struct("<16s16sIIddQQQBB6x")
+    FORM = struct.Struct("<16s16sIIddQQQBBH4x")
     token: bytes
     instance: bytes
     """Of this run of the daemon: what was put to another one may be gone."""
@@ -104,6 +104,8 @@ class Welcome(Fixed):
     staging_bytes: int
     verify: bool
     prefault: bool
+    protocol: int
+    """What is spoken from here on; 0: the oldest that the client offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +259,3 @@ def checked_text(raw: bytes, what: str) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise WireError(f"{what} that is no text") from error
-
-
-def versions(protocol: int, store_format: int, record: int) -> str:
-    """What must agree between client and daemon, for people."""
-    return f"protocol {protocol}, format {store_format}, record {record}"
