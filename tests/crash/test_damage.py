@@ -97,14 +97,14 @@ def test_a_flipped_bit_costs_at_most_the_block_it_hits(
     closed: Closed, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
-    for _ in range(60):
+    for _ in range(15):
         check_flip(closed, tmp_path, rng)
 
 
 @pytest.mark.slow
 def test_many_flipped_bits_one_at_a_time(closed: Closed, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    kinds = {check_flip(closed, tmp_path, rng) for _ in range(600)}
+    kinds = {check_flip(closed, tmp_path, rng) for _ in range(300)}
     assert kinds >= {"superblock", "header", "trailer", "footer", "block", "unused"}
 
 
@@ -121,7 +121,7 @@ def test_damage_at_rest(
     harm: Harm, closed: Closed, foreign: Closed, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
-    for _ in range(10):
+    for _ in range(4):
         path = closed.copy(tmp_path / "damaged")
         harm(path, rng, foreign.path)
         repaired = Path(shutil.copytree(path, tmp_path / "repaired"))
@@ -145,7 +145,7 @@ def test_damage_while_open(
     harm: Harm, closed: Closed, foreign: Closed, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
-    for _ in range(5):
+    for _ in range(3):
         path = closed.copy(tmp_path / "store")
         with open_store(path) as store:
             space = space_of(store)

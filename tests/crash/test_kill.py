@@ -22,7 +22,8 @@ from tests.support.phases import Phase
 pytestmark = pytest.mark.crash
 
 MOMENTS: tuple[Moment, ...] = ("before", "torn", "after", "without")
-QUICK_KILLS = 15
+QUICK_KILLS = 6
+KILLS = 15
 BIRTH = 3
 """Boundaries at which a store comes to be: its superblock, its first segment, that one's header."""
 WORKLOAD_SEED = 4
@@ -87,7 +88,7 @@ def test_kill_in_the_middle_of_demotion_and_promotion(
     whole = Plan(str(tmp_path / "whole"), WORKLOAD_SEED, FULL, below=mode)
     assert forks.run(whole) == 0
     boundaries = judge(whole).boundaries
-    chosen = random.Random(seed).sample(all_kills(boundaries), QUICK_KILLS)
+    chosen = random.Random(seed).sample(all_kills(boundaries), KILLS)
     plans = [
         replace(whole, folder=str(tmp_path / str(number)), boundary=at, moment=moment)
         for number, (at, moment) in enumerate(chosen)
@@ -105,13 +106,13 @@ def test_kill_in_the_middle_of_a_drain(forks: Children, tmp_path: Path, seed: in
     second = [(at, moment) for at, moment in all_kills(boundaries) if at > boundaries // 2]
     plans = [
         replace(whole, folder=str(tmp_path / str(number)), boundary=at, moment=moment)
-        for number, (at, moment) in enumerate(random.Random(seed).sample(second, QUICK_KILLS))
+        for number, (at, moment) in enumerate(random.Random(seed).sample(second, KILLS))
     ]
     killed = [kill(forks, plan) for plan in plans]
     assert sum(killed) >= 0.7 * len(plans)
 
 
-PHASE_KILLS = 6
+PHASE_KILLS = 4
 PHASE_PLANS: dict[Phase, dict[str, Any]] = {
     "promotion": {"segments": FULL, "below": "write-through"},
     "demotion": {"segments": FULL, "below": "write-back"},
@@ -147,6 +148,6 @@ def test_kill_in_the_middle_of_each_phase(
     assert killed >= PHASE_KILLS // 2
 
 
-@pytest.mark.parametrize("runs", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_kill_at_random_instants(forks: Children, tmp_path: Path, seed: int, runs: int) -> None:
     kill_at_random_instants(forks, tmp_path, seed, runs)

@@ -23,7 +23,7 @@ def cut(name: str, folder: Path, seed: int, cuts: int) -> Verdict:
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_power_cut(name: str, tmp_path: Path, seed: int) -> None:
-    cut(name, tmp_path, seed, 3 if name in SLOWER else 7)
+    cut(name, tmp_path, seed, 2 if name in SLOWER else 4)
 
 
 @pytest.mark.slow

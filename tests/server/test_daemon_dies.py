@@ -127,10 +127,12 @@ def test_a_daemon_that_dies_while_blocks_are_delivered(daemon: DaemonProcess) ->
 
 
 def test_a_daemon_that_hangs_costs_one_deadline_and_then_nothing(daemon: DaemonProcess) -> None:
-    with kvdepot.open(daemon.address, call_timeout="1s") as store:
+    reconnector = Reconnector(str(daemon.socket), SystemClock(), 30.0)
+    with RemoteStore(reconnector, {}) as store:
         keys = prompt(space_of(store), 1, 6)
         assert all(put(store, keys))
         daemon.pause()
+        reconnector.call_s = 0.3
         began = time.monotonic()
         assert len(store.match(keys)) == 0
         assert time.monotonic() - began < 30.0
@@ -147,11 +149,13 @@ def test_a_daemon_that_hangs_costs_one_deadline_and_then_nothing(daemon: DaemonP
 
 def test_a_hang_does_not_let_a_slot_be_used_by_two(daemon: DaemonProcess) -> None:
     """A client gives up on a daemon that hangs. What it was filling stays its own."""
-    with kvdepot.open(daemon.address, call_timeout="300ms") as store:
+    reconnector = Reconnector(str(daemon.socket), SystemClock(), 30.0)
+    with RemoteStore(reconnector, {}) as store:
         space = space_of(store)
         keys = prompt(space, 1, 6)
         slots = store.reserve(keys)
         daemon.pause()
+        reconnector.call_s = 0.3
         assert len(store.match(keys)) == 0
         daemon.resume()
         with kvdepot.open(daemon.address) as other:

@@ -13,7 +13,10 @@ from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.store.store import Store
 
 BLOCK = 16
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+NEW = 5
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
+LIKE_OTHERS = {"gpt2": pytest.mark.slow, "mistral": pytest.mark.slow}
+"""One has full attention in all its layers, the other a window in all."""
 CLOSE: dict[Any, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-4},
     torch.float16: {"rtol": 2e-2, "atol": 5e-2},
@@ -21,7 +24,7 @@ CLOSE: dict[Any, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=SERVED)
+@pytest.fixture(params=[pytest.param(kind, marks=LIKE_OTHERS.get(kind, ())) for kind in SERVED])
 def pair(request: pytest.FixtureRequest, memory: Store) -> Any:
     """A model and the same with a depot."""
     model = build(SERVED[request.param]())
@@ -146,7 +149,7 @@ def test_beams(pair: tuple[Any, DepotModel]) -> None:
 
 def test_several_samples_of_a_prompt(pair: tuple[Any, DepotModel]) -> None:
     model, depot_model = pair
-    call: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 24}
+    call: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 14}
     ids = tokens(70)
     for _ in range(2):
         torch.manual_seed(5)
@@ -198,7 +201,7 @@ def test_an_empty_cache_of_the_caller_is_filled(pair: tuple[Any, DepotModel]) ->
     for _ in range(2):
         cache = transformers.DynamicCache(config=model.config)
         assert torch.equal(depot_model.generate(ids, past_key_values=cache, **GREEDY), expected)
-        assert cache.get_seq_length() == 70 + 11
+        assert cache.get_seq_length() == 70 + NEW - 1
         depot_model.flush()
     assert computed(depot_model) == [70 - 64]
 
@@ -209,7 +212,7 @@ def test_prefill_in_chunks(pair: tuple[Any, DepotModel]) -> None:
 
 def test_settings_in_a_generation_config(pair: tuple[Any, DepotModel]) -> None:
     settings = transformers.GenerationConfig(
-        max_new_tokens=9, do_sample=False, prefill_chunk_size=20
+        max_new_tokens=NEW, do_sample=False, prefill_chunk_size=20
     )
     ask_twice(pair, inputs=tokens(75), generation_config=settings)
 

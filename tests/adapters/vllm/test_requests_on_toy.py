@@ -292,7 +292,7 @@ def test_many_requests_with_preemptions_aborts_and_faults(
     engine = open_engine(store, pages=30, settings=settings, split=Split(shards))
     files.add(Fault(Call.RUN_READ, Corrupt(at=4500), skip=20, times=3))
     files.add(Fault(Call.RUN_READ, Fail(errno.EIO), skip=40, times=3))
-    answer_at_random(engine, chance, 60, forgets=0.1)
+    answer_at_random(engine, chance, 30, forgets=0.1)
     assert store.stats()["leased"] == 0
     engine.close()
     assert open_store(dram=1 << 20).check().ok
