@@ -24,7 +24,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager  # type: ignore[import-no
 
 from kvdepot.adapters.vllm import config
 from kvdepot.adapters.vllm.groups import grain_tokens, layer_groups
-from kvdepot.adapters.vllm.identity import check_engine
+from kvdepot.adapters.vllm.identity import check_engine, drafts_ahead
 from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport, WorkerRank
 from kvdepot.adapters.vllm.metrics import COUNTERS, GAUGES, merged, summary
 from kvdepot.adapters.vllm.releases import EngineRelease, finish_step
@@ -120,6 +120,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             facts = EngineFacts(
                 chunk_tokens=engine.scheduler_config.max_num_batched_tokens,
                 shares_pages=bool(engine.cache_config.enable_prefix_caching),
+                drafts_ahead=drafts_ahead(engine),
             )
             self._part = ConnectorScheduler(settings, depot, facts, loads=loads, saves=saves)
         else:

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -78,6 +79,7 @@ def shard_facts(
     model = engine.model_config
     path = Path(model.model)
     weights, weights_folder = weights_of(engine, config.revision, SETTING)
+    draft, draft_folder = draft_of(engine, config.revision)
     facts = []
     alone = len(groups) == 1 and place.stages == 1
     for each in groups:
@@ -95,6 +97,8 @@ def shard_facts(
         groups=tuple(facts),
         grain=grain,
         saves_settle_at_once=groups[0].tensors.device.type == "cpu",
+        draft=draft,
+        draft_folder=draft_folder,
     )
 
 
@@ -133,7 +137,7 @@ def _namespaces(
     """For each group the namespaces of these shards, each given by its rank and their number."""
     weights = known_weights(facts, config)
     if not weights:
-        raise ModelError(f"the weights are not known: {_digest(facts, config).reason}")
+        raise ModelError(f"the weights are not known: {_reason(facts, config)}")
     tenant = config.tenants.get(config.tenant)
     secret = tenant.secret() if tenant is not None else b""
     model = fingerprint({"config": facts.config}, weights)
@@ -198,12 +202,27 @@ def _check_alike(one: object, other: object, names: Iterable[str]) -> None:
 
 
 def known_weights(facts: ShardFacts, config: ConnectorConfig) -> str:
-    """What names the weights; empty as long as they are being read. Does not wait."""
-    return facts.weights or _digest(facts, config).known()
+    """What names the weights, the draft model's too; empty as long as they are being read. Does
+    not wait."""
+    weights = facts.weights or _digest(facts, config).known()
+    if not facts.draft or not weights:
+        return weights
+    drafted = "" if not facts.draft_folder else _draft_digest(facts, config).known()
+    return f"{weights}, {facts.draft} {drafted}" if drafted or not facts.draft_folder else ""
 
 
 def _digest(facts: ShardFacts, config: ConnectorConfig) -> WeightsDigest:
     return digest_of(Path(facts.weights_folder), config.weights.expanduser())
+
+
+def _draft_digest(facts: ShardFacts, config: ConnectorConfig) -> WeightsDigest:
+    return digest_of(Path(facts.draft_folder), config.weights.expanduser())
+
+
+def _reason(facts: ShardFacts, config: ConnectorConfig) -> str:
+    """Why the weights are not known."""
+    own = "" if facts.weights else _digest(facts, config).reason
+    return own or _draft_digest(facts, config).reason
 
 
 def adapter_of(lora: Any, loaded: Mapping[int, str]) -> str:
@@ -238,6 +257,31 @@ def weights_of(engine: Any, revision: str, setting: str) -> tuple[str, str]:
             hint='set it to whatever names them, such as "2026-11-01"',
         )
     return f"commit {commit}", ""
+
+
+def draft_of(engine: Any, revision: str) -> tuple[str, str]:
+    """What the KV of draft-model layers (EAGLE, MTP, a smaller model) depends on, and the folder
+    of its weights where they have to be read; both empty where there are no such layers."""
+    drafts: Any = getattr(engine, "speculative_config", None)
+    model = getattr(drafts, "draft_model_config", None)
+    if model is None or not (drafts.use_eagle() or drafts.method == "draft_model"):
+        return "", ""
+    config = fingerprint({"config": plain(model.hf_config.to_dict())})
+    said = f"drafted by {drafts.method} {config}"
+    if model.model == engine.model_config.model:
+        return said, ""
+    own = SimpleNamespace(model_config=model, load_config=engine.load_config)
+    weights, folder = weights_of(own, revision, SETTING)
+    return f"{said} {weights}".strip(), folder
+
+
+def drafts_ahead(engine: Any) -> bool:
+    """Whether the KV of draft layers depends on the next token too (EAGLE, MTP), and vLLM's own
+    prefix hits leave out their last block for it."""
+    drafts = getattr(engine, "speculative_config", None)
+    if drafts is None or getattr(drafts, "disable_eagle_block_drop", False):
+        return False
+    return bool(drafts.use_eagle())
 
 
 def _extra(

@@ -174,3 +174,7 @@ class ShardFacts:
     """Tokens of a block of full attention; a prompt is restored up to a multiple of it."""
     saves_settle_at_once: bool
     """A save has read its pages when the step is over."""
+    draft: str = ""
+    """What the KV of a draft model's layers depends on beside the model; empty without them."""
+    draft_folder: str = ""
+    """Where its weights are; empty where they need not be read."""

@@ -171,6 +171,8 @@ class RequestGroups:
     """Of a block of full attention; a request is restored up to a multiple of it."""
     checkpoint_blocks: int
     """Windows and states are saved every so many blocks of a prompt."""
+    ahead_blocks: int = 0
+    """A prompt is restored up to so many blocks before the last one that the depot has."""
 
     @property
     def all_full(self) -> bool:
@@ -388,7 +390,9 @@ class TrackedRequest:
     def _is_useful(self, end: int) -> bool:
         """The prompt ends there, or parts from others, or it is in the answer."""
         prompt, size = self.request.num_prompt_tokens, self.block_tokens
-        return end * size > prompt or end in (prompt // size, (prompt - 1) // size, self.shared)
+        ahead = self.groups.ahead_blocks
+        ends = (prompt // size - ahead, (prompt - 1) // size - ahead, self.shared)
+        return end * size > prompt or end in ends
 
     def _full_blocks(
         self, rule: GroupRule, pages: Sequence[int], complete: int

@@ -77,6 +77,9 @@ class EngineFacts:
     """The most tokens of one step."""
     shares_pages: bool
     """What one request has loaded, others find in vLLM's own prefix cache."""
+    drafts_ahead: bool = False
+    """KV of draft layers (EAGLE, MTP) depends on the token after it: the last block before a hit's
+    end is right only if the next one is the same too."""
 
 
 class ConnectorScheduler:
@@ -124,7 +127,7 @@ class ConnectorScheduler:
         self._block_tokens = grain = facts[0].grain
         rules = tuple(group.rule for group in facts[0].groups)
         every = checkpoint_tokens(rules, grain, self._config) // grain
-        self._groups = RequestGroups(rules, grain, every)
+        self._groups = RequestGroups(rules, grain, every, int(self._engine.drafts_ahead))
         self._is_ready()
 
     def _is_ready(self) -> bool:
@@ -249,6 +252,8 @@ class ConnectorScheduler:
         if full:
             leading = self._resident(keys, full, 0, blocks)
             tiers = leading[first:] or self._resident(keys, full, first, blocks)
+        if self._engine.drafts_ahead:
+            tiers = tiers[:-1]
         hit = self._hit(keys, local_tokens, first, tiers)
         tracked.found(hit, Match(leading), first + len(tiers) if full else 0)
         return hit
