@@ -12,15 +12,22 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.support.forked_daemons import ForkServer
 
 from kvdepot.core.depot import Depot
-from kvdepot.testing.daemons import DaemonStore, open_daemon
+from kvdepot.testing.daemons import (
+    DaemonProcess,
+    DaemonStore,
+    RunningCommand,
+    open_daemon,
+    run_command,
+)
 from kvdepot.testing.store_contract import OpenDepot
 
 THREAD_PREFIX = "kvdepot"
@@ -90,6 +97,21 @@ def tmp_path(
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=memory_folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def daemons_are_forked() -> Iterator[None]:
+    """But for a user who is another one than the fork server's."""
+    server, itself = ForkServer(), (os.geteuid(), os.getegid())
+
+    def run(arguments: Sequence[str], log: TextIO) -> RunningCommand:
+        is_itself = (os.geteuid(), os.getegid()) == itself
+        return (server.start if is_itself else run_command)(arguments, log)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DaemonProcess, "run", staticmethod(run))
+        yield
+    server.close()
 
 
 @pytest.fixture

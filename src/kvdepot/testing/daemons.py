@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, Protocol, TextIO
 
 from kvdepot.client.connections import Reconnector
 from kvdepot.client.remote import RemoteStore
@@ -18,12 +19,35 @@ from kvdepot.core.config_loader import to_toml
 from kvdepot.core.depot import FlushReport
 
 _STOP_S: Final = 60.0
+_LOOK_S: Final = 0.001
 _CALL_S: Final = 30.0
 """Test machines are slow, and a late answer would look like a lost daemon."""
 
 
+class RunningCommand(Protocol):
+    """What is used of a Popen."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdout(self) -> IO[str] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+def run_command(arguments: Sequence[str], log: TextIO) -> RunningCommand:
+    """`kvdepot` with these arguments, in an interpreter of its own."""
+    command = [sys.executable, "-m", "kvdepot", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+
+
 class DaemonProcess:
     """`kvdepot serve` with these settings on a socket in `folder`. A scope: killed at its end."""
+
+    run = staticmethod(run_command)
+    """How its command is started; tests have a quicker way."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *options: str) -> None:
         self.socket = folder / "depot.sock"
@@ -31,7 +55,7 @@ class DaemonProcess:
         self._config.write_text(to_toml(load(overrides=settings)))
         self._log = folder / "daemon.log"
         self._options = options
-        self._process: subprocess.Popen[str] | None = None
+        self._process: RunningCommand | None = None
         self.start()
 
     @property
@@ -46,10 +70,10 @@ class DaemonProcess:
 
     def start(self) -> None:
         """Start it; it is ready when this returns."""
-        command = [sys.executable, "-m", "kvdepot", "serve", "--json", "--config"]
-        command += [str(self._config), "--socket", str(self.socket), *self._options]
+        arguments = ["serve", "--json", "--config", str(self._config)]
+        arguments += ["--socket", str(self.socket), *self._options]
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            self._process = self.run(arguments, log)
         assert self._process.stdout is not None
         said = self._process.stdout.readline()
         if not said:
@@ -77,7 +101,8 @@ class DaemonProcess:
     def pause(self) -> None:
         """Let it hang until `resume`. All its threads have stopped when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+        while not all(map(_is_stopped, Path(f"/proc/{self.pid}/task").iterdir())):
+            time.sleep(_LOOK_S)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -94,6 +119,10 @@ class DaemonProcess:
         assert self._process is not None and self._process.stdout is not None
         self._process.stdout.close()
         assert "Traceback" not in (errors := self._log.read_text()), errors
+
+
+def _is_stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 class DaemonStore(RemoteStore):
