@@ -407,6 +407,9 @@ class ChangesDrives(Protocol):
     def start_drain(self, drive: int) -> None:
         """Write no more blocks to a drive."""
 
+    def end_drain(self, drive: int) -> None:
+        """Write blocks to a drive again: it stays."""
+
     def retire(self, drive: int) -> None:
         """Give everything of an empty drive back, and close it."""
 

@@ -355,13 +355,12 @@ class Store(Depot):
     def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
         with self._state.using():
             self._drives.add(tier, Path(path))
-            self._pages.all_changed()
-            self._keeper.write()
+            self._keeper.write_all()
 
     def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
         with self._state.using():
             self._check_promises(tier, without=Path(path))
-            return self._drives.drain(tier, Path(path))
+            return self._drives.drain(tier, Path(path), self._keeper.write_all)
 
     def resize(self, tier: str, capacity: int | str) -> None:
         with self._state.using():

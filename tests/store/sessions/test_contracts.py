@@ -11,6 +11,7 @@ from kvdepot.core.config import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, small, space_of
+from kvdepot.tiers.log.tier import LogTier
 
 
 class Watch:
@@ -184,3 +185,103 @@ def test_parking_frees_memory_and_warming_brings_it_back(tmp_path: Path) -> None
         assert set(store.match(keys).tiers) == {"ssd"}
         assert store.sessions.warm("chat")["wanted"] == 6
         until(lambda: set(store.match(keys).tiers) == {"dram"})
+
+
+class TestDrives:
+    """Contracts are kept while drives go, come back, or do not answer."""
+
+    @pytest.fixture(autouse=True)
+    def mounted(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir(mode=0o700)
+
+    @staticmethod
+    def two(path: Path) -> Store:
+        paths = [str(path / "a" / "kv"), str(path / "b" / "kv")]
+        quick = {"retry_initial": 0.01, "retry_max": 0.05, "write_timeout": 0.3}
+        ssd = {"path": paths, "capacity": 4 << 20, "segment": 256 << 10, **quick}
+        return opened(path, ssd=ssd)
+
+    @staticmethod
+    def everywhere(store: Store) -> list[list[BlockKey]]:
+        """Sessions under contract, on both drives, and not in memory."""
+        chains = [chat(store, seed, name=f"chat {seed}") for seed in range(4)]
+        for seed in range(4):
+            assert store.sessions.pin(f"chat {seed}", for_s=3600)
+        store.inspect().drop_from_memory()
+        drives = store.inspect().log_tier().describe_drives()
+        assert all(drive["used_bytes"] for drive in drives), "one drive has nothing"
+        return chains
+
+    @pytest.mark.parametrize("calls", ["read_records", "append"])
+    def test_a_drive_stays_while_what_is_promised_cannot_be_moved(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: str
+    ) -> None:
+        with self.two(tmp_path) as store:
+            chains = self.everywhere(store)
+            with monkeypatch.context() as patched:
+                nothing = (
+                    (lambda *args, **_: [False] * len(args[1]))
+                    if calls == "read_records"
+                    else (lambda *args, **_: [None] * len(args[2]))
+                )
+                patched.setattr(LogTier, calls, nothing)
+                with pytest.raises(kvdepot.ConfigError, match="under contract could not be moved"):
+                    store.drain_drive("ssd", tmp_path / "a" / "kv")
+            assert [len(store.match(keys)) for keys in chains] == [6] * 4
+            crowd_out(store)
+            assert [len(store.match(keys)) for keys in chains] == [6] * 4
+            store.drain_drive("ssd", tmp_path / "a" / "kv")
+            assert [len(store.match(keys)) for keys in chains] == [6] * 4
+            assert store.check().ok
+
+    def test_a_drive_that_was_away_brings_back_what_is_promised(self, tmp_path: Path) -> None:
+        with self.two(tmp_path) as store:
+            chains = self.everywhere(store)
+            tier = store.inspect().log_tier()
+            (tmp_path / "a").rename(tmp_path / "away")
+            until(lambda: not tier.is_up(0))
+            assert sum(len(store.match(keys)) for keys in chains) < 24
+            (tmp_path / "away").rename(tmp_path / "a")
+            until(lambda: tier.is_up(0))
+            assert [len(store.match(keys)) for keys in chains] == [6] * 4
+            crowd_out(store)
+            assert [len(store.match(keys)) for keys in chains] == [6] * 4
+
+    def test_drives_that_were_used_apart_agree_on_all_contracts(self, tmp_path: Path) -> None:
+        """Each drive alone has granted one that the other knows nothing of, or ended one."""
+        with self.two(tmp_path) as store:
+            for seed in (1, 2):
+                chat(store, seed, name=f"chat {seed}")
+                assert store.sessions.pin(f"chat {seed}", for_s=3600)
+        for seed, away in ((3, "b"), (4, "a")):
+            (tmp_path / away).rename(tmp_path / "away")
+            with self.two(tmp_path) as store:
+                for name in (f"chat {seed}", f"more {seed}"):
+                    chat(store, seed + 10 * len(name), name=name)
+                    assert store.sessions.pin(name, for_s=3600)
+                assert store.sessions.unpin("chat 1") <= 1
+            (tmp_path / "away").rename(tmp_path / away)
+        for _ in range(2):  # what the first one writes down says the same
+            with self.two(tmp_path) as store:
+                known = {one["name"]: one["contract"] for one in store.sessions.known()}
+                kept = {name for name, contract in known.items() if contract is not None}
+                assert kept == {"chat 2", "chat 3", "more 3", "chat 4", "more 4"}
+                assert all(known[name]["missing"] == 0 for name in kept)
+
+    def test_what_only_a_drive_that_goes_knows_is_told_to_the_others(self, tmp_path: Path) -> None:
+        with self.two(tmp_path) as store:
+            assert store.check().ok
+        (tmp_path / "b").rename(tmp_path / "away")
+        with self.two(tmp_path) as store:
+            keys = chat(store)
+            assert store.sessions.pin("chat", for_s=3600)
+        (tmp_path / "away").rename(tmp_path / "b")
+        with self.two(tmp_path) as store:
+            store.drain_drive("ssd", tmp_path / "a" / "kv")
+            store.inspect().drop_from_memory()
+        ssd = {"path": str(tmp_path / "b" / "kv"), "capacity": 2 << 20, "segment": 256 << 10}
+        with opened(tmp_path, ssd=ssd) as store:
+            assert store.sessions.show("chat")[0]["contract"]["missing"] == 0
+            space_of(store)
+            assert len(store.match(keys)) == 6

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -99,8 +100,11 @@ class DriveMaintenance:
             segments = max(rooms) // lower.tier.drive(drive).segment_bytes
             drives.resize(drive, max(_SEGMENTS_MIN, segments))
 
-    def drain(self, tier: str, path: Path) -> int:
-        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
+    def drain(self, tier: str, path: Path, write_notes: Callable[[], bool]) -> int:
+        """Move a drive's blocks to the others and use it no more. Returns how many were moved.
+
+        `write_notes` has what else the drive knows written to the others. False: it could not be.
+        """
         lower, drives = self._changeable(tier)
         with self._change:
             drive = drives.index_of(path)
@@ -112,6 +116,11 @@ class DriveMaintenance:
             moved = drain(self._state, lower, drive, self.mover)
             if self._state.closing.is_set():
                 raise StoreClosedError(f"the store was closed before {path} was empty")
+            if not write_notes():
+                drives.end_drain(drive)
+                raise ConfigError(
+                    f"{tier}.path", f"{path} cannot go: the others do not take what it knows"
+                )
             drives.retire(drive)
             with self._state.lock:
                 lower.forget_drive(drive)  # its number may become another drive's

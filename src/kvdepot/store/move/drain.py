@@ -3,6 +3,8 @@
 import itertools
 
 from kvdepot.core.tier import ChangesDrives
+from kvdepot.core.units import format_count
+from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
 from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
 from kvdepot.store.move.reclaim import make_durable
@@ -21,6 +23,8 @@ class MoveAway(CopyJob):
         self._state = state
         self._drive = drive
         self.moved = 0
+        self.bound: list[int] = []
+        """Blocks under contract that could not be read or written: they stay where they are."""
 
     def is_wanted(self, row: int) -> bool:
         place = self.target.place_on(row, self._drive)
@@ -40,6 +44,9 @@ class MoveAway(CopyJob):
         self.moved += 1
 
     def give_up(self, row: int) -> None:
+        if self.target.is_bound(row):
+            self.bound.append(row)
+            return
         self.target.drop_copy(row, self.target.place_on(row, self._drive))
         self._state.counters.add("evicted", self.target.name)
         self._state.traffic.drained_away[self.target.name] += 1
@@ -49,7 +56,8 @@ def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -
     """Move every block of a drive to the others of its tier, and drop those that cannot be.
 
     Returns how many were moved. Afterwards the drive holds nothing and takes nothing new, unless
-    the store closes meanwhile.
+    the store closes meanwhile. ConfigError: blocks under contract could not be moved, and the drive
+    is used as before.
     """
     tier = lower.tier
     assert isinstance(tier, ChangesDrives)
@@ -60,17 +68,33 @@ def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -
             lower.config.write_timeout,
         )
     job, size, turn = MoveAway(state, lower, drive), PieceSize(PIECE_BYTES), itertools.count()
-    for slot in [segment.slot for segment in lower.tier.segments(drive, reclaimable=False)]:
-        with state.lock:
-            rows = lower.live(drive, slot).tolist()
+
+    def move(rows: list[int]) -> None:
         while rows and not state.closing.is_set():
             rows = mover.copy_all(job, rows, lambda: _others(lower, drive, next(turn)), size=size)
             if rows:  # memory is short, or no drive takes anything: what was refused is dropped
                 with state.lock:
                     state.room.wait(_WAIT_S)
+
+    slots = [segment.slot for segment in tier.segments(drive, reclaimable=False)]
+    for slot in slots:
         with state.lock:
-            if state.closing.is_set():
-                break
+            rows = lower.live(drive, slot).tolist()
+        move(rows)
+    deadline_s = state.clock.now() + lower.config.write_timeout
+    while job.bound and not state.closing.wait(_WAIT_S):
+        if state.clock.now() > deadline_s:
+            tier.end_drain(drive)
+            make_durable(state)
+            raise ConfigError(
+                f"{lower.name}.path",
+                f"{format_count(len(job.bound), 'block')} under contract could not be moved away",
+                hint="see kvdepot tiers list; kvdepot session unpin ends contracts",
+            )
+        rows, job.bound = job.bound, []
+        move(rows)
+    with state.lock:
+        for slot in slots if not state.closing.is_set() else ():
             lower.segment_rows.pop((drive, slot), None)
     make_durable(state)
     return job.moved

@@ -176,6 +176,7 @@ class DriveRoom:
         if contents is not None:
             with state.lock:
                 self._lower.take_in(contents)
+                self._lower.promises.renew()
         return contents is not None
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ refused where it could not be kept. All contracts take a part of a tier at most,
 a smaller one, so that there is always room to go on.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,11 +59,22 @@ class SessionKeeper:
 
     def start(self) -> None:
         """Know what the drives have, and look after it from now on."""
-        self._pages.load()
-        self._sessions.changed = self._pages.changed
-        numbers = (contract.number for contract in self._sessions.contracts.values())
-        self._last_number = max(numbers, default=0)
+        with self._state.lock:
+            self._pages.load()
+            self._number_on()
+            self._sessions.changed = self._pages.changed
+            self._sessions.promises.renew = self._drive_is_back
         self._thread.start()
+
+    def _drive_is_back(self) -> None:
+        """Know what a drive has that was away, and keep its blocks. With the store's lock."""
+        self._pages.load()
+        self._number_on()
+        self._sessions.bind_all()
+
+    def _number_on(self) -> None:
+        numbers = (contract.number for contract in self._sessions.contracts.values())
+        self._last_number = max(numbers, default=self._last_number)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of the thread of a store that closes. False: it is still busy."""
@@ -144,6 +156,11 @@ class SessionKeeper:
         if not self._pages.exist or not self._pages.dirty:
             return True
         return self._pages.write(sync_s)
+
+    def write_all(self) -> bool:
+        """Write everything down: drives come or go. False: it is on no drive that stays."""
+        self._pages.all_changed()
+        return self.write(sync_s=self._write_timeout_s())
 
     def write_in_time(self, timeout_s: float) -> None:
         """`write`, in a thread of its own: a drive that stalls lets go of it later."""
@@ -231,7 +248,9 @@ class SessionKeeper:
                     before[tag] = known
                 self._last_number += 1
                 held = np.zeros(len(prompt), dtype=bool)
-                terms = (self._wall.now(), until_s, through_turn)
+                last_s = max(prompt.ended_s, known.granted_s if known is not None else 0.0)
+                now_s = max(self._wall.now(), math.nextafter(last_s, math.inf))
+                terms = (now_s, until_s, through_turn)
                 granted[tag] = Contract(self._last_number, prompt.packed, *terms, held)
                 sessions.agree(tag, name, granted[tag])
             return granted
@@ -240,19 +259,21 @@ class SessionKeeper:
         self, name: str, granted: dict[bytes, Contract], before: dict[bytes, Contract]
     ) -> None:
         """Make the contracts durable. RefusedPromiseError: that failed, and all is as before."""
-        limit_s = max(lower.config.write_timeout for lower in self._state.lower_tiers)
-        if self._pages.write(sync_s=limit_s):
+        if self._pages.write(sync_s=self._write_timeout_s()):
             return
         with self._state.lock:
             for tag, contract in granted.items():
                 if self._sessions.contracts.get((tag, name)) is contract:
-                    self._sessions.end_contract(tag, name)
+                    self._sessions.withdraw(tag, name)
                     if tag in before:
                         before[tag].held[:] = False
                         self._sessions.agree(tag, name, before[tag])
         raise RefusedPromiseError(
             "the contract could not be written down", hint="see kvdepot tiers list"
         )
+
+    def _write_timeout_s(self) -> float:
+        return max(lower.config.write_timeout for lower in self._state.lower_tiers)
 
     def _check_share(self, new: Rows) -> None:
         """RefusedPromiseError where contracts would take too much of a tier."""
@@ -269,7 +290,9 @@ class SessionKeeper:
             if not lower.is_durable:
                 continue
             here = rows[lower.copies.state.array[rows] == CopyState.READY]
-            room = lower.tier.usage().capacity_bytes
+            facts = [lower.tier.drive(one) for one in range(lower.tier.drive_count())]
+            stay = [fact for fact in facts if not fact.draining]
+            room = sum(fact.segments_max * fact.segment_bytes for fact in stay)
             taken: Counter[str] = Counter()
             for word in np.unique(tags[here]):
                 taken[tenants[word]] += int(self._sizes(here[tags[here] == word]).sum())

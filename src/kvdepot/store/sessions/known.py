@@ -102,6 +102,8 @@ class Prompt:
     told_s: float = 0.0
     """When it was told of last, by the time of day."""
     contract: Contract | None = None
+    ended_s: float = 0.0
+    """When the last contract of it that was ended had been granted."""
 
     def __len__(self) -> int:
         return len(self.packed) // PACKED_BYTES
@@ -179,8 +181,9 @@ class Sessions:
         comes_back = state is SessionState.ALIVE and not start
         if contract is not None and contract.through_turn and comes_back:
             self.end_contract(tag, name)
-            contract = None
-        self.enter(tag, name, Prompt(packed, state, turns, self._clock.now(), contract))
+            before, contract = self.find(tag, name), None
+        ended_s = before.ended_s if before is not None else 0.0
+        self.enter(tag, name, Prompt(packed, state, turns, self._clock.now(), contract, ended_s))
         while self._number > self._number_max or self._held.total() > self._bytes_max:
             if not self._forget_oldest():
                 break
@@ -216,7 +219,7 @@ class Sessions:
 
     def agree(self, tag: bytes, name: str, contract: Contract) -> None:
         """A session is under a contract from now on, in the place of the one it had."""
-        self.end_contract(tag, name)
+        self.withdraw(tag, name)
         prompt = self.find(tag, name)
         if prompt is not None:
             self._known[tag][name] = replace(prompt, contract=contract)
@@ -231,18 +234,33 @@ class Sessions:
         self.promises.add(np.unique(rows[found]))
         contract.held |= found
 
+    def bind_all(self) -> None:
+        """Put the blocks of all contracts under them anew: rows were freed and taken since."""
+        self.promises.clear()
+        for (tag, _), contract in self.contracts.items():
+            contract.held[:] = False
+            self.bind(tag, contract)
+
     def end_contract(self, tag: bytes, name: str) -> bool:
         """A session is under no contract any more. False: it was under none."""
-        contract = self.contracts.pop((tag, name), None)
+        contract = self.withdraw(tag, name)
         prompt = self.find(tag, name)
+        if contract is not None and prompt is not None:
+            self._known[tag][name] = replace(prompt, ended_s=contract.granted_s)
+        return contract is not None
+
+    def withdraw(self, tag: bytes, name: str) -> Contract | None:
+        """A session has no contract, as if it never had had that one. None: it had none."""
+        contract = self.contracts.pop((tag, name), None)
         if contract is None:
-            return False
+            return None
         rows = self._catalog.table.find_many(unpacked(tag, contract.packed))
         self.promises.take_off(np.unique(rows[(rows != NONE) & contract.held]))
+        prompt = self.find(tag, name)
         if prompt is not None:
             self._known[tag][name] = replace(prompt, contract=None)
         self.changed((tag, name))
-        return True
+        return contract
 
     def find(self, tag: bytes, name: str) -> Prompt | None:
         names = self._known.get(tag)

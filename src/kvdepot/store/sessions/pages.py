@@ -1,17 +1,23 @@
 """What is known of sessions, written down: pages of JSON beside the blocks, on every drive.
 
 A page has some sessions and a generation: of several versions the highest counts, so that a drive
-that was away does not bring back what has changed since. A page whose sessions are gone is written
-empty. Of a session without a contract a few keys of its prompt are kept, from which the index knows
-the others; a contract has all of its own.
+that was away does not bring back what has changed since. A store that is opened while a drive is
+away leaves pages that this drive may have in a later version as they are, and begins a book of its
+own: when the drives meet, each session is as it was told of last, with the last contract that was
+granted and not ended. A page whose sessions are gone is written empty.
+
+Of a session without a contract a few keys of its prompt are kept, from which the index knows the
+others; a contract has all of its own.
 """
 
 import base64
 import binascii
 import json
+import random
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -42,6 +48,9 @@ _SHARE: Final = 16
 _ENTRY_SHARE: Final = 8
 _TOTAL_SHARE: Final = 32
 """All pages take one part in so many of the smallest drive."""
+_BOOKS: Final = 1 << 12
+_BOOK_BITS: Final = 12
+"""The number of a page is that of its book, above these bits, and its place in it."""
 _TOTAL_BYTES_MAX: Final = 64 << 20
 Entry = dict[str, Any]
 
@@ -59,8 +68,10 @@ class SessionPages:
         self._members: defaultdict[int, set[SessionId]] = defaultdict(set)
         self._sizes: dict[int, int] = {}
         """Bytes of each page, as last written."""
-        self._open = 0
-        """The page that new sessions join."""
+        self._book = self._open = 0
+        """The page that new sessions join, and its book."""
+        self._apart = False
+        """A drive is away: pages of other books are not written."""
         self.dirty: set[int] = set()
         """Pages to be written. Guarded by the store's lock, as all above."""
         self._generation = 0
@@ -80,38 +91,66 @@ class SessionPages:
         """A session is to be written down as it is, or as forgotten. With the store's lock."""
         page = self._page_of.get(session)
         known = self._sessions.find(*session) is not None
+        if page is not None and not self._may_write(page):
+            self._leave_page(session)
+            page = None
         if page is None and not known:
             return
         if page is None:
             page = self._page_of[session] = self._page_with_room()
             self._members[page].add(session)
         elif not known:
-            del self._page_of[session]
-            self._members[page].discard(session)
+            self._leave_page(session)
         self.dirty.add(page)
 
+    def _leave_page(self, session: SessionId) -> None:
+        self._members[self._page_of.pop(session)].discard(session)
+
+    def _may_write(self, page: int) -> bool:
+        return not self._apart or page >> _BOOK_BITS == self._book
+
     def all_changed(self) -> None:
-        """Every page is to be written: there is a drive that has none."""
+        """All that is known is to be written: there is a drive that has none, or one goes."""
         with self._state.lock:
-            self.dirty.update(self._members)
+            for page, sessions in list(self._members.items()):
+                if self._may_write(page):
+                    self.dirty.add(page)
+                else:
+                    for session in list(sessions):
+                        self.changed(session)
 
     def load(self) -> None:
-        """Know what the drives have. Once, before anything else."""
+        """Know what the drives have: once before anything else, and when a drive is back. With the
+        store's lock.
+        """
+        drives = [tier.drive(at) for _, tier in self._tiers for at in range(tier.drive_count())]
+        used = [fact for fact in drives if not fact.draining]
+        apart = any(fact.lost or not fact.up for fact in used)
         newest: dict[int, dict[str, Any]] = {}
+        on_drives: Counter[int] = Counter()
         for _, tier in self._tiers:
             for text in tier.pages():
                 page = _parsed(text)
-                if page is not None:
-                    before = newest.get(page["page"])
-                    if before is None or before["generation"] < page["generation"]:
-                        newest[page["page"]] = page
-        with self._state.lock:
-            for number, page in newest.items():
-                self._generation = max(self._generation, page["generation"])
-                self._open = max(self._open, number)
-                self._members[number] = set()
-                for entry in page["sessions"]:
-                    self._restore(number, entry)
+                if page is None:
+                    continue
+                number, before = page["page"], newest.get(page["page"])
+                if before is None or before["generation"] < page["generation"]:
+                    newest[number], on_drives[number] = page, 0
+                on_drives[number] += newest[number]["generation"] == page["generation"]
+        if apart and not self._apart:
+            others = {number >> _BOOK_BITS for number in newest}
+            free = [book for book in range(1, _BOOKS - 1) if book not in others]
+            self._book = random.choice(free or [_BOOKS - 1])
+            self._open = self._book << _BOOK_BITS
+        elif not self._members and newest:
+            self._open = max(newest)
+        self._apart = apart
+        for number, page in sorted(newest.items()):
+            self._generation = max(self._generation, page["generation"])
+            self._members[number] |= set()
+            found = [self._restore(number, entry) for entry in page["sessions"]]
+            if not apart and (not all(found) or on_drives[number] < len(used)):
+                self.dirty.add(number)
 
     def write(self, sync_s: float | None = None) -> bool:
         """Write the pages that have changed; with `sync_s`, make them durable. False: a page is on
@@ -119,7 +158,8 @@ class SessionPages:
         """
         with self._writing:
             with self._state.lock:
-                pages, self.dirty = self.dirty, set()
+                pages = {page for page in self.dirty if self._may_write(page)}
+                self.dirty -= pages
                 texts = {number: self._text(number) for number in pages}
             again, done = set(), True
             for number, text in texts.items():
@@ -163,8 +203,9 @@ class SessionPages:
         limit = max(_PAGE_BYTES_MIN, min(_PAGE_BYTES, self._segment_bytes() // _SHARE))
         per_entry = 512
         if len(self._members[self._open]) * per_entry >= limit:
-            empty = (page for page, some in self._members.items() if not some)
-            self._open = next(empty, max(self._members) + 1)
+            mine = [page for page in self._members if self._may_write(page)]
+            empty = (page for page in mine if not self._members[page])
+            self._open = next(empty, max(mine) + 1)
         return self._open
 
     def _segment_bytes(self) -> int:
@@ -176,24 +217,47 @@ class SessionPages:
         rooms = [fact.segment_bytes * fact.segments_max for fact in facts if fact.segments_max]
         return min(_TOTAL_BYTES_MAX, min(rooms, default=0) // _TOTAL_SHARE)
 
-    def _restore(self, number: int, entry: Entry) -> None:
-        """Know a session that was written down. One that makes no sense is passed over."""
+    def _restore(self, number: int, entry: Entry) -> bool:
+        """Know a session that was written down. False: it makes no sense, or is better known."""
         catalog = self._state.catalog
         try:
             tag, name = bytes.fromhex(entry["t"]), checked_name(entry["n"])
             told_s, turns = float(entry["w"]), int(entry["u"])
-            state = SessionState(entry["s"])
+            state, ended_s = SessionState(entry["s"]), float(entry.get("x", 0.0))
             contract = _contract(entry["c"]) if entry.get("c") else None
             packed = _chain(catalog, tag, entry["k"]) or (contract.packed if contract else b"")
         except (KeyError, TypeError, ValueError, OverflowError, ConfigError):
-            return
+            return False
         if len(tag) != TAG_BYTES or not packed:
-            return
-        self._sessions.enter(tag, name, Prompt(packed, state, turns, told_s, contract))
-        self._page_of[tag, name] = number
-        self._members[number].add((tag, name))
-        if contract is not None:
-            self._sessions.bind(tag, contract)
+            return False
+        found, known = Prompt(packed, state, turns, told_s), self._sessions.find(tag, name)
+        is_later = known is None or known.told_s < told_s
+        contracts = [contract, known.contract if known is not None else None]
+        ended_s = max(ended_s, known.ended_s if known is not None else 0.0)
+        valid = [one for one in contracts if one is not None and one.granted_s > ended_s]
+        agreed = max(valid, key=lambda one: one.granted_s, default=None)
+        prompt = found if known is None or is_later else known
+        self._sessions.withdraw(tag, name)
+        self._sessions.enter(tag, name, replace(prompt, contract=agreed, ended_s=ended_s))
+        if agreed is not None:
+            agreed.held[:] = False
+            self._sessions.bind(tag, agreed)
+        return self._settle((tag, name), number, is_later=is_later)
+
+    def _settle(self, session: SessionId, number: int, *, is_later: bool) -> bool:
+        """A session was found in a page: one of those that it was found in is its own, and is
+        written as the others say too. False: it is another.
+        """
+        here = self._page_of.get(session)
+        if here is not None and here != number:
+            self.dirty.add(here)
+            if not is_later or not self._may_write(number):
+                return False
+            self._leave_page(session)
+            self.dirty.add(number)
+        self._page_of[session] = number
+        self._members[number].add(session)
+        return True
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
@@ -221,6 +285,8 @@ def _entry(tag: bytes, name: str, prompt: Prompt) -> Entry:
         "w": round(prompt.told_s, 3),
         "k": list(_anchors(prompt.packed)),
     }
+    if prompt.ended_s:
+        entry["x"] = prompt.ended_s
     if contract is not None:
         entry["c"] = {
             "number": contract.number,

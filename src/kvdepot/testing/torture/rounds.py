@@ -448,9 +448,12 @@ def judge_store(
 ) -> None:
     """Everything that must hold after a store's end, however it came."""
     expected, blocks = ledger.expected, all_blocks()
-    ledger.write("opened", drives=drive_facts(store))
+    drives = drive_facts(store)
+    ledger.write("opened", drives=drives)
     present = {block.number for block in blocks if store.match([block.key])}
-    away, gone, must = bool(world.away()), expected.removed, must_be_there(world, ledger)
+    down = any(not drive["healthy"] for drive in drives)  # a write was late, and it rests
+    away = down or bool(world.away())
+    gone, must = expected.removed, must_be_there(world, ledger)
     if cut:
         gone = expected.synced
     if away:
@@ -507,7 +510,7 @@ def must_be_there(world: World, ledger: Ledger) -> set[int]:
     """
     expected, mix = ledger.expected, world.mix
     there = set(expected.apart)
-    if expected.snapshot:
+    if expected.told:
         there |= expected.must
     room = world.ssd_bytes
     if mix.hdds:

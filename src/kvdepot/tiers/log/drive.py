@@ -858,6 +858,11 @@ class Drive:
         with self._turn:
             self.draining = True
 
+    def end_drain(self) -> None:
+        """Give blocks places again."""
+        with self._turn:
+            self.draining = self.retired
+
     def retire(self) -> None:
         """Give everything back and close the files: the drive can be unmounted.
 

@@ -543,7 +543,8 @@ class LogTier:
         have = [drive for drive in used if drive.notes.keep_page(number, text)]
         if sync_s is not None:
             have = [drive for drive in have if drive.sync(sync_s)]
-        return len(have), len(used)
+        stay = [drive for drive in used if not drive.draining]
+        return sum(drive in stay for drive in have), len(stay)
 
     def pages(self) -> list[bytes]:
         return [text for drive in self.drives for text in drive.notes.pages()]
@@ -604,6 +605,9 @@ class LogTier:
 
     def start_drain(self, drive: int) -> None:
         self.drives[drive].start_drain()
+
+    def end_drain(self, drive: int) -> None:
+        self.drives[drive].end_drain()
 
     def retire(self, drive: int) -> None:
         self._members.share_removals(leaving=self.drives[drive])
