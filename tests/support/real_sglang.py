@@ -3,8 +3,9 @@
     python tests/support/real_sglang.py --depot DIR --out FILE
 
 Page backup, hit query and page transfer are SGLang's, on its host pools of every layout. There is
-no device: pools and controller are made without their constructors, which want one. SGLang imports
-torchvision for models of images; an empty module stands in for it. Writes one JSON object.
+no device: host pools and controller are made without their constructors, which want one. The linker
+is in real_sglang_linker.py. SGLang imports torchvision for models of images; an empty module stands
+in for it. Writes one JSON object.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import transformers  # looks for torchvision before there is a stand-in
 import transformers.models.auto.processing_auto
+from real_sglang_linker import linker_cases  # type: ignore[import-not-found]
 
 PAGE, LAYERS, HEADS, DIM, PAGES = 16, 4, 2, 64, 400
 BATCHES = 300
@@ -39,7 +41,12 @@ LATENT: dict[str, tuple[int, ...]] = {
     "layer_first": (LAYERS, PAGES * PAGE, 1, DIM),
     "page_first": (PAGES * PAGE, LAYERS, 1, DIM),
     "page_first_direct": (PAGES, LAYERS, PAGE, 1, DIM),
+    "page_first_kv_split": (PAGES, LAYERS, PAGE, 1, DIM),
 }
+ROPE = 32
+INDEX_LAYERS, INDEX_DIM = 3, 16
+"""Split pages have the rotary part, and the keys and scales of an indexer, in buffers of their own.
+SGLang uses them on Ascend."""
 
 
 class StandIn(types.ModuleType):
@@ -92,7 +99,23 @@ def host_pool(layout: str, dtype: torch.dtype, seed: int, *, latent: bool = Fals
     }
     for name, value in facts.items():
         setattr(pool, name, value)
+    if layout == "page_first_kv_split":
+        split(pool, chance)
     return pool
+
+
+def split(pool: Any, chance: torch.Generator) -> None:
+    """The buffers that a pool of split pages has beside the latents."""
+    pool.k_buffer, pool.qk_rope_head_dim, pool.kv_lora_rank = pool.kv_buffer, ROPE, DIM
+    widths = {
+        "v_buffer": (LAYERS, ROPE, pool.dtype),
+        "index_k_buffer": (INDEX_LAYERS, INDEX_DIM, pool.dtype),
+        "index_k_scale_buffer": (INDEX_LAYERS, 1, torch.float32),
+    }
+    for name, (layers, width, dtype) in widths.items():
+        nbytes = PAGES * layers * PAGE * width * dtype.itemsize
+        filled = torch.randint(0, 256, (nbytes,), generator=chance, dtype=torch.uint8)
+        setattr(pool, name, filled.view(dtype).view(PAGES, layers, PAGE, 1, width))
 
 
 class Controller:
@@ -194,13 +217,18 @@ def page_indices(pages: int, seed: int) -> Any:
     return (first[:, None] + torch.arange(PAGE)).reshape(-1)
 
 
+def page_bytes(pool: Any, at: int) -> list[Any]:
+    """The bytes of the page that begins at this token."""
+    if pool.layout != "page_first_kv_split":
+        return [pool.get_data_page(at, flat=True).view(torch.uint8)]
+    names = ("k_buffer", "v_buffer", "index_k_buffer", "index_k_scale_buffer")
+    return [getattr(pool, name)[at // PAGE].reshape(-1).view(torch.uint8) for name in names]
+
+
 def same(pool: Any, there: Any, other: Any, here: Any) -> bool:
     """Whether pages of two pools have the same bytes."""
     return all(
-        torch.equal(
-            pool.get_data_page(int(a), flat=True).view(torch.uint8),
-            other.get_data_page(int(b), flat=True).view(torch.uint8),
-        )
+        all(map(torch.equal, page_bytes(pool, int(a)), page_bytes(other, int(b))))
         for a, b in zip(there[::PAGE], here[::PAGE], strict=True)
     )
 
@@ -331,9 +359,12 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for layout, way in product(SHAPES, ("generic", "v1", "v1 chained")):
         yield f"mha {layout} {way}", partial(round_trip, layout, way, False, torch.bfloat16)
     for layout, way in product(LATENT, ("generic", "v1 chained")):
+        if (layout, way) == ("page_first_kv_split", "generic"):
+            continue  # SGLang itself has no flat pages of this layout
         yield f"mla {layout} {way}", partial(round_trip, layout, way, True, torch.float16)
     for part in (other_dtype, faults, more_pools, heads_outlive_tails):
         yield part.__name__.replace("_", " "), part
+    yield from linker_cases()
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""What can be set in SGLang's `--hicache-storage-backend-extra-config`, read strictly."""
+"""What can be set in SGLang's `--hicache-storage-backend-extra-config`, and in the
+`linker_extra_config` of its `--unified-cache-external-linker-config`; read strictly.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,12 +24,13 @@ from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError
 
 SETTING: Final = "hicache-storage-backend-extra-config"
+LINKER_SETTING: Final = "unified-cache-external-linker-config.linker_extra_config"
 _OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheSettings:
-    """The depot below SGLang's host memory, and how it is used."""
+    """The depot below SGLang's memory, and how it is used."""
 
     dram: DramConfig = field(default_factory=DramConfig)
     """The memory tier of a depot in this process."""
@@ -80,14 +83,14 @@ class HiCacheSettings:
         if self.tenant not in ("", *self.tenants):
             raise ConfigError("tenant", f"{self.tenant!r} is not one of tenants")
 
-    def open(self, processes: int) -> Depot:
+    def open(self, processes: int, setting: str = SETTING) -> Depot:
         """The depot: a daemon's, or one of this process where SGLang has no other."""
         if self.socket is not None:
             path = f"unix:{self.socket}"
             return kvdepot.open(path, tenants=self.tenants, daemon_user=self.daemon_user)
         if processes > 1:
             raise ConfigError(
-                f"{SETTING}.socket",
+                f"{setting}.socket",
                 f"missing: SGLang has {processes} processes, which share a depot through a daemon",
                 hint='kvdepot serve --config FILE --socket PATH, and "socket": PATH here',
             )
@@ -113,5 +116,17 @@ def read(extra: Mapping[str, Any]) -> HiCacheSettings:
             f"{SETTING}.prefix_chain",
             "needs SGLang's interface that tells what came before",
             hint='"interface_v1": 1, "hicache_storage_pass_prefix_keys": true',
+        )
+    return settings
+
+
+def read_linker(extra: Mapping[str, Any]) -> HiCacheSettings:
+    """The settings of a linker in `extra`."""
+    settings = load_settings(HiCacheSettings, extra, LINKER_SETTING)
+    if settings.prefix_chain:
+        raise ConfigError(
+            f"{LINKER_SETTING}.prefix_chain",
+            "SGLang does not tell a linker what came before a page",
+            hint="leave it out",
         )
     return settings

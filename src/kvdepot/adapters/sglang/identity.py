@@ -75,14 +75,17 @@ class PageIdentity:
         }
 
 
-def identify(storage: Any, arguments: Any, settings: HiCacheSettings, version: str) -> PageIdentity:
+def identify(
+    storage: Any, arguments: Any, settings: HiCacheSettings, version: str, setting: str = SETTING
+) -> PageIdentity:
     """Of `storage`, SGLang's HiCacheStorageConfig, and `arguments`, its ServerArgs or None.
 
-    ConfigError where nothing names the weights, or the content of LoRAs.
+    ConfigError, for the SGLang option `setting`, where nothing names the weights, or the content of
+    LoRAs.
     """
     if getattr(arguments, "enable_lora", False) and not settings.adapters:
         raise ConfigError(
-            f"{SETTING}.adapters",
+            f"{setting}.adapters",
             "missing: SGLang names the pages of a LoRA by its name, whatever its content",
             hint='set it to what names all LoRAs: "2026-11-01"',
         )
@@ -92,7 +95,7 @@ def identify(storage: Any, arguments: Any, settings: HiCacheSettings, version: s
         folder = None
     elif folder is None:
         raise ConfigError(
-            f"{SETTING}.revision",
+            f"{setting}.revision",
             "missing: SGLang does not tell which weights it has loaded",
             hint='set it to whatever names them, such as "2026-11-01"',
         )

@@ -1,17 +1,21 @@
-"""Pages of SGLang's host memory as blocks of a depot. Knows its pools by their methods only.
+"""Pages of SGLang's memory as blocks of a depot. Knows its pools by their methods only.
 
-A pool tells where the pieces of a page lie (K and V, or those of each layer): they are gathered
-into a block and scattered from it in place. Or it hands pages over flat, one tensor each. The two
-orders of bytes may differ, so they are part of the namespace.
+A host pool tells where the pieces of a page lie (K and V, or those of each layer): they are
+gathered into a block and scattered from it in place. Or it hands pages over flat, one tensor each.
+The two orders of bytes may differ, so they are part of the namespace. Pools of a device are in
+`device_pages`.
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from kvdepot.adapters.sglang.config import HiCacheSettings
+from kvdepot.adapters.sglang.identity import PageIdentity
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.depot import Arrival, Depot, NamespaceHandle
 from kvdepot.core.layout import KVLayout
@@ -31,33 +35,37 @@ def raw(tensor: Any) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-class HostPages:
-    """One of SGLang's host pools, and its pages in the depot."""
+class PoolPages:
+    """One of SGLang's pools, and its pages in the depot."""
 
-    def __init__(self, depot: Depot, pool: Any, *, pieces: bool) -> None:
-        """`pieces`: pages are gathered from where they lie, if the pool tells that; else flat."""
+    page_bytes: int
+
+    def __init__(self, depot: Depot, page_tokens: int) -> None:
         self._depot = depot
-        self._pool = pool
-        self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
-        sizes = self._piece_sizes() if pieces else []
-        self.pieces = bool(sizes)
-        self.page_bytes = sum(sizes) or len(raw(pool.get_dummy_flat_data_page()))
+        self.page_tokens = page_tokens
         self._space: NamespaceHandle | None = None
 
     def identity(self) -> dict[str, str]:
         """What the bytes of a page depend on."""
-        shape = {name: str(getattr(self._pool, name, None)) for name in _SHAPE}
-        order = "pieces" if self.pieces else "flat"
-        return {**shape, "pool": type(self._pool).__name__, "order": order}
+        raise NotImplementedError
 
     def register(self, fields: Mapping[str, Any]) -> None:
         """Its namespace: `fields` are those of Namespace, but for the layout."""
         layout = KVLayout.opaque(self.page_bytes, self.page_tokens)
         self._space = self._depot.register(Namespace(layout=layout, **fields))
 
-    @property
-    def known(self) -> bool:
-        return self._space is not None
+    def ready(
+        self, identity: PageIdentity, settings: HiCacheSettings, pool: str, rank: str = ""
+    ) -> bool:
+        """Whether its namespace is known; not as long as the weights are being read. `rank` of a
+        pool that is divided where the KV is not."""
+        if self._space is None:
+            weights = identity.known_weights(settings)
+            if not weights:
+                return False
+            shape = {**self.identity(), **({"rank": rank} if rank else {})}
+            self.register(identity.namespace(settings, weights, pool, shape))
+        return True
 
     @property
     def space(self) -> NamespaceHandle:
@@ -72,6 +80,60 @@ class HostPages:
             for one, parent in zip(hashes, parents, strict=True)
         ]
 
+    def _fill(
+        self,
+        keys: Sequence[BlockKey],
+        copy: Callable[[Sequence[int], Sequence[memoryview]], None],
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Store pages, some at a time: `copy` gets the numbers of those that are new, and a view to
+        fill for each. Whether the depot has each of them now."""
+        done: list[bool] = []
+        wave = max(1, _WAVE_BYTES // self.page_bytes)
+        while len(done) < len(keys):
+            first = len(done)
+            with self._depot.reserve(keys[first : first + wave], timeout_s=timeout_s) as slots:
+                views = {
+                    at: view
+                    for at, put in enumerate(slots.outcomes)
+                    if put is Put.STORED and (view := slots.view(at)) is not None
+                }
+                copy([first + at for at in views], list(views.values()))
+                slots.seal(views)
+                served = [bool(put) for put in slots.outcomes if put is not Put.THROTTLED]
+            if not served:
+                break
+            done += served
+        return done + [False] * (len(keys) - len(done))
+
+
+def usable_lengths(there: Sequence[int], tail: int | None) -> AbstractSet[int]:
+    """Lengths of a prefix, in pages, that a pool can go on from. `there` says of each page whether
+    the depot has it; only the last `tail` pages are needed, all of them where it is None."""
+    lengths = range(1, len(there) + 1)
+    if tail is None:
+        missing = next((at for at, one in enumerate(there) if not one), len(there))
+        return set(lengths[:missing])
+    return {length for length in lengths if all(there[max(0, length - tail) : length])}
+
+
+class HostPages(PoolPages):
+    """Of a host pool."""
+
+    def __init__(self, depot: Depot, pool: Any, *, pieces: bool) -> None:
+        """`pieces`: pages are gathered from where they lie, if the pool tells that; else flat."""
+        super().__init__(depot, int(getattr(pool, "page_size", 1) or 1))
+        self._pool = pool
+        sizes = self._piece_sizes() if pieces else []
+        self.pieces = bool(sizes)
+        self.page_bytes = sum(sizes) or len(raw(pool.get_dummy_flat_data_page()))
+
+    def identity(self) -> dict[str, str]:
+        """What the bytes of a page depend on."""
+        shape = {name: str(getattr(self._pool, name, None)) for name in _SHAPE}
+        order = "pieces" if self.pieces else "flat"
+        return {**shape, "pool": type(self._pool).__name__, "order": order}
+
     def store(self, keys: Sequence[BlockKey], indices: Any) -> list[bool]:
         """Take pages out of the pool; whether the depot has each of them now."""
         if not self.pieces:
@@ -80,21 +142,12 @@ class HostPages:
             ]
             return self.put(keys, flat)
         places = self._places(indices, len(keys))
-        done: list[bool] = []
-        wave = max(1, _WAVE_BYTES // self.page_bytes)
-        while len(done) < len(keys):
-            first = len(done)
-            with self._depot.reserve(keys[first : first + wave]) as slots:
-                for at, outcome in enumerate(slots.outcomes):
-                    view = slots.view(at) if outcome is Put.STORED else None
-                    if view is not None:
-                        _copy(places[first + at], _address(view), into_block=True)
-                slots.seal([at for at, put in enumerate(slots.outcomes) if put is Put.STORED])
-                served = [bool(put) for put in slots.outcomes if put is not Put.THROTTLED]
-            if not served:
-                break
-            done += served
-        return done + [False] * (len(keys) - len(done))
+
+        def gather(numbers: Sequence[int], views: Sequence[memoryview]) -> None:
+            for at, view in zip(numbers, views, strict=True):
+                _copy(places[at], _address(view), into_block=True)
+
+        return self._fill(keys, gather)
 
     def load(self, keys: Sequence[BlockKey], indices: Any, timeout_s: float) -> list[bool]:
         """Bring pages into the pool; whether each of them is there. Those that are not are

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from sglang.srt.mem_cache.hicache_storage import (  # type: ignore[import-not-found]
@@ -20,7 +19,7 @@ from sglang.version import __version__  # type: ignore[import-not-found]
 
 from kvdepot.adapters.sglang.config import read
 from kvdepot.adapters.sglang.identity import identify
-from kvdepot.adapters.sglang.pages import HostPages
+from kvdepot.adapters.sglang.pages import HostPages, usable_lengths
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot
 from kvdepot.errors import KVDepotError
@@ -130,7 +129,7 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         restorable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or ():
             there = [self._resident(str(transfer.name), [key], None) for key in keys[:kv_pages]]
-            usable = self._usable(transfer, there)
+            usable = usable_lengths(there, tail_pages(transfer))
             if usable:
                 hits[transfer.name] = max(usable)
             restorable &= usable
@@ -154,16 +153,6 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         """Pages and GB/s of each transfer since the last call."""
         metrics, self._metrics = self._metrics, StorageMetrics()
         return metrics
-
-    def _usable(self, transfer: Any, there: Sequence[int]) -> AbstractSet[int]:
-        """Lengths of the prefix, in pages, that a pool can go on from."""
-        lengths = range(1, len(there) + 1)
-        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-            return {length for length in lengths if all(there[:length])}
-        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-            tail = max(1, len(transfer.keys or ()))
-            return {length for length in lengths if all(there[max(0, length - tail) : length])}
-        raise ValueError(f"kvdepot does not serve pools of policy {transfer.hit_policy}")
 
     def _load(self, pool: str, keys: Sequence[str], indices: Any, extra: Any) -> list[bool]:
         limit_s = self._settings.load_timeout
@@ -217,16 +206,20 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
     def _ready(self, pool: str) -> HostPages | None:
         """A pool whose namespace is known; None as long as the weights are being read."""
         pages = self._pools.get(pool)
-        if pages is not None and not pages.known:
-            weights = self._identity.known_weights(self._settings)
-            if not weights:
-                return None
-            shape = pages.identity()
-            if pool != _KV:
-                # State of a pool may be divided where the KV is not.
-                shape["rank"] = "{} of {}".format(*self._sharded)
-            pages.register(self._identity.namespace(self._settings, weights, pool, shape))
+        # State of a pool may be divided where the KV is not.
+        rank = "" if pool == _KV else "{} of {}".format(*self._sharded)
+        if pages is None or not pages.ready(self._identity, self._settings, pool, rank):
+            return None
         return pages
+
+
+def tail_pages(transfer: Any) -> int | None:
+    """Of a pool's pages, how many at the end of a prefix are needed; None: all of them."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return None
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        return max(1, len(transfer.keys or ()))
+    raise ValueError(f"kvdepot does not serve pools of policy {transfer.hit_policy}")
 
 
 def _arguments() -> Any:

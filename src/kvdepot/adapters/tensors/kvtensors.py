@@ -324,7 +324,7 @@ def build(
     """`kinds` are the different sets of planes, `kind_of` says which of them each layer has, and
     `bases[i, j]` is the address of plane j in layer i."""
     planes = kinds[0]
-    piece_bytes = _piece_bytes([plane.run()[0] for kind in kinds for plane in kind])
+    piece_bytes = piece_size([plane.run()[0] for kind in kinds for plane in kind])
     rows = np.stack([_row(kind, piece_bytes) for kind in kinds])[kind_of]
     parts = [plane.ordinals(piece_bytes) for plane in planes]
     return Template(
@@ -353,7 +353,7 @@ def _spread(parts: Sequence[Addresses], values: Sequence[int]) -> Addresses:
     return np.concatenate(filled, axis=1).ravel()
 
 
-def _piece_bytes(runs: Sequence[int]) -> int:
+def piece_size(runs: Sequence[int]) -> int:
     """The greatest size, within the limit, that divides all runs."""
     common = math.gcd(*runs)
     parts = -(-common // PIECE_BYTES_MAX)
