@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvdepot.core.config import load
+from kvdepot.errors import ConfigError
 from kvdepot.server.daemon import Daemon
 from kvdepot.server.http.service import HttpService, HttpSettings
 from kvdepot.server.listener import Listener
@@ -51,7 +52,14 @@ def ask(url: str, method: str, path: str, body: Any = None, **headers: str) -> R
 class HttpDaemon:
     """Serves the store of the contract's settings, from the start of the scope to its end."""
 
-    def __init__(self, folder: Path, token: str = "", **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        token: str = "",
+        tls: tuple[Path | None, Path | None] = (None, None),
+        **settings: Any,
+    ) -> None:
+        """`tls`: a certificate and its key."""
         token_file = None
         if token:
             token_file = folder / "token"
@@ -60,9 +68,12 @@ class HttpDaemon:
         self._place = tempfile.TemporaryDirectory()
         config = load(overrides={**small(folder / "kv"), **settings})
         self.daemon = Daemon(config, Listener(Path(self._place.name) / "s", ""))
-        self.http = HttpService(
-            self.daemon, HttpSettings("127.0.0.1", 0, token_file, requests_per_s=1e6)
-        )
+        settings_of_http = HttpSettings("127.0.0.1", 0, token_file, *tls, requests_per_s=1e6)
+        try:
+            self.http = HttpService(self.daemon, settings_of_http)
+        except ConfigError:
+            self._close_daemon()
+            raise
         self._token = token
 
     @property
@@ -88,5 +99,8 @@ class HttpDaemon:
 
     def __exit__(self, *_: object) -> None:
         self.http.stop()
+        self._close_daemon()
+
+    def _close_daemon(self) -> None:
         self.daemon.close()
         self._place.cleanup()

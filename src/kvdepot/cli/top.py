@@ -57,7 +57,8 @@ def watch(store: Depot, args: argparse.Namespace) -> None:
 
 def flow(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> dict[str, float]:
     """Bytes a second that each tier has given between two looks; none after a restart."""
-    old, new = (stats["traffic"]["served_bytes"] for stats in (before, now))
+    # A daemon of an older version may not count it.
+    old, new = (stats.get("traffic", {}).get("served_bytes", {}) for stats in (before, now))
     restarted = now["daemon"]["uptime_s"] < before["daemon"]["uptime_s"]
     return {
         tier: max(0, new.get(tier, 0) - (0 if restarted else old.get(tier, 0))) / seconds
