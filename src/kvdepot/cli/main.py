@@ -50,6 +50,7 @@ COMMANDS = {
     "session": Command(
         "kvdepot.cli.session", "see, keep, park, export and import a daemon's sessions"
     ),
+    "audit": Command("kvdepot.cli.audit", "blocks computed again, and namespaces in quarantine"),
     "stats": Command("kvdepot.cli.stats", "what a daemon has done so far, and how it is"),
     "top": Command("kvdepot.cli.top", "watch a daemon: tiers, flow, hits, sessions, drives"),
     "hint": Command("kvdepot.cli.hint", "tell a node of a site which prompt it will be asked for"),

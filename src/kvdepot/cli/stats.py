@@ -130,6 +130,12 @@ def _tiers(stats: Stats, flows: Mapping[str, float]) -> Iterator[str]:
         f"throttled {counters['put_throttled']:,}; {format_bytes(stats['dirty_bytes'])} wait "
         "to be written"
     )
+    audit = stats.get("audit", {})
+    if audit.get("compared") or audit.get("quarantined"):
+        yield (
+            f"audited {audit['compared']:,}, mismatched {audit['mismatched']:,}; "
+            f"{format_count(len(audit['quarantined']), 'namespace')} in quarantine"
+        )
 
 
 def _drives(stats: Stats) -> Iterator[str]:

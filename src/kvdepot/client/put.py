@@ -12,7 +12,7 @@ import numpy as np
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.client.get import address_in, batches, payload_in
 from kvdepot.codec.copy_ops import checksum_slot, fill_op, transfers
-from kvdepot.codec.record import fill_tokens, record_bytes
+from kvdepot.codec.record import fill_producer, fill_tokens, record_bytes
 from kvdepot.core.block import Put
 from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
@@ -69,7 +69,7 @@ class RemotePutter:
             ops.append(fill_op(slot, offer.source, offer.payload_bytes, offer.chunk_bytes))
         if ops:
             transfers(ops)
-            flags = _fill_tokens(self._connections, [(wave[at], slots[at]) for at in slots])
+            flags = _fill_heads(self._connections, [(wave[at], slots[at]) for at in slots])
             body = messages.with_table(number, np.array(list(slots), "<u4"))
             self._sealing = self._link.send(FrameKind.SEAL, body, flags)
         return answers
@@ -126,7 +126,7 @@ class RemoteReservation(Reservation):
         for offer, location in filled:
             address_in(connections.arena, location, offer.payload_bytes)
             checksum_slot(connections.arena.view[location:], offer.payload_bytes, offer.chunk_bytes)
-        flags = _fill_tokens(connections, filled)
+        flags = _fill_heads(connections, filled)
         try:
             with connections.link() as link:
                 for batch in self._batches:
@@ -172,14 +172,19 @@ def reserve(
     return outcomes + [Put.THROTTLED] * (len(offers) - len(outcomes)), found
 
 
-def _fill_tokens(connections: Connections, filled: Sequence[tuple[NewBlock, int]]) -> int:
-    """Lay the token ids of blocks into their slots, if there are any. Returns the flags of SEAL."""
-    if not any(len(offer.tokens) for offer, _ in filled):
-        return 0
-    for offer, location in filled:
-        sizes = (offer.payload_bytes, offer.chunk_bytes)
-        fill_tokens(connections.arena.view[location:], *sizes, offer.tokens)
-    return Flag.TOKENS
+def _fill_heads(connections: Connections, filled: Sequence[tuple[NewBlock, int]]) -> int:
+    """Lay token ids and producers of blocks into their slots. Returns the flags of SEAL."""
+    flags = 0
+    if any(len(offer.tokens) for offer, _ in filled):
+        flags |= Flag.TOKENS
+        for offer, location in filled:
+            sizes = (offer.payload_bytes, offer.chunk_bytes)
+            fill_tokens(connections.arena.view[location:], *sizes, offer.tokens)
+    if any(offer.producer for offer, _ in filled):
+        flags |= Flag.PRODUCER
+        for offer, location in filled:
+            fill_producer(connections.arena.view[location:], offer.producer)
+    return flags
 
 
 def _reserved_of(frame: Frame, count: int) -> tuple[int, list[Put], dict[int, int]]:

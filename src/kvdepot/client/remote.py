@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from kvdepot.client.audits import RemoteAudits
 from kvdepot.client.connections import Connections, DaemonAwayError, Link, Reconnector, expect
 from kvdepot.client.get import AWAY, Getter, batches, keys_of
 from kvdepot.client.hints import RemoteHint, hint_keys, hint_sessions, tell_session
@@ -238,6 +239,10 @@ class RemoteStore(Depot):
     @property
     def sessions(self) -> RemoteSessions:
         return RemoteSessions(self._daemon, self._check_open)
+
+    @property
+    def audits(self) -> RemoteAudits:
+        return RemoteAudits(self._daemon, self._check_open)
 
     def hint(
         self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = ""

@@ -12,6 +12,7 @@
     88   u32   chunk count
     92   u32   token count     0: the block's token ids are not known
     96   u64   checksum of the token ids
+    104  u64   producer        digest of what computed the block (core.audit); 0: not known
     128  u64[] checksum of each chunk
     used u32[] token ids       behind the checksums, in the same page
 
@@ -44,6 +45,7 @@ _U64: Final = struct.Struct("<Q")
 _KEY_AT: Final = 16
 _TOKENS: Final = struct.Struct("<IQ")
 _TOKENS_AT: Final = 92
+_PRODUCER_AT: Final = 104
 _ZEROS: Final = bytes(HEAD_BYTES)
 
 
@@ -107,6 +109,7 @@ def write_head(
     payload_bytes: int,
     chunk_bytes: int,
     tokens: bytes | memoryview = b"",
+    producer: int = 0,
 ) -> None:
     """Write the head of a record whose checksum table is already in place, unplaced.
 
@@ -125,6 +128,8 @@ def write_head(
         token_count, checksum(tokens) if token_count else 0,
     )  # fmt: skip
     image[_HEAD.size : TABLE_OFFSET] = _ZEROS[: TABLE_OFFSET - _HEAD.size]
+    if producer:
+        _U64.pack_into(image, _PRODUCER_AT, producer)
     if token_count:
         image[used:end] = tokens
     image[end:HEAD_BYTES] = _ZEROS[: HEAD_BYTES - end]
@@ -148,6 +153,25 @@ def filled_tokens(image: memoryview, payload_bytes: int, chunk_bytes: int) -> by
         return b""
     used = TABLE_OFFSET + 8 * -(-payload_bytes // chunk_bytes)
     return bytes(image[used : used + TOKEN_BYTES * count])
+
+
+def fill_producer(image: memoryview, producer: int) -> None:
+    """Lay a producer where `write_head` keeps it, for another process that writes the head."""
+    _U64.pack_into(image, _PRODUCER_AT, producer)
+
+
+def filled_producer(image: memoryview) -> int:
+    """What `fill_producer` has left."""
+    return int(_U64.unpack_from(image, _PRODUCER_AT)[0])
+
+
+def producer_of(image: memoryview, key: BlockKey) -> int:
+    """The producer of a block; 0 where it is not known, or the head is not that block's."""
+    if len(image) < HEAD_BYTES:
+        return 0
+    fields = _HEAD.unpack_from(image, 0)
+    known = (fields[1], fields[3], fields[4]) == (MAGIC, Kind.BLOCK, key)
+    return filled_producer(image) if known else 0
 
 
 def token_ids(image: memoryview, key: BlockKey) -> bytes:
@@ -234,4 +258,4 @@ def identity(kind: Kind, key: BlockKey, segment_id: int) -> bytes:
 
 
 assert _IDENTITY.size == IDENTITY.stop - IDENTITY.start
-assert _HEAD.size <= TABLE_OFFSET and KEY_BYTES == 32
+assert _HEAD.size <= _PRODUCER_AT < TABLE_OFFSET and KEY_BYTES == 32

@@ -653,6 +653,46 @@ class SessionsConfig:
             raise ConfigError("sessions.pinned_share", "must be in 0 to 0.5")
 
 
+AUDIT_TOLERANCE: Final = MappingProxyType(
+    {
+        "float32": 0.01,
+        "float16": 0.05,
+        "bfloat16": 0.1,
+        "fp8_e4m3": 0.25,
+        "fp8_e5m2": 0.4,
+        "int8": 0.25,
+    }
+)
+"""By dtype: how far a part of a block, computed again, may be from what is kept, relative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditConfig:
+    """Which hits an engine computes again, and how exactly they must agree (docs/audit.md)."""
+
+    share: float = 0.0
+    """Of the hits of each namespace: the first one, then one in 1/share; 0: none. 0.02 finds what
+    is wrong within 50 hits."""
+
+    under_load: bool = False
+    """Also while the engine has other requests."""
+
+    tolerance: dict[str, float] = field(default_factory=dict)
+    """By dtype, in the place of what is built in: float32 0.01, float16 0.05, bfloat16 0.1,
+    fp8_e4m3 0.25, fp8_e5m2 0.4, int8 0.25."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError("audit.share", f"must be in 0 to 1, got {self.share}")
+        for dtype, value in self.tolerance.items():
+            if dtype not in AUDIT_TOLERANCE:
+                raise ConfigError(
+                    f"audit.tolerance.{dtype}", f"is not one of {', '.join(AUDIT_TOLERANCE)}"
+                )
+            if not 0 < value < 1:
+                raise ConfigError(f"audit.tolerance.{dtype}", f"must be in 0 to 1, got {value}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
     """One tenant. Without a secret it is kept apart from others by its name only."""

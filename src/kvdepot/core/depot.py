@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Protocol, Self
 
+from kvdepot.core.audit import DepotAudits
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.layout import KVLayout
@@ -163,6 +164,8 @@ class NamespaceHandle:
     """Size of the buffer that one block fills."""
     chunk_bytes: int = field(init=False)
     """The payload is checksummed in pieces of this size."""
+    producer: int = field(init=False, default=0, compare=False)
+    """What computes the blocks that are put; 0: not known."""
 
     def __post_init__(self) -> None:
         layout = self.namespace.layout
@@ -178,6 +181,10 @@ class NamespaceHandle:
     def keys(self, token_ids: TokenIds, *, parent: BlockKey | None = None) -> list[BlockKey]:
         """One key for each full block of a prompt. See Namespace.keys."""
         return self.namespace.keys(token_ids, parent=parent)
+
+    def made_by(self, producer: int) -> None:
+        """Blocks that are put from now on say so in their records. See core.audit.producer_id."""
+        object.__setattr__(self, "producer", producer)
 
     def hashed_key(self, engine_hash: bytes, parent_hash: bytes | None = None) -> BlockKey:
         """The key of a block that an engine names by a hash. See Namespace.hashed_key."""
@@ -505,6 +512,11 @@ class Depot(Protocol):
         A leased block vanishes from lookups at once and from its tiers when its last lease ends. On
         a store opened read-only the removal lasts as long as this process has it open.
         """
+
+    @property
+    @abstractmethod
+    def audits(self) -> DepotAudits:
+        """What is known of blocks that were computed again, and of namespaces in quarantine."""
 
     def remove_namespace(self, space: NamespaceHandle) -> int:
         """Delete every block of a namespace, also after a restart. Returns how many were there."""

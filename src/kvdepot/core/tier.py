@@ -364,6 +364,16 @@ class KeepsTokens(Protocol):
 
 
 @runtime_checkable
+class KeepsProducers(Protocol):
+    """A tier that can tell what computed its blocks without reading the blocks."""
+
+    def read_producers(self, keys: Sequence[BlockKey], locations: Sequence[int]) -> list[int]:
+        """Producers of blocks; 0 where they are not known, or the record at that place is not the
+        block's. Blocks until the medium answers.
+        """
+
+
+@runtime_checkable
 class KeepsNotes(Tier, Protocol):
     """A tier whose segments hold notes (removals, descriptions) beside blocks."""
 
@@ -381,8 +391,8 @@ class KeepsNotes(Tier, Protocol):
 
 @runtime_checkable
 class KeepsPages(Tier, Protocol):
-    """A tier that keeps pages of the store's own beside blocks: what is known of sessions. They
-    outlive the process, and are as durable as blocks.
+    """A tier that keeps pages of the store's own beside blocks: what is known of sessions and
+    audits. They outlive the process, and are as durable as blocks.
     """
 
     def keep_page(self, number: int, text: bytes, sync_s: float | None = None) -> tuple[int, int]:

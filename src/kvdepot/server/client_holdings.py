@@ -231,8 +231,10 @@ class ClientHoldings:
                 self._slots[number] = slots
         return number, offers, answers
 
-    def seal(self, number: int, indices: list[int], *, tokens: bool = False) -> None:
-        """Make blocks of slots. `tokens`: the client has laid token ids into them."""
+    def seal(
+        self, number: int, indices: list[int], *, tokens: bool = False, producer: bool = False
+    ) -> None:
+        """Make blocks of slots. `tokens`, `producer`: the client has laid these into them."""
         with self._lock:
             slots = self._slots.get(number, {})
             if len(set(indices)) != len(indices) or any(index not in slots for index in indices):
@@ -240,7 +242,7 @@ class ClientHoldings:
             wave = [slots.pop(index) for index in indices]
             if not slots:
                 self._slots.pop(number, None)
-        self._mapped.seal(wave, tokens=tokens)
+        self._mapped.seal(wave, tokens=tokens, producer=producer)
 
     def abandon(self, number: int) -> None:
         """Give the slots of a reservation back that were not sealed."""

@@ -1,6 +1,7 @@
 """Serves the requests of one connection, one after the other."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -8,9 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.core.block import ANSWERS, Got
+from kvdepot.core.audit import PRODUCER_TEXT_MAX, AuditFinding
+from kvdepot.core.block import ANSWERS, TAG_BYTES, Got
 from kvdepot.core.config import Config
 from kvdepot.core.depot import DURABILITY, Durability
+from kvdepot.core.keys import check_key
 from kvdepot.core.order import SessionState
 from kvdepot.core.sessions import RetentionReceipt
 from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
@@ -43,6 +46,21 @@ _CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
 }
 """Calls of DepotSessions, and of which types their arguments may be."""
 _ASKING: Final = ("known", "show")
+_AUDIT_CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
+    "known": {},
+    "producer": {"text": (str,)},
+    "report": {
+        "key": (str,),
+        "matches": (bool,),
+        "error": _SECONDS,
+        "tolerance": _SECONDS,
+        "layer": (int,),
+        "producer": (str,),
+    },
+    "lift": {"namespace": (str,)},
+    "purge": {"namespace": (str,)},
+}
+"""The same of DepotAudits."""
 _WITH_FILES: Final = ("export", "import_file")
 _INDEX: Final = np.dtype("<u4")
 _LEASE: Final = np.dtype("<u8")
@@ -97,6 +115,7 @@ class RequestHandler:
             FrameKind.SESSION: self._session,
             FrameKind.CHANGE: self._change,
             FrameKind.SESSIONS: self._sessions,
+            FrameKind.AUDITS: self._audits,
         }
         self._changes: Final[dict[str, Callable[[str, str], int | None]]] = {
             "set_write_mode": store.set_write_mode,
@@ -231,7 +250,8 @@ class RequestHandler:
 
     def _seal(self, frame: Frame) -> None:
         number, indices = messages.table(frame.body, _INDEX)
-        self._client.seal(number, indices.tolist(), tokens=bool(frame.flags & Flag.TOKENS))
+        tokens, producer = bool(frame.flags & Flag.TOKENS), bool(frame.flags & Flag.PRODUCER)
+        self._client.seal(number, indices.tolist(), tokens=tokens, producer=producer)
         self._number(frame, len(indices))
 
     def _abandon(self, frame: Frame) -> None:
@@ -341,15 +361,7 @@ class RequestHandler:
 
     def _sessions(self, frame: Frame) -> None:
         """Ask or do something about sessions."""
-        said = _parse_json(bytes(frame.body), "a call")
-        if not isinstance(said, dict) or set(said) != {"call", "given"}:
-            raise WireError("a call of another form")
-        call, given = said["call"], said["given"]
-        known = _CALLS.get(call) if isinstance(call, str) else None
-        if known is None or not isinstance(given, dict):
-            raise WireError("an unknown call")
-        if any(name not in known or type(given[name]) not in known[name] for name in given):
-            raise WireError(f"{call}: given what it does not take")
+        call, given = _parse_call(frame, _CALLS)
         try:
             self._check_may_call(call, given)
             found = getattr(self._store.sessions, call)(**given)
@@ -360,6 +372,29 @@ class RequestHandler:
         else:
             answer = found.as_dict() if isinstance(found, RetentionReceipt) else found
             self._channel.send_text(frame.serial, json.dumps(answer, default=str).encode())
+
+    def _audits(self, frame: Frame) -> None:
+        """Ask or do something about audits. A client that has registered a namespace may report of
+        it; to end a quarantine is for the daemon's user and root.
+        """
+        call, given = _parse_call(frame, _AUDIT_CALLS)
+        found: Any = None
+        try:
+            if call == "report":
+                finding = _finding(given)
+                if not self._client.has_registered(finding.key[:TAG_BYTES]):
+                    self._check_may_change()
+                self._store.audits.report(finding)
+            else:
+                if call in ("lift", "purge"):
+                    self._check_may_change()
+                found = getattr(self._store.audits, call)(**given)
+        except StateError:
+            raise
+        except (KVDepotError, OSError, ValueError, TypeError) as error:
+            self._refuse(frame, getattr(error, "path", "") or "audit", error)
+        else:
+            self._channel.send_text(frame.serial, json.dumps(found).encode())
 
     def _check_may_call(self, call: str, given: Mapping[str, Any]) -> None:
         """What changes a session is for the daemon's user and root, and for clients that have
@@ -401,6 +436,32 @@ def _parse_json(text: bytes, what: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise WireError(f"{what} that is no JSON") from error
+
+
+def _parse_call(
+    frame: Frame, calls: Mapping[str, Mapping[str, tuple[type, ...]]]
+) -> tuple[str, dict[str, Any]]:
+    """One of these calls, and what it is given."""
+    said = _parse_json(bytes(frame.body), "a call")
+    if not isinstance(said, dict) or set(said) != {"call", "given"}:
+        raise WireError("a call of another form")
+    call, given = said["call"], said["given"]
+    known = calls.get(call) if isinstance(call, str) else None
+    if known is None or not isinstance(given, dict):
+        raise WireError("an unknown call")
+    if any(name not in known or type(given[name]) not in known[name] for name in given):
+        raise WireError(f"{call}: given what it does not take")
+    return call, given
+
+
+def _finding(given: Mapping[str, Any]) -> AuditFinding:
+    """ValueError or TypeError: it is none."""
+    numbers = (given.get("error"), given.get("tolerance"))
+    if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
+        raise ValueError("a finding without numbers")
+    key = check_key(bytes.fromhex(given.get("key", "")))
+    producer = str(given.get("producer", ""))[:PRODUCER_TEXT_MAX]
+    return AuditFinding(**{**given, "key": key, "producer": producer})
 
 
 def _session_name(raw: bytes) -> str:

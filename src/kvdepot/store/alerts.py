@@ -28,7 +28,8 @@ class Alert:
 
 def alerts(stats: Stats) -> list[Alert]:
     """What is wrong now, the worst first."""
-    found = [*_drives(stats), *_queues(stats), *_counted(stats), *_traffic(stats)]
+    found = [*_audits(stats), *_drives(stats), *_queues(stats), *_counted(stats)]
+    found += _traffic(stats)
     return sorted(found, key=lambda one: ("bad", "warn", "info").index(one.level))
 
 
@@ -114,6 +115,17 @@ def _counted(stats: Stats) -> Iterator[Alert]:
             "bad",
             f"removals not written down since the start: {unrecorded:,}",
             "remove again before the next restart, else the blocks may come back",
+        )
+
+
+def _audits(stats: Stats) -> Iterator[Alert]:
+    for one in stats.get("audit", {}).get("quarantined", ()):
+        yield Alert(
+            "bad",
+            f"namespace {one['namespace']} is in quarantine: a block computed again was off by "
+            f"{one['error']:.3g} (tolerance {one['tolerance']:.3g}); nothing of it is served",
+            "kvdepot audit list shows what has made it; kvdepot audit purge NAMESPACE removes its "
+            "blocks, lift serves them again",
         )
 
 

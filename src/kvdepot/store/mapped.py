@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.codec.record import HEAD_BYTES, chunk_count, filled_tokens
+from kvdepot.codec.record import HEAD_BYTES, chunk_count, filled_producer, filled_tokens
 from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, Put
 from kvdepot.core.depot import Arrival
 from kvdepot.core.order import SessionState
@@ -244,8 +244,13 @@ class MappedStore:
         ]
         return slots, answers
 
-    def seal(self, slots: list[NewBlock], *, tokens: bool = False) -> None:
-        """Make blocks of slots that were filled and checksummed. `tokens`: token ids too."""
+    def seal(self, slots: list[NewBlock], *, tokens: bool = False, producer: bool = False) -> None:
+        """Make blocks of slots that were filled and checksummed. `tokens`: token ids too;
+        `producer`: what computed them.
+        """
+        for offer in slots if producer else ():
+            image = self._state.arena.image(offer.slot, HEAD_BYTES)
+            offer.producer = filled_producer(image)
         for offer in slots if tokens else ():
             image = self._state.arena.image(offer.slot, HEAD_BYTES)
             offer.tokens = filled_tokens(image, offer.payload_bytes, offer.chunk_bytes)
@@ -302,6 +307,8 @@ class MappedStore:
         says. What is not found may be on its way to another place of the table.
         """
         catalog = self._state.catalog
+        if self._state.quarantined:
+            return None
         try:
             rows = catalog.table.find_many(keys)
             residency: Array = catalog.residency.array[rows]
@@ -317,6 +324,8 @@ class MappedStore:
         catalog = self._state.catalog
         rows = catalog.table.find_many(keys)
         there = (rows != NONE) & (catalog.residency.array[rows] != 0)
+        if self._state.quarantined:
+            there &= ~np.isin(keys[:, 0], [_word(tag) for tag in self._state.quarantined])
         count = len(rows) if there.all() else int(there.argmin())
         if not all(lower.tier.is_up() for lower in self._state.lower_tiers):
             count = len(self._state.usable_prefix(rows[:count].tolist()))
@@ -453,11 +462,16 @@ class MappedStore:
             answers[index] = _CODES[answer.tier, answer.reason]
 
     def _sizes_of(self, keys: Keys, span: Span = _ALL) -> list[BlockSize | None]:
-        """Of each key's namespace; None for one that is not registered, or without that span."""
+        """Of each key's namespace; None for one that is not registered or in quarantine, or without
+        that span.
+        """
         tags = keys[:, 0].tolist()
         sizes = {tag: self._sizes.get(tag) for tag in set(tags)}
         for tag, size in sizes.items():
             if size is not None and span[1] > size.block_bytes:
+                sizes[tag] = None
+        for tag in map(_word, self._state.quarantined):
+            if tag in sizes:
                 sizes[tag] = None
         return [sizes[tag] for tag in tags]
 

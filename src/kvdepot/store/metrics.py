@@ -241,6 +241,13 @@ def _derived(value: Callable[[Stats], float | None]) -> Callable[[Stats], Sample
     return read
 
 
+def _audited(stats: Stats) -> Samples:
+    audit = stats.get("audit")
+    if audit is not None:
+        yield ("matched",), float(audit["compared"] - audit["mismatched"])
+        yield ("mismatched",), float(audit["mismatched"])
+
+
 def _counter(name: str, labels: str, text: str, read: Any, source: str) -> Metric:
     return Metric(f"kvdepot_{name}_total", "counter", tuple(labels.split()), text, read, source)
 
@@ -597,6 +604,20 @@ METRICS: Final = (
         "Sessions forgotten because there were too many.",
         _one("sessions", "forgotten"),
         "sessions.forgotten",
+    ),
+    _counter(
+        "audited_blocks",
+        "outcome",
+        "Blocks that an engine has computed again: as they are kept, or not (mismatched).",
+        _audited,
+        "audit.compared, audit.mismatched",
+    ),
+    _gauge(
+        "quarantined_namespaces",
+        "",
+        "Namespaces of which nothing is served, since an audit failed.",
+        lambda stats: [((), float(len(stats["audit"]["quarantined"])))] if "audit" in stats else [],
+        "audit.quarantined",
     ),
     _counter(
         "events",

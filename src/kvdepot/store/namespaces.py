@@ -35,9 +35,7 @@ class Namespaces:
 
     def add(self, namespace: Namespace) -> NamespaceHandle:
         """Know a namespace from now on."""
-        space = NamespaceHandle(namespace)
-        self._known[namespace.tag] = space
-        return space
+        return self._known.setdefault(namespace.tag, NamespaceHandle(namespace))
 
     def all(self) -> list[NamespaceHandle]:
         return list(self._known.values())
@@ -74,7 +72,7 @@ class Namespaces:
         """What `reserve` was asked: offers whose bytes come later."""
         spaces = [self.of(key) for key in keys]
         offers = [
-            NewBlock(key, 0, space.block_bytes, space.chunk_bytes)
+            NewBlock(key, 0, space.block_bytes, space.chunk_bytes, producer=space.producer)
             for key, space in zip(keys, spaces, strict=True)
         ]
         self._add_tokens(offers, token_ids)
@@ -117,7 +115,7 @@ class Namespaces:
             raise BadBufferError(
                 f"a block here has {space.block_bytes} bytes, the buffer has {nbytes}"
             )
-        return NewBlock(key, address, nbytes, space.chunk_bytes)
+        return NewBlock(key, address, nbytes, space.chunk_bytes, producer=space.producer)
 
     def _read(self, key: BlockKey, into: Any, layers: Any) -> BlockRead:
         space = self._known.get(key[:TAG_BYTES]) or self.of(key)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import record_bytes
-from kvdepot.core.block import TAG_BYTES, BlockKey, Got, Put
+from kvdepot.core.block import MISS, TAG_BYTES, BlockKey, Got, Put
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import NatsConfig
 from kvdepot.core.depot import (
@@ -33,6 +33,7 @@ from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
 from kvdepot.index.promises import Promises
 from kvdepot.index.table import NONE, Keys
+from kvdepot.store.audits import AuditDesk
 from kvdepot.store.check.online import check_store
 from kvdepot.store.drives.maintenance import DriveMaintenance
 from kvdepot.store.mapped import MappedStore
@@ -105,6 +106,7 @@ class Store(Depot):
         archivist = self._archivist = Archivist(*parts)
         self._desk = SessionDesk(state, known, self._keeper, archivist, wall, flush, self._warm)
         self._keeper.start()
+        self._audits = AuditDesk(state, wall, self.remove_tag)
         self._described = DescribedNamespaces(state.descriptions.all, state.config.tenants)
         self._site = self._join_site(state.config.nats) if state.config.nats else None
         self._announcer: Announcer | None = None
@@ -207,14 +209,20 @@ class Store(Depot):
         if timeout_s is None:
             timeout_s = self._state.config.read_timeout
         with self._state.using():
-            return self._reader.fetch(reads, timeout_s) if reads else []
+            tags = self._state.quarantined
+            served = [read for read in reads if read.key[:TAG_BYTES] not in tags]
+            found = self._reader.fetch(served, timeout_s) if served else []
+        if len(served) == len(reads):
+            return found
+        left = iter(found)
+        return [MISS if read.key[:TAG_BYTES] in tags else next(left) for read in reads]
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         state = self._state
         state.check_open()
         checked(keys)
         with state.lock:
-            rows = state.usable_prefix(state.catalog.resident(keys))
+            rows = state.resident(keys)
             state.record_lookup(keys)
             found = Match(tuple(state.catalog.fastest(rows)))
             state.traffic.match.add(len(keys), len(rows))
@@ -226,7 +234,7 @@ class Store(Depot):
         state.check_open()
         checked(keys)
         with state.lock:
-            rows = state.usable_prefix(state.catalog.resident(keys))
+            rows = state.resident(keys)
             state.record_lookup(keys)
             state.catalog.use(rows)
             state.lease(rows)
@@ -285,7 +293,7 @@ class Store(Depot):
             return Hint([], 0.0)
         layout, size = space.layout, space.layout.block_bytes
         with state.lock:
-            rows = state.usable_prefix(state.catalog.resident(keys))
+            rows = state.resident(keys)
             reads = [
                 BlockRead(key, 0, size, layout.chunk_bytes, 0, size)
                 for key, row in zip(keys, rows, strict=False)
@@ -356,6 +364,7 @@ class Store(Depot):
         with self._state.using():
             self._drives.add(tier, Path(path))
             self._keeper.write_all()
+            self._audits.write()
 
     def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
         with self._state.using():
@@ -393,12 +402,17 @@ class Store(Depot):
             known = self._sessions.describe()
             known["transfer"] = asdict(self._archivist.transfer)
             found = {**describe(self._state), "sessions": known}
+        found["audit"] = self._audits.describe()
         parts = {"site": self._site, "events": self._announcer}
         return found | {name: part.describe() for name, part in parts.items() if part is not None}
 
     @property
     def sessions(self) -> SessionDesk:
         return self._desk
+
+    @property
+    def audits(self) -> AuditDesk:
+        return self._audits
 
     def token_ids(self, keys: Sequence[BlockKey]) -> list[list[int]]:
         """Of each block the token ids that it was put with; empty where there are none, or it is
@@ -413,7 +427,7 @@ class Store(Depot):
         state = self._state
         state.check_open()
         with state.lock:
-            rows = state.usable_prefix(state.catalog.resident(checked(keys)))
+            rows = state.resident(checked(keys))
             return Match(tuple(state.catalog.fastest(rows)))
 
     def expected_s(self, nbytes: Mapping[str, int]) -> float | None:
@@ -545,7 +559,7 @@ class Store(Depot):
         assert state.held()
         parts, resident = [], 0
         for keys in prompts:
-            rows = state.usable_prefix(state.catalog.resident(keys))
+            rows = state.resident(keys)
             resident += len(rows)
             pairs = zip(keys, rows, strict=False)
             parts.append([key for key, row in pairs if not state.catalog.in_memory(row)])

@@ -81,6 +81,8 @@ class FrameKind(IntEnum):
     """What only the daemon's own user and root may: drives, sizes, write modes."""
     SESSIONS = 26
     """A call of core.sessions.DepotSessions, as JSON; answered with TEXT, or REFUSED."""
+    AUDITS = 27
+    """A call of core.audit.DepotAudits, likewise."""
 
     WELCOME = 64
     REFUSED = 65
@@ -110,6 +112,9 @@ class Flag(IntEnum):
     TOKENS = 32
     """On SEAL: the slots have token ids behind their checksums, as codec.record.fill_tokens lays
     them. A daemon that does not know the flag keeps none."""
+    PRODUCER = 64
+    """On SEAL: the slots have a producer, as codec.record.fill_producer lays it. A daemon that does
+    not know the flag keeps none."""
     PAD = 4
     """On RESERVE: answer for every key, THROTTLED where there was no room to try."""
 

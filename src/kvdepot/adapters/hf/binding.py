@@ -6,16 +6,19 @@ group have no parents: none is worth less without another.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
+import kvdepot
 from kvdepot.adapters.hf.identity import Signs, model_fingerprint, signs_of, tuner_layers
 from kvdepot.adapters.hf.probe import LayerShape, probe
 from kvdepot.adapters.tensors.kvtensors import DTYPES
 from kvdepot.core.block import BlockKey
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot, NamespaceHandle
 from kvdepot.core.keys import TokenIds, without_link
 from kvdepot.core.layout import KVLayout
@@ -41,6 +44,7 @@ class Options:
     secret: bytes | None = None
     block_tokens: int | None = None
     timeout_s: float | None = None
+    audit: AuditConfig = field(default_factory=AuditConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class Binding:
     """Positions enter as rotations only: shifting all of them changes nothing."""
     tuners: tuple[torch.nn.Module, ...]
     signs: Signs
+    producer: str
+    """What computes the blocks, in words."""
 
     @property
     def block_tokens(self) -> int:
@@ -131,6 +137,10 @@ def bind(model: PreTrainedModel, store: Depot, options: Options) -> Binding:
         for group in layers
     ]
     tuners = tuple(tuner_layers(model))
+    producer = _producer(model, shapes[0], identity)
+    number = store.audits.producer(producer)
+    for group in groups:
+        group.space.made_by(number)
     return Binding(
         tuple(groups),
         tuple(shape.window for shape in shapes),
@@ -139,7 +149,22 @@ def bind(model: PreTrainedModel, store: Depot, options: Options) -> Binding:
         bool(getattr(model.config, "rope_parameters", None)),
         tuners,
         signs_of(model, tuners),
+        producer,
     )
+
+
+def _producer(model: PreTrainedModel, shape: LayerShape, identity: str) -> str:
+    """For people: what the namespace leaves out, since it does not change what KV means."""
+    kernels = getattr(model.config, "_attn_implementation", None) or "unknown"
+    parts = (
+        f"transformers {transformers.__version__}",
+        f"torch {torch.__version__}",
+        f"kvdepot {kvdepot.__version__}",
+        f"attention {kernels}",
+        f"{shape.dtype} on {shape.device.type}".removeprefix("torch."),
+        f"model {identity[:16]}",
+    )
+    return ", ".join(parts)
 
 
 def _by_kind(shapes: Sequence[LayerShape]) -> list[list[LayerShape]]:

@@ -1,5 +1,6 @@
 """A transformers model with a depot behind it: `attach` and what it returns."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -8,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 
+from kvdepot.adapters.audit import BlockAuditor, HitChooser
 from kvdepot.adapters.hf.binding import Binding, Options, bind
 from kvdepot.adapters.hf.calls import (
     PassedCall,
@@ -19,13 +21,16 @@ from kvdepot.adapters.hf.calls import (
     read_generate,
 )
 from kvdepot.adapters.hf.offloader import Offloader
-from kvdepot.adapters.hf.onboarder import Onboarder
+from kvdepot.adapters.hf.onboarder import AuditedCalls, Onboarder
 from kvdepot.adapters.hf.served_call import ModelParts, ServedCall
 from kvdepot.adapters.hf.stats import CallStats, ModelCounters
 from kvdepot.adapters.tensors import open_mover
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError, StoreClosedError
 
+_logger: Final = logging.getLogger("transformers.kvdepot")
+"""Printed where transformers' own warnings are."""
 _FLUSH_TIMEOUT_S: Final = 30.0
 _RETURN_MODEL: Final = frozenset(
     {"bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "requires_grad_", "to", "train"}
@@ -43,13 +48,15 @@ def attach(
     secret: bytes | None = None,
     block_tokens: int | None = None,
     timeout_s: float | None = None,
+    audit: AuditConfig | None = None,
 ) -> "DepotModel":
     """Put a depot behind a model: prompts that it has seen are fetched instead of recomputed.
 
     The model's KV is kept under an identity derived from its config and weights, or from `name` and
     `revision` where the caller vouches for them. `block_tokens` None: 16 to 256, so that a block
     has about a MiB. `timeout_s` bounds how long a call waits for the depot (default: the store's
-    read timeout). Raises ModelError for a model that cannot be served; it is left as it was.
+    read timeout). `audit`: which hits are computed again, see docs/audit.md. Raises ModelError for
+    a model that cannot be served; it is left as it was.
     """
     options = Options(
         name=name,
@@ -58,6 +65,7 @@ def attach(
         secret=secret,
         block_tokens=block_tokens,
         timeout_s=timeout_s,
+        audit=audit or AuditConfig(),
     )
     return DepotModel(model, store, options)
 
@@ -70,7 +78,7 @@ class DepotModel:
     """
 
     _OWN: Final = frozenset(
-        {"wrapped", "counters", "last", "_store", "_options", "_mover", "_parts"}
+        {"wrapped", "counters", "last", "_store", "_options", "_mover", "_parts", "_chooser"}
     )
 
     def __init__(self, model: PreTrainedModel, store: Depot, options: Options) -> None:
@@ -81,6 +89,7 @@ class DepotModel:
         """What the last finished call got."""
         self._store = store
         self._options = options
+        self._chooser = HitChooser(options.audit)
         binding = bind(model, store, options)
         self._mover = open_mover(lambda: store.memory, binding.device)
         self._parts = self._new_parts(binding)
@@ -164,11 +173,13 @@ class DepotModel:
         return self
 
     def _new_parts(self, binding: Binding) -> ModelParts:
+        auditor = BlockAuditor(self._store, self._options.audit, binding.producer, _logger)
+        audit = AuditedCalls(self._chooser, auditor)
         return ModelParts(
             self.wrapped,
             binding,
-            Onboarder(self._store, binding, self._mover, self._options.timeout_s),
-            Offloader(self._store, binding.groups, self._mover, self.counters),
+            Onboarder(self._store, binding, self._mover, self._options.timeout_s, audit),
+            Offloader(self._store, binding.groups, self._mover, self.counters, auditor),
         )
 
     def _current(self) -> ModelParts:
@@ -200,15 +211,16 @@ class DepotModel:
     def _serve(
         self, served: ServedCall, serve: Callable[[ServedCall], Any], plain: Callable[[], Any]
     ) -> Any:
-        try:
-            served.open()
-        except StoreClosedError:
-            return self._pass("closed", plain)
-        try:
-            return serve(served)
-        finally:
-            served.close()
-            self._finish(served.stats)
+        with served.counted():
+            try:
+                served.open()
+            except StoreClosedError:
+                return self._pass("closed", plain)
+            try:
+                return serve(served)
+            finally:
+                served.close()
+                self._finish(served.stats)
 
     def _generate(self, read: ServableGeneration, served: ServedCall) -> Any:
         call = read.call

@@ -13,11 +13,12 @@ from typing import Any, Final
 
 import torch
 
+from kvdepot.adapters.audit import BlockAuditor
 from kvdepot.adapters.hf.binding import AXES, ORDER, LayerGroup
 from kvdepot.adapters.hf.caches import KV, DepotSlidingLayer, join
 from kvdepot.adapters.hf.calls import Tokens
 from kvdepot.adapters.hf.stats import ModelCounters
-from kvdepot.adapters.tensors import BlockMover, KVTensors
+from kvdepot.adapters.tensors import BlockMover, KVTensors, Pieces
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.depot import Depot
 
@@ -79,8 +80,14 @@ class Offloader:
     """Stores blocks of caches. Thread-safe; its thread lives as long as there is work."""
 
     def __init__(
-        self, store: Depot, groups: Sequence[LayerGroup], mover: BlockMover, counters: ModelCounters
+        self,
+        store: Depot,
+        groups: Sequence[LayerGroup],
+        mover: BlockMover,
+        counters: ModelCounters,
+        auditor: BlockAuditor,
     ) -> None:
+        self._auditor = auditor
         self._store = store
         self._groups = groups
         self._mover = mover
@@ -130,15 +137,40 @@ class Offloader:
             tensors: KVTensors | None = None
             for row in job.rows:
                 keys = group.keys(row.tokens)
+                first = row.pad - snapshot.first
+                again = self._computed_again(group, snapshot, row, keys)
+                if again:
+                    tensors = tensors or snapshot.tensors()
+                    for block in again:
+                        start = block * group.block_tokens + first
+                        piece = tensors.span(start, start + group.block_tokens, row.batch)
+                        self._audit(group, keys[block], piece)
                 blocks = self._missing(group, snapshot, row, keys)
                 if blocks:
                     tensors = tensors or snapshot.tensors()
-                    first = row.pad - snapshot.first
                     starts = [block * group.block_tokens + first for block in blocks]
                     run = BlockRun(
                         row.batch, starts, keys[blocks.start :], _ids(group, row, blocks)
                     )
                     self._store_blocks(group, tensors, run)
+
+    def _computed_again(
+        self, group: LayerGroup, snapshot: GroupSnapshot, row: OffloadRow, keys: Sequence[BlockKey]
+    ) -> list[int]:
+        """The blocks that are to be compared with what the depot has."""
+        first = 0 if group.window is None else max(row.windows_from, snapshot.first - row.pad)
+        if not snapshot.parts[0]:
+            return []
+        size = group.block_tokens
+        blocks = range(-(-first // size), len(keys))
+        return [block for block in blocks if self._auditor.expected(keys[block])]
+
+    def _audit(self, group: LayerGroup, key: BlockKey, piece: Pieces) -> None:
+        with self._auditor.scratch(key) as slot:
+            view = slot.view(0)
+            if view is not None:
+                self._mover.offload([piece], [view]).wait()
+                self._auditor.check(key, view, group.space.layout)
 
     def _missing(
         self, group: LayerGroup, snapshot: GroupSnapshot, row: OffloadRow, keys: Sequence[BlockKey]

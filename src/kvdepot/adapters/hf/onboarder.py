@@ -11,13 +11,15 @@ others are cut instead.
 """
 
 import contextlib
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from kvdepot.adapters.audit import BlockAuditor, HitChooser
 from kvdepot.adapters.hf.binding import AXES, ORDER, Binding
 from kvdepot.adapters.hf.caches import KV, DepotCache, DepotLayer, DepotSlidingLayer, join
 from kvdepot.adapters.hf.calls import PromptRow
@@ -123,12 +125,42 @@ class PreparedCache:
             self.rows.pop().close()
 
 
+class AuditedCalls:
+    """The calls of one model, and which of their hits are computed again. Thread-safe."""
+
+    def __init__(self, chooser: HitChooser, auditor: BlockAuditor) -> None:
+        self._chooser = chooser
+        self.auditor = auditor
+        self._lock = threading.Lock()
+        self._calls = 0
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """One call, while it lasts."""
+        with self._lock:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+
+    def chosen(self, key: BlockKey) -> bool:
+        return self._chooser.choose(key, busy=self._calls > 1)
+
+
 class Onboarder:
     """Prepares caches for one model. Thread-safe."""
 
     def __init__(
-        self, store: Depot, binding: Binding, mover: BlockMover, timeout_s: float | None
+        self,
+        store: Depot,
+        binding: Binding,
+        mover: BlockMover,
+        timeout_s: float | None,
+        audit: "AuditedCalls",
     ) -> None:
+        self.audit = audit
         self._store = store
         self._binding = binding
         self._groups = binding.groups
@@ -145,6 +177,7 @@ class Onboarder:
             for number, prompt in enumerate(prompts)
         ]
         found = [self._find(row.keys, len(row.prompt.tokens) - 1) for row in rows]
+        found = [self._audited(row, tokens) for row, tokens in zip(rows, found, strict=True)]
         looked = time.monotonic()
         wanted = self._level(prompts, found)
         room: Room = {}
@@ -164,6 +197,16 @@ class Onboarder:
                 unused.pop_all()
                 return prepared
         return PreparedCache(DepotCache.of(self._binding.windows), 0, [0] * len(prompts))
+
+    def _audited(self, row: FetchedRow, found: int) -> int:
+        """How many of the tokens that were found to fetch: without the last block where it is to be
+        computed again.
+        """
+        if not found or not self.audit.chosen(row.keys[0][0]):
+            return found
+        block = (found - 1) // self._binding.block_tokens
+        self.audit.auditor.expect([keys[block] for keys in row.keys])
+        return self._find(row.keys, block * self._binding.block_tokens)
 
     def _find(self, keys: Sequence[Sequence[BlockKey]], limit: int) -> int:
         """The most leading tokens, `limit` at most, for which no group lacks a block.

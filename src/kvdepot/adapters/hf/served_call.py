@@ -1,6 +1,7 @@
 """One call that the depot serves, from the lookup to the last block offloaded."""
 
 import inspect
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,10 @@ class ServedCall:
         self.column = 0
         """How far the cache is filled."""
         self.stats = CallStats()
+
+    def counted(self) -> AbstractContextManager[None]:
+        """While it lasts the model is busy."""
+        return self._onboarder.audit.call()
 
     def open(self) -> None:
         """Fill a cache from the depot and begin to save what the model adds to the prompts."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from math import inf
 from typing import Final
 
-from kvdepot.core.block import BlockKey
+from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import Config
 from kvdepot.core.depot import DURABILITY, Durability
@@ -155,6 +155,8 @@ class StoreState:
         """Blocks came to memory: reads that wait for the same blocks look again."""
         self.idle = threading.Condition(self.lock)
         """A call or a late read ended: close looks again."""
+        self.quarantined: frozenset[bytes] = frozenset()
+        """Tags of namespaces of which nothing is served, see store.audits."""
         self.full_s = -inf
         """When a block last found no room in memory."""
         self.closing = threading.Event()
@@ -220,6 +222,14 @@ class StoreState:
         """A prompt was looked up."""
         if self.recorder is not None:
             self.recorder.add(as_words(keys))
+
+    def resident(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Rows of the longest prefix that can be served."""
+        if self.quarantined:
+            tags = self.quarantined
+            bad = (at for at, key in enumerate(keys) if key[:TAG_BYTES] in tags)
+            keys = keys[: next(bad, len(keys))]
+        return self.usable_prefix(self.catalog.resident(keys))
 
     def usable_prefix(self, rows: list[int]) -> list[int]:
         """Cut a run of resident rows where it needs a drive that is known to be down."""

@@ -15,7 +15,7 @@ from kvdepot.codec.record import (
     record_bytes,
     write_head,
 )
-from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.block import TAG_BYTES, BlockKey, Put
 from kvdepot.core.depot import Reservation
 from kvdepot.errors import LeaseError
 from kvdepot.index.table import NONE
@@ -48,6 +48,8 @@ class NewBlock:
     """Taken while too much waited to be written."""
     tokens: bytes | memoryview = b""
     """Its token ids, little-endian u32; empty where they are not known."""
+    producer: int = 0
+    """What computed it; 0: not known."""
 
 
 def _leased(wave: Sequence[NewBlock]) -> list[int]:
@@ -241,6 +243,8 @@ class Putter:
         not.
         """
         state, catalog = self._state, self._state.catalog
+        if state.quarantined and offer.key[:TAG_BYTES] in state.quarantined:
+            return Put.REFUSED
         row, below = catalog.row(offer.key), False
         if row != NONE:
             if catalog.memory.absent(row):
@@ -292,7 +296,7 @@ class Putter:
             nbytes = record_bytes(offer.payload_bytes)
             image = self._state.arena.image(offer.slot, nbytes)
             sizes = (offer.payload_bytes, offer.chunk_bytes)
-            write_head(image, Kind.BLOCK, offer.key, *sizes, offer.tokens)
+            write_head(image, Kind.BLOCK, offer.key, *sizes, offer.tokens, offer.producer)
             end = HEAD_BYTES + offer.payload_bytes
             if end != nbytes:
                 image[end:] = _ZEROS[: nbytes - end]

@@ -6,7 +6,7 @@ A location is (drive, slot, page) in one integer. Which segment makes room is de
 
 import errno
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvdepot.codec.record import (
     identity,
     parse_head,
     payload_intact,
+    producer_of,
     record_bytes,
     round_up,
     token_ids,
@@ -422,6 +423,20 @@ class LogTier:
 
     def read_tokens(self, keys: Sequence[BlockKey], locations: Sequence[int]) -> list[bytes]:
         found = [b""] * len(keys)
+        for at, head in self._heads(keys, locations):
+            found[at] = token_ids(head, keys[at])
+        return found
+
+    def read_producers(self, keys: Sequence[BlockKey], locations: Sequence[int]) -> list[int]:
+        found = [0] * len(keys)
+        for at, head in self._heads(keys, locations):
+            found[at] = producer_of(head, keys[at])
+        return found
+
+    def _heads(
+        self, keys: Sequence[BlockKey], locations: Sequence[int]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Heads of the records that are these blocks', each good until the next is asked for."""
         memory = aligned(_HEADS_AT_ONCE * HEAD_BYTES)
         heads = [memory[at : at + HEAD_BYTES] for at in range(0, len(memory), HEAD_BYTES)]
         order = sorted(range(len(keys)), key=locations.__getitem__)
@@ -432,8 +447,7 @@ class LogTier:
             for number, segment_id in read:
                 head, key = parse_head(heads[number]), keys[part[number]]
                 if head is not None and (head.key, head.segment_id) == (key, segment_id):
-                    found[part[number]] = token_ids(heads[number], key)
-        return found
+                    yield part[number], heads[number]
 
     def _run_through(self, ops: Ops, drives: Sequence[Drive]) -> None:
         """Run a batch to its end, however long that takes; the drives are judged by it."""

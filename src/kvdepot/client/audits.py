@@ -1,0 +1,63 @@
+"""Audits of a daemon's store: each call is a question in JSON, and its answer."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvdepot.client.connections import DaemonAwayError, Link, Reconnector
+from kvdepot.core.audit import AuditFinding, DepotAudits, producer_id
+from kvdepot.errors import DaemonError
+from kvdepot.wire.frames import FrameKind
+
+_ASK_S: Final = 120.0
+"""A purge waits for what is being written."""
+
+
+class RemoteAudits(DepotAudits):
+    """Raises DaemonError when no daemon answers: what was not done must be known. `producer` does
+    not: an engine starts without.
+    """
+
+    def __init__(self, daemon: Reconnector, check_open: Callable[[], None]) -> None:
+        self._daemon = daemon
+        self._check_open = check_open
+
+    def producer(self, text: str) -> int:
+        try:
+            return int(self._ask("producer", text=text))
+        except DaemonError:
+            return producer_id(text)
+
+    def report(self, finding: AuditFinding) -> None:
+        self._ask("report", **finding.as_dict())
+
+    def known(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._ask("known")
+        return found
+
+    def lift(self, namespace: str) -> bool:
+        return bool(self._ask("lift", namespace=namespace))
+
+    def purge(self, namespace: str) -> int:
+        return int(self._ask("purge", namespace=namespace))
+
+    def _ask(self, call: str, **given: Any) -> Any:
+        self._check_open()
+        body = json.dumps({"call": call, "given": given}).encode()
+        try:
+            with self._daemon.link() as (_, link):
+                _check_has_audits(link)
+                return link.text(FrameKind.AUDITS, body, _ASK_S)
+        except DaemonAwayError as error:
+            self._daemon.count_away()
+            raise DaemonError(
+                self._daemon.path,
+                f"the daemon did not answer: {error}",
+                hint="see its log; restart a daemon of an older version with this one",
+            ) from error
+
+
+def _check_has_audits(link: Link) -> None:
+    """A daemon of an older version would close the connection at a frame that it does not know."""
+    if "audit" not in link.text(FrameKind.STATS, b"", _ASK_S):
+        raise DaemonAwayError("its version has no audits")

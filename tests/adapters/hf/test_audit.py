@@ -1,0 +1,118 @@
+"""The audit in transformers: it finds what a fault has left in the depot, and nothing else."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from tests.support import wrong_producers, zoo
+
+from kvdepot.adapters.hf import DepotModel, attach
+from kvdepot.core.config import AuditConfig
+from kvdepot.store.store import Store
+
+BLOCK = 16
+PROMPT = 6 * BLOCK + 3
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
+AUDIT = AuditConfig(share=0.02)
+HITS_MAX = 50
+
+
+def attached(model: Any, store: Store, audit: AuditConfig = AUDIT) -> DepotModel:
+    return attach(model, store, name="m", revision="1", block_tokens=BLOCK, audit=audit)
+
+
+def space_of(model: DepotModel) -> Any:
+    return model._parts.binding.groups[0].space
+
+
+@pytest.mark.parametrize("fault", wrong_producers.FAULTS)
+def test_finds_each_fault(fault: str, memory: Store) -> None:
+    model = zoo.build(zoo.llama())
+    ids = zoo.tokens(PROMPT)
+    with attached(model, memory) as served:
+        wrong_producers.put(
+            memory, space_of(served), ids, wrong_producers.FAULTS[fault](model, ids)
+        )
+        expected = model.generate(ids, **GREEDY)
+        for _ in range(HITS_MAX):
+            served.generate(ids, **GREEDY)
+            served.flush()
+            if memory.audits.known()["mismatched"]:
+                break
+        assert memory.audits.known()["mismatched"] == 1
+        (found,) = memory.audits.known()["quarantined"]
+        assert found["error"] > found["tolerance"]
+        assert "transformers" in found["found_by"]
+        # From now on the model answers for itself.
+        answer = served.generate(ids, **GREEDY)
+        assert served.last.rows[0].fetched == {}
+        assert torch.equal(answer, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("gemma3", torch.float32),
+        ("mistral", torch.float32),
+        ("deepseek", torch.float32),
+    ],
+)
+def test_no_alarm_for_what_is_right(name: str, dtype: torch.dtype, memory: Store) -> None:
+    model = zoo.build(zoo.SERVED[name](), dtype=dtype)
+    with attached(model, memory, AuditConfig(share=1)) as served:
+        for seed in range(2):
+            ids = zoo.tokens(PROMPT, seed=seed)
+            expected = served.generate(ids, **GREEDY)
+            served.flush()
+            for _ in range(2):
+                answer = served.generate(ids, **GREEDY)
+                served.flush()
+                assert dtype is torch.bfloat16 or torch.equal(answer, expected)
+        known = memory.audits.known()
+        assert known["compared"] >= 4
+        assert known["mismatched"] == 0
+
+
+def test_an_audited_hit_computes_one_block_more(memory: Store) -> None:
+    model = zoo.build(zoo.llama())
+    ids = zoo.tokens(PROMPT)
+    with attached(model, memory) as served:
+        served.generate(ids, **GREEDY)
+        served.flush()
+        computed = []
+        for _ in range(3):
+            served.generate(ids, **GREEDY)
+            served.flush()
+            computed.append(served.last.rows[0].computed_tokens)
+        assert computed == [3 + BLOCK, 3, 3]
+        assert memory.audits.known()["compared"] == 1
+
+
+def test_a_batch(memory: Store) -> None:
+    model = zoo.build(zoo.llama())
+    batch = zoo.padded([zoo.tokens(PROMPT, seed=1), zoo.tokens(40, seed=2)])
+    with attached(model, memory, AuditConfig(share=1)) as served:
+        expected = model.generate(**batch, **GREEDY, pad_token_id=0)
+        for _ in range(3):
+            assert torch.equal(served.generate(**batch, **GREEDY, pad_token_id=0), expected)
+            served.flush()
+        known = memory.audits.known()
+        assert known["compared"] >= 4
+        assert known["mismatched"] == 0
+
+
+def test_blocks_say_what_has_made_them(memory: Store) -> None:
+    model = zoo.build(zoo.llama())
+    ids = zoo.tokens(PROMPT)
+    with attached(model, memory) as served:
+        served.generate(ids, **GREEDY)
+        served.flush()
+        key = space_of(served).keys(ids[0].numpy())[0]
+        (made,) = memory.audits.known()["producers"]
+        assert memory.audits.producer_of(key) == made["text"]
+        assert "attention" in made["text"]
