@@ -9,12 +9,13 @@ from tests.support.daemon_clients import StartDaemon
 
 import kvdepot
 from kvdepot.cli.main import main
-from kvdepot.client.audits import RemoteAudits
-from kvdepot.core.audit import AuditFinding
+from kvdepot.client import connections
+from kvdepot.core.audit import AuditFinding, producer_id
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.errors import ConfigError, DaemonError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
+from kvdepot.wire.versions import PROTOCOL_OLDEST
 
 Seen = pytest.CaptureFixture[str]
 
@@ -130,17 +131,10 @@ def test_a_namespace_that_does_not_exist(daemon: DaemonProcess) -> None:
 
 
 def test_a_daemon_of_before(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would close the connection at a frame that it does not know: it is not asked."""
-
-    def old(link: Any) -> None:
-        raise client_connections.DaemonAwayError("its version has no audits")
-
-    from kvdepot.client import audits
-    from kvdepot.client import connections as client_connections
-
-    monkeypatch.setattr(audits, "_check_has_audits", old)
+    """An engine starts all the same; a finding that cannot be told is an error, for its log."""
+    old = connections._SPOKEN._replace(newest=PROTOCOL_OLDEST)
+    monkeypatch.setattr(connections, "_SPOKEN", old)
     with kvdepot.open(daemon.address) as store:
-        assert isinstance(store.audits, RemoteAudits)
-        assert store.audits.producer("engine 1") > 0
-        with pytest.raises(DaemonError, match="no audits"):
+        assert store.audits.producer("engine 1") == producer_id("engine 1")
+        with pytest.raises(DaemonError, match="AUDITS came with 6"):
             store.audits.known()

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvdepot.client.connections import DaemonAwayError, Link, Reconnector
+from kvdepot.client.connections import DaemonAwayError, Reconnector
 from kvdepot.core.audit import AuditFinding, DepotAudits, producer_id
 from kvdepot.errors import DaemonError
 from kvdepot.wire.frames import FrameKind
@@ -46,18 +46,11 @@ class RemoteAudits(DepotAudits):
         body = json.dumps({"call": call, "given": given}).encode()
         try:
             with self._daemon.link() as (_, link):
-                _check_has_audits(link)
                 return link.text(FrameKind.AUDITS, body, _ASK_S)
         except DaemonAwayError as error:
             self._daemon.count_away()
             raise DaemonError(
                 self._daemon.path,
                 f"the daemon did not answer: {error}",
-                hint="see its log; restart a daemon of an older version with this one",
+                hint="see its log",
             ) from error
-
-
-def _check_has_audits(link: Link) -> None:
-    """A daemon of an older version would close the connection at a frame that it does not know."""
-    if "audit" not in link.text(FrameKind.STATS, b"", _ASK_S):
-        raise DaemonAwayError("its version has no audits")
