@@ -2,6 +2,7 @@
 costs misses and nothing else."""
 
 import ctypes
+import logging
 import mmap
 import os
 import threading
@@ -20,12 +21,14 @@ from tests.support.page_locks import CudaStandIn
 from tests.support.toy_engine import OpenStore
 
 import kvdepot
+from kvdepot.adapters.audit import BlockAuditor
 from kvdepot.adapters.tensors import HostMover, KVTensors
 from kvdepot.adapters.vllm import page_transfer
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob
 from kvdepot.adapters.vllm.metrics import ConnectorCounts
 from kvdepot.adapters.vllm.page_transfer import FinishedLoad, Loader, PagedCache, Saver
 from kvdepot.core.block import BlockKey, Got
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot, Sink
 from kvdepot.core.layout import KVLayout
 from kvdepot.testing.daemons import DaemonProcess
@@ -36,7 +39,8 @@ LAYOUT = KVLayout.opaque(PAGE_TOKENS * 2 * 64 * 4 * 2, PAGE_TOKENS)
 
 def cache_of(mover: HostMover) -> PagedCache:
     layers = [torch.rand(PAGES, PAGE_TOKENS, 2, 64) for _ in range(2)]
-    return PagedCache(KVTensors(layers, "page token head dim", order="token head dim"), mover, 1)
+    tensors = KVTensors(layers, "page token head dim", order="token head dim")
+    return PagedCache(tensors, mover, 1, LAYOUT)
 
 
 def keys_of(store: Depot) -> list[BlockKey]:
@@ -44,7 +48,8 @@ def keys_of(store: Depot) -> list[BlockKey]:
 
 
 def save(store: Depot, cache: PagedCache, keys: list[BlockKey]) -> int | None:
-    saver = Saver(store, [cache], ConnectorCounts())
+    auditor = BlockAuditor(store, AuditConfig(), "test", logging.getLogger("tests"))
+    saver = Saver(store, [cache], ConnectorCounts(), auditor)
     unsaved = saver.save(SaveJob("r", "", (tuple(keys),), tuple(range(len(keys))), 0), keys)
     saver.close()
     return unsaved
@@ -110,7 +115,7 @@ def test_the_first_load_finds_its_pages_touched(open_store: OpenStore) -> None:
         layer = torch.frombuffer(memory, dtype=torch.float32).view(-1, PAGE_TOKENS, 2, 64)
         assert resident_share(layer) < 0.1
         tensors = KVTensors([layer], "page token head dim", order="token head dim")
-        cache = PagedCache(tensors, HostMover(), 1)
+        cache = PagedCache(tensors, HostMover(), 1, LAYOUT)
         Loader(store, [cache], ConnectorCounts(), 1).close()
         assert resident_share(layer) == 1.0
         assert not layer.any()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from kvdepot.core.config import (
+    AuditConfig,
     Config,
     CxlConfig,
     DramConfig,
@@ -89,6 +90,9 @@ class ConnectorConfig:
 
     weights: Path = Path("~/.cache/kvdepot/weights")
     """Where digests of weight files are kept, by inode and times, so that they are read once."""
+
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    """Which hits are computed again and compared: docs/audit.md."""
 
     load_threads: int = 4
     """Requests that are loaded at the same time."""

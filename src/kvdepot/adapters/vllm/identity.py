@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+import kvdepot
 from kvdepot.adapters.tensors.kvtensors import DTYPES, KVTensors
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
 from kvdepot.adapters.vllm.groups import EngineGroup, block_tokens, grain_tokens, pages_per_block
@@ -100,6 +101,20 @@ def shard_facts(
         draft=draft,
         draft_folder=draft_folder,
     )
+
+
+def producer_of(facts: ShardFacts) -> str:
+    """What computes the blocks, for people."""
+    extra = dict(facts.groups[0].extra)
+    parts = (
+        facts.place.engine,
+        f"torch {torch.__version__}",
+        f"kvdepot {kvdepot.__version__}",
+        f"attention {extra['backend']}",
+        f"cache {extra['cache_dtype']} of {extra['model_dtype']}",
+        f"weights {(facts.weights or facts.weights_folder)[-40:]}",
+    )
+    return ", ".join(parts)
 
 
 def _layout(group: EngineGroup, tensors: KVTensors, grain: int) -> KVLayout:

@@ -54,6 +54,8 @@ class SaveJob(TransferJob):
 
     tokens: bytes = b""
     """Their token ids, as u32; empty where these alone do not say what the blocks are."""
+    audit: bool = False
+    """The depot has them: they are compared with what it has."""
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ COUNTERS: Final = {
     "load_seconds": ("tier", "time from the start of each load to the last block of the tier"),
     "missed_blocks": ("reason", "blocks that were looked up and could not be loaded"),
     "saved_blocks": ("outcome", "blocks that were offered to the depot"),
+    "audited_blocks": ("outcome", "blocks that were computed again: same, different, or unknown"),
     "depot_errors": ("call", "calls that the depot could not answer"),
     "unserved_requests": ("reason", "requests that the depot is not used for"),
     "hit_tokens": ("", "prompt tokens that were found in the depot and not in vLLM"),

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from kvdepot.adapters.audit import BlockAuditor
 from kvdepot.adapters.tensors import BlockMover, KVTensors, OffloadTicket, Pieces
 from kvdepot.adapters.vllm.messages import LoadEnd, LoadJob, SaveJob, TierTime
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
@@ -24,6 +25,7 @@ from kvdepot.adapters.vllm.shards import HeadAxis, HeadPart, fill_heads
 from kvdepot.adapters.vllm.shared_depot import use_all_cores
 from kvdepot.core.block import BlockKey, Got, Put
 from kvdepot.core.depot import Arrival, Depot, Reservation
+from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
 from kvdepot.policy.fetching.fetch_or_recompute import worth_waiting_s
 from kvdepot.tiers.memory.memory import populate
@@ -43,6 +45,7 @@ class PagedCache:
     tensors: KVTensors
     mover: BlockMover
     pages_per_block: int
+    layout: KVLayout
     axis: HeadAxis | None = None
     """Where the heads are in a page, if blocks of other shards can be read."""
 
@@ -273,10 +276,17 @@ def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], l
 class Saver:
     """Saves under way. All methods belong to the engine's thread."""
 
-    def __init__(self, store: Depot, caches: Sequence[PagedCache], counts: ConnectorCounts) -> None:
+    def __init__(
+        self,
+        store: Depot,
+        caches: Sequence[PagedCache],
+        counts: ConnectorCounts,
+        auditor: BlockAuditor,
+    ) -> None:
         self._store = store
         self._caches = caches
         self._counts = counts
+        self._auditor = auditor
         self._warnings = RateLimitedWarnings()
         self._thread = ThreadPoolExecutor(1, "kvdepot-save", initializer=use_all_cores)
         self._reading: dict[Future[None], tuple[str, OffloadTicket]] = {}
@@ -306,6 +316,35 @@ class Saver:
         elif not self._copy(job, slots, fresh):
             return job.first_block
         return job.first_block + fits if fits < len(keys) else None
+
+    def audit(self, job: SaveJob, key: BlockKey) -> None:
+        """Compare a block, which was computed again, with what the depot has."""
+        cache, slots = self._caches[job.group], None
+        try:
+            slots = self._auditor.scratch(key)
+            view = slots.view(0)
+            if view is None:
+                slots.close()
+                return
+            ticket = cache.mover.offload([cache.block(job.pages, 0)], [view])
+        except (KVDepotError, RuntimeError) as error:
+            if slots is not None:
+                slots.close()
+            self._warnings.warn("a block could not be audited", error)
+            return
+        future = self._thread.submit(self._compare, ticket, slots, key, cache.layout)
+        self._reading[future] = job.request_id, ticket
+
+    def _compare(
+        self, ticket: OffloadTicket, slots: Reservation, key: BlockKey, layout: KVLayout
+    ) -> None:
+        with slots:
+            ticket.wait()
+            view = slots.view(0)
+            assert view is not None
+            same = self._auditor.check(key, view, layout)
+        outcome = "unknown" if same is None else "same" if same else "different"
+        self._counts.add("audited_blocks", 1, outcome)
 
     def reading_requests(self) -> set[str]:
         """The requests whose pages saves may still read."""

@@ -230,6 +230,10 @@ class TrackedRequest:
     are missing in the depot."""
     saved: bool = False
     """A save was planned for it."""
+    may_audit: bool = True
+    """It was not decided yet whether its hit is computed again."""
+    audited: int | None = None
+    """The block of full attention that is computed though the depot has it."""
     awaited: "AwaitedBlocks | None" = None
     """What another machine is to commit; None: nothing is waited for, or no more."""
     made: dict[int, set[int]] = field(default_factory=dict)
@@ -359,7 +363,7 @@ class TrackedRequest:
         self.grow(complete)
         ends = [end for end in range(self.offered + 1, complete + 1) if self._is_kept(end)]
         offers = [offer for offer in states if self._is_state_kept(offer, complete)]
-        jobs = []
+        jobs = self._audits(complete, tables)
         for group, rule in enumerate(self.groups.rules):
             pages = tables[rule.table]
             if rule.kind == "full":
@@ -373,6 +377,20 @@ class TrackedRequest:
         self.checkpoint = max([self.checkpoint, *blocks])
         self.stored, self.offered = max(self.stored, complete), complete
         self.saved = self.saved or bool(jobs)
+        return jobs
+
+    def _audits(self, complete: int, tables: PageTables) -> list[SaveJob]:
+        """Have the audited block compared, of all groups of full attention, once it is complete."""
+        at = self.audited
+        if at is None or not self.offered <= at < complete:
+            return []
+        jobs = []
+        for group, rule in enumerate(self.groups.rules):
+            ratio = pages_per_block(rule, self.block_tokens)
+            pages = tuple(tables[rule.table][at * ratio : (at + 1) * ratio])
+            if rule.kind == "full" and NULL_PAGE not in pages:
+                keys, name = self.group_keys[group].keys(at, at + 1), self.request.request_id
+                jobs.append(SaveJob(name, self.adapter, keys, pages, at, group, audit=True))
         return jobs
 
     def _is_kept(self, end: int) -> bool:
@@ -399,7 +417,9 @@ class TrackedRequest:
     ) -> dict[int, Sequence[int]]:
         ratio = pages_per_block(rule, self.block_tokens)
         start = -(-_skip_null(pages, self.stored * ratio, complete * ratio) // ratio)
-        return {at: pages[at * ratio : (at + 1) * ratio] for at in range(start, complete)}
+        # What is compared must not be replaced meanwhile.
+        blocks = (at for at in range(start, complete) if at != self.audited)
+        return {at: pages[at * ratio : (at + 1) * ratio] for at in blocks}
 
     def _window_blocks(
         self, group: int, pages: Sequence[int], ends: Iterable[int]

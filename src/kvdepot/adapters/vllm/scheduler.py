@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final, Protocol
 
+from kvdepot.adapters.audit import HitChooser
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.fetch_decision import (
     FetchDecider,
@@ -102,6 +103,7 @@ class ConnectorScheduler:
         self._saves = saves and config.save != "none"
         self.counts = ConnectorCounts()
         self._warnings = RateLimitedWarnings()
+        self._chooser = HitChooser(config.audit)
         self._queue_hints = QueueHints(depot, self._warnings, config.hint if loads else 0.0)
         self._facts: list[ShardFacts] = []
         self._groups = RequestGroups((), 0, 1)
@@ -208,7 +210,21 @@ class ConnectorScheduler:
             if decided < stop:
                 keys = tracked.keys_of(hit.shards)
                 stop, _ = self._restorable(keys, local_tokens, decided)
+        if stop * self._block_tokens > local_tokens and not hit.shards:
+            stop = self._audited(tracked, local_tokens, stop)
         return max(0, stop * self._block_tokens - local_tokens)
+
+    def _audited(self, tracked: TrackedRequest, local_tokens: int, stop: int) -> int:
+        """The end of a hit: without its last block where that is to be computed again."""
+        if tracked.may_audit and self._saves and self._groups.rules[0].kind == "full":
+            tracked.may_audit = False
+            key = tracked.block_keys.keys(stop - 1, stop)[0][0]
+            if self._chooser.choose(key, busy=len(self._tracked) > 1):
+                tracked.audited = stop - 1
+        if tracked.audited is None or stop <= tracked.audited:
+            return stop
+        stop, _ = self._restorable(tracked.group_keys, local_tokens, tracked.audited)
+        return stop
 
     def _is_coming(
         self, tracked: TrackedRequest, awaited: AwaitedBlocks, first: int, blocks: int

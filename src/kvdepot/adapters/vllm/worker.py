@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from kvdepot.adapters.audit import BlockAuditor
 from kvdepot.adapters.tensors import BlockMover, open_mover
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import EngineGroup, layer_groups, pages_per_block
@@ -16,6 +17,7 @@ from kvdepot.adapters.vllm.identity import (
     known_weights,
     namespaces_at,
     namespaces_of,
+    producer_of,
     shard_facts,
 )
 from kvdepot.adapters.vllm.messages import (
@@ -110,12 +112,17 @@ class ConnectorWorker:
         grain = self._facts.grain
         pages = [
             PagedCache(
-                each.tensors, mover, pages_per_block(each.group.rule, grain), each.shard.axis
+                each.tensors,
+                mover,
+                pages_per_block(each.group.rule, grain),
+                KVLayout.from_description(facts.layout),
+                each.shard.axis,
             )
-            for each in groups
+            for each, facts in zip(groups, self._facts.groups, strict=True)
         ]
         self._loader = Loader(store, pages, self.counts, self._config.load_threads)
-        self._saver = Saver(store, pages, self.counts)
+        auditor = BlockAuditor(store, self._config.audit, producer_of(self._facts), _logger)
+        self._saver = Saver(store, pages, self.counts, auditor)
         if not place.rank and not place.stage:
             self._timer = StepTimer(device, place.stages)
 
@@ -169,6 +176,10 @@ class ConnectorWorker:
             self._report.steps += self._timer.take()
         for job in plan.saves:
             keys = self._keys(job)
+            if job.audit:
+                for key in keys:
+                    self._saver.audit(job, key)
+                continue
             unsaved = self._saver.save(job, keys) if keys else job.first_block
             if unsaved is not None:
                 block = self._request_block(job.group, unsaved)
@@ -257,6 +268,10 @@ class ConnectorWorker:
         else:
             groups = [[space] for space in namespaces_of(self.facts, self._config, adapter)]
         handles = [[store.register(space) for space in spaces] for spaces in groups]
+        if not shards:
+            number = store.audits.producer(producer_of(self.facts))
+            for (space,) in handles:
+                space.made_by(number)
         self._tags[adapter, shards] = [[space.tag for space in spaces] for spaces in handles]
         for space in (space for spaces in handles for space in spaces):
             _logger.info(
