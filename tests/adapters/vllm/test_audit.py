@@ -23,7 +23,6 @@ from tests.support.toy_engine import (
 from tests.support.waiting import until
 
 from kvdepot.adapters.vllm import config
-from kvdepot.core.block import BlockKey
 from kvdepot.core.config import AuditConfig
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
@@ -33,15 +32,13 @@ WARM = len(PROMPT) % PAGE_TOKENS + 2
 """Tokens that a warm request computes, with two of the answer."""
 
 
-def last_keys(engine: ToyEngine) -> list[BlockKey]:
-    """Of the prompt's last block, one for each shard and stage."""
-    spaces = engine.side._spaces_of("")
-    return [space.keys(PROMPT)[FULL_PAGES - 1] for space in spaces]
-
-
-def spoil(store: Store, key: BlockKey) -> None:
-    """Numbers of another meaning under the same key, with good checksums."""
-    space = store._namespaces.of(key)
+def spoil(store: Store, engine: ToyEngine) -> None:
+    """Numbers of another meaning under the key of the prompt's last block, in the last shard, with
+    good checksums.
+    """
+    space = engine.side._spaces_of("")[-1]
+    key = space.keys(PROMPT)[FULL_PAGES - 1]
+    until(lambda: len(store.match([key])) == 1)
     kept = np.empty(space.block_bytes, np.uint8)
     assert store.get(key, kept)
     store.remove(key)
@@ -85,9 +82,7 @@ def test_a_mismatch_ends_all_hits(open_store: OpenStore, open_engine: OpenEngine
     store = open_store()
     engine = open_engine(store, settings=AUDIT)
     ask(engine, "cold", PROMPT)
-    (key,) = last_keys(engine)
-    until(lambda: len(store.match([key])) == 1)
-    spoil(store, key)
+    spoil(store, engine)
     forget_local(engine)
     assert ask(engine, "audited", PROMPT) == WARM + PAGE_TOKENS, "and the answer is right"
     (found,) = compared(store, 1)["quarantined"]
@@ -103,9 +98,7 @@ def test_a_block_on_disk_alone(open_store: OpenStore, open_engine: OpenEngine) -
     store = open_store()
     engine = open_engine(store, settings=AUDIT)
     ask(engine, "cold", PROMPT)
-    (key,) = last_keys(engine)
-    until(lambda: len(store.match([key])) == 1)
-    spoil(store, key)
+    spoil(store, engine)
     assert store.flush()
     engine.close()
     again = open_store()
@@ -126,7 +119,7 @@ def test_every_worker_compares_its_part(
     count = len(engine.workers)
     known = compared(store, count)
     assert (known["compared"], known["mismatched"]) == (count, 0)
-    spoil(store, last_keys(engine)[-1])
+    spoil(store, engine)
     forget_local(engine)
     ask(engine, "spoilt", PROMPT)
     assert compared(store, 2 * count)["mismatched"] == 1
