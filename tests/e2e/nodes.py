@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.machines import Machines
 from tests.support.nats_broker import NatsBroker
-from tests.support.seaweed import SeaweedServer
+from tests.support.s3_servers import SeaweedServer
 from tests.support.vllm_servers import Server, kill_daemon
 
 from kvdepot.core.config import ObjectConfig

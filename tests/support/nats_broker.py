@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.seaweed import free_ports
+from tests.support.s3_servers import free_ports
 from tests.support.waiting import until
 
 

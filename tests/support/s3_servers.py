@@ -1,4 +1,8 @@
-"""A real S3 server (SeaweedFS) on free ports, and a proxy before it that can fail in many ways."""
+"""S3 servers of two makes on free ports, and a proxy before one that can fail in many ways.
+
+SeaweedFS is a server that people run; Moto follows what Amazon documents, answer by answer, and
+keeps everything in memory.
+"""
 
 import json
 import os
@@ -12,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,47 +42,23 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-class SeaweedServer:
-    """One server process with its folder; it can be killed and started again."""
+class S3Server:
+    """One server process with its folder."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         self.folder = folder
         self.host = host
         folder.mkdir(parents=True, exist_ok=True)
-        self.ports = free_ports(10)
+        self.port = 0
+        """Where it speaks S3."""
         self.process: subprocess.Popen[bytes] | None = None
-        identity = {
-            "name": "kv",
-            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
-            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-        }
-        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
 
     @property
     def endpoint(self) -> str:
-        return f"http://{self.host}:{self.ports[3]}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
-        master, volume, filer, s3, *grpc = map(str, self.ports)
-        binary = weed_binary()
-        assert binary is not None
-        with (self.folder / "weed.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    binary, "server", f"-dir={self.folder}", f"-ip={self.host}",
-                    f"-ip.bind={self.host}", "-master.telemetry=false",
-                    f"-master.port={master}", f"-master.port.grpc={grpc[0]}",
-                    f"-volume.port={volume}", f"-volume.port.grpc={grpc[1]}",
-                    "-filer=true", f"-filer.port={filer}", f"-filer.port.grpc={grpc[2]}",
-                    "-s3=true", f"-s3.port={s3}", f"-s3.port.grpc={grpc[3]}",
-                    f"-s3.port.iceberg={grpc[4]}", f"-s3.port.lance={grpc[5]}",
-                    f"-s3.config={self.folder}/s3.json", "-volume.max=64",
-                    "-master.volumeSizeLimitMB=64", "-master.defaultReplication=000",
-                ],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        until(lambda: self._answers(f"{self.endpoint}/healthz"))
-        until(self._makes_bucket)
+        raise NotImplementedError
 
     def kill(self) -> None:
         if self.process is not None:
@@ -104,10 +85,7 @@ class SeaweedServer:
             **more,
         }
 
-    def _makes_bucket(self) -> bool:
-        return self._answers(f"http://{self.host}:{self.ports[2]}/buckets/{BUCKET}/", "POST")
-
-    def _answers(self, url: str, method: str = "GET") -> bool:
+    def answers(self, url: str, method: str = "GET") -> bool:
         assert self.process is not None and self.process.poll() is None, "the server ended"
         try:
             with urllib.request.urlopen(
@@ -121,9 +99,71 @@ class SeaweedServer:
             return False
 
 
+class SeaweedServer(S3Server):
+    """It can be killed and started again."""
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        super().__init__(folder, host)
+        self.ports = free_ports(10)
+        self.port = self.ports[3]
+        identity = {
+            "name": "kv",
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+
+    def start(self) -> None:
+        master, volume, filer, s3, *grpc = map(str, self.ports)
+        binary = weed_binary()
+        assert binary is not None
+        with (self.folder / "weed.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    binary, "server", f"-dir={self.folder}", f"-ip={self.host}",
+                    f"-ip.bind={self.host}", "-master.telemetry=false",
+                    f"-master.port={master}", f"-master.port.grpc={grpc[0]}",
+                    f"-volume.port={volume}", f"-volume.port.grpc={grpc[1]}",
+                    "-filer=true", f"-filer.port={filer}", f"-filer.port.grpc={grpc[2]}",
+                    "-s3=true", f"-s3.port={s3}", f"-s3.port.grpc={grpc[3]}",
+                    f"-s3.port.iceberg={grpc[4]}", f"-s3.port.lance={grpc[5]}",
+                    f"-s3.config={self.folder}/s3.json", "-volume.max=64",
+                    "-master.volumeSizeLimitMB=64", "-master.defaultReplication=000",
+                ],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        until(lambda: self.answers(f"{self.endpoint}/healthz"))
+        until(self._makes_bucket)
+
+    def _makes_bucket(self) -> bool:
+        return self.answers(f"http://{self.host}:{self.ports[2]}/buckets/{BUCKET}/", "POST")
+
+
+class MotoServer(S3Server):
+    """What it had is gone when it is killed."""
+
+    def start(self) -> None:
+        (self.port,) = free_ports(1)
+        command = [sys.executable, "-m", "moto.server", "-H", self.host, "-p", str(self.port)]
+        with (self.folder / "moto.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        until(lambda: self.answers(f"{self.endpoint}/{BUCKET}", "PUT"))
+
+
+def s3_servers() -> dict[str, type[S3Server]]:
+    """Those that are installed."""
+    found: dict[str, type[S3Server]] = {}
+    if weed_binary() is not None:
+        found["seaweedfs"] = SeaweedServer
+    if find_spec("moto") is not None and find_spec("flask_cors") is not None:
+        found["moto"] = MotoServer
+    return found
+
+
 @contextmanager
-def seaweed(folder: Path) -> Iterator[SeaweedServer]:
-    server = SeaweedServer(folder)
+def running(server: S3Server) -> Iterator[S3Server]:
     try:
         server.start()
         yield server

