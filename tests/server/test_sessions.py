@@ -12,7 +12,7 @@ from kvdepot.cli.main import main
 from kvdepot.cli.session import parse_moment
 from kvdepot.errors import ConfigError
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import prompt, put, space_of
+from kvdepot.testing.store_contract import TOKENS, prompt, put, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]
 
@@ -56,6 +56,37 @@ def test_a_session_is_listed_kept_parked_and_taken_to_another_daemon(
     assert asked(daemon, capsys, "unpin", "chat")["contracts_ended"] == 1
     assert asked(daemon, capsys, "expire", "chat")["blocks"] == 6
     assert asked(daemon, capsys, "list")["sessions"] == []
+
+
+def test_the_ledger_of_a_daemon(daemon: DaemonProcess, capsys: Seen) -> None:
+    where = ["--socket", str(daemon.socket)]
+    assert main(["ledger", *where]) == 0
+    assert "nothing was held" in capsys.readouterr().out
+    with kvdepot.open(daemon.address) as store:
+        space = space_of(store)
+        keys = prompt(space, 1, 6)
+        put(store, keys)
+        assert tiers(store, keys) == ["dram"] * 6
+        store.session("untimed", keys)
+        assert store.sessions.tell_prefill(space.tag.hex(), 0.5, 0.0)
+        assert not store.sessions.tell_prefill("00" * 8, 0.5)
+        assert tiers(store, keys) == ["dram"] * 6
+        store.session("chat", keys)
+        assert main(["ledger", *where, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out).keys() == store.sessions.ledger().keys()
+        (tenant,) = store.sessions.ledger()["tenants"]
+        assert (tenant["tokens"], tenant["gpu_s"]) == (12 * TOKENS, 3.0 * TOKENS)
+        assert main(["ledger", *where]) == 0
+        seen = capsys.readouterr()
+        assert "GPU time saved" in seen.out and "measured by its engine" in seen.err
+        assert f"{6 * TOKENS:,} tokens count for no time" in seen.err
+        listed = asked(daemon, capsys, "list", "--order", "saved")["sessions"]
+        assert [one["name"] for one in listed] == ["chat", "untimed"]
+        assert listed[0]["ledger"]["gpu_s"] == 3.0 * TOKENS
+        assert main(["session", "show", "untimed", *where]) == 0
+        assert "speed unknown of GPU time" in capsys.readouterr().out
+        assert main(["session", "list", *where]) == 0
+        assert "GPU saved" in capsys.readouterr().out
 
 
 def test_for_people(daemon: DaemonProcess, tmp_path: Path, capsys: Seen) -> None:

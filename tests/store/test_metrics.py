@@ -42,8 +42,8 @@ DAEMON = {
     "uptime_s": 12.5,
     "sessions": [{}, {}],
     "counters": {"requests": 7},
-    "assumed": {"prefill_tokens_per_s": 4.0, "gpu_watts": 100.0},
 }
+LEDGER = {"prefill_tokens_per_s": 4.0, "gpu_watts": 100.0}
 
 
 def settings(folder: Path, **others: Any) -> dict[str, Any]:
@@ -142,6 +142,36 @@ def test_what_comes_from_drives_leaves_and_is_removed(tmp_path: Path) -> None:
     assert sample(text, "kvdepot_read_duration_seconds_count", tier="ssd") >= 1
 
 
+def test_contracts_granted_refused_ended_and_missing(tmp_path: Path) -> None:
+    made = settings(tmp_path, ssd={**small(tmp_path / "kv")["ssd"], "capacity": 4 << 20})
+    with kvdepot.open(**made) as store:
+        for number, name in enumerate("abc"):
+            keys = prompt(space_of(store), number, 4)
+            put(store, keys)
+            store.session(name, keys)
+        for name in "abc":
+            assert store.sessions.pin(name)
+        assert store.sessions.pin("c", for_s=60), "in the place of the one it had"
+        assert not store.sessions.pin("a", until_s=1.0), "in the past"
+        assert store.sessions.unpin("b") == 1
+        before = values(store.stats())
+        assert store.remove(prompt(space_of(store), 0, 4)[3:]) == 1
+        assert store.sessions.unpin("c") == 1, "contracts are counted again"
+        after = values(store.stats())
+    record_bytes = 4096 + -(-BLOCK_BYTES // 4096) * 4096
+    told = {
+        "kvdepot_contracts": 2,
+        'kvdepot_contract_events_total{event="granted"}': 4,
+        'kvdepot_contract_events_total{event="refused"}': 1,
+        'kvdepot_contract_events_total{event="ended"}': 1,
+        "kvdepot_contract_blocks": 8,
+        "kvdepot_contract_bytes": 8 * record_bytes,
+        "kvdepot_contract_missing_blocks": 0,
+    }
+    assert {name: before[name] for name in told} == told
+    assert after["kvdepot_contract_missing_blocks"] == 1
+
+
 def test_what_a_drain_drops_is_told_apart(tmp_path: Path) -> None:
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     made = small(tmp_path)["ssd"]
@@ -176,9 +206,8 @@ def test_every_counter_of_the_store_is_a_metric(tmp_path: Path) -> None:
 
 def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
     """No line of the table reads what is not there."""
-    with kvdepot.open(
-        **settings(tmp_path, ssd={**small(tmp_path / "kv")["ssd"], "writes_per_day": 1.0})
-    ) as store:
+    ssd = {**small(tmp_path / "kv")["ssd"], "writes_per_day": 1.0}
+    with kvdepot.open(**settings(tmp_path, ssd=ssd, ledger=LEDGER)) as store:
         keys = prompt(space_of(store), 1, 4)
         put(store, keys)
         store.match(keys)
@@ -187,6 +216,7 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
         tiers(store, keys)
         with store.reserve(prompt(space_of(store), 7, 1)):
             pass
+        assert store.sessions.ledger()["tenants"]
         told = {"events": {"stored": 3, "blocks": 3}}
         stats = {**store.stats(), "daemon": DAEMON, "site": SITE, **told}
         store.inspect().state.traffic.took("request", 0.001, "match")
@@ -197,6 +227,9 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
     tokens = sum(stats["traffic"]["served_tokens"].values())
     assert found["kvdepot_gpu_saved_seconds_total"] == tokens / 4.0
     assert found["kvdepot_gpu_saved_joules_total"] == tokens / 4.0 * 100.0
+    assert found['kvdepot_tenant_gpu_saved_seconds_total{tenant=""}'] == tokens / 4.0
+    assert found['kvdepot_tenant_saved_tokens_total{tenant=""}'] == tokens
+    assert found['kvdepot_tenant_held_byte_hours_total{tenant="",tier="ssd"}'] > 0
     assert found["kvdepot_clients"] == 2
     assert found['kvdepot_client_events_total{event="requests"}'] == 7
     assert found['kvdepot_build_info{version="1.2.3"}'] == 1

@@ -51,6 +51,7 @@ COMMANDS = {
         "kvdepot.cli.session", "see, keep, park, export and import a daemon's sessions"
     ),
     "audit": Command("kvdepot.cli.audit", "blocks computed again, and namespaces in quarantine"),
+    "ledger": Command("kvdepot.cli.ledger", "GPU time saved, and what keeping blocks costs"),
     "stats": Command("kvdepot.cli.stats", "what a daemon has done so far, and how it is"),
     "top": Command("kvdepot.cli.top", "watch a daemon: tiers, flow, hits, sessions, drives"),
     "hint": Command("kvdepot.cli.hint", "tell a node of a site which prompt it will be asked for"),

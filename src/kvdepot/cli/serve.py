@@ -87,10 +87,14 @@ def add_http(parser: argparse.ArgumentParser) -> None:
         "--prefill-tokens-per-s",
         type=positive,
         metavar="N",
-        help="what the GPUs compute without kvdepot: metrics tell the seconds saved by it",
+        help="what the GPUs compute without kvdepot, for engines that do not report it: "
+        "ledger.prefill_tokens_per_s",
     )
     parser.add_argument(
-        "--gpu-watts", type=positive, metavar="N", help="of these GPUs, for the joules saved"
+        "--gpu-watts",
+        type=positive,
+        metavar="N",
+        help="of these GPUs, for the joules saved: ledger.gpu_watts",
     )
 
 
@@ -123,8 +127,6 @@ def check_options(args: argparse.Namespace) -> None:
     if args.events_replay is not None and args.events is None:
         hint = "give --events tcp://127.0.0.1:5557 too"
         raise ConfigError("--events-replay", "is for --events", hint=hint)
-    if args.gpu_watts is not None and args.prefill_tokens_per_s is None:
-        raise ConfigError("--gpu-watts", "needs --prefill-tokens-per-s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
     overrides = parse_settings(args.settings)
     for name, value in (("endpoint", args.events), ("replay", args.events_replay)):
         overrides |= {f"events.{name}": value} if value is not None else {}
+    for name in ("prefill_tokens_per_s", "gpu_watts"):
+        overrides |= {f"ledger.{name}": value} if (value := getattr(args, name)) is not None else {}
     settings = config.load(args.config, env=args.env, overrides=overrides)
     path = socket_path(args)
     if args.socket is None and not args.env.get(config.SOCKET_ENV):
@@ -145,8 +149,6 @@ def run(args: argparse.Namespace) -> int:
         raise
     daemon.settings_file = args.config and args.config.resolve()
     daemon.settings_elsewhere = config.names_outside_file(args.env, overrides)
-    assumed = {"prefill_tokens_per_s": args.prefill_tokens_per_s, "gpu_watts": args.gpu_watts}
-    daemon.assumed = {name: value for name, value in assumed.items() if value is not None}
     http = None
     if args.http is not None:
         try:

@@ -105,8 +105,7 @@ def _head(stats: Stats) -> Iterator[str]:
     saved = f"{served_tokens(stats):,.0f} tokens given back"
     seconds = gpu_seconds_saved(stats)
     if seconds is not None:
-        speed = daemon["assumed"]["prefill_tokens_per_s"]
-        saved += f", {duration(seconds)} of GPU time at {speed:,.0f} tokens/s"
+        saved += f", {duration(seconds)} of GPU time saved"
     yield f"{hits}, {saved}"
 
 

@@ -13,6 +13,7 @@ from kvdepot.wire.frames import FrameKind
 _ASK_S: Final = 120.0
 """A contract is granted when it is durable, which may take a while."""
 _FILE_S: Final = 86400.0
+_TELL_S: Final = 5.0
 
 
 class RemoteSessions(DepotSessions):
@@ -56,6 +57,13 @@ class RemoteSessions(DepotSessions):
     def expire(self, name: str, *, namespace: str = "") -> dict[str, Any]:
         return self._facts("expire", name=name, namespace=namespace)
 
+    def ledger(self) -> dict[str, Any]:
+        return self._facts("ledger")
+
+    def tell_prefill(self, namespace: str, token_s: float, pair_s: float = 0.0) -> bool:
+        given = {"namespace": namespace, "token_s": token_s, "pair_s": pair_s}
+        return bool(self._ask("tell_prefill", **given))
+
     def export(
         self, name: str, path: str | os.PathLike[str], *, namespace: str = ""
     ) -> dict[str, Any]:
@@ -73,7 +81,7 @@ class RemoteSessions(DepotSessions):
     def _ask(self, call: str, **given: Any) -> Any:
         self._check_open()
         body = json.dumps({"call": call, "given": given}).encode()
-        limit_s = _FILE_S if "path" in given else _ASK_S
+        limit_s = _FILE_S if "path" in given else _TELL_S if call == "tell_prefill" else _ASK_S
         try:
             with self._daemon.link() as (_, link):
                 return link.text(FrameKind.SESSIONS, body, limit_s)

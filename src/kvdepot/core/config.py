@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from kvdepot.core.config_loader import Secret, Unit, load_tree
-from kvdepot.core.tier import DRIVES_MAX
+from kvdepot.core.tier import DRIVES_MAX, TIER_NAMES
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 
@@ -694,6 +694,57 @@ class AuditConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerConfig:
+    """What the ledger reckons with. Prices are those of plan's parts list, over four years and with
+    electricity, in US dollars; put in your own."""
+
+    prefill_tokens_per_s: float | None = None
+    """What the GPUs compute without kvdepot, for engines that do not report it."""
+
+    gpu_watts: float | None = None
+    """Of these GPUs while they compute, for the joules saved."""
+
+    gpu_price_per_hour: float = 0.89
+    """Of all GPUs of one copy of the model together; the default is one H100 without its server."""
+
+    dram_price: float = 186.0
+    """Of a terabyte of memory for a month."""
+
+    cxl_price: float = 217.0
+    """Of a terabyte of slower memory for a month."""
+
+    ssd_price: float = 5.2
+    """Of a terabyte of SSDs for a month."""
+
+    hdd_price: float = 0.33
+    """Of a terabyte of hard drives for a month."""
+
+    plugin_price: float = 0.0
+    """Of a terabyte of a plug-in's tier for a month."""
+
+    object_price: float = 20.0
+    """Of a terabyte in a bucket for a month."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_tokens_per_s", "gpu_watts"):
+            if getattr(self, name) is not None:
+                _check_positive(f"ledger.{name}", getattr(self, name))
+        for name in ("gpu_price_per_hour", *(f"{tier}_price" for tier in TIER_NAMES)):
+            if not 0 <= getattr(self, name) < 1e12:
+                raise ConfigError(f"ledger.{name}", "must be a price, at least 0")
+
+    def price_per_tb_month(self, tier: str) -> float:
+        price: float = getattr(self, f"{tier}_price")
+        return price
+
+    def assumed(self) -> dict[str, float]:
+        """What savings are computed with, as far as it is set."""
+        names = ("prefill_tokens_per_s", "gpu_watts")
+        found = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
     """One tenant. Without a secret it is kept apart from others by its name only."""
 
@@ -754,6 +805,9 @@ class Config:
 
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
     """How long sessions are remembered, and what contracts of retention may take."""
+
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    """What savings and room are reckoned with (docs/ledger.md)."""
 
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants that have a secret, by name."""

@@ -46,7 +46,9 @@ class DepotSessions(ABC):
 
     @abstractmethod
     def known(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
-        """Sessions: `recent` or `cold` by their last use, or `busy` by their turns."""
+        """Sessions: `recent` or `cold` by their last use, `busy` by their turns, or `saved` by the
+        GPU seconds that they have saved.
+        """
 
     @abstractmethod
     def show(self, name: str, *, namespace: str = "") -> list[dict[str, Any]]:
@@ -81,6 +83,18 @@ class DepotSessions(ABC):
     @abstractmethod
     def expire(self, name: str, *, namespace: str = "") -> dict[str, Any]:
         """The session is over: end its contract and forget it. Its blocks make room first."""
+
+    @abstractmethod
+    def ledger(self) -> dict[str, Any]:
+        """GPU seconds saved by tenant against bytes times hours held on each tier, and what both
+        are worth; with what that is computed from. docs/ledger.md
+        """
+
+    @abstractmethod
+    def tell_prefill(self, namespace: str, token_s: float, pair_s: float = 0.0) -> bool:
+        """An engine has measured its prefill: seconds for each token, and for each pair of tokens
+        that attend. From now on the ledger reckons with it. False: the namespace is not registered.
+        """
 
     @abstractmethod
     def export(

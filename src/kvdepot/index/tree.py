@@ -25,6 +25,7 @@ class PrefixTree:
         self.parent = table.column(np.int32, NONE)
         self.stamp = table.column(np.int64, 0)
         self.hits = table.column(np.uint16, 0)
+        self._depth = table.column(np.int32, 0)
         self._first = table.column(np.int32, NONE)
         self._next = table.column(np.int32, NONE)
         self._previous = table.column(np.int32, NONE)
@@ -46,6 +47,22 @@ class PrefixTree:
             left -= 1
             yield child
             waiting.extend(self.children(child))
+
+    def depth(self, row: int) -> int:
+        """How many blocks a prompt has up to this one. Kept, so that a row is walked over once,
+        unless a block before it is not known yet.
+        """
+        depths, parents, path = self._depth.view, self.parent.view, list[int]()
+        while row != NONE and not depths[row]:
+            path.append(row)
+            row = parents[row]
+        depth: int = depths[row] if row != NONE else 0
+        keep = bool(depth) or not path or not self._table.link(path[-1])
+        for row in reversed(path):
+            depth += 1
+            if keep:
+                depths[row] = depth
+        return depth
 
     def only_children(self, rows: Rows) -> tuple[Rows, Bools]:
         """For each row its first child, or NONE, and whether that child has siblings."""

@@ -52,8 +52,6 @@ class Daemon:
         self.mapped = self.store.mapped()
         self.limits = limits or ClientLimits()
         self.counters = ServerCounters()
-        self.assumed: dict[str, float] = {}
-        """What savings are computed with: prefill_tokens_per_s, gpu_watts."""
         self.instance = os.urandom(16)
         """Of this run: clients know by it that what they had put to another one may be gone."""
         self.settings_file: Path | None = None
@@ -180,7 +178,6 @@ class Daemon:
             "is_prefaulted": self.mapped.is_prefaulted(),
             "sessions": [client.describe() for client in clients],
             "counters": self.counters.as_dict(),
-            "assumed": dict(self.assumed),
         }
 
     def _take_returned(self) -> None:

@@ -41,11 +41,13 @@ _CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     "park": _NAME,
     "warm": {**_NAME, "deadline_s": _SECONDS},
     "expire": _NAME,
+    "ledger": {},
+    "tell_prefill": {"namespace": (str,), "token_s": _SECONDS, "pair_s": _SECONDS},
     "export": {**_NAME, "path": (str,)},
     "import_file": {"path": (str,)},
 }
 """Calls of DepotSessions, and of which types their arguments may be."""
-_ASKING: Final = ("known", "show")
+_ASKING: Final = ("known", "show", "ledger")
 _AUDIT_CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     "known": {},
     "producer": {"text": (str,)},
@@ -402,6 +404,8 @@ class RequestHandler:
         """
         if call in _ASKING or self._is_owner():
             return
+        if call == "tell_prefill" and self._client.has_registered(_tag(given.get("namespace"))):
+            return
         name = given.get("name")
         if call in _WITH_FILES or name is None:
             self._check_may_change()
@@ -462,6 +466,14 @@ def _finding(given: Mapping[str, Any]) -> AuditFinding:
     key = check_key(bytes.fromhex(given.get("key", "")))
     producer = str(given.get("producer", ""))[:PRODUCER_TEXT_MAX]
     return AuditFinding(**{**given, "key": key, "producer": producer})
+
+
+def _tag(text: Any) -> bytes:
+    """Of a namespace; none where the text is no tag."""
+    try:
+        return bytes.fromhex(text or "")
+    except ValueError:
+        return b""
 
 
 def _session_name(raw: bytes) -> str:

@@ -397,6 +397,18 @@ class MappedStore:
                 state.counters.add("get", tier, count)
                 state.counters.get_bytes += nbytes
                 state.traffic.served(tier, nbytes, tokens * count / len(rows))
+        self._count_saved(rows, (span[1] - span[0]) / np.maximum(expected, 1) if any(span) else 1.0)
+
+    def _count_saved(self, rows: Rows, shares: Array | float) -> None:
+        """Tell the ledger of blocks that were served, or of these shares of their bytes."""
+        if not len(rows):
+            return
+        ledger, tags = self._state.ledger, self._state.catalog.table.tags()[rows]
+        shares = np.broadcast_to(np.asarray(shares, np.float64), len(rows))
+        for word in np.unique(tags) if tags[0] != tags[-1] else tags[:1]:
+            mine = tags == word
+            own = rows[mine]
+            ledger.served(word.tobytes(), int(own[0]), int(own[-1]), float(shares[mine].sum()))
 
     def _tokens(self, keys: Keys, rows: Rows) -> float:
         """How many tokens the blocks at rows stand for, which are all or some of the keys."""

@@ -216,16 +216,26 @@ def hit_ratio(stats: Stats) -> float | None:
 
 
 def gpu_seconds_saved(stats: Stats) -> float | None:
-    """By the prefill speed that the daemon was told of; None where it was told of none."""
-    speed = stats.get("daemon", {}).get("assumed", {}).get("prefill_tokens_per_s")
-    return served_tokens(stats) / speed if speed else None
+    """Since the start, by the prefill speed that engines report or that is assumed; None where
+    none is known.
+    """
+    found: float | None = stats.get("ledger", {}).get("gpu_s")
+    return found
 
 
 def joules_saved(stats: Stats) -> float | None:
-    """By the power of the GPUs that the daemon was told of besides."""
-    watts = stats.get("daemon", {}).get("assumed", {}).get("gpu_watts")
+    """By the power of the GPUs that is assumed besides."""
+    watts = stats.get("ledger", {}).get("assumed", {}).get("gpu_watts")
     seconds = gpu_seconds_saved(stats)
     return seconds * watts if seconds is not None and watts else None
+
+
+def _by_tenant(name: str) -> Callable[[Stats], Samples]:
+    def read(stats: Stats) -> Samples:
+        tenants = stats.get("ledger", {}).get("tenants", {})
+        return [((tenant,), float(account[name])) for tenant, account in tenants.items()]
+
+    return read
 
 
 def _each(counts: Mapping[str, float]) -> Samples:
@@ -605,6 +615,45 @@ METRICS: Final = (
         _one("sessions", "forgotten"),
         "sessions.forgotten",
     ),
+    _gauge(
+        "contracts",
+        "",
+        "Contracts of retention in force.",
+        _one("sessions", "contracts"),
+        "sessions.contracts",
+    ),
+    _counter(
+        "contract_events",
+        "event",
+        "Contracts granted, requests refused, and contracts ended.",
+        lambda stats: [
+            ((event,), float(stats["sessions"][f"contracts_{event}"]))
+            for event in ("granted", "refused", "ended")
+            if f"contracts_{event}" in stats.get("sessions", {})
+        ],
+        "sessions.contracts_EVENT",
+    ),
+    _gauge(
+        "contract_blocks",
+        "",
+        "Blocks under contract, as counted some seconds ago.",
+        _one("sessions", "contract_blocks"),
+        "sessions.contract_blocks",
+    ),
+    _gauge(
+        "contract_bytes",
+        "",
+        "Bytes of their records.",
+        _one("sessions", "contract_bytes"),
+        "sessions.contract_bytes",
+    ),
+    _gauge(
+        "contract_missing_blocks",
+        "",
+        "Blocks under contract that no durable tier has any more; above 0 is a broken promise.",
+        _one("sessions", "contract_missing_blocks"),
+        "sessions.contract_missing_blocks",
+    ),
     _counter(
         "audited_blocks",
         "outcome",
@@ -641,23 +690,49 @@ METRICS: Final = (
     _counter(
         "gpu_saved_seconds",
         "",
-        "Prefill that was not needed: tokens given back, by the assumed prefill speed.",
+        "Prefill that was not needed: tokens given back, by the prefill speed that engines report, "
+        "else by the assumed one.",
         _derived(gpu_seconds_saved),
-        "traffic.served_tokens, daemon.assumed",
+        "ledger.gpu_s",
     ),
     _counter(
         "gpu_saved_joules",
         "",
         "The same, by the assumed power of the GPUs.",
         _derived(joules_saved),
-        "traffic.served_tokens, daemon.assumed",
+        "ledger.gpu_s, ledger.assumed",
     ),
     _gauge(
         "assumed_prefill_tokens_per_second",
         "",
-        "The prefill speed that savings are computed with.",
-        _one("daemon", "assumed", "prefill_tokens_per_s"),
-        "daemon.assumed",
+        "The prefill speed that savings are computed with where engines report none.",
+        _one("ledger", "assumed", "prefill_tokens_per_s"),
+        "ledger.assumed",
+    ),
+    _counter(
+        "tenant_gpu_saved_seconds",
+        "tenant",
+        "GPU seconds saved for a tenant since the store was made; tenants beyond 64 are one.",
+        _by_tenant("gpu_s"),
+        "ledger.tenants.TENANT.gpu_s",
+    ),
+    _counter(
+        "tenant_saved_tokens",
+        "tenant",
+        "Tokens given back to a tenant since the store was made.",
+        _by_tenant("tokens"),
+        "ledger.tenants.TENANT.tokens",
+    ),
+    _counter(
+        "tenant_held_byte_hours",
+        "tenant tier",
+        "Bytes times hours that a tenant's blocks took on a tier, counted every minute.",
+        lambda stats: [
+            ((tenant, tier), float(hours))
+            for tenant, account in stats.get("ledger", {}).get("tenants", {}).items()
+            for tier, hours in account["byte_hours"].items()
+        ],
+        "ledger.tenants.TENANT.byte_hours",
     ),
     _gauge(
         "site_connected",

@@ -36,6 +36,7 @@ def describe(state: StoreState) -> dict[str, Any]:
         "index_bytes": state.catalog.table.memory_bytes(),
         "counters": state.counters.as_dict(),
         "traffic": state.traffic.describe(),
+        "ledger": state.ledger.describe(),
         "recording": recording,
     }
 

@@ -99,7 +99,7 @@ class Store(Depot):
         self._drives = DriveMaintenance(state)
         self._flusher = Flusher(state)
         flush = self._flusher.flush
-        known = self._sessions = Sessions(state.catalog, wall, promises)
+        known = self._sessions = Sessions(state.catalog, wall, promises, state.ledger)
         self._pages = SessionPages(state, known)
         self._keeper = SessionKeeper(state, known, self._pages, wall, flush)
         parts = (state, known, self._reader, self._putter, self.register_tag)
@@ -155,6 +155,7 @@ class Store(Depot):
         self._check_fits(record_bytes(block_bytes))
         self._state.descriptions.register(tag, description)
         self._state.traffic.registered(tag, description)
+        self._state.ledger.registered(tag, description)
 
     def put_many(
         self,
@@ -400,6 +401,7 @@ class Store(Depot):
         self._state.check_open()
         with self._state.lock:
             known = self._sessions.describe()
+            known |= self._keeper.describe()
             known["transfer"] = asdict(self._archivist.transfer)
             found = {**describe(self._state), "sessions": known}
         found["audit"] = self._audits.describe()
@@ -461,6 +463,7 @@ class Store(Depot):
         # A forked child has neither the threads nor the store: both are its parent's.
         if state.closing.is_set() or os.getpid() != self._process:
             return FlushReport(True)
+        self._keeper.close_accounts()
         report = self.flush(timeout_s)
         if self._site is not None:
             self._site.close()

@@ -25,6 +25,7 @@ from kvdepot.adapters.vllm.queue_hints import session_of
 from kvdepot.core.config import load
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError
+from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 
@@ -164,3 +165,43 @@ class TestSessions:
         store = engine.side._depot.store
         assert store.stats()["sessions"]["remembered"] == 2
         assert store.session("chat") == 0
+
+
+class TestPrefillSpeed:
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_the_ledger_knows_what_the_engine_measures(
+        self, open_store: OpenStore, open_engine: OpenEngine, workers: int
+    ) -> None:
+        """With two workers each has a shard of every block: together they save as much as one."""
+        engine = open_engine(open_store(), split=Split(workers))
+        store = engine.side._depot.store
+        ask(engine, "first", PROMPT, 4)
+        engine.side._tell_prefill(PrefillPace(0.0, 0.5, 0.25))
+        telling = engine.side._queue_hints._telling
+        assert telling is not None
+        telling.join(60.0)
+        blocks, before = len(PROMPT) // 4, store.sessions.ledger()["total"]["gpu_s"]
+        for space in engine.side._spaces[""]:
+            keys = space.keys(PROMPT)
+            assert all(store.get_many(keys, [bytearray(space.block_bytes) for _ in keys]))
+        saved = store.sessions.ledger()["total"]["gpu_s"] - before
+        tokens = blocks * 4
+        assert saved == pytest.approx(tokens * 0.5 + tokens * tokens / 2 * 0.25)
+
+    def test_a_depot_that_cannot_be_told_is_left_alone(
+        self, open_store: OpenStore, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine, asked = open_engine(open_store()), []
+
+        def refuse(*given: object) -> bool:
+            asked.append(given)
+            raise ConfigError("call", "is not known")
+
+        desk = type(engine.side._depot.store.sessions)
+        monkeypatch.setattr(desk, "tell_prefill", refuse)
+        hints = engine.side._queue_hints
+        for _ in range(3):
+            hints.prefill_measured([b"x" * 8], 1.0, 0.0)
+            assert hints._telling is not None
+            hints._telling.join(60.0)
+        assert len(asked) == 1

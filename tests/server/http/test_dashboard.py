@@ -31,8 +31,9 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 def busy(tmp_path: Path) -> Iterator[HttpDaemon]:
     """A daemon that has done something, and rests."""
     ssd = {**small(tmp_path)["ssd"], "path": [str(tmp_path / "a"), str(tmp_path / "b")]}
-    with HttpDaemon(tmp_path, ssd={**ssd, "promote": False, "writes_per_day": 5000.0}) as daemon:
-        daemon.daemon.assumed = {"prefill_tokens_per_s": 100.0, "gpu_watts": 700.0}
+    ssd |= {"promote": False, "writes_per_day": 5000.0}
+    assumed = {"prefill_tokens_per_s": 100.0, "gpu_watts": 700.0}
+    with HttpDaemon(tmp_path, ssd=ssd, ledger=assumed) as daemon:
         space = space_of(daemon.store)
         for number in range(6):
             keys = prompt(space, number, 8)

@@ -67,7 +67,7 @@ def test_a_daemon_is_watched(start_daemon: StartDaemon, capsys: Seen) -> None:
 
 
 def test_options_that_would_do_nothing_are_refused(tmp_path: Path, capsys: Seen) -> None:
-    for given in (["--http-token-file", "x"], ["--http-cert", "x"], ["--gpu-watts", "700"]):
+    for given in (["--http-token-file", "x"], ["--http-cert", "x"]):
         assert main(["serve", "--socket", str(tmp_path / "s"), *given]) == 2
         assert given[0] in capsys.readouterr().err
 

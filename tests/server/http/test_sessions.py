@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.http_daemon import HttpDaemon
 
-from kvdepot.testing.store_contract import prompt, put, space_of
+from kvdepot.testing.store_contract import TOKENS, prompt, put, space_of, tiers
 
 TOKEN = "0123456789abcdef"
 
@@ -36,6 +36,19 @@ def test_a_session_is_kept_and_let_go(tmp_path: Path) -> None:
         assert daemon.ask("POST", "/api/sessions/unpin", named).json == {"contracts_ended": 1}
         assert daemon.ask("POST", "/api/sessions/expire", named).json["blocks"] == 4
         assert daemon.get("/api/sessions").json["sessions"] == []
+
+
+def test_the_ledger(tmp_path: Path) -> None:
+    with HttpDaemon(tmp_path, TOKEN) as daemon:
+        space = space_of(daemon.store)
+        daemon.store.sessions.tell_prefill(space.tag.hex(), 0.5)
+        keys = prompt(space, 1, 4)
+        put(daemon.store, keys)
+        assert tiers(daemon.store, keys) == ["dram"] * 4
+        found = daemon.get("/api/ledger").json
+        assert found["total"]["gpu_s"] == found["tenants"][0]["gpu_s"] == 4 * TOKENS * 0.5
+        assert found["assumed"]["measured"][space.tag.hex()]["tokens_per_s"] == 2.0
+        assert "/api/ledger" in daemon.get("/openapi.json").json["paths"]
 
 
 def test_changes_need_the_token(tmp_path: Path) -> None:

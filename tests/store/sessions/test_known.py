@@ -10,12 +10,14 @@ from tests.support.stores import settings
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import SystemClock
+from kvdepot.core.config import LedgerConfig
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KeyFormatError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.promises import Promises
 from kvdepot.index.table import as_words
 from kvdepot.store.sessions.known import Sessions
+from kvdepot.store.state.ledger import SavingsLedger
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import LAYOUT, TOKENS, prompt, put, small, space_of, tiers
 
@@ -91,7 +93,11 @@ class Books:
     def __init__(self, **bounds: int) -> None:
         self.catalog = Catalog()
         self.sessions = Sessions(
-            self.catalog, SystemClock(), Promises(self.catalog.table), **bounds
+            self.catalog,
+            SystemClock(),
+            Promises(self.catalog.table),
+            SavingsLedger(self.catalog, LedgerConfig(), 0.0),
+            **bounds,
         )
 
     def tell(self, tag: str, name: str, blocks: int) -> None:

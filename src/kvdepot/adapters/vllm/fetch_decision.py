@@ -78,7 +78,8 @@ class LoadUnderWay:
 class FetchDecider:
     """Decides for one engine. Belongs to the scheduler's thread.
 
-    `drives`: what the depot has measured of its tiers.
+    `drives`: what the depot has measured of its tiers. `measured` is told of the prefill speed, as
+    often as it is written down.
     """
 
     def __init__(
@@ -89,11 +90,13 @@ class FetchDecider:
         clock: Callable[[], float] = time.monotonic,
         speeds_path: Path | None = None,
         drives: Mapping[str, TierProfile] = {},
+        measured: Callable[[PrefillPace], None] = lambda _: None,
     ) -> None:
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._clock = clock
         self._speeds_path = speeds_path
+        self._measured = measured
         self._write_at = 0.0
         speeds = read_speeds(speeds_path) if speeds_path is not None else LearnedSpeeds()
         self.advisor = Advisor(
@@ -221,8 +224,11 @@ class FetchDecider:
                 self._write_at = now + WRITE_EVERY_S
 
     def write_speeds(self) -> None:
+        pace = self.advisor.prefill.pace()
+        if pace is not None:
+            self._measured(pace)
         if self._speeds_path is not None:
-            speeds = LearnedSpeeds(self.advisor.prefill.pace(), self.advisor.profiles())
+            speeds = LearnedSpeeds(pace, self.advisor.profiles())
             write_speeds(self._speeds_path, speeds)
 
     def forget(self, name: str) -> None:

@@ -48,6 +48,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import KVDepotError
+from kvdepot.policy.fetching.speed_models import PrefillPace
 
 _SLOWEST_FIRST: Final = ("object", "plugin", "hdd", "ssd", "cxl", "dram")
 _FASTEST: Final = "dram"
@@ -149,8 +150,21 @@ class ConnectorScheduler:
                 self._engine.chunk_tokens,
                 speeds_path=speeds_file(self._config.speeds, spaces[0].tag),
                 drives=drive_profiles(self._depot.store.stats()),
+                measured=self._tell_prefill,
             )
         return True
+
+    def _tell_prefill(self, pace: PrefillPace) -> None:
+        """Let the depot's ledger know the prefill speed, by the blocks of the first group: each
+        worker loads its shard of them, and all together stand for the tokens once.
+        """
+        if self._groups.rules[0].kind != "full":
+            return
+        spaces = [each[: self._shards[0]] for each in self._spaces.values()]
+        share = spaces[0][0].namespace.shard_size / len(self._facts)
+        token_s = pace.token_s + pace.step_s / max(1, self._engine.chunk_tokens)
+        tags = [space.tag for group in spaces for space in group]
+        self._queue_hints.prefill_measured(tags, share * token_s, share * pace.pair_s)
 
     def add(self, request: EngineRequest) -> None:
         """A new request; one that cannot be served is left to vLLM, and counted."""

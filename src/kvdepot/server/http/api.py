@@ -133,6 +133,9 @@ class Api:
         order, limit = call.values.get("order", "recent"), call.values.get("limit", 100)
         return {"sessions": self._list(order, limit, call), "names_hidden": not call.trusted}
 
+    def ledger(self, _: ApiCall) -> Answer:
+        return self._store.sessions.ledger()
+
     def _list(self, order: str, limit: int, call: ApiCall) -> list[dict[str, Any]]:
         """Sessions; for those who have no token their names stay private."""
         found = self._store.sessions.known(order, limit)
@@ -287,6 +290,13 @@ ENDPOINTS: Final = (
                 place="query",
             ),
         ),
+    ),
+    Endpoint(
+        "GET",
+        "/api/ledger",
+        "GPU seconds saved by tenant, bytes times hours held on each tier, and what both are worth "
+        "by the prices of the configuration.",
+        Api.ledger,
     ),
     Endpoint("GET", "/api/config", "The settings in force; secrets are masked.", Api.config),
     Endpoint("GET", "/api/alerts", "What is wrong, and what to do.", Api.alerts),

@@ -288,3 +288,20 @@ class Reader:
                 counters.get_bytes += nbytes
                 traffic.served(tier, nbytes, tokens)
         counters.get_mirror += sum(call.results[index].tier is not None for index in call.rescued)
+        given = sum(nbytes for tier, (_, nbytes, _) in found.items() if tier is not None)
+        if given:
+            self._count_saved(call, given)
+
+    def _count_saved(self, call: ReadCall, nbytes: int) -> None:
+        """Tell the ledger of what was served: mostly blocks of one prompt, with misses behind."""
+        pairs = list(zip(call.reads, call.results, strict=True))
+        first = next(read for read, got in pairs if got.tier is not None)
+        last = next(read for read, got in reversed(pairs) if got.tier is not None)
+        served, tag = self._state.ledger.served, first.key[:TAG_BYTES]
+        if tag == last.key[:TAG_BYTES]:
+            served(tag, first.row, last.row, nbytes / first.payload_bytes)
+            return
+        for read, got in pairs:
+            if got.tier is not None:
+                share = (read.stop - read.start) / read.payload_bytes
+                served(read.key[:TAG_BYTES], read.row, read.row, share)

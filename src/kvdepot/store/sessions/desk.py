@@ -14,10 +14,12 @@ from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions.archive import Archivist
 from kvdepot.store.sessions.keeper import Flush, SessionKeeper
 from kvdepot.store.sessions.known import SESSION_ORDERS, Prompt, Sessions, checked_name
+from kvdepot.store.state.ledger import Account, ToldPrefill
 from kvdepot.store.state.state import StoreState
 
 LISTED_MAX: Final = 10_000
 _WRITTEN_S: Final = 30.0
+_STEP_S_MAX: Final = 3600.0
 Warm = Callable[[bytes, str, float], Hint]
 
 
@@ -120,6 +122,36 @@ class SessionDesk(DepotSessions):
         with self._state.using():
             return self._archivist.import_file(Path(path))
 
+    def ledger(self) -> dict[str, Any]:
+        self._state.check_open()
+        self._keeper.keep_accounts(now=True)
+        ledger = self._state.ledger
+        with self._state.lock:
+            tenants = {name: ledger.tenants[name] for name in sorted(ledger.tenants)}
+            total = Account()
+            for account in tenants.values():
+                total.add(account)
+                total.byte_s = [a + b for a, b in zip(total.byte_s, account.byte_s, strict=True)]
+        return {
+            "tenants": [
+                {"tenant": name, **account.as_dict(ledger.prices)}
+                for name, account in tenants.items()
+            ],
+            "total": total.as_dict(ledger.prices),
+            "assumed": ledger.assumptions(),
+        }
+
+    def tell_prefill(self, namespace: str, token_s: float, pair_s: float = 0.0) -> bool:
+        self._state.check_open()
+        if not (0.0 < token_s < _STEP_S_MAX and 0.0 <= pair_s < _STEP_S_MAX):
+            raise ConfigError("token_s", "seconds of prefill for a token are above 0")
+        try:
+            tag = bytes.fromhex(namespace)
+        except ValueError as error:
+            raise ConfigError("namespace", "is not a tag in hexadecimal") from error
+        with self._state.lock:
+            return self._state.ledger.told_prefill(tag, ToldPrefill(token_s, pair_s))
+
     def _tags(self, name: str, namespace: str) -> list[bytes]:
         """Namespaces that have a session of that name, or ConfigError."""
         self._state.check_open()
@@ -164,6 +196,7 @@ class SessionDesk(DepotSessions):
             "bytes": held,
             "idle_s": round(max(0.0, now_s - prompt.told_s), 3),
             "contract": kept,
+            "ledger": prompt.account.as_dict(self._state.ledger.prices),
         }
 
     def _leave_memory(self, tag: bytes, prompt: Prompt) -> int:

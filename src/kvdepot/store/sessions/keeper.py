@@ -23,11 +23,14 @@ from kvdepot.errors import KVDepotError
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.store.sessions.known import Contract, Prompt, Sessions, unpacked
 from kvdepot.store.sessions.pages import SessionPages
+from kvdepot.store.state.ledger import SAMPLE_S
 from kvdepot.store.state.state import StoreState
 
 _LOOK_S: Final = 1.0
 _WRITE_EVERY: Final = 5
 """Looks between two writes of what has changed."""
+_ACCOUNTS_S: Final = 3600.0
+"""How old the accounts of sessions that were not told of become on the drives."""
 _TOTAL_SHARE: Final = 0.5
 """Of each tier that all contracts may take."""
 _DURABLE_S: Final = 30.0
@@ -53,6 +56,9 @@ class SessionKeeper:
         self._flush = flush
         self._granting = threading.Lock()
         self._last_number = 0
+        self._accounts_s = state.clock.now()
+        self._granted = self._refused = 0
+        self._tally = {"contract_blocks": 0, "contract_bytes": 0, "contract_missing_blocks": 0}
         self._thread = threading.Thread(target=self._run, name="kvdepot-sessions", daemon=True)
         self._writer: threading.Thread | None = None
         """The last thread that wrote for a caller who waits for so long only."""
@@ -97,10 +103,13 @@ class SessionKeeper:
                 granted = self._bind(name, prompts, until_s, through_turn, before)
                 self._write_down(name, granted, before)
             except RefusedPromiseError as refused:
+                self._refused += 1
                 return RetentionReceipt(False, name, reason=str(refused), hint=refused.hint)
         with self._state.lock:
             rows = self._rows([(tag, one.packed) for tag, one in granted.items()])
             nbytes = int(self._sizes(rows).sum())
+            self._granted += len(granted)
+        self.tally()
         return RetentionReceipt(
             True,
             name,
@@ -114,7 +123,9 @@ class SessionKeeper:
     def end(self, name: str, tags: Sequence[bytes]) -> int:
         """End the contracts of a session. Returns how many there were. Written down soon."""
         with self._state.lock:
-            return sum(self._sessions.end_contract(tag, name) for tag in tags)
+            ended = sum(self._sessions.end_contract(tag, name) for tag in tags)
+        self.tally()
+        return ended
 
     def default_until_s(self, for_s: float | None) -> float:
         return self._wall.now() + (KEEP_S if for_s is None else for_s)
@@ -151,6 +162,53 @@ class SessionKeeper:
                     sessions.bind(tag, contract)
             sessions.forget_older(now_s - self._state.config.sessions.ttl)
 
+    def tally(self) -> None:
+        """Count the blocks under contract, for `describe`. The store's lock is taken for one
+        contract at a time.
+        """
+        with self._state.lock:
+            contracts = list(self._sessions.contracts.items())
+        missing = 0
+        for (tag, _), contract in contracts:
+            with self._state.lock:
+                missing += self.missing(tag, contract)
+        rows = np.flatnonzero(self._sessions.promises.contracts.array)
+        self._tally = {
+            "contract_blocks": len(rows),
+            "contract_bytes": int(self._sizes(rows).sum()),
+            "contract_missing_blocks": missing,
+        }
+
+    def describe(self) -> dict[str, int]:
+        """Contracts, for `stats`; blocks as they were counted last, some seconds ago at most."""
+        return {
+            "contracts_granted": self._granted,
+            "contracts_refused": self._refused,
+            **self._tally,
+        }
+
+    def keep_accounts(self, *, now: bool = False) -> None:
+        """Count what is held on the tiers, if it is time or `now`, and have it written down."""
+        ledger, now_s = self._state.ledger, self._state.clock.now()
+        if not now and not ledger.is_due(now_s):
+            return
+        ledger.sample(now_s)
+        if now_s - self._accounts_s >= _ACCOUNTS_S:
+            self._accounts_s = now_s
+            self._pages.all_changed()
+        self._pages.tenants_changed()
+
+    def close_accounts(self) -> None:
+        """The store is about to close: have written down what was not, but for byte-hours of less
+        than a minute.
+        """
+        now_s = self._state.clock.now()
+        if now_s - self._accounts_s >= SAMPLE_S:
+            self._accounts_s = now_s - _ACCOUNTS_S
+            self.keep_accounts(now=True)
+        elif self._state.ledger.since_start.tokens:
+            self._pages.tenants_changed()
+
     def write(self, sync_s: float | None = None) -> bool:
         """Write down what has changed."""
         if not self._pages.exist or not self._pages.dirty:
@@ -179,7 +237,9 @@ class SessionKeeper:
         while not self._state.closing.wait(_LOOK_S):
             looks += 1
             self.look()
+            self.keep_accounts()
             if not looks % _WRITE_EVERY:
+                self.tally()
                 self.write()
 
     def _prompts(self, name: str, tags: Sequence[bytes]) -> dict[bytes, Prompt]:

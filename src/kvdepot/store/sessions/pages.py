@@ -37,9 +37,12 @@ from kvdepot.store.sessions.known import (
     Sessions,
     checked_name,
 )
+from kvdepot.store.state.ledger import Account
 from kvdepot.store.state.state import StoreState
 
 VERSION: Final = 1
+LEDGER_PAGE: Final = 0
+"""It has the tenants' accounts too."""
 _ANCHORS: Final = 4
 _PAGE_BYTES: Final = 32 << 10
 _PAGE_BYTES_MIN: Final = 4 << 10
@@ -109,8 +112,13 @@ class SessionPages:
     def _may_write(self, page: int) -> bool:
         return not self._apart or page >> _BOOK_BITS == self._book
 
+    def tenants_changed(self) -> None:
+        """The tenants' accounts are to be written down."""
+        with self._state.lock:
+            self.dirty.add(LEDGER_PAGE)
+
     def all_changed(self) -> None:
-        """All that is known is to be written: there is a drive that has none, or one goes."""
+        """All that is known is to be written: a drive has none or goes, or accounts are old."""
         with self._state.lock:
             for page, sessions in list(self._members.items()):
                 if self._may_write(page):
@@ -151,6 +159,8 @@ class SessionPages:
             found = [self._restore(number, entry) for entry in page["sessions"]]
             if not apart and (not all(found) or on_drives[number] < len(used)):
                 self.dirty.add(number)
+            if number == LEDGER_PAGE:
+                self._state.ledger.restore(page.get("tenants"))
 
     def write(self, sync_s: float | None = None) -> bool:
         """Write the pages that have changed; with `sync_s`, make them durable. False: a page is on
@@ -195,6 +205,8 @@ class SessionPages:
             if prompt.contract is not None or size <= room:
                 entries.append(entry)
         page = {"v": VERSION, "page": number, "generation": self._generation, "sessions": entries}
+        if number == LEDGER_PAGE:
+            page["tenants"] = self._state.ledger.packed()
         text = json.dumps(page, ensure_ascii=False, separators=(",", ":")).encode()
         self._sizes[number] = len(text)
         return text
@@ -230,7 +242,9 @@ class SessionPages:
             return False
         if len(tag) != TAG_BYTES or not packed:
             return False
-        found, known = Prompt(packed, state, turns, told_s), self._sessions.find(tag, name)
+        account = Account.unpacked(entry.get("l"))
+        found = Prompt(packed, state, turns, told_s, account=account)
+        known = self._sessions.find(tag, name)
         is_later = known is None or known.told_s < told_s
         contracts = [contract, known.contract if known is not None else None]
         ended_s = max(ended_s, known.ended_s if known is not None else 0.0)
@@ -239,6 +253,7 @@ class SessionPages:
         prompt = found if known is None or is_later else known
         self._sessions.withdraw(tag, name)
         self._sessions.enter(tag, name, replace(prompt, contract=agreed, ended_s=ended_s))
+        self._sessions.own_blocks(tag, name)
         if agreed is not None:
             agreed.held[:] = False
             self._sessions.bind(tag, agreed)
@@ -284,6 +299,7 @@ def _entry(tag: bytes, name: str, prompt: Prompt) -> Entry:
         "u": prompt.turns,
         "w": round(prompt.told_s, 3),
         "k": list(_anchors(prompt.packed)),
+        "l": prompt.account.packed(),
     }
     if prompt.ended_s:
         entry["x"] = prompt.ended_s

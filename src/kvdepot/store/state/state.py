@@ -22,6 +22,7 @@ from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
 from kvdepot.store.state.admission import Admission
 from kvdepot.store.state.descriptions import Descriptions
+from kvdepot.store.state.ledger import SavingsLedger
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.state.traffic import StoreTraffic
 from kvdepot.store.trace_recorder import TraceRecorder
@@ -137,8 +138,10 @@ class StoreState:
         """Of the fastest memory tier."""
         self.counters = Counters()
         self.traffic = StoreTraffic()
+        self.ledger = SavingsLedger(catalog, config.ledger, clock.now())
         self.admission = Admission(catalog, self.lower_tiers, self.counters)
         self.descriptions = Descriptions(self)
+        self.ledger.tenant_of = self.descriptions.tenant
         self.recorder: TraceRecorder | None = None
         self.last_ticket = 0
         """Blocks that wait to be written are numbered in the order in which they came."""

@@ -70,7 +70,7 @@ function showAlerts(alerts) {
 }
 
 function showTiles(stats, derived) {
-  const assumed = stats.daemon.assumed;
+  const assumed = stats.ledger.assumed;
   const tiles = [
     tile("hit ratio", derived.hit_ratio === null ? "no lookups"
       : metric("kvdepot_hit_ratio", {}, derived.hit_ratio, percent)),
@@ -88,7 +88,8 @@ function showTiles(stats, derived) {
   at("tiles").replaceChildren(...tiles);
   at("assumption").textContent = derived.gpu_seconds === null
     ? "Start with --prefill-tokens-per-s to see the GPU time saved."
-    : `GPU time: tokens given back, at ${whole(assumed.prefill_tokens_per_s)} tokens a second of prefill`
+    : "GPU time: tokens given back, by " + (assumed.prefill_tokens_per_s
+      ? `measured prefill, else ${whole(assumed.prefill_tokens_per_s)} tokens a second` : "the prefill speed that engines measure")
       + (derived.joules === null ? "." : `; ${whole(derived.joules / 3600)} Wh at ${whole(assumed.gpu_watts)} W.`);
 }
 
