@@ -199,14 +199,14 @@ class SessionKeeper:
         self._pages.tenants_changed()
 
     def close_accounts(self) -> None:
-        """The store is about to close: have written down what was not, but for byte-hours of less
-        than a minute.
+        """The store is about to close: have written down what was not. Of a store that was open for
+        less than a minute byte-hours are not, and nothing where it knows no session.
         """
         now_s = self._state.clock.now()
         if now_s - self._accounts_s >= SAMPLE_S:
             self._accounts_s = now_s - _ACCOUNTS_S
             self.keep_accounts(now=True)
-        elif self._state.ledger.since_start.tokens:
+        elif self._sessions.describe()["remembered"] and self._state.ledger.since_start.tokens:
             self._pages.tenants_changed()
 
     def write(self, sync_s: float | None = None) -> bool:
