@@ -6,13 +6,13 @@ from math import inf, isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.fetch_or_recompute import (
     EXPLORE_BYTES,
     Decision,
     EngineFeatures,
     EngineQueue,
     PromptLengths,
-    Reason,
     TierRun,
     decide,
 )

@@ -1,6 +1,8 @@
 """Sessions and hints through a daemon: as in a store of one's own, and gone with their client."""
 
 import inspect
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ import kvdepot
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot
+from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import LAYOUT, MANY, prompt, put, small, space_of, tiers
-from kvdepot.wire.frames import FrameKind
+from kvdepot.wire.frames import Feature, FrameKind
 from kvdepot.wire.messages import Hinted, Seconds
 
 CRAWLING = {"read_bandwidth": "100kB", "write_bandwidth": "100MB", "seek": "5ms"}
@@ -47,6 +50,35 @@ def test_both_stores_have_every_method_of_a_depot(kind: type[Depot]) -> None:
         if inspect.isfunction(method):
             mine, its = inspect.signature(method), inspect.signature(twin)
             assert list(mine.parameters.values()) == list(its.parameters.values()), name
+
+
+def test_first_tokens_are_told_to_the_daemon(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    daemon = start_daemon(**settings(tmp_path))
+    told = [
+        FirstToken(900, 640, 0.25, 0.5, 2.0, Reason.SPLIT),
+        FirstToken(10, 0, 0.5, inf, inf, Reason.PREFILL_UNKNOWN),
+    ]
+    with kvdepot.open(daemon.address) as store:
+        for first in told:
+            store.report_first_token(first)
+        assert eventually(lambda: len(store.stats()["first_tokens"]["latest"]) == 2)
+        found = store.stats()["first_tokens"]
+    assert found["decisions"] == {"split": 1, "prefill_unknown": 1}
+    assert (found["compared"], found["seconds"], found["recompute_seconds"]) == (1, 0.25, 2.0)
+    assert found["latest"][1]["why"] == Reason.SPLIT.value
+
+
+def test_a_daemon_from_before_is_not_told(
+    start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = start_daemon(**settings(tmp_path))
+    with kvdepot.open(daemon.address) as store:
+        assert isinstance(store, RemoteStore)
+        connections = store._daemon.connections()
+        assert connections.welcome.features & Feature.FIRST_TOKENS
+        connections.welcome = replace(connections.welcome, features=0)
+        store.report_first_token(FirstToken(1, 0, 1.0, 1.0, 1.0, Reason.RECOMPUTE))
+        assert store.stats()["first_tokens"]["latest"] == []
 
 
 def test_what_was_hinted_at_comes_from_memory(start_daemon: StartDaemon, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from kvdepot.wire.messages import (
     AwaitHint,
     Deliver,
     Fetch,
+    FirstTokenTold,
     Named,
     Number,
     Register,
@@ -94,6 +95,10 @@ NONSENSE: list[tuple[FrameKind, bytes]] = [
     (FrameKind.CHANGE, b'{"call": "close", "tier": "ssd", "value": ""}'),
     (FrameKind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": 1}'),
     (FrameKind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": "1GiB", "more": ""}'),
+    (FrameKind.FIRST_TOKEN, b"short"),
+    (FrameKind.FIRST_TOKEN, FirstTokenTold(9, 1, NAN, 1.0, 1.0, 1).body()),
+    (FrameKind.FIRST_TOKEN, FirstTokenTold(9, 10, 1.0, 1.0, 1.0, 1).body()),
+    (FrameKind.FIRST_TOKEN, FirstTokenTold(9, 1, 1.0, 1.0, 1.0, 200).body()),
     (FrameKind.REGISTER, b"short"),
     (FrameKind.REGISTER, Register(bytes(8), 10, 10).body() + b"no json"),
 ]

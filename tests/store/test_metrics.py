@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import threading
+from math import inf
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.waiting import until
 
 import kvdepot
+from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.index.table import as_words
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import METRICS, render, values
@@ -217,6 +219,7 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
         with store.reserve(prompt(space_of(store), 7, 1)):
             pass
         assert store.sessions.ledger()["tenants"]
+        store.report_first_token(FirstToken(100, 80, 0.5, 0.4, 2.0, Reason.FETCH))
         told = {"events": {"stored": 3, "blocks": 3}}
         stats = {**store.stats(), "daemon": DAEMON, "site": SITE, **told}
         store.inspect().state.traffic.took("request", 0.001, "match")
@@ -233,6 +236,59 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
     assert found["kvdepot_clients"] == 2
     assert found['kvdepot_client_events_total{event="requests"}'] == 7
     assert found['kvdepot_build_info{version="1.2.3"}'] == 1
+
+
+def test_first_tokens_are_counted_as_told() -> None:
+    traffic = StoreTraffic()
+    told = [
+        FirstToken(1000, 800, 0.25, 0.5, 2.0, Reason.FETCH),
+        FirstToken(500, 0, 1.0, 1.0, 1.0, Reason.RECOMPUTE),
+        FirstToken(50, 50, 4.0, inf, inf, Reason.PREFILL_UNKNOWN),
+    ]
+    for number, first in enumerate(told):
+        traffic.answered(first, float(number))
+    stats = {
+        "traffic": traffic.describe(),
+        "first_tokens": traffic.first_tokens.describe(10.0),
+    }
+    found = values(stats)
+    assert found["kvdepot_first_tokens_compared_total"] == 2
+    assert found["kvdepot_first_token_measured_seconds_total"] == 1.25
+    assert found["kvdepot_first_token_predicted_seconds_total"] == 1.5
+    assert found["kvdepot_first_token_recompute_seconds_total"] == 3.0
+    assert found['kvdepot_decisions_total{decision="fetch"}'] == 1
+    assert found['kvdepot_decisions_total{decision="prefill_unknown"}'] == 1
+    assert sample(render(stats), "kvdepot_first_token_duration_seconds_sum") == 5.25
+    newest = stats["first_tokens"]["latest"][0]
+    assert newest["predicted_s"] is None and newest["recompute_s"] is None
+    assert (newest["ago_s"], newest["seconds"], newest["decision"]) == (8.0, 4.0, "prefill_unknown")
+    json.loads(json.dumps(stats, allow_nan=False))
+
+
+def test_the_latest_decisions_are_few() -> None:
+    traffic = StoreTraffic()
+    for number in range(1000):
+        traffic.answered(FirstToken(number, 0, 0.1, 0.1, 0.1, Reason.CUT), 0.0)
+    latest = traffic.first_tokens.describe(0.0)["latest"]
+    assert [one["prompt_tokens"] for one in latest] == list(range(999, 979, -1))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), inf, -1.0])
+def test_a_first_token_that_cannot_be_is_refused(seconds: float, tmp_path: Path) -> None:
+    with kvdepot.open(**small(tmp_path / "kv")) as store:
+        with pytest.raises(kvdepot.ConfigError, match="first token"):
+            store.report_first_token(FirstToken(5, 5, seconds, 1.0, 1.0, Reason.FETCH))
+        with pytest.raises(kvdepot.ConfigError, match="6 of 5"):
+            store.report_first_token(FirstToken(5, 6, 1.0, 1.0, 1.0, Reason.FETCH))
+        assert store.stats()["first_tokens"]["latest"] == []
+
+
+def test_first_tokens_later_than_computing_are_told() -> None:
+    slow = {"compared": 20, "seconds": 40.0, "recompute_seconds": 20.0}
+    (alert,) = alerts({"first_tokens": slow})
+    assert alert.level == "warn" and "take 2 s" in alert.what and "take 1 s" in alert.what
+    assert not alerts({"first_tokens": {**slow, "compared": 19}})
+    assert not alerts({"first_tokens": {**slow, "seconds": 20.0}})
 
 
 def test_the_text_is_what_prometheus_reads(tmp_path: Path) -> None:

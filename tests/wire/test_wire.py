@@ -1,5 +1,6 @@
 """What travels between a client and the daemon: the same on both sides, and nothing but that."""
 
+import math
 import os
 import socket
 import threading
@@ -29,6 +30,7 @@ FORMS = [
     messages.Welcome(
         bytes(16), b"i" * 16, 1, 256, 2.0, 0.25, 1 << 40, 1 << 41, 1 << 26, True, False, 6
     ),
+    messages.FirstTokenTold(100, 80, 0.5, 0.4, math.inf, 1),
     messages.Deliver(7, 1, 2, True, 0.5),
     messages.Fetch(1, 2, True, 0.5),
     messages.Register(b"12345678", 1 << 30, 1 << 20),

@@ -107,6 +107,13 @@ def _head(stats: Stats) -> Iterator[str]:
     if seconds is not None:
         saved += f", {duration(seconds)} of GPU time saved"
     yield f"{hits}, {saved}"
+    told = stats.get("first_tokens", {})
+    if count := told.get("compared"):
+        found, computed = told["seconds"] / count, told["recompute_seconds"] / count
+        yield (
+            f"first token after {found:.3g} s, {computed:.3g} s if all were computed "
+            f"({format_count(count, 'prompt')})"
+        )
 
 
 def _tiers(stats: Stats, flows: Mapping[str, float]) -> Iterator[str]:

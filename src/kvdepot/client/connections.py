@@ -46,7 +46,12 @@ _PAUSE_MAX_S: Final = 2.0
 _SHARE: Final = 10
 """An attempt to attach that took long is followed by a pause this many times as long."""
 _SERIALS: Final = 1 << 32
-_UNANSWERED: Final = (FrameKind.RELEASE, FrameKind.ABANDON, FrameKind.CANCEL_HINT)
+_UNANSWERED: Final = (
+    FrameKind.RELEASE,
+    FrameKind.ABANDON,
+    FrameKind.CANCEL_HINT,
+    FrameKind.FIRST_TOKEN,
+)
 _SPOKEN: Final = SpokenVersions(PROTOCOL_OLDEST, PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
 _log: Final = RateLimitedLog("kvdepot.client")
 

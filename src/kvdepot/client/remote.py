@@ -34,6 +34,7 @@ from kvdepot.core.depot import (
     Match,
     NamespaceHandle,
 )
+from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.tier import TIER_NAMES
@@ -44,6 +45,7 @@ from kvdepot.store.read.prefetch import checked_deadline
 from kvdepot.store.sessions.known import by_tag, checked_name, state_of
 from kvdepot.wire import messages
 from kvdepot.wire.frames import FrameKind
+from kvdepot.wire.versions import SINCE
 
 _LONG_S: Final = 3600.0
 """For what may take long, and cannot be given up: removals and checks."""
@@ -263,6 +265,18 @@ class RemoteStore(Depot):
             return RemoteHint(connections, hinted)
 
         return self._ask(ask, RemoteHint(None, []))
+
+    def report_first_token(self, first: FirstToken) -> None:
+        """Lost without a daemon, and with one from before this call; does not wait for it."""
+        self._check_open()
+        first.check()
+        try:
+            connections = self._daemon.connections()
+        except DaemonAwayError:
+            self._daemon.count_away()
+            return
+        if connections.welcome.protocol >= SINCE[FrameKind.FIRST_TOKEN]:
+            connections.tell(FrameKind.FIRST_TOKEN, messages.FirstTokenTold.of(first).body())
 
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         """0 without a daemon, and then nothing is removed."""

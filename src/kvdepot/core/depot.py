@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, Self
 
 from kvdepot.core.audit import DepotAudits
 from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
@@ -504,6 +505,10 @@ class Depot(Protocol):
             if not more:
                 time.sleep(min(_WAIT_LOOK_S, left_s))
         return self.match(keys)
+
+    @abstractmethod
+    def report_first_token(self, first: FirstToken) -> None:
+        """An engine tells how soon an answer began, for `stats`, the metrics and the dashboard."""
 
     @abstractmethod
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:

@@ -118,6 +118,7 @@ class RequestHandler:
             FrameKind.CHANGE: self._change,
             FrameKind.SESSIONS: self._sessions,
             FrameKind.AUDITS: self._audits,
+            FrameKind.FIRST_TOKEN: self._first_token,
         }
         self._changes: Final[dict[str, Callable[[str, str], int | None]]] = {
             "set_write_mode": store.set_write_mode,
@@ -397,6 +398,9 @@ class RequestHandler:
             self._refuse(frame, getattr(error, "path", "") or "audit", error)
         else:
             self._channel.send_text(frame.serial, json.dumps(found).encode())
+
+    def _first_token(self, frame: Frame) -> None:
+        self._store.report_first_token(messages.FirstTokenTold.parse(frame.body).value())
 
     def _check_may_call(self, call: str, given: Mapping[str, Any]) -> None:
         """What changes a session is for the daemon's user and root, and for clients that have

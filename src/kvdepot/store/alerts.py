@@ -10,6 +10,8 @@ _QUEUE_OLD_S: Final = 60.0
 _SLOW_SHARE: Final = 0.5
 _NEARLY_ALL: Final = 0.9
 _LOOKUPS_ENOUGH: Final = 1000
+_FIRST_TOKENS_ENOUGH: Final = 20
+_LATER: Final = 1.1
 Stats = Mapping[str, Any]
 
 
@@ -30,6 +32,7 @@ def alerts(stats: Stats) -> list[Alert]:
     """What is wrong now, the worst first."""
     found = [*_audits(stats), *_drives(stats), *_queues(stats), *_counted(stats)]
     found += _traffic(stats)
+    found += _first_tokens(stats)
     return sorted(found, key=lambda one: ("bad", "warn", "info").index(one.level))
 
 
@@ -143,3 +146,17 @@ def _traffic(stats: Stats) -> Iterator[Alert]:
             "prompts do not repeat, or the model, its settings or the tenant's secret change "
             "between runs",
         )
+
+
+def _first_tokens(stats: Stats) -> Iterator[Alert]:
+    told = stats.get("first_tokens", {})
+    count = told.get("compared", 0)
+    if count < _FIRST_TOKENS_ENOUGH or told["seconds"] <= _LATER * told["recompute_seconds"]:
+        return
+    found, computed = told["seconds"] / count, told["recompute_seconds"] / count
+    yield Alert(
+        "warn",
+        f"first tokens take {found:.3g} s; computing the whole prompts would take {computed:.3g} s",
+        "a tier is slower than it was: see the measured speed of the drives and what else uses "
+        "them; docs/troubleshoot.md, it was slow at 9:00",
+    )

@@ -238,6 +238,16 @@ def _by_tenant(name: str) -> Callable[[Stats], Samples]:
     return read
 
 
+def _first_tokens(name: str) -> Callable[[Stats], Samples]:
+    """A sum over compared first tokens; none where no engine told of any."""
+
+    def read(stats: Stats) -> Samples:
+        told = stats.get("first_tokens", {})
+        return [((), float(told[name]))] if told.get("compared") else []
+
+    return read
+
+
 def _each(counts: Mapping[str, float]) -> Samples:
     """Every count, by its name as the label."""
     return [((name,), float(count)) for name, count in counts.items()]
@@ -686,6 +696,47 @@ METRICS: Final = (
         "Blocks that routers know of.",
         _one("events", "blocks"),
         "events.blocks",
+    ),
+    _histogram(
+        "first_token_duration",
+        "",
+        "Time to the first token of prompts of which the depot had something, as engines tell it.",
+        "first_token",
+    ),
+    _counter(
+        "decisions",
+        "decision",
+        "What engines decided for these prompts: to fetch, to recompute, or parts of both.",
+        lambda stats: _each(stats.get("first_tokens", {}).get("decisions", {})),
+        "first_tokens.decisions",
+    ),
+    _counter(
+        "first_tokens_compared",
+        "",
+        "First tokens of which engines had predicted the time; the next three are about these.",
+        _first_tokens("compared"),
+        "first_tokens.compared",
+    ),
+    _counter(
+        "first_token_measured_seconds",
+        "",
+        "Sum of their times, as measured: with kvdepot.",
+        _first_tokens("seconds"),
+        "first_tokens.seconds",
+    ),
+    _counter(
+        "first_token_predicted_seconds",
+        "",
+        "Sum of their times, as predicted when it was decided.",
+        _first_tokens("predicted_seconds"),
+        "first_tokens.predicted_seconds",
+    ),
+    _counter(
+        "first_token_recompute_seconds",
+        "",
+        "Sum of the times predicted for computing the whole prompts: without kvdepot.",
+        _first_tokens("recompute_seconds"),
+        "first_tokens.recompute_seconds",
     ),
     _counter(
         "gpu_saved_seconds",

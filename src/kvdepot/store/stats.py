@@ -37,6 +37,7 @@ def describe(state: StoreState) -> dict[str, Any]:
         "counters": state.counters.as_dict(),
         "traffic": state.traffic.describe(),
         "ledger": state.ledger.describe(),
+        "first_tokens": state.traffic.first_tokens.describe(now_s),
         "recording": recording,
     }
 

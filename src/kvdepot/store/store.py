@@ -25,6 +25,7 @@ from kvdepot.core.depot import (
     Match,
     NamespaceHandle,
 )
+from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
@@ -415,6 +416,13 @@ class Store(Depot):
     @property
     def audits(self) -> AuditDesk:
         return self._audits
+
+    def report_first_token(self, first: FirstToken) -> None:
+        """Kept until the store is closed."""
+        self._state.check_open()
+        first.check()
+        with self._state.lock:
+            self._state.traffic.answered(first, self._state.clock.now())
 
     def token_ids(self, keys: Sequence[BlockKey]) -> list[list[int]]:
         """Of each block the token ids that it was put with; empty where there are none, or it is

@@ -83,6 +83,8 @@ class FrameKind(IntEnum):
     """A call of core.sessions.DepotSessions, as JSON; answered with TEXT, or REFUSED."""
     AUDITS = 27
     """A call of core.audit.DepotAudits, likewise."""
+    FIRST_TOKEN = 28
+    """How soon an answer began. Has no answer."""
 
     WELCOME = 64
     REFUSED = 65

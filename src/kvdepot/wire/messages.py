@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Put
-from kvdepot.errors import WireError
+from kvdepot.core.first_token import FirstToken, Reason
+from kvdepot.errors import ConfigError, WireError
 from kvdepot.wire.frames import KEYS_MAX
 
 MAGIC: Final = b"KVDEPOTD"
@@ -35,6 +36,7 @@ SLOT_DTYPE: Final = np.dtype([("location", "<i8"), ("outcome", "<u8")])
 NOWHERE: Final = -1
 PUTS: Final = (Put.STORED, Put.PRESENT, Put.THROTTLED, Put.REFUSED)
 PUT_CODES: Final = {put: code for code, put in enumerate(PUTS)}
+REASONS: Final = tuple(Reason)
 
 Array = npt.NDArray[Any]
 
@@ -106,6 +108,40 @@ class Welcome(Fixed):
     prefault: bool
     protocol: int
     """What is spoken from here on; 0: the oldest that the client offered."""
+
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenTold(Fixed):
+    """Body of FIRST_TOKEN: a core.first_token.FirstToken."""
+
+    FORM = struct.Struct("<IIdddB")
+    prompt_tokens: int
+    fetched_tokens: int
+    seconds: float
+    predicted_s: float
+    recompute_s: float
+    reason: int
+    """Its place in core.first_token.Reason."""
+
+    @classmethod
+    def of(cls, first: FirstToken) -> Self:
+        times = (first.seconds, first.predicted_s, first.recompute_s)
+        place = REASONS.index(first.reason)
+        return cls(first.prompt_tokens, first.fetched_tokens, *times, place)
+
+    def value(self) -> FirstToken:
+        """WireError for one that cannot be."""
+        if self.reason >= len(REASONS):
+            raise WireError(f"a first token for reason {self.reason}")
+        times = (self.seconds, self.predicted_s, self.recompute_s)
+        reason = REASONS[self.reason]
+        first = FirstToken(self.prompt_tokens, self.fetched_tokens, *times, reason)
+        try:
+            first.check()
+        except ConfigError as error:
+            raise WireError(str(error)) from error
+        return first
 
 
 @dataclass(frozen=True, slots=True)

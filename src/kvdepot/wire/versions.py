@@ -4,8 +4,8 @@ HELLO offers a range, and WELCOME names the highest version that both sides spea
 before version 6 looks at the low end of the range only, and names none: then it is that one.
 
     5   the oldest that is spoken
-    6   versions are agreed on; SESSIONS, AUDITS; blocks in the tier `object`, which clients of
-        version 5 are told of as `plugin`
+    6   versions are agreed on; SESSIONS, AUDITS, FIRST_TOKEN; blocks in the tier `object`, which
+        clients of version 5 are told of as `plugin`
 """
 
 from typing import Final, NamedTuple
@@ -19,7 +19,7 @@ PROTOCOL: Final = 6
 PROTOCOL_OLDEST: Final = 5
 """Raised when no supported release needs the one before (docs/compatibility.md)."""
 
-SINCE: Final = {FrameKind.SESSIONS: 6, FrameKind.AUDITS: 6}
+SINCE: Final = {FrameKind.SESSIONS: 6, FrameKind.AUDITS: 6, FrameKind.FIRST_TOKEN: 6}
 """Requests that came later than PROTOCOL_OLDEST: a daemon that agreed on less hangs up on them."""
 
 REFUSED_FOR_VERSIONS: Final = "the client speaks "

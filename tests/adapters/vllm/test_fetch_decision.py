@@ -18,9 +18,9 @@ from kvdepot.adapters.vllm.requests import (
     TrackedRequest,
 )
 from kvdepot.core.depot import NamespaceHandle
+from kvdepot.core.first_token import Reason
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
-from kvdepot.policy.fetching.fetch_or_recompute import Reason
 from kvdepot.policy.fetching.speed_models import attention_work
 from kvdepot.testing.clocks import ManualClock
 
@@ -98,7 +98,12 @@ def test_predictions_are_compared_with_what_happened() -> None:
     decider.decide(one, hit(), [one])
     assert "prediction_error:p50" not in decider.metrics()
     decider._clock = lambda: 100.0
-    decider.answered("r")
+    first = decider.answered("r")
+    assert first is not None and first.reason is Reason.FETCH
+    assert first.seconds > 0 and 0 < first.predicted_s < first.recompute_s
+    assert 0 < first.fetched_tokens <= first.prompt_tokens == one.request.num_tokens
+    first.check()
+    assert decider.answered("r") is None
     assert decider.metrics()["prediction_error:p50"] > 0
     assert decider.metrics()["tier_bytes_per_second:ssd"] == pytest.approx(1e9, rel=0.2)
 

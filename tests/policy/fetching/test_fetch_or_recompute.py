@@ -5,6 +5,7 @@ from math import inf
 
 import pytest
 
+from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.advisor import PROBE_BLOCKS, PROBE_EVERY, Advisor, DecisionLog
 from kvdepot.policy.fetching.fetch_or_recompute import (
     EXPLORE_BYTES,
@@ -14,7 +15,6 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     EngineFeatures,
     EngineQueue,
     PromptLengths,
-    Reason,
     TierRun,
     decide,
     worth_waiting_s,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.fetch_or_recompute import (
     Decision,
     EngineFeatures,
     EngineQueue,
     PromptLengths,
-    Reason,
     TierRun,
     decide,
 )

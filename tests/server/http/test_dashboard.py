@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib import resources
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.support.browser import BINARY, Browser
 from tests.support.http_daemon import HttpDaemon
 from tests.support.waiting import until
 
+from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.testing.store_contract import TOKENS, flood, prompt, put, small, space_of, tiers
 
 TOKEN = "0123456789abcdef-token"
@@ -45,6 +47,10 @@ def busy(tmp_path: Path) -> Iterator[HttpDaemon]:
         flood(daemon.store, space, 100)
         tiers(daemon.store, prompt(space, 0, 8))
         daemon.store.match(prompt(space, 77, 3))
+        for number in range(3):
+            first = FirstToken(1000 + number, 900, 0.2, 0.15, 1.7, Reason.FETCH)
+            daemon.store.report_first_token(first)
+        daemon.store.report_first_token(FirstToken(64, 0, 0.5, inf, inf, Reason.PREFILL_UNKNOWN))
         assert daemon.store.flush()
         yield daemon
 
@@ -82,6 +88,13 @@ def test_numbers_are_those_of_the_metrics(browser: Browser, busy: HttpDaemon) ->
     assert texts['kvdepot_get_blocks_total{tier="ssd"}'] == "8"
     tokens = browser.evaluate("document.getElementById('tokens').textContent")
     assert tokens == f"{(6 * 5 + 8) * TOKENS:,}"
+    assert texts["kvdepot_first_token_measured_seconds_total"] == "200 ms"
+    assert texts["kvdepot_first_token_recompute_seconds_total"] == "1.70 s"
+    log = "[...document.querySelectorAll('#log tr')].map(r => r.innerText.split('\\t').slice(1))"
+    newest, second = browser.evaluate(log)[:2]
+    assert newest[:6] == ["prefill unknown", "64", "0", "–", "500 ms", "–"]
+    assert second[:6] == ["fetch", "1,002", "900", "150 ms", "200 ms", "1.70 s"]
+    assert second[6] == Reason.FETCH.value
     assert browser.evaluate("document.querySelectorAll('#sessions tr').length") == 10
     assert browser.evaluate("document.querySelectorAll('#drives tr').length") == 2
     assert browser.complaints() == []

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
 from kvdepot.adapters.vllm.requests import DepotHit, Phase, TrackedRequest
+from kvdepot.core.first_token import FirstToken
 from kvdepot.core.private import make_private_folder, open_private_file, replace_private_file
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import UnsafePathError
@@ -56,6 +57,7 @@ class FetchDecision:
     decision: Decision
     hit: DepotHit
     at: float
+    prompt_tokens: int
 
     @property
     def stop_block(self) -> int:
@@ -136,7 +138,9 @@ class FetchDecider:
             queue,
             lambda: self._company(tracked, requests, queue.decodes),
         )
-        decided = self._decisions[name] = FetchDecision(advice.decision, hit, now)
+        decided = self._decisions[name] = FetchDecision(
+            advice.decision, hit, now, tracked.request.num_tokens
+        )
         if advice.probe is not None:
             first = hit.first_block + advice.probe.start
             self.probes.append((name, first, advice.probe.blocks))
@@ -213,15 +217,24 @@ class FetchDecider:
         for step in steps:
             self.advisor.prefill.observe(step.tokens, step.attention, step.seconds)
 
-    def answered(self, name: str) -> None:
-        """A request has its first token, or never will."""
+    def answered(self, name: str) -> FirstToken | None:
+        """A request has its first token: how soon, if there was something to decide for it."""
         decided = self._decisions.pop(name, None)
-        if decided is not None:
-            now = self._clock()
-            self.advisor.log.record(decided.decision, now - decided.at)
-            if now >= self._write_at:
-                self.write_speeds()
-                self._write_at = now + WRITE_EVERY_S
+        if decided is None:
+            return None
+        now, decision = self._clock(), decided.decision
+        self.advisor.log.record(decision, now - decided.at)
+        if now >= self._write_at:
+            self.write_speeds()
+            self._write_at = now + WRITE_EVERY_S
+        return FirstToken(
+            decided.prompt_tokens,
+            min(decided.prompt_tokens, decision.fetched_blocks * self._block_tokens),
+            max(0.0, now - decided.at),
+            decision.predicted_s,
+            decision.recompute_s,
+            decision.reason,
+        )
 
     def write_speeds(self) -> None:
         pace = self.advisor.prefill.pace()

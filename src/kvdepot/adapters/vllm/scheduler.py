@@ -46,6 +46,7 @@ from kvdepot.adapters.vllm.shards import other_sizes
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
+from kvdepot.core.first_token import FirstToken
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import KVDepotError
 from kvdepot.policy.fetching.speed_models import PrefillPace
@@ -433,7 +434,7 @@ class ConnectorScheduler:
         if self._decider is not None:
             self._decider.observe_steps(report.steps)
             for name in self._answered:
-                self._decider.answered(name)
+                self._tell_first_token(self._decider.answered(name))
             self._answered.clear()
         for end in report.loads:
             if self._decider is not None:
@@ -447,6 +448,15 @@ class ConnectorScheduler:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.forget(block)
+
+    def _tell_first_token(self, first: FirstToken | None) -> None:
+        """For the depot's dashboard and metrics; lost where it cannot be told."""
+        if first is None:
+            return
+        try:
+            self._depot.store.report_first_token(first)
+        except (KVDepotError, OSError) as error:
+            self._warnings.warn("a first token was not told to the depot", error)
 
     def metrics(self) -> dict[str, float] | None:
         """What was counted since the last call, and the current estimates."""
@@ -463,7 +473,7 @@ class ConnectorScheduler:
         """A request is over. True: its pages are kept until the workers report it sent."""
         tracked = self._tracked.pop(request.request_id, None)
         if self._decider is not None and request.num_tokens > request.num_prompt_tokens:
-            self._decider.answered(request.request_id)
+            self._tell_first_token(self._decider.answered(request.request_id))
         elif self._decider is not None:
             self._decider.forget(request.request_id)
         if tracked is None:

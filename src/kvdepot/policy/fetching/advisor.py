@@ -11,12 +11,12 @@ from typing import Final
 
 import numpy as np
 
+from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.fetch_or_recompute import (
     Decision,
     EngineFeatures,
     EngineQueue,
     PromptLengths,
-    Reason,
     TierRun,
 )
 from kvdepot.policy.fetching.queue_plan import Company, MatchedPrompt, decide_in_company

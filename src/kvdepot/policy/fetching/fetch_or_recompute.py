@@ -11,13 +11,13 @@ and the last ones fetched.
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from math import inf
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace
 
 Floats = npt.NDArray[np.float64]
@@ -257,19 +257,6 @@ class SplitPlans:
             if blocks > 0:
                 until[tier] = (until[tier] or self._waits[tier]) + blocks * block_s
         return max(until)
-
-
-class Reason(Enum):
-    """Why a decision is what it is."""
-
-    NOTHING_MATCHED = "nothing matched"
-    FETCH = "fetching all is faster"
-    RECOMPUTE = "recomputing all is faster"
-    CUT = "the tail does not pay"
-    SPLIT = "one part is recomputed while another is fetched"
-    RELIEVE = "a tier works beside the engine, for the sake of other requests"
-    EXPLORE = "a tier is not known yet"
-    PREFILL_UNKNOWN = "the speed of prefill is not known yet"
 
 
 @dataclass(frozen=True, slots=True)

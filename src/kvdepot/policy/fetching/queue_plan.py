@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
+from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.fetch_or_recompute import (
     Decision,
     EngineFeatures,
@@ -19,7 +20,6 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     FetchPlan,
     PrefillTimes,
     PromptLengths,
-    Reason,
     TierRun,
     deadline_of,
     decide,

@@ -1,14 +1,18 @@
 """What was asked of a store and how long it took, counted on the way: the source of its metrics."""
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
+from math import isfinite
 from typing import Any, Final
 
+from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.core.tier import TIER_NAMES
 
 _BUCKETS: Final = 28
 """Of a histogram: the last one begins at 67 s."""
 _TAGS_MAX: Final = 1 << 16
+_LATEST: Final = 20
+"""Decisions that `stats` shows one by one."""
 
 
 class LatencyHistogram:
@@ -74,6 +78,48 @@ class LookupCounts:
         return {name: count for name, count in pairs if count}
 
 
+class FirstTokens:
+    """What engines told of first tokens, and the latest decisions. Needs the store's lock."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(Reason, 0)
+        self._latest: deque[tuple[float, FirstToken]] = deque(maxlen=_LATEST)
+        self._compared = 0
+        self._seconds = self._predicted_s = self._recompute_s = 0.0
+
+    def add(self, first: FirstToken, at_s: float) -> None:
+        self._counts[first.reason] += 1
+        self._latest.append((at_s, first))
+        if isfinite(first.recompute_s) and isfinite(first.predicted_s):
+            self._compared += 1
+            self._seconds += first.seconds
+            self._predicted_s += first.predicted_s
+            self._recompute_s += first.recompute_s
+
+    def describe(self, now_s: float) -> dict[str, Any]:
+        """For `stats`: the newest decision first; what is not known is null."""
+        return {
+            "decisions": {why.name.lower(): count for why, count in self._counts.items() if count},
+            "compared": self._compared,
+            "seconds": self._seconds,
+            "predicted_seconds": self._predicted_s,
+            "recompute_seconds": self._recompute_s,
+            "latest": [
+                {
+                    "ago_s": round(max(0.0, now_s - at_s), 1),
+                    "decision": first.reason.name.lower(),
+                    "why": first.reason.value,
+                    "prompt_tokens": first.prompt_tokens,
+                    "fetched_tokens": first.fetched_tokens,
+                    "seconds": first.seconds,
+                    "predicted_s": first.predicted_s if isfinite(first.predicted_s) else None,
+                    "recompute_s": first.recompute_s if isfinite(first.recompute_s) else None,
+                }
+                for at_s, first in reversed(self._latest)
+            ],
+        }
+
+
 class StoreTraffic:
     """What was asked of a store, and how long it took, since it was opened.
 
@@ -93,6 +139,7 @@ class StoreTraffic:
         """Of calls that get blocks."""
         self.stages: dict[tuple[str, str], LatencyHistogram] = {}
         """Other latencies, by stage, and tier or request."""
+        self.first_tokens = FirstTokens()
         self.tokens: dict[bytes, float] = {}
         """Tokens in a block, by tag of its namespace, where that says it."""
 
@@ -106,6 +153,11 @@ class StoreTraffic:
         """Blocks of a tier were given to a caller."""
         self.served_bytes[tier] += nbytes
         self.served_tokens[tier] += tokens
+
+    def answered(self, first: FirstToken, at_s: float) -> None:
+        """An engine told of a first token. Lock held."""
+        self.first_tokens.add(first, at_s)
+        self.took("first_token", first.seconds)
 
     def took(self, stage: str, seconds: float, what: str = "") -> None:
         """A stage of a call took so long; `what` is the tier or the request."""

@@ -26,6 +26,12 @@ function duration(seconds) {
   return `${(seconds / 86400).toFixed(1)} d`;
 }
 
+function brief(seconds) {
+  if (seconds < 0.001) return `${(1e6 * seconds).toFixed(0)} µs`;
+  if (seconds < 1) return `${(1000 * seconds).toFixed(seconds < 0.1 ? 1 : 0)} ms`;
+  return seconds < 100 ? `${seconds.toFixed(2)} s` : duration(seconds);
+}
+
 function element(kind, options = {}, ...children) {
   const made = document.createElement(kind);
   for (const [name, value] of Object.entries(options)) {
@@ -91,6 +97,40 @@ function showTiles(stats, derived) {
     : "GPU time: tokens given back, by " + (assumed.prefill_tokens_per_s
       ? `measured prefill, else ${whole(assumed.prefill_tokens_per_s)} tokens a second` : "the prefill speed that engines measure")
       + (derived.joules === null ? "." : `; ${whole(derived.joules / 3600)} Wh at ${whole(assumed.gpu_watts)} W.`);
+}
+
+function showFirstTokens(told) {
+  const count = told.compared;
+  const mean = (value) => brief(value / count);
+  const tiles = count ? [
+    tile("with kvdepot, measured",
+      metric("kvdepot_first_token_measured_seconds_total", {}, told.seconds, mean)),
+    tile("without, as predicted",
+      metric("kvdepot_first_token_recompute_seconds_total", {}, told.recompute_seconds, mean)),
+    tile("with, as predicted",
+      metric("kvdepot_first_token_predicted_seconds_total", {}, told.predicted_seconds, mean)),
+    tile("prompts", metric("kvdepot_first_tokens_compared_total", {}, count, whole)),
+  ] : [];
+  at("first").hidden = !count;
+  at("first").replaceChildren(...tiles);
+  at("first-words").textContent = count
+    ? "Means over prompts of which the depot had something. Without: computing the whole prompt, at the engine's own measured speed."
+    : "No engine has told of any. vLLM does, once it has learnt its own speed.";
+}
+
+function showLog(latest) {
+  const time = (value) => element("td", { class: "number" }, value === null ? "–" : brief(value));
+  const rows = latest.map((one) => element("tr", {},
+    element("th", { scope: "row" }, `${duration(one.ago_s)} ago`),
+    element("td", {}, one.decision.replace("_", " ")),
+    element("td", { class: "number" }, whole(one.prompt_tokens)),
+    element("td", { class: "number" }, whole(one.fetched_tokens)),
+    time(one.predicted_s), time(one.seconds), time(one.recompute_s), element("td", {}, one.why)));
+  at("log").replaceChildren(...rows);
+  at("log-table").hidden = !rows.length;
+  at("log-empty").textContent = rows.length
+    ? "Tokens, and times to the first one; computed: predicted for computing the whole prompt."
+    : "No engine has told of any.";
 }
 
 function flowOf(name, stats, seconds) {
@@ -214,6 +254,8 @@ function show(found) {
   showDrives(stats);
   showSessions(found);
   showDecisions(stats);
+  showFirstTokens(stats.first_tokens);
+  showLog(stats.first_tokens.latest);
   showEvents(found.events);
   before = stats;
   beforeMs = nowMs;
