@@ -8,7 +8,9 @@ first turn reads it from there, all later ones from the SSDs that it was promote
 Recomputing is not run: it is computed from PREFILL_S.
 """
 
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,7 @@ from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
 from kvdepot.cli.report.charts import Bars, Series
-from kvdepot.cli.report.page import page, section
+from kvdepot.cli.report.page import Origin, page, section
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
@@ -388,7 +390,12 @@ def as_page(result: Hybrid, size: Size) -> str:
         section("Time to first token, by turn", ttft_chart(result)),
         section(gap, gap_chart(result)),
     ]
-    return page("kvdepot: hard drives behind SSDs (emulated drives)", lead, parts)
+    return page(
+        "kvdepot: hard drives behind SSDs (emulated drives)",
+        lead,
+        parts,
+        origin=Origin.of(shlex.join(sys.argv)),
+    )
 
 
 def ttft_chart(result: Hybrid) -> str:
@@ -398,7 +405,7 @@ def ttft_chart(result: Hybrid) -> str:
         Series(way, style, [result.ttft_by_turn[way][turn - 1] for turn in turns], _seconds)
         for way, style in ways.items()
     ]
-    return Bars("Time to first token", "s", [f"turn {turn}" for turn in turns], series).draw()
+    return Bars("Time to first token", "s", [f"turn {turn}" for turn in turns], series)
 
 
 def gap_chart(result: Hybrid) -> str:
@@ -406,7 +413,7 @@ def gap_chart(result: Hybrid) -> str:
     names = [f"{turns} turns" if turns > 1 else "1 turn" for turns in gaps]
     series = [Series("hybrid less SSDs alone", "with", list(gaps.values()), _seconds)]
     notes = [_seconds(gap) for gap in gaps.values()]
-    return Bars("Gap", "s", names, series, notes=notes).draw()
+    return Bars("Gap", "s", names, series, notes=notes)
 
 
 def _some(turns: int) -> Sequence[int]:

@@ -11,6 +11,7 @@ running requests, since the reads were seen on the drives.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.cli import output
-from kvdepot.cli.report.page import page
+from kvdepot.cli.report.page import Origin, page, section
 from kvdepot.cli.report.tables import Table
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulation import Machines, fleet_of
@@ -461,7 +462,12 @@ def as_page(rows: list[Statement]) -> str:
         [row.figure, row.what, row.paper, row.ours, row.fits, row.inputs, row.why] for row in rows
     ]
     lead = "SK hynix and Seagate, 2026, figures 12 to 22: what it says, and what is simulated."
-    return page("kvdepot sim: the hybrid storage paper", lead, [Table(heads, cells).html()])
+    return page(
+        "kvdepot sim: the hybrid storage paper",
+        lead,
+        [section("Statements", Table(heads, cells))],
+        origin=Origin.of(shlex.join(sys.argv)),
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ hold a tenth of what the users have, the hard drives most of it. Every cell of t
 same requests.
 """
 
+import shlex
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
 from kvdepot.cli.report.charts import Bars, Series
-from kvdepot.cli.report.page import page, section
+from kvdepot.cli.report.page import Origin, page, section
 from kvdepot.cli.report.tables import Table
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
@@ -450,7 +452,7 @@ def as_page(cells: Sequence[Cell], size: Size) -> str:
         came = "Where their blocks came from."
         parts.append(section(f"{habit} users", _hits_chart(some), caption=came))
         parts.append(section("Their wear", _wear_chart(some), caption="Written to the SSDs."))
-    return page(title, lead, [*parts, _table(cells).html()])
+    return page(title, lead, [*parts, _table(cells).html()], origin=Origin.of(shlex.join(sys.argv)))
 
 
 def _table(cells: Sequence[Cell]) -> Table:
@@ -463,13 +465,13 @@ def _hits_chart(cells: Sequence[Cell]) -> str:
         Series(tier, style, [cell.hits[tier] for cell in cells], lambda value: f"{value:.1%}")
         for tier, style in styles.items()
     ]
-    return Bars("Hits by tier", "", _names(cells), series, stacked=True).draw()
+    return Bars("Hits by tier", "", _names(cells), series, stacked=True)
 
 
 def _wear_chart(cells: Sequence[Cell]) -> str:
     megabytes = [cell.ssd_written_bytes / 1e6 for cell in cells]
     series = [Series("written to SSDs", "ssd", megabytes, lambda value: f"{value:.0f} MB")]
-    return Bars("SSD writes", "MB", _names(cells), series).draw()
+    return Bars("SSD writes", "MB", _names(cells), series)
 
 
 def _names(cells: Sequence[Cell]) -> list[str]:

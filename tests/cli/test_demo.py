@@ -54,7 +54,15 @@ def test_report_is_written_where_asked(tmp_path: Path, capsys: Capture) -> None:
     page = Path(answer["report"]).read_text()
     assert answer["report"] == str(tmp_path / "other.html")
     assert page.startswith("<!DOCTYPE html>")
-    assert "--users 2 --turns 1" in page
+    assert "kvdepot demo --json --users 2 --turns 2 --turns 1" in page
+
+
+def test_without_is_measured_several_times(capsys: Capture) -> None:
+    turns = play(capsys)["turns"]
+    assert all(turn["ttfts_without_s"] == [2.0] * 3 for turn in turns)
+    assert turns[0]["why_slow"].startswith("the depot had nothing of it yet")
+    turns = play(capsys, "--repeats", "1")["turns"]
+    assert all(turn["ttfts_without_s"] == [2.0] for turn in turns)
 
 
 def test_people_get_a_line_for_every_turn(capsys: Capture) -> None:

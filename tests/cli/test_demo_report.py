@@ -1,5 +1,6 @@
 """The demo's report and the arithmetic behind it, from a made-up demo."""
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -16,10 +17,13 @@ from kvdepot.cli.demo.play import (
     Stage,
     fetched_by_tier,
     ratio_by_tier,
+    slow_reason,
 )
-from kvdepot.cli.demo.report import as_page
+from kvdepot.cli.demo.report import as_page, spread
 from kvdepot.cli.report.charts import ticks
+from kvdepot.cli.report.page import Origin
 
+ORIGIN = Origin("kvdepot demo", "1.2.3", "two cores", "today")
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -51,7 +55,7 @@ def result() -> DemoResult:
         ServerStart(30.0, 34.0, "returned", kill_s=29.0),
         ServerStart(40.0, 46.0, "damaged", kill_s=39.0),
     ]
-    setting = DemoSetting("a <model>", "cpu", 1, 3, 24, 900, 46_080, 32, 64 << 20, "/tmp/store")
+    setting = DemoSetting("a <model>", "cpu", 1, 3, 24, 2, 900, 46_080, 32, 64 << 20, "/tmp/store")
     return DemoResult(setting, turns, starts, FlippedBit("segment-000001.kvs", 4711), 50.0)
 
 
@@ -62,6 +66,30 @@ def test_ratios_are_medians_of_sound_turns_by_tier(result: DemoResult) -> None:
 
 def test_tokens_are_added_by_tier(result: DemoResult) -> None:
     assert fetched_by_tier(result.turns) == {"dram": 1850, "ssd": 1600}
+
+
+def test_slow_turns_are_explained(result: DemoResult) -> None:
+    reasons = [slow_reason(turn, result.turns) for turn in result.turns]
+    assert reasons[0] == "the depot had nothing of it yet: all 1,000 tokens were computed, and kept"
+    assert reasons[1:3] == ["", ""]
+    assert reasons[4] == "a damaged block was noticed: 400 of 1,000 tokens were computed"
+    new = turn("with", 7.0, dram=100)
+    assert slow_reason(new, [new]) == "900 of 1,000 tokens were new to the depot"
+    disk = turn("returned", 7.0, ssd=900)
+    assert slow_reason(disk, [disk]).startswith("a process that has just started read 900 tokens")
+    told = result.document()["turns"]
+    assert [one["why_slow"] for one in told] == reasons
+    assert reasons[0] in as_page(result, ORIGIN)
+
+
+def test_without_is_the_median_of_its_measurements(result: DemoResult) -> None:
+    without = dataclasses.replace(request("without", 8.0), again_s=(9.0, 4.0, 10.0))
+    one = ComparedTurn(1, "Ada", "?", without, request("with", 1.0, dram=900))
+    assert (one.speedup, spread(without)) == (8.5, "4.00–10.00 s")
+    assert spread(request("without", 8.0)) == ""
+    result.turns[0] = one
+    assert result.document()["turns"][0]["ttfts_without_s"] == [4.0, 8.0, 9.0, 10.0]
+    assert "4.00–10.00 s" in as_page(result, ORIGIN)
 
 
 def test_restarts_are_summed_up(result: DemoResult) -> None:
@@ -82,7 +110,7 @@ def test_one_other_token_is_not_identical(result: DemoResult) -> None:
     result.turns[1].with_depot.ids[-1] += 1
     document = result.document()
     assert (document["identical"], document["turns"][1]["identical"]) == (False, False)
-    assert "DIFFERENT" in as_page(result)
+    assert "DIFFERENT" in as_page(result, ORIGIN)
 
 
 class Tags(HTMLParser):
@@ -110,17 +138,18 @@ class Tags(HTMLParser):
 
 
 def test_page_is_well_formed_and_needs_nothing_else(result: DemoResult) -> None:
-    page = as_page(result)
+    page = as_page(result, ORIGIN)
     tags = Tags()
     tags.feed(page)
-    assert (tags.open, tags.links) == ([], [])
+    assert tags.open == []
+    assert all(link.startswith("data:text/csv") for link in tags.links)
     assert "url(" not in page and "@import" not in page and "<script" not in page
     assert "a <model>" in tags.text and "<b>&" in tags.text
     assert "prefers-color-scheme: dark" in page
 
 
 def test_page_has_the_numbers(result: DemoResult) -> None:
-    page = as_page(result)
+    page = as_page(result, ORIGIN)
     for number in (
         "8.0×",
         "0.50 s",
@@ -138,7 +167,8 @@ def drawings(page: str) -> list[ElementTree.Element]:
 
 
 def test_plots_are_drawn_to_scale(result: DemoResult) -> None:
-    ttft, tokens, timeline = drawings(as_page(result))
+    sized = [one for one in drawings(as_page(result, ORIGIN)) if one.get("role") == "img"]
+    ttft, _, tokens, _, timeline, _ = sized
     heights = {
         kind: [float(box.get("height", "")) for box in bars(ttft, kind)]
         for kind in ("without", "with")
@@ -147,7 +177,7 @@ def test_plots_are_drawn_to_scale(result: DemoResult) -> None:
     assert heights["with"][1] / heights["without"][1] == pytest.approx(0.5 / 8, abs=0.01)
     dram = [float(box.get("height", "")) for box in bars(tokens, "dram")]
     assert dram[2] / dram[1] == pytest.approx(950 / 900, abs=0.01)
-    assert len(bars(timeline, "start")) - 1 == 4
+    assert len(bars(timeline, "start")) == 4
     assert len([one for one in timeline.iter(f"{SVG}line") if one.get("class") == "cut"]) == 2
 
 

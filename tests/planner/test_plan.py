@@ -1,6 +1,7 @@
 """Plans: what is chosen and why, contradictory goals, the answer for scripts and the report."""
 
 import dataclasses
+import datetime
 import json
 import random
 import time
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 
 from kvdepot.cli.main import main
+from kvdepot.cli.plan.report import bill_table, hour_table, savings_words, wear_words
 from kvdepot.core.config import Config
 from kvdepot.planner.analytic import AnalyticEvaluator
 from kvdepot.planner.outcome import Cost, Evaluate, Mix, MixOutcome, TierUse
 from kvdepot.planner.parts import Parts, load_parts, shipped_parts
 from kvdepot.planner.plan import Plan, best, empty_mix, enough_nodes, frontier, make_plan
+from kvdepot.planner.savings import bill_lines, savings_of
 from kvdepot.planner.scenario import Goal, Scenario, load_scenario, scenario_names
 from kvdepot.planner.tier_load import cold_classes
 
@@ -216,6 +219,63 @@ def test_the_plan_says_what_it_found(plan: Plan) -> None:
     assert effects == sorted(effects, reverse=True)
 
 
+def test_the_bill_adds_up_from_the_listed_prices(plan: Plan, parts: Parts) -> None:
+    lines = bill_lines(plan)
+    assert sum(one.total for one in lines) == pytest.approx(plan.chosen.cost.store_price)
+    for one in lines:
+        assert one.price == parts.tiers[one.part].price + parts.tiers[one.part].slot_price
+    for table in (bill_table(plan), hour_table(plan)):
+        amounts = [float(row[-1].split()[0].replace(",", "")) for row in table.rows]
+        assert sum(amounts[:-1]) == pytest.approx(amounts[-1], abs=1e-9), "as shown"
+    cost = plan.chosen.cost
+    assert float(hour_table(plan).rows[-1][-1].split()[0]) == pytest.approx(cost.per_hour, abs=1e-4)
+
+
+def test_savings_are_against_the_same_goal_without_kvdepot(plan: Plan) -> None:
+    found = savings_of(plan)
+    sides = {one.name: one.enough for one in plan.alternatives}
+    without, chosen = sides["GPU memory only"], sides["chosen"]
+    assert found is not None and without is not None and chosen is not None
+    assert found.gpus_saved == (without.nodes - chosen.nodes) * plan.scenario.fleet.gpus_per_node
+    hourly = without.cost.per_hour - chosen.cost.per_hour
+    assert found.per_month == pytest.approx(hourly * 730)
+    assert found.payback_months is None and found.gpus_saved == 0, "one node is enough for both"
+    assert savings_words(plan).startswith("no money: ")
+    fewer = dataclasses.replace(without.cost, per_hour=chosen.cost.per_hour + 1.0)
+    sold = [
+        dataclasses.replace(one, enough=dataclasses.replace(without, nodes=3, cost=fewer))
+        if one.name == "GPU memory only"
+        else one
+        for one in plan.alternatives
+    ]
+    better = savings_of(dataclasses.replace(plan, alternatives=sold))
+    assert better is not None and better.payback_months is not None
+    earned = better.payback_months * (730 + chosen.cost.store_per_hour * 730)
+    assert earned == pytest.approx(chosen.cost.store_price)
+    assert better.gpus_saved == 2 * plan.scenario.fleet.gpus_per_node
+
+
+def test_what_saves_nothing_is_never_paid_back(plan: Plan) -> None:
+    dear = [
+        dataclasses.replace(one, enough=dataclasses.replace(one.enough, cost=Cost(9, 9, 9, 9, 9)))
+        if one.name == "chosen" and one.enough is not None
+        else one
+        for one in plan.alternatives
+    ]
+    found = savings_of(dataclasses.replace(plan, alternatives=dear))
+    assert found is not None and found.per_month < 0 and found.payback_months is None
+    short = [dataclasses.replace(one, enough=None) for one in plan.alternatives]
+    nothing = dataclasses.replace(plan, alternatives=short)
+    assert savings_of(nothing) is None
+    assert savings_words(nothing).startswith("nothing to compare")
+
+
+def test_drives_have_a_year_in_which_they_are_worn_out() -> None:
+    year = datetime.date.today().year
+    assert wear_words(2.0) == f"2.0 years, {year + 2}"
+    assert (wear_words(None), wear_words(300.0)) == ("-", "over 100 years")
+
+
 def test_more_of_a_part_is_what_the_table_says(plan: Plan, parts: Parts) -> None:
     evaluate = AnalyticEvaluator(plan.scenario, parts)
     for purchase in plan.next[:2]:
@@ -281,15 +341,18 @@ def test_report(parts_file: Path, tmp_path: Path, capsys: Seen) -> None:
     tags = Tags()
     tags.feed(page)
     assert not tags.open
-    assert not tags.links
+    assert all(link.startswith("data:text/csv") for link in tags.links)
     assert len(tags.titles) >= 8
     drawings = page.split("<svg")[1:]
-    assert len(drawings) == 4
+    assert sum('role="img"' in one for one in drawings) == 4 * 2, "wide and narrow"
     for drawing in drawings:
         ElementTree.fromstring("<svg" + drawing.partition("</svg>")[0] + "</svg>")
     assert found["verdict"].replace("&", "&amp;") in page
     known = {field.name for field in dataclasses.fields(Config)}
     assert found["chosen_units"].keys() == FEW.keys() & known
+    assert found["savings"]["payback_months"] > 0
+    assert sum(one["total"] for one in found["bill"]) == found["chosen"]["cost"]["store_price"]
+    assert "<footer>" in page and "kvdepot plan dell-80" in page
     assert "nan" not in page.lower().replace("finance", "")
 
 

@@ -1,7 +1,6 @@
 """Sessions and hints through a daemon: as in a store of one's own, and gone with their client."""
 
 import inspect
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from tests.support.stores import settings
 from tests.support.waiting import eventually
 
 import kvdepot
+from kvdepot.client import connections
 from kvdepot.client.remote import RemoteStore
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot
@@ -21,7 +21,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import LAYOUT, MANY, prompt, put, small, space_of, tiers
-from kvdepot.wire.frames import Feature, FrameKind
+from kvdepot.wire.frames import FrameKind
 from kvdepot.wire.messages import Hinted, Seconds
 
 CRAWLING = {"read_bandwidth": "100kB", "write_bandwidth": "100MB", "seek": "5ms"}
@@ -71,14 +71,14 @@ def test_first_tokens_are_told_to_the_daemon(start_daemon: StartDaemon, tmp_path
 def test_a_daemon_from_before_is_not_told(
     start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It would hang up: the client has agreed on protocol 5 with it."""
     daemon = start_daemon(**settings(tmp_path))
+    monkeypatch.setattr(connections, "_SPOKEN", connections._SPOKEN._replace(newest=5))
     with kvdepot.open(daemon.address) as store:
-        assert isinstance(store, RemoteStore)
-        connections = store._daemon.connections()
-        assert connections.welcome.features & Feature.FIRST_TOKENS
-        connections.welcome = replace(connections.welcome, features=0)
         store.report_first_token(FirstToken(1, 0, 1.0, 1.0, 1.0, Reason.RECOMPUTE))
-        assert store.stats()["first_tokens"]["latest"] == []
+        stats = store.stats()
+        assert stats["first_tokens"]["latest"] == []
+        assert stats["daemon"]["counters"]["malformed"] == 0
 
 
 def test_what_was_hinted_at_comes_from_memory(start_daemon: StartDaemon, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_all_policies_and_capacities_in_one_table(
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 2 * 6
     page = plot.read_text()
-    assert page.count("<polyline") == 6
+    assert page.count("<polyline") == 6 * 2, "wide and narrow"
     assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "needs nothing else"
 
 
@@ -103,8 +103,30 @@ def test_a_fleet_over_a_trace(
     assert set(found["token_hit_ratio_by_tier"]) == {"hbm", "dram", "hdd"}
     assert found["cost_per_million_tokens"] > 0
     text = page.read_text()
-    assert text.count("<svg") == 4
+    assert text.count('role="img"') == 4 * 2, "wide and narrow"
     assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "needs nothing else"
+
+
+def test_a_run_stands_beside_one_without_kvdepot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    words = ["sim", "--workload", "multi-turn", "--users", "8", "--turns", "3"]
+    words += ["--model", "llama-3-8b"]
+    tiers = [*words, "--tiers", "dram=64GB"]
+    assert main([*tiers, "--json", "--report", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main([*words, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["baseline"] is None, "it is one"
+    for name, value in found["baseline"].items():
+        assert alone[name] == value, name
+    assert found["baseline"]["token_hit_ratio"] <= found["token_hit_ratio"]
+    assert "Beside no kvdepot" in page.read_text()
+    assert main(tiers) == 0
+    assert "without kvdepot" in capsys.readouterr().out
+    assert main([*tiers, "--no-baseline"]) == 0
+    assert "without kvdepot" not in capsys.readouterr().out
 
 
 def test_a_fleet_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +149,10 @@ def test_a_sample_says_its_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["nodes"], found["users"]) == (2, 6)
+    assert (
+        found["baseline"]["token hit ratio"]["mean"]
+        <= found["estimates"]["token hit ratio"]["mean"]
+    )
     assert found["estimates"]["token hit ratio"]["error"] >= 0
 
 
@@ -181,6 +207,10 @@ def test_hits_only_needs_its_input(trace: Path, capsys: pytest.CaptureFixture[st
         (["--trace", "T", "--hits-only", "--tiers", "dram=1TB"], "--tiers: has no effect with"),
         (["--trace", "T", "--users", "3"], "--users: has no effect with --trace"),
         (["--workload", "multi-turn", "--speed", "2"], "--speed: has no effect without --trace"),
+        (
+            ["--workload", "multi-turn", "--no-baseline"],
+            "--no-baseline: has no effect without --tiers",
+        ),
         (
             ["--workload", "multi-turn", "--sample", "0.5", "--report", "r.html"],
             "--report: has no effect with --sample",

@@ -1,9 +1,11 @@
 """What e2e.py's `decisions` has measured, as a page with plots."""
 
+import shlex
+import sys
 from typing import Any
 
 from kvdepot.cli.report.charts import Curve, Curves, Point
-from kvdepot.cli.report.page import page, section
+from kvdepot.cli.report.page import Origin, page, section
 
 ARMS = {"fetched": "fetch all", "recomputed": "recompute", "decided": "decide"}
 
@@ -21,10 +23,16 @@ def decision_page(seen: dict[str, Any]) -> str:
         section("Two thirds of it in memory, the rest on disk", _chart(seen["mixed"])),
     ]
     heading = "Fetch or recompute, decided for each prompt"
-    return page("kvdepot: fetch or recompute", lead, parts, heading=heading)
+    return page(
+        "kvdepot: fetch or recompute",
+        lead,
+        parts,
+        origin=Origin.of(shlex.join(sys.argv)),
+        heading=heading,
+    )
 
 
-def _chart(steps: list[dict[str, Any]]) -> str:
+def _chart(steps: list[dict[str, Any]]) -> Curves:
     edge = 2.0 * max(step["seconds"]["recomputed"] for step in steps)
     curves = [
         Curve(name, f"c{number}", [_point(step, arm, name, edge) for step in _by_speed(steps)])
@@ -36,7 +44,7 @@ def _chart(steps: list[dict[str, Any]]) -> str:
         y_unit="seconds",
         curves=curves,
         x_label=lambda speed: f"{speed:g}",
-    ).draw()
+    )
 
 
 def _by_speed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@ Each subcommand is one module, `cli/<name>.py`, with two functions:
     add_parser(subparsers) -> None     adds its parser, with --json on everything that can be run
     run(args) -> int                   does it and returns the exit status
 
-`args.env` is the process environment; this file alone reads it. A module is imported only when
-its command is the one asked for, so `kvdepot --help` stays fast.
+`args.env` is the process environment; this file alone reads it. `args.typed` is the command as
+typed. A module is imported only when its command is the one asked for, so `kvdepot --help` stays
+fast.
 
 Exit status: 0 done, 1 looked and found something wrong, 2 could not be done as asked,
 130 interrupted, 141 the reader of our output went away.
@@ -16,6 +17,7 @@ import argparse
 import importlib
 import importlib.metadata
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Container, Sequence
@@ -174,6 +176,7 @@ def dispatch(arguments: Sequence[str]) -> int:
         parser.print_help(output.talk_stream())
         return EXIT_FAILED
     args.env = dict(os.environ)
+    args.typed = shlex.join(["kvdepot", *arguments])
     return loaded[chosen].run(args)
 
 

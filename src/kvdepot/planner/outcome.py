@@ -47,8 +47,16 @@ class Cost:
     store_price: float
     """The part of it that is for tiers."""
     per_hour: float
+    """The sum of the four below."""
     per_million_tokens: float
     power_w: float
+    servers_per_hour: float = 0.0
+    """Prices of GPUs and servers, written off."""
+    store_per_hour: float = 0.0
+    """Prices of memory and drives, written off."""
+    power_per_hour: float = 0.0
+    rent_per_hour: float = 0.0
+    """With requests and traffic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +135,31 @@ def cost_of(parts: Parts, servers: Servers, tiers: list[UsedTier], tokens_per_ho
     """Prices written off over the list's years, or a drive's life where that is shorter; power;
     rent; requests and traffic. `tokens_per_hour`: the fleet's average, prompts and answers."""
     server_price = parts.node.price + servers.gpus_per_node * servers.gpu.price
-    store_price, rent, yearly = 0.0, 0.0, server_price / parts.years
+    store_price, rent, store_yearly = 0.0, 0.0, 0.0
     watts = parts.node.power_w + servers.gpus_per_node * servers.gpu_power_w
     for used in tiers:
         device, units = used.device, used.units
         price = units * (device.price + device.slot_price)
         store_price += price
-        yearly += price / min(parts.years, used.life_years or parts.years)
+        store_yearly += price / min(parts.years, used.life_years or parts.years)
         rent += units * device.unit / 1e12 * device.price_per_tb_month / HOURS_A_MONTH
         rent += device.traffic_price(used.read_bytes_per_hour, used.written_bytes_per_hour)
         watts += units * device.power_w
     power = watts / 1000.0 * parts.pue * parts.electricity_per_kwh
-    per_hour = (yearly / HOURS_A_YEAR + rent + power) * servers.nodes
+    servers_per_hour = server_price / parts.years / HOURS_A_YEAR * servers.nodes
+    store_per_hour = store_yearly / HOURS_A_YEAR * servers.nodes
+    power_per_hour, rent_per_hour = power * servers.nodes, rent * servers.nodes
+    per_hour = servers_per_hour + store_per_hour + power_per_hour + rent_per_hour
     return Cost(
         price=(server_price + store_price) * servers.nodes,
         store_price=store_price * servers.nodes,
         per_hour=per_hour,
         per_million_tokens=per_hour / tokens_per_hour * 1e6,
         power_w=watts * parts.pue * servers.nodes,
+        servers_per_hour=servers_per_hour,
+        store_per_hour=store_per_hour,
+        power_per_hour=power_per_hour,
+        rent_per_hour=rent_per_hour,
     )
 
 

@@ -21,6 +21,8 @@ from kvdepot.planner.scenario import Goal, Scenario
 
 NODES_FACTOR_MAX: Final = 64
 """More nodes than this many times those given are not tried."""
+GPU_MEMORY_ONLY: Final = "GPU memory only"
+"""The way to serve without kvdepot."""
 OVERLOADED: Final = 1e9
 """Stands for a time that does not exist, where outcomes are ordered."""
 
@@ -370,7 +372,7 @@ def _alternatives(
     nodes = scenario.fleet.nodes
     mixes: dict[str, Mix] = {
         "recompute everything": empty_mix(parts, reuse=False),
-        "GPU memory only": empty_mix(parts),
+        GPU_MEMORY_ONLY: empty_mix(parts),
     }
     for index, name in enumerate(parts.tiers):
         alone = [one for one in outcomes if _only(one.mix, index)]

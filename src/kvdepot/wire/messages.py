@@ -110,7 +110,6 @@ class Welcome(Fixed):
     """What is spoken from here on; 0: the oldest that the client offered."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class FirstTokenTold(Fixed):
     """Body of FIRST_TOKEN: a core.first_token.FirstToken."""

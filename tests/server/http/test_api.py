@@ -17,7 +17,7 @@ from tests.support.http_daemon import HttpDaemon, ask
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.cli.report.page import page
+from kvdepot.cli.report.page import Origin, page
 from kvdepot.errors import ConfigError
 from kvdepot.server.http.api import ENDPOINTS
 from kvdepot.server.http.changes import ChangeRunner, ChangeRunningError
@@ -229,9 +229,11 @@ def test_the_page_needs_nothing_from_outside(open_daemon: HttpDaemon) -> None:
 
 def test_reports_and_the_dashboard_have_one_palette(open_daemon: HttpDaemon) -> None:
     style = open_daemon.get("/dashboard.css").text
+    report = page("report", "", [], origin=Origin("c", "v", "m", "d"))
     for tier in ("dram", "cxl", "ssd", "hdd", "object"):
         colour = re.search(rf"--{tier}: (#[0-9a-f]{{6}})", style)
-        assert colour is not None and colour[0] in page("report", "", [])
+        assert colour is not None and colour[0] in report
+        assert f"svg .{tier} {{ fill: var(--{tier})" in report
         assert f".fill.{tier} " in style
 
 

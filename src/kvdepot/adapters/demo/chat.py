@@ -38,7 +38,7 @@ class Reply:
     """Blocks that were found but could not be had, by reason."""
 
 
-class FirstToken:
+class FirstTokenTimer:
     """A streamer: generate() shows it the prompt first, then each new token."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class ChatModel:
 
         if started_s is None:
             started_s = time.perf_counter()
-        first = FirstToken()
+        first = FirstTokenTimer()
         ids = torch.tensor([list(prompt)], device=self._model.device)
         served = self._model if self._depot is None else self._depot
         with torch.inference_mode():

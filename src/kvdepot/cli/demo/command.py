@@ -7,7 +7,6 @@ compared with the one without, token by token.
 
 import argparse
 import os
-import shlex
 from pathlib import Path
 
 from kvdepot.cli import output
@@ -17,10 +16,11 @@ from kvdepot.cli.demo.report import as_page, choose_display, summary
 from kvdepot.cli.demo.server import PROGRAM
 from kvdepot.cli.directories import choose_parent, models_folder, scratch_directory, write_page
 from kvdepot.cli.doctor import machine
+from kvdepot.cli.report.page import Origin
 from kvdepot.errors import ConfigError
 
 NEEDED_BYTES = 2 << 30
-USERS, TURNS, NEW_TOKENS = 3, 2, 16
+USERS, TURNS, NEW_TOKENS, REPEATS = 3, 2, 16, 3
 REPORT = Path("kvdepot-demo.html")
 
 
@@ -38,6 +38,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument(
         "--new-tokens", type=count, default=NEW_TOKENS, metavar="N", help="a turn; default: 16"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=count,
+        default=REPEATS,
+        metavar="N",
+        help="how often the time without the depot is measured; default: 3",
     )
     parser.add_argument(
         "--model",
@@ -62,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     with scratch_directory(parent, "kvdepot-demo-", keep=args.keep) as directory:
         result = play(args, directory)
     result.machine = machine.describe(facts)
-    result.command = command_of(args)
+    result.command = args.typed
     result.report = str(report)
-    write_page(report, as_page(result))
+    write_page(report, as_page(result, Origin.of(args.typed)))
     if args.json:
         output.document(result.document())
     else:
@@ -91,6 +98,7 @@ def play(args: argparse.Namespace, directory: Path) -> DemoResult:
         users=args.users,
         turns=args.turns,
         new_tokens=args.new_tokens,
+        repeats=args.repeats,
         directory=directory,
         cache=models_folder(args.env),
         model=args.model.resolve() if args.model else None,
@@ -99,14 +107,3 @@ def play(args: argparse.Namespace, directory: Path) -> DemoResult:
     )
     with choose_display(args.json) as display:
         return Demo(plan, display).run()
-
-
-def command_of(args: argparse.Namespace) -> str:
-    """The command that repeats this demo; defaults are left out."""
-    words = ["kvdepot", "demo"]
-    for name, default in (("users", USERS), ("turns", TURNS), ("new_tokens", NEW_TOKENS)):
-        if getattr(args, name) != default:
-            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    if args.model:
-        words += ["--model", str(args.model)]
-    return shlex.join(words)

@@ -13,20 +13,22 @@ from kvdepot.cli.demo.play import (
     Stage,
     fetched_by_tier,
     ratio_by_tier,
+    slow_reason,
 )
-from kvdepot.cli.report.charts import Bars, Series, Span, Timeline, TimelineLane
-from kvdepot.cli.report.page import facts, page, section, tiles
+from kvdepot.cli.report.charts import Bars, Chart, Series, Span, Timeline, TimelineLane
+from kvdepot.cli.report.page import Origin, facts, page, section, tiles
 from kvdepot.cli.report.tables import Table
 from kvdepot.core.units import format_bytes
 
 COLUMNS: Final = {
-    "turn": 4, "user": 9, "prompt": 7, "dram": 7, "ssd": 7, "computed": 9, "without": 9, "with": 9,
-    "speed-up": 9, "answer": 10,
+    "turn": 4, "user": 9, "prompt": 7, "dram": 7, "ssd": 7, "computed": 9, "without": 9,
+    "spread": 12, "with": 9, "speed-up": 9, "answer": 10,
 }  # fmt: skip
 """Of the table of turns, with the width that each has while lines are written."""
 TEXT_COLUMNS: Final = ("user", "answer")
 LEGEND: Final = (
     "prompt: tokens; dram, ssd: tokens fetched from each tier; without, with: time to first token\n"
+    "without: the median of several measurements; spread: the shortest and the longest of them\n"
     "* after a kill   ! after a kill and a flipped bit"
 )
 MARKS: Final[dict[Stage, str]] = {"returned": "*", "damaged": "!"}
@@ -53,7 +55,8 @@ def turn_cells(turn: ComparedTurn) -> list[str]:
         f"{turn.number}{MARKS.get(served.stage, '')}",
         turn.user,
         *(f"{count:,}" for count in (*counts, served.computed_tokens)),
-        seconds(turn.without.ttft_s),
+        seconds(turn.without.median_ttft_s),
+        spread(turn.without),
         seconds(served.ttft_s),
         f"{turn.speedup:.1f}×",
         "same" if turn.identical else "DIFFERENT",
@@ -62,7 +65,14 @@ def turn_cells(turn: ComparedTurn) -> list[str]:
 
 def first_cells(number: int, user: str, without: Answer) -> list[str]:
     tokens = f"{without.prompt_tokens:,}"
-    return [str(number), user, tokens, "", "", "", seconds(without.ttft_s), "", "", ""]
+    first = seconds(without.median_ttft_s)
+    return [str(number), user, tokens, "", "", "", first, spread(without), "", "", ""]
+
+
+def spread(answer: Answer) -> str:
+    """`0.81–0.93 s`; empty where it was measured once."""
+    times = answer.ttfts_s
+    return f"{times[0]:.2f}–{times[-1]:.2f} s" if len(times) > 1 else ""
 
 
 def seconds(value: float) -> str:
@@ -176,6 +186,12 @@ def summary(result: DemoResult) -> str:
         else f"all {count} answers are the same, token for token"
     )
     lines += [
+        f"slow: turn {turn.number}{MARKS.get(turn.with_depot.stage, '')} of {turn.user}, "
+        f"{turn.speedup:.1f}×: {reason}"
+        for turn in result.turns
+        if (reason := slow_reason(turn, result.turns))
+    ]
+    lines += [
         f"time to first token, mostly from {tier}: 1/{1 / ratio:.1f} of the recompute"
         for tier, ratio in ratio_by_tier(result.turns).items()
         if ratio is not None
@@ -190,7 +206,7 @@ def summary(result: DemoResult) -> str:
     return "\n".join([*lines, f"report: {result.report}"])
 
 
-def as_page(result: DemoResult) -> str:
+def as_page(result: DemoResult, origin: Origin) -> str:
     setting = result.setting
     kills = sum(start.kill_s is not None for start in result.starts)
     lead = (
@@ -203,9 +219,11 @@ def as_page(result: DemoResult) -> str:
         for turn in result.turns
         if turn.with_depot.stage != "damaged"
     ]
-    turns = Table([*COLUMNS, ""], [[*turn_cells(turn), _after(turn)] for turn in result.turns])
+    told = [(_after(turn), slow_reason(turn, result.turns)) for turn in result.turns]
+    rows = [[*turn_cells(turn), *words] for turn, words in zip(result.turns, told, strict=True)]
+    turns = Table([*COLUMNS, "", "why slow"], rows)
     talk = Table(("user", "question", "answer"), said)
-    charts = {
+    charts: dict[str, tuple[str, Chart]] = {
         "Time to first token, turn by turn": (TTFT_CAPTION, _ttft_chart(result)),
         "Where the prompt's KV came from": (_tokens_caption(result), _tokens_chart(result)),
         "What happened when": (TIMELINE_CAPTION, _timeline(result)),
@@ -213,11 +231,11 @@ def as_page(result: DemoResult) -> str:
     parts = [
         _tiles(result),
         *(section(title, chart, caption=text) for title, (text, chart) in charts.items()),
-        section("All turns", turns.html(), caption=LEGEND),
-        section("What was said", talk.html(), caption=TALK_CAPTION),
+        section("All turns", turns, caption=LEGEND),
+        section("What was said", talk, caption=TALK_CAPTION),
         section("How this was measured", facts(_facts(result))),
     ]
-    return page(f"kvdepot demo: {setting.model}", lead, parts)
+    return page(f"kvdepot demo: {setting.model}", lead, parts, origin=origin)
 
 
 def _after(turn: ComparedTurn) -> str:
@@ -244,9 +262,10 @@ def _categories(turns: Sequence[ComparedTurn]) -> list[str]:
     return [f"{turn.user} {turn.number}\n{AFTER.get(turn.with_depot.stage, '')}" for turn in turns]
 
 
-def _ttft_chart(result: DemoResult) -> str:
+def _ttft_chart(result: DemoResult) -> Bars:
     turns = result.turns
-    without = Series("without depot", "without", [t.without.ttft_s for t in turns], seconds)
+    times = [turn.without.median_ttft_s for turn in turns]
+    without = Series("without depot", "without", times, seconds)
     with_depot = Series("with depot", "with", [t.with_depot.ttft_s for t in turns], seconds)
     return Bars(
         title="Time to first token by turn, without and with the depot",
@@ -254,10 +273,10 @@ def _ttft_chart(result: DemoResult) -> str:
         categories=_categories(turns),
         series=(without, with_depot),
         notes=[f"{turn.speedup:.1f}×" for turn in turns],
-    ).draw()
+    )
 
 
-def _tokens_chart(result: DemoResult) -> str:
+def _tokens_chart(result: DemoResult) -> Bars:
     turns = result.turns
     series = [
         Series(f"from {tier}", tier, [t.with_depot.fetched.get(tier, 0) for t in turns])
@@ -265,7 +284,7 @@ def _tokens_chart(result: DemoResult) -> str:
     ]
     series.append(Series("computed", "computed", [t.with_depot.computed_tokens for t in turns]))
     title = "Prompt tokens by where their KV came from"
-    return Bars(title, "prompt tokens", _categories(turns), series, stacked=True).draw()
+    return Bars(title, "prompt tokens", _categories(turns), series, stacked=True)
 
 
 def _tokens_caption(result: DemoResult) -> str:
@@ -281,7 +300,7 @@ def _tokens_caption(result: DemoResult) -> str:
     )
 
 
-def _timeline(result: DemoResult) -> str:
+def _timeline(result: DemoResult) -> Timeline:
     lanes = (_lane(result, "without depot", False), _lane(result, "with depot", True))
     kinds = [
         Series("process starts", "start"),
@@ -289,7 +308,7 @@ def _timeline(result: DemoResult) -> str:
         Series("to first token, with", "with"),
         Series("rest of the answer", "decode"),
     ]
-    return Timeline("Requests over time", lanes, kinds).draw()
+    return Timeline("Requests over time", lanes, kinds)
 
 
 def _lane(result: DemoResult, name: str, depot: bool) -> TimelineLane:
@@ -319,18 +338,15 @@ def _answer_spans(turn: ComparedTurn, answer: Answer, zero_s: float) -> list[Spa
 
 
 def _facts(result: DemoResult) -> dict[str, str]:
-    setting, machine = result.setting, result.machine
+    setting = result.setting
     return {
         "model": f"{setting.model}, float32, on {setting.device}",
         "TTFT": "from the request's arrival in the serving process to its first new token; greedy, "
         f"{setting.new_tokens} new tokens a turn; loading the model is not counted",
-        "without": "plain transformers: each turn computes its whole prompt",
+        "without": "plain transformers: each turn computes its whole prompt; the median of "
+        f"{setting.repeats} measurements of each first token",
         "with": f"kvdepot, blocks of {setting.block_tokens} tokens, "
         f"{format_bytes(setting.dram_bytes)} of memory over disk in {setting.path}",
         "flipped bit": f"{result.damage.file}, byte {result.damage.offset:,}",
-        "machine": f"{machine.get('cpu', '')}, {machine.get('cores', '')} cores, "
-        f"{format_bytes(machine.get('memory_bytes', 0))}, kernel {machine.get('kernel', '')}",
-        "date": machine.get("date", ""),
-        "command": result.command,
         "took": f"{result.seconds:.0f} s",
     }

@@ -14,12 +14,14 @@ from kvdepot.cli.arguments import (
     remember_defaults,
 )
 from kvdepot.cli.directories import write_page
-from kvdepot.cli.plan.report import as_page, as_text, verdict
+from kvdepot.cli.plan.report import as_page, as_text, verdict, wear_year
+from kvdepot.cli.report.page import Origin
 from kvdepot.core.config import Config
 from kvdepot.core.config_loader import show as shown
 from kvdepot.core.config_loader import to_toml
 from kvdepot.planner.parts import Parts, load_parts, shipped_parts
 from kvdepot.planner.plan import Plan, all_mixes, make_plan
+from kvdepot.planner.savings import bill_lines, savings_of
 from kvdepot.planner.scenario import load_scenario, scenario_names
 
 SETTINGS: Final = {
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if absent:
         output.say(f"left out: {', '.join(absent)}; this kvdepot has no such tier")
     if args.report is not None:
-        write_page(args.report, as_page(plan))
+        write_page(args.report, as_page(plan, Origin.of(args.typed)))
         output.say(f"report: {args.report}")
     if args.json:
         output.document(document(plan))
@@ -138,6 +140,12 @@ def document(plan: Plan) -> dict[str, Any]:
         "verdict": verdict(plan),
         "chosen_units": dict(zip(names, plan.chosen.mix.units, strict=True)),
         "chosen": plan.chosen,
+        "savings": savings_of(plan),
+        "bill": bill_lines(plan),
+        "wear_out_year": {
+            use.tier: wear_year(use.life_years) if use.life_years is not None else None
+            for use in plan.chosen.tiers
+        },
         "lowest_ttft_p95_s": plan.fastest_s,
         "longest_retention_s": plan.longest_s,
         "bottleneck": plan.bottleneck,

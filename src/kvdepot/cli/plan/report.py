@@ -1,18 +1,28 @@
 """A plan for people: sentences and tables for the terminal, and a page with charts."""
 
+import datetime
+
 from kvdepot.cli.report.charts import Bars, Curve, Curves, Point, Range, Ranges, Series
-from kvdepot.cli.report.page import page, paragraph, section, tiles
+from kvdepot.cli.report.page import Origin, page, paragraph, section, tiles
 from kvdepot.cli.report.tables import Table
-from kvdepot.core.units import format_decimal_bytes, format_duration
-from kvdepot.planner.outcome import Mix, MixOutcome
+from kvdepot.core.units import format_count, format_decimal_bytes, format_duration
+from kvdepot.planner.outcome import HOURS_A_MONTH, Mix, MixOutcome
 from kvdepot.planner.parts import Parts
-from kvdepot.planner.plan import Plan, Purchase, SwingEnd, worth_buying
+from kvdepot.planner.plan import GPU_MEMORY_ONLY, Plan, Purchase, SwingEnd, worth_buying
 from kvdepot.planner.retention import NEVER_S
+from kvdepot.planner.savings import PlanSavings, bill_lines, savings_of
 from kvdepot.planner.scenario import Scenario
 
 SWINGS_SHOWN = 3
 GOALS = {"ttft_p95": "the p95", "retention": "the retention"}
-STYLES = ("dram", "cxl", "ssd", "hdd", "object")
+SAVINGS_CAPTION = (
+    "Without kvdepot: an engine that reuses what its GPU memory still has. Both sides have the "
+    "fewest nodes that reach the p95. Payback is the price of memory and drives over what is saved "
+    "a month before they are written off: GPUs that are not needed, power, rent. GPUs that you "
+    "have already and cannot sell or use otherwise save nothing."
+)
+BILL_CAPTION = "Memory and drives for all nodes, with their share of what they are plugged into."
+HOUR_CAPTION = "The whole fleet, GPUs included."
 FRONTIER_CAPTION = (
     "Each point is a mix that nothing beats in both cost and time to first token, among those that "
     "keep talks long enough. The large point is the chosen one: the cheapest below the goal."
@@ -52,6 +62,9 @@ def as_text(plan: Plan) -> str:
     ]
     if plan.chosen.tiers:
         parts.append(tiers_table(plan).text())
+        parts.append(f"what to pay once\n{bill_table(plan).text()}")
+    parts.append(f"what an hour costs\n{hour_table(plan).text()}")
+    parts.append(f"saved: {savings_words(plan)}\n\n{savings_table(plan).text()}")
     parts += [
         f"bottleneck: {bottleneck_words(plan)}\nnext: {purchase_words(plan)}",
         next_table(plan).text(),
@@ -62,32 +75,40 @@ def as_text(plan: Plan) -> str:
     return "\n\n".join(parts)
 
 
-def as_page(plan: Plan) -> str:
+def as_page(plan: Plan, origin: Origin) -> str:
     scenario = plan.scenario
     title = scenario.title or scenario.model
     lead = f"{fleet_words(scenario)}. {traffic_words(scenario)}. Goal: {goal_words(scenario)}."
     bottleneck = paragraph(f"{bottleneck_words(plan)}.", strong="Bottleneck:")
-    frontier = (frontier_chart(plan), frontier_table(plan).html())
+    frontier = (frontier_chart(plan), frontier_table(plan))
     purchase = paragraph(f"{purchase_words(plan).capitalize()}.")
     parts = [
         paragraph(verdict(plan), "answer missed" if plan.misses else "answer"),
         plan_tiles(plan),
-        section("What it is", tiers_table(plan).html(), bottleneck),
+        section("What it is", tiers_table(plan), bottleneck),
+        section(
+            "What it saves",
+            paragraph(f"{savings_words(plan).capitalize()}."),
+            savings_table(plan),
+            caption=SAVINGS_CAPTION,
+        ),
+        section("What to pay once", bill_table(plan), caption=BILL_CAPTION),
+        section("What an hour costs", hour_table(plan), caption=HOUR_CAPTION),
         section("Cost against time to first token", *frontier, caption=FRONTIER_CAPTION),
-        section("Compared with", alternatives_table(plan).html()),
+        section("Compared with", alternatives_table(plan)),
         section("Where the time goes", where_chart(plan), caption=WHERE_CAPTION),
         section("Where the tokens come from", hits_chart(plan), caption=HITS_CAPTION),
-        section("What the next money should buy", purchase, next_table(plan).html()),
+        section("What the next money should buy", purchase, next_table(plan)),
         section(
             "What it depends on",
             swings_chart(plan),
-            swings_table(plan).html(),
+            swings_table(plan),
             caption=SWING_CAPTION,
         ),
-        section("Parts and their sources", parts_table(plan).html()),
+        section("Parts and their sources", parts_table(plan)),
         section("How this was found", paragraph(f"{plan.tried:,} mixes were tried. {MODEL_WORDS}")),
     ]
-    return page(f"kvdepot plan: {title}", lead, parts, heading=title)
+    return page(f"kvdepot plan: {title}", lead, parts, origin=origin, heading=title)
 
 
 def mix_words(parts: Parts, mix: Mix) -> str:
@@ -118,6 +139,114 @@ def money_words(parts: Parts, amount: float) -> str:
     """Whole numbers where there are enough digits."""
     digits = 0 if abs(amount) >= 100 else 2 if abs(amount) >= 0.1 else 4
     return f"{amount:,.{digits}f} {parts.currency}"
+
+
+def exact_words(parts: Parts, amount: float) -> str:
+    """With cents where there are any: what is listed so adds up."""
+    cents = f"{amount:,.2f}"
+    return f"{cents.removesuffix('.00')} {parts.currency}"
+
+
+def wear_year(life_years: float) -> int | None:
+    """The year in which a drive bought today is worn out; None: in more than a century."""
+    year = datetime.date.today().year + life_years
+    return int(year) if life_years < 100 else None
+
+
+def wear_words(life_years: float | None) -> str:
+    """`7.3 years, 2033`."""
+    if life_years is None:
+        return "-"
+    year = wear_year(life_years)
+    return "over 100 years" if year is None else f"{life_years:.1f} years, {year}"
+
+
+def savings_words(plan: Plan) -> str:
+    """One sentence: GPUs, money and payback, or why there is none."""
+    found = savings_of(plan)
+    if found is None:
+        short = [one.name for one in plan.alternatives if one.enough is None]
+        if "chosen" in short:
+            return "nothing to compare: no number of nodes reaches the p95 with the chosen mix"
+        return "without kvdepot no number of nodes reaches the p95"
+    money = money_words(plan.parts, abs(found.per_month))
+    if found.per_month <= 0:
+        return (
+            f"no money: {money} a month more than without kvdepot, which reaches the p95 on "
+            f"{format_count(found.nodes_without, 'node')} too"
+            if found.nodes_without <= found.nodes_with
+            else f"{found.gpus_saved:,} GPUs, at {money} a month more than without kvdepot"
+        )
+    gpus = f"{found.gpus_saved:,} GPUs fewer, " if found.gpus_saved else ""
+    return f"{gpus}{money} a month less; payback {payback_words(found)}"
+
+
+def payback_words(found: PlanSavings) -> str:
+    if found.payback_months is None:
+        return "never"
+    if not found.store_price:
+        return "at once: nothing is bought"
+    months = found.payback_months
+    return f"after {months * 30.4:.0f} days" if months < 2 else f"after {months:.1f} months"
+
+
+def savings_table(plan: Plan) -> Table:
+    found = {one.name: one.enough for one in plan.alternatives}
+    without, chosen = found[GPU_MEMORY_ONLY], found["chosen"]
+    saved, gpus = savings_of(plan), plan.scenario.fleet.gpus_per_node
+
+    def cells(one: MixOutcome | None) -> list[str]:
+        if one is None:
+            return ["no number does", "-", "-", "-"]
+        month = money_words(plan.parts, one.cost.per_hour * HOURS_A_MONTH)
+        kw = f"{one.cost.power_w / 1000:,.1f} kW"
+        return [f"{one.nodes:,}", f"{one.nodes * gpus:,}", month, kw]
+
+    last = ["-"] * 4
+    if saved is not None:
+        last = [
+            f"{saved.nodes_without - saved.nodes_with:,}",
+            f"{saved.gpus_saved:,}",
+            money_words(plan.parts, saved.per_month),
+            f"{saved.power_saved_w / 1000:,.1f} kW",
+        ]
+    heads = ("for the p95", "nodes", "GPUs", "cost a month", "power")
+    rows = (["without kvdepot", *cells(without)], ["with", *cells(chosen)], ["saved", *last])
+    return Table(heads, rows)
+
+
+def bill_table(plan: Plan) -> Table:
+    lines = bill_lines(plan)
+    rows = [
+        (
+            one.part,
+            f"{one.units:,}",
+            exact_words(plan.parts, one.price),
+            exact_words(plan.parts, one.total),
+        )
+        for one in lines
+    ]
+    total = exact_words(plan.parts, sum(one.total for one in lines))
+    return Table(("part", "units", "each", "sum"), [*rows, ("total", "", "", total)])
+
+
+def hour_table(plan: Plan) -> Table:
+    cost = plan.chosen.cost
+    rows = [
+        (f"GPUs and servers, over {plan.parts.years:g} years", cost.servers_per_hour),
+        ("memory and drives, likewise or over their life", cost.store_per_hour),
+        ("power", cost.power_per_hour),
+        ("rent, requests and traffic", cost.rent_per_hour),
+    ]
+    digits = 4 if cost.per_hour < 1000 else 2
+    total = round(cost.per_hour, digits)
+    parts = [round(amount, digits) for _, amount in rows]
+    largest = parts.index(max(parts))
+    parts[largest] += total - sum(parts)  # a digit that rounding has lost
+    names = [*(name for name, _ in rows), "total"]
+    amounts = [f"{amount:,.{digits}f} {plan.parts.currency}" for amount in (*parts, total)]
+    raw = [*rows, ("total", cost.per_hour)]
+    return Table(("", "an hour"), zip(names, amounts, strict=True), raw=raw)
 
 
 def traffic_words(scenario: Scenario) -> str:
@@ -220,9 +349,21 @@ def plan_tiles(plan: Plan) -> str:
             (f"{chosen.hit_share:.0%}", "of prompt tokens are not computed"),
             (f"{chosen.gpu_busy:.0%}", "of the GPUs' time is asked for"),
             (money_words(plan.parts, chosen.cost.store_price), "for memory and drives"),
+            *savings_tiles(plan),
             (million, "a million tokens, all in"),
         ]
     )
+
+
+def savings_tiles(plan: Plan) -> list[tuple[str, str]]:
+    found = savings_of(plan)
+    if found is None:
+        return []
+    return [
+        (money_words(plan.parts, found.per_month), "a month saved against no kvdepot"),
+        (f"{found.gpus_saved:,}", "GPUs saved"),
+        (payback_words(found), "memory and drives are paid back"),
+    ]
 
 
 def chosen_table(plan: Plan) -> Table:
@@ -254,7 +395,7 @@ def tiers_table(plan: Plan) -> Table:
             f"{use.read_busy:.0%}",
             f"{use.write_busy:.0%}",
             format_decimal_bytes(use.writes_bytes_per_day),
-            f"{use.life_years:.1f} years" if use.life_years else "-",
+            wear_words(use.life_years),
         )
         for use in plan.chosen.tiers
     ]
@@ -366,7 +507,7 @@ def parts_table(plan: Plan) -> Table:
     return Table(heads, rows)
 
 
-def frontier_chart(plan: Plan) -> str:
+def frontier_chart(plan: Plan) -> Curves | str:
     def point(one: MixOutcome, *, named: bool = False) -> Point:
         name = mix_words(plan.parts, one.mix)
         cost = money_words(plan.parts, one.cost.per_hour)
@@ -384,19 +525,19 @@ def frontier_chart(plan: Plan) -> str:
         y_unit="p95, seconds",
         curves=curves,
         limit=plan.scenario.goal.ttft_p95,
-    ).draw()
+    )
 
 
-def where_chart(plan: Plan) -> str:
+def where_chart(plan: Plan) -> Bars | str:
     served = [one for one in plan.alternatives if one.outcome.ttft_mean_s is not None]
     if not served:
         return "<p>None of them keeps up.</p>"
     styles = {
-        "tier queue": "object",
-        "fetch": "ssd",
-        "GPU queue": "computed",
-        "prefill": "with",
-        "first step": "dram",
+        "tier queue": "c5",
+        "fetch": "c2",
+        "GPU queue": "c6",
+        "prefill": "c0",
+        "first step": "c3",
     }
     series = [
         Series(name, style, [one.outcome.where[name] for one in served], time_words)
@@ -409,27 +550,33 @@ def where_chart(plan: Plan) -> str:
         series=series,
         stacked=True,
         notes=[time_words(one.outcome.ttft_mean_s) for one in served],
-    ).draw()
+    )
 
 
-def hits_chart(plan: Plan) -> str:
+def hits_chart(plan: Plan) -> Bars:
     every = [one.outcome for one in plan.alternatives]
-    series = [Series("GPU memory", "memory", [100 * one.gpu_memory_hit_share for one in every])]
-    for number, name in enumerate(plan.parts.tiers):
+    shares = [100 * one.gpu_memory_hit_share for one in every]
+    series = [Series("GPU memory", "memory", shares, percent_words)]
+    for name in plan.parts.tiers:
         shares = [100 * sum(u.hit_share for u in one.tiers if u.tier == name) for one in every]
         if any(shares):
-            series.append(Series(name, STYLES[number % len(STYLES)], shares))
-    series.append(Series("computed", "computed", [100 * (1 - one.hit_share) for one in every]))
+            series.append(Series(name, name, shares, percent_words))
+    computed = [100 * (1 - one.hit_share) for one in every]
+    series.append(Series("computed", "computed", computed, percent_words))
     return Bars(
         title="Prompt tokens by where they come from",
         unit="% of prompt tokens",
         categories=[one.name for one in plan.alternatives],
         series=series,
         stacked=True,
-    ).draw()
+    )
 
 
-def swings_chart(plan: Plan) -> str:
+def percent_words(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def swings_chart(plan: Plan) -> Ranges | str:
     if plan.chosen.ttft_p95_s is None:
         return "<p>The plan has no p95 to vary.</p>"
     rows = [
@@ -448,4 +595,4 @@ def swings_chart(plan: Plan) -> str:
         rows=rows,
         middle=plan.chosen.ttft_p95_s,
         limit=plan.scenario.goal.ttft_p95,
-    ).draw()
+    )

@@ -1,6 +1,7 @@
 """Charts as inline SVG, in the colours of the page's style sheet: bars, curves, ranges, a timeline.
 
-A `style` is a class of the style sheet, a `tip` the text that appears under the pointer.
+A `style` is a class of the style sheet, a `tip` the text that appears under the pointer. Charts are
+drawn for a given width, and have their numbers as a table too.
 """
 
 import math
@@ -9,13 +10,18 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final, Protocol
 
+from kvdepot.cli.report.tables import Table
+
 LEFT: Final = 64
 RIGHT: Final = 16
 TOP: Final = 28
 BOTTOM: Final = 56
 HEIGHT: Final = 300
 WIDTH: Final = 930
-"""A chart with many bars is wider."""
+NARROW_WIDTH: Final = 360
+"""For a phone: bars lie, and names stand above what they name."""
+_NARROW: Final = 600
+"""Drawings below this width are laid out for a phone."""
 TICK_STEPS: Final = (1, 2, 5, 10)
 COLOURS: Final = 7
 """Styles c0, c1, … for series without a meaning of their own."""
@@ -24,6 +30,10 @@ LABEL_APART: Final = 118.0
 NAMES_WIDTH: Final = 250.0
 RANGE_HEIGHT: Final = 40.0
 LANE_HEIGHT: Final = 54.0
+TICK_APART: Final = 46.0
+_LYING: Final = 13.0
+"""Height of a bar that lies."""
+_NAME_HEIGHT: Final = 18.0
 
 
 def ticks(most: float, count: int = 5) -> list[float]:
@@ -46,6 +56,22 @@ class LegendEntry(Protocol):
     def name(self) -> str: ...
     @property
     def style(self) -> str: ...
+
+
+class Chart(Protocol):
+    """What a page shows: wide or narrow, with a legend and a table."""
+
+    @property
+    def title(self) -> str: ...
+
+    def draw(self, width: float = WIDTH) -> str:
+        """The drawing, as SVG."""
+
+    def legend(self) -> Sequence[LegendEntry]:
+        """What the styles mean; empty where there is one only."""
+
+    def table(self) -> Table:
+        """The numbers that are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +97,32 @@ class Bars:
     notes: Sequence[str] = ()
     """A word above each category, if any."""
 
-    def draw(self) -> str:
-        slot = max(58.0, (WIDTH - LEFT - RIGHT) / max(1, len(self.categories)))
-        width = LEFT + slot * len(self.categories) + RIGHT
+    def legend(self) -> Sequence[LegendEntry]:
+        return self.series if len(self.series) > 1 else ()
+
+    def table(self) -> Table:
+        units = "" if [one.name for one in self.series] == [self.unit] else f", {self.unit}"
+        heads = ["", *(f"{one.name}{units if self.unit else ''}" for one in self.series)]
+        names = [name.replace("\n", " ").strip() for name in self.categories]
+        rows = [[name, *(s.values[n] for s in self.series)] for n, name in enumerate(names)]
+        shown = [
+            [name, *(s.show(s.values[n]) for s in self.series)] for n, name in enumerate(names)
+        ]
+        return Table(heads, shown, raw=rows)
+
+    def _marks(self) -> list[float]:
         columns = zip(*(one.values for one in self.series), strict=True)
         heights = (sum(column) if self.stacked else max(column) for column in columns)
-        marks = ticks(max(heights, default=0.0))
-        parts = [*_y_axis(marks, width, self.unit), *_legend(self.series)]
+        return ticks(max(heights, default=0.0))
+
+    def draw(self, width: float = WIDTH) -> str:
+        """With many bars it is wider."""
+        if width < _NARROW:
+            return self._draw_lying(width)
+        slot = max(58.0, (width - LEFT - RIGHT) / max(1, len(self.categories)))
+        width = LEFT + slot * len(self.categories) + RIGHT
+        marks = self._marks()
+        parts = _y_axis(marks, width, self.unit)
         for number, name in enumerate(self.categories):
             left = LEFT + number * slot
             parts += self._category(number, left, slot, marks[-1])
@@ -85,6 +130,40 @@ class Bars:
                 at = HEIGHT - BOTTOM + 18 + 16 * row
                 parts.append(_text(left + slot / 2, at, words, "tick"))
         return _drawing(width, HEIGHT, self.title, parts)
+
+    def _draw_lying(self, width: float) -> str:
+        marks = ticks(self._marks()[-1], 3)
+        bars = 1 if self.stacked else len(self.series)
+        height = _NAME_HEIGHT + bars * _LYING + 8
+        floor = TOP + height * len(self.categories)
+        scale = (width - 2 * RIGHT) / marks[-1]
+        parts = [_text(RIGHT, TOP - 12, self.unit, "axis", "start")]
+        for mark in marks:
+            x = RIGHT + mark * scale
+            parts.append(_line(x, TOP, x, floor, "grid"))
+            side = "start" if mark == 0 else "end" if mark == marks[-1] else "middle"
+            parts.append(_text(x, floor + 16, label(round(mark, 10)), "tick", side))
+        for number, name in enumerate(self.categories):
+            top = TOP + number * height
+            words = name.replace("\n", " ").strip()
+            parts.append(_text(RIGHT, top + 14, words, "tick", "start"))
+            if self.notes:
+                parts.append(_text(width - RIGHT, top + 14, self.notes[number], "note", "end"))
+            parts += self._lying(number, words, top + _NAME_HEIGHT, scale)
+        return _drawing(width, floor + 24, self.title, parts)
+
+    def _lying(self, number: int, name: str, top: float, scale: float) -> list[str]:
+        """The bars of one category."""
+        parts, x = [], float(RIGHT)
+        for one in self.series:
+            length = one.values[number] * scale
+            tip = f"{name}, {one.name}: {one.show(one.values[number])}"
+            parts.append(_box(x, top, (length, _LYING - 1), one.style, tip))
+            if self.stacked:
+                x += length
+            else:
+                top += _LYING
+        return parts
 
     def _category(self, number: int, left: float, slot: float, most: float) -> list[str]:
         parts = []
@@ -139,7 +218,23 @@ class Curves:
     x_label: Callable[[float], str] | None = None
     """If given, the axis across is logarithmic, with a tick at each point."""
 
-    def draw(self) -> str:
+    def legend(self) -> Sequence[LegendEntry]:
+        return self.curves if self.x_label is not None else ()
+
+    def table(self) -> Table:
+        named = any(curve.name for curve in self.curves)
+        rows: list[list[object]] = []
+        shown: list[list[object]] = []
+        for curve in self.curves:
+            name = [curve.name] if named else []
+            for point in curve.points:
+                rows.append([*name, point.x, point.y])
+                x = f"{point.x:,.6g}" if self.x_label is None else self.x_label(point.x)
+                shown.append([*name, x, f"{point.y:.4g}"])
+        heads = [*([""] if named else []), self.x_unit, self.y_unit]
+        return Table(heads, shown, raw=rows)
+
+    def draw(self, width: float = WIDTH) -> str:
         points = [point for curve in self.curves for point in curve.points]
         marks = ticks(max([*(point.y for point in points), self.limit or 0.0]))
         places = [self._scaled(point.x) for point in points]
@@ -148,24 +243,24 @@ class Curves:
         start, span = low - room, high - low + 2 * room
 
         def place(x: float, y: float) -> tuple[float, float]:
-            across = (self._scaled(x) - start) / span * (WIDTH - LEFT - RIGHT)
+            across = (self._scaled(x) - start) / span * (width - LEFT - RIGHT)
             return LEFT + across, _y(y, marks[-1])
 
-        parts = _y_axis(marks, WIDTH, self.y_unit)
+        parts, named_x = _y_axis(marks, width, self.y_unit), -TICK_APART
         for value, words in self._x_ticks(points, start, span):
             x, floor = place(value, 0.0)
             parts.append(_line(x, floor, x, floor + 5, "grid"))
-            parts.append(_text(x, floor + 20, words, "tick"))
-        parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 12, self.x_unit, "axis"))
+            if x - named_x >= TICK_APART:
+                parts.append(_text(x, floor + 20, words, "tick"))
+                named_x = x
+        parts.append(_text((LEFT + width) / 2, HEIGHT - 12, self.x_unit, "axis"))
         if self.limit is not None:
             y = _y(self.limit, marks[-1])
-            parts.append(_line(LEFT, y, WIDTH - RIGHT, y, "limit"))
-            parts.append(_text(WIDTH - RIGHT, y - 6, "goal", "cross", "end"))
-        if self.x_label is not None:
-            parts += _legend(self.curves)
+            parts.append(_line(LEFT, y, width - RIGHT, y, "limit"))
+            parts.append(_text(width - RIGHT, y - 6, "goal", "cross", "end"))
         for curve in self.curves:
-            parts += _curve(curve, place)
-        return _drawing(WIDTH, HEIGHT, self.title, parts)
+            parts += _curve(curve, place, width)
+        return _drawing(width, HEIGHT, self.title, parts)
 
     def _scaled(self, x: float) -> float:
         return x if self.x_label is None else math.log(x)
@@ -181,7 +276,9 @@ class Curves:
         return [(n * step, label(round(n * step, 10))) for n in range(first, first + count)]
 
 
-def _curve(curve: Curve, place: Callable[[float, float], tuple[float, float]]) -> list[str]:
+def _curve(
+    curve: Curve, place: Callable[[float, float], tuple[float, float]], width: float
+) -> list[str]:
     spots = [place(point.x, point.y) for point in curve.points]
     parts, named_x = [], -LABEL_APART
     if curve.joined:
@@ -192,7 +289,8 @@ def _curve(curve: Curve, place: Callable[[float, float], tuple[float, float]]) -
         shape = f'cx="{x:.1f}" cy="{y:.1f}" r="{7 if large else 4}" class="{curve.style}"'
         parts.append(f"<circle {shape}><title>{escape(point.tip)}</title></circle>")
         if point.name and (x - named_x >= LABEL_APART or large):
-            parts.append(_text(x + 9, y - 8, point.name, "note", "start"))
+            side, shift = ("start", 9.0) if x < width / 2 else ("end", -9.0)
+            parts.append(_text(x + shift, y - 8, point.name, "note", side))
             named_x = x
     return parts
 
@@ -218,37 +316,57 @@ class Ranges:
     middle: float
     limit: float
 
-    def draw(self) -> str:
+    def legend(self) -> Sequence[LegendEntry]:
+        return ()
+
+    def table(self) -> Table:
+        heads = ("input", "at", self.unit, "at", self.unit)
+        rows = [(row.name, row.low_name, row.low, row.high_name, row.high) for row in self.rows]
+        shown = [[_known(cell) for cell in row] for row in rows]
+        return Table(heads, shown, raw=rows)
+
+    def draw(self, width: float = WIDTH) -> str:
         known = [end for row in self.rows for end in (row.low, row.high) if end is not None]
-        marks = ticks(min(max([*known, self.middle, self.limit]), 4 * self.limit))
-        floor = TOP + RANGE_HEIGHT * len(self.rows)
+        narrow = width < _NARROW
+        most = min(max([*known, self.middle, self.limit]), 4 * self.limit)
+        marks = ticks(most, 3 if narrow else 5)
+        room = RANGE_HEIGHT + _NAME_HEIGHT * narrow
+        floor = TOP + room * len(self.rows)
+        left = float(RIGHT) if narrow else NAMES_WIDTH
+        scale = (width - left - RIGHT - 60) / marks[-1]
         parts = [_text(12, TOP - 12, self.unit, "axis", "start")]
         for mark in marks:
-            x = self._x(mark, marks[-1])
+            x = left + mark * scale
             parts.append(_line(x, TOP, x, floor, "grid"))
             parts.append(_text(x, floor + 18, label(round(mark, 10)), "tick"))
         for number, row in enumerate(self.rows):
-            parts += self._row(row, TOP + RANGE_HEIGHT * number, marks[-1])
+            top = TOP + room * number
+            if narrow:
+                parts.append(_text(left, top + 15, row.name, "axis", "start"))
+            else:
+                baseline = top + RANGE_HEIGHT / 2 + 4
+                parts.append(_text(left - 12, baseline, row.name, "axis", "end"))
+            parts += self._row(row, top + _NAME_HEIGHT * narrow, left, (scale, marks[-1]))
         for value, style in ((self.middle, "cut"), (self.limit, "limit")):
-            x = self._x(value, marks[-1])
+            x = left + min(value, marks[-1]) * scale
             parts.append(_line(x, TOP - 4, x, floor, style))
-        parts.append(_text(self._x(self.limit, marks[-1]) + 5, TOP - 8, "goal", "cross", "start"))
-        return _drawing(WIDTH, floor + 28, self.title, parts)
+        goal = left + min(self.limit, marks[-1]) * scale
+        parts.append(_text(goal + 5, TOP - 8, "goal", "cross", "start"))
+        return _drawing(width, floor + 28, self.title, parts)
 
-    def _x(self, value: float, most: float) -> float:
-        return NAMES_WIDTH + min(value, most) / most * (WIDTH - NAMES_WIDTH - RIGHT - 60)
-
-    def _row(self, row: Range, top: float, most: float) -> list[str]:
+    def _row(self, row: Range, top: float, left: float, axis: tuple[float, float]) -> list[str]:
+        """`axis`: its scale and where it ends."""
+        scale, most = axis
         baseline = top + RANGE_HEIGHT / 2 + 4
-        parts = [_text(NAMES_WIDTH - 12, baseline, row.name, "axis", "end")]
-        middle = self._x(self.middle, most)
+        parts: list[str] = []
+        middle = left + min(self.middle, most) * scale
         if row.low == row.high:
             return [*parts, _text(middle + 5, baseline, "no difference", "tick", "start")]
-        ends = ((row.low, row.low_name, "with"), (row.high, row.high_name, "ssd"))
+        ends = ((row.low, row.low_name, "c0"), (row.high, row.high_name, "c2"))
         lowest = min(most if end is None else end for end, _, _ in ends)
         for end, name, style in ends:
             value = most if end is None else end
-            x = self._x(value, most)
+            x = left + min(value, most) * scale
             size = (max(1.5, abs(x - middle)), RANGE_HEIGHT - 18)
             parts.append(_box(min(x, middle), top + 9, size, style, f"{row.name} {name}"))
             words = name if end is not None and end <= most else f"{name} →"
@@ -286,26 +404,46 @@ class Timeline:
     kinds: Sequence[Series]
     """For the legend."""
 
-    def draw(self) -> str:
+    def legend(self) -> Sequence[LegendEntry]:
+        return self.kinds
+
+    def table(self) -> Table:
+        rows = [
+            (lane.name, span.start_s, span.stop_s, span.tip)
+            for lane in self.lanes
+            for span in lane.spans
+        ]
+        rows += [(lane.name, cut, cut, "killed") for lane in self.lanes for cut in lane.cuts]
+        rows.sort(key=lambda row: (row[0], row[1]))
+        return Table(("", "from, seconds", "to, seconds", ""), rows)
+
+    def draw(self, width: float = WIDTH) -> str:
         last = max((span.stop_s for lane in self.lanes for span in lane.spans), default=1.0)
-        marks = ticks(last, 8)
-        left = 110.0
-        scale = (WIDTH - left - RIGHT) / marks[-1]
-        floor = TOP + 12 + LANE_HEIGHT * len(self.lanes)
-        parts = _legend(self.kinds, TOP - 26)
+        narrow = width < _NARROW
+        marks = ticks(last, 4 if narrow else 8)
+        left = float(RIGHT) if narrow else 110.0
+        scale = (width - left - RIGHT) / marks[-1]
+        room = LANE_HEIGHT + _NAME_HEIGHT * narrow
+        floor = TOP + 12 + room * len(self.lanes)
+        parts: list[str] = []
         for mark in marks:
             x = left + mark * scale
             parts.append(_line(x, TOP, x, floor, "grid"))
             parts.append(_text(x, floor + 18, label(mark), "tick"))
-        parts.append(_text((left + WIDTH) / 2, floor + 38, "seconds", "axis"))
+        parts.append(_text((left + width) / 2, floor + 38, "seconds", "axis"))
         for number, lane in enumerate(self.lanes):
-            top = TOP + 12 + LANE_HEIGHT * number
-            parts += self._lane(lane, top, left, scale)
-        return _drawing(WIDTH, floor + 48, self.title, parts)
+            top = TOP + 12 + room * number
+            if narrow:
+                parts.append(_text(left, top + 8, lane.name, "axis", "start"))
+            else:
+                middle = top + (LANE_HEIGHT - 20) / 2 + 5
+                parts.append(_text(left - 10, middle, lane.name, "axis", "end"))
+            parts += self._lane(lane, top + _NAME_HEIGHT * narrow, left, scale)
+        return _drawing(width, floor + 48, self.title, parts)
 
     def _lane(self, lane: TimelineLane, top: float, left: float, scale: float) -> list[str]:
         height = LANE_HEIGHT - 20
-        parts = [_text(left - 10, top + height / 2 + 5, lane.name, "axis", "end")]
+        parts: list[str] = []
         for span in lane.spans:
             size = (max(1.0, (span.stop_s - span.start_s) * scale - 0.5), height)
             parts.append(_box(left + span.start_s * scale, top, size, span.style, span.tip))
@@ -329,13 +467,14 @@ def _y_axis(marks: Sequence[float], width: float, unit: str) -> list[str]:
     return parts
 
 
-def _legend(series: Sequence[LegendEntry], y: float = TOP - 22) -> list[str]:
-    parts, x = [], float(LEFT + 130)
-    for one in series:
-        parts.append(_box(x, y, (12, 12), one.style))
-        parts.append(_text(x + 18, y + 10, one.name, "axis", "start"))
-        x += 40 + 7 * len(one.name)
-    return parts
+def _known(cell: str | float | None) -> str:
+    return "beyond" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+def swatch(style: str) -> str:
+    """A square in the colour of a style, for a legend."""
+    shape = f'<rect width="12" height="12" class="{style}"/>'
+    return f'<svg width="12" height="12" aria-hidden="true">{shape}</svg>'
 
 
 def _text(x: float, y: float, words: str, style: str, anchor: str = "middle") -> str:

@@ -1,5 +1,8 @@
 """Tables, for the terminal and for pages. Columns that are mostly numbers are flushed right."""
 
+import base64
+import csv
+import io
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +22,22 @@ UNKNOWN: Final = ("", "-", "–")
 
 
 class Table:
-    """Rows under headings. Floats get two decimals, everything else its `str`."""
+    """Rows under headings. Floats get two decimals, everything else its `str`.
 
-    def __init__(self, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    `raw`: the same rows with all digits, for CSV; else those that are shown.
+    """
+
+    def __init__(
+        self,
+        heads: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        *,
+        raw: Iterable[Sequence[object]] | None = None,
+    ) -> None:
         self.heads = heads
-        self.rows = [[_cell(value) for value in row] for row in rows]
+        given = [list(row) for row in rows]
+        self._raw = given if raw is None else [list(row) for row in raw]
+        self.rows = [[_cell(value) for value in row] for row in given]
         columns = zip(heads, *self.rows, strict=True)
         self._numeric = [_is_numeric(cells) for _, *cells in columns]
 
@@ -73,7 +87,16 @@ class Table:
 
         return "\n\n".join("\n".join(line for line in lines(row) if line) for row in self.rows)
 
-    def html(self) -> str:
+    def csv(self) -> str:
+        """With headings, as RFC 4180 has it; what is not known is empty."""
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(self.heads)
+        writer.writerows(["" if cell is None else cell for cell in row] for row in self._raw)
+        return text.getvalue()
+
+    def html(self, name: str = "") -> str:
+        """With a `name` it can be saved as NAME.csv, and has a label for screen readers."""
         kinds = [' class="number"' if numeric else "" for numeric in self._numeric]
 
         def line(tag: str, row: Sequence[str]) -> str:
@@ -83,7 +106,14 @@ class Table:
 
         body = "\n".join(line("td", row) for row in self.rows)
         table = f"<table><thead>{line('th', self.heads)}</thead>\n<tbody>\n{body}\n</tbody></table>"
-        return f'<div class="wide">{table}</div>'
+        spoken = f' role="group" tabindex="0" aria-label="{escape(name)}"' if name else ""
+        return f'<div class="wide"{spoken}>{table}</div>{self._saved(name) if name else ""}'
+
+    def _saved(self, name: str) -> str:
+        file = "-".join(re.findall(r"[a-z0-9]+", name.lower())) + ".csv"
+        inside = base64.b64encode(self.csv().encode()).decode()
+        link = f'href="data:text/csv;charset=utf-8;base64,{inside}" download="{file}"'
+        return f'<p class="csv"><a {link} aria-label="{escape(name)} as CSV">CSV</a></p>'
 
 
 def _wrapped(cell: str, room: int) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from kvdepot.cli import output
 from kvdepot.cli.arguments import EffectRule, refuse_without_effect, remember_defaults
 from kvdepot.cli.directories import write_page
+from kvdepot.cli.report.page import Origin
 from kvdepot.cli.report.tables import Table
 from kvdepot.cli.sim import fleet as sim_fleet
 from kvdepot.cli.sim.report import hits_page
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     outcomes = [watched_play(workload, case) for case in cases(args, workload.block_tokens)]
     if args.plot is not None:
         played = [(one.case, one.counts) for one in outcomes]
-        page = hits_page(args.trace.name, workload, played)
+        page = hits_page(args.trace.name, workload, played, Origin.of(args.typed))
         write_page(args.plot, page)
     if args.json:
         output.document(report(args.trace, workload, outcomes))
@@ -128,6 +129,8 @@ def rules(args: argparse.Namespace) -> list[EffectRule]:
         EffectRule(sim_fleet.TALK_OPTIONS, args.trace is None, "with --trace"),
         EffectRule(TRACE_OPTIONS, args.trace is not None, "without --trace"),
         EffectRule(("report", "poisson"), args.sample is None, "with --sample"),
+        EffectRule(("no_baseline",), bool(args.tiers), "without --tiers"),
+        EffectRule(("no_baseline",), not args.recompute, "with --recompute"),
     ]
 
 

@@ -3,25 +3,25 @@
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.cli import output
 from kvdepot.cli.directories import write_page
+from kvdepot.cli.report.page import Origin
 from kvdepot.cli.report.tables import Table
-from kvdepot.cli.sim.report import fleet_page, tiers_table, times_table
+from kvdepot.cli.sim.report import Simulation, baseline_table, fleet_page, tiers_table, times_table
 from kvdepot.core.units import format_count
 from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import existing_codec
 from kvdepot.planner.parts import Parts, load_parts
-from kvdepot.planner.simulation import SHARED, Bill, Machines, bill_of, fleet_of, parse_tiers
+from kvdepot.planner.simulation import SHARED, Machines, bill_of, fleet_of, parse_tiers
 from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.arrivals import ArrivalTimes, AsRecorded, Conversations, MultiTurn
-from kvdepot.sim.fleet import ROUTES, SAMPLES, SimulatedFleet, interval_of, part_of
+from kvdepot.sim.fleet import ROUTES, SAMPLES, Interval, SimulatedFleet, interval_of, part_of
 from kvdepot.sim.hits_only import OPTIMAL
-from kvdepot.sim.results import Findings
 from kvdepot.sim.worker import HBM
 from kvdepot.sim.workload import Workload
 
@@ -45,6 +45,7 @@ OPTIONS: Final = (
     "recompute",
     "fetch_all",
     "no_hbm_reuse",
+    "no_baseline",
     "speed",
 )
 """Of a fleet: without effect where hits only are counted."""
@@ -103,6 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--no-hbm-reuse", action="store_true", help="GPU memory keeps running requests only"
     )
+    fleet.add_argument(
+        "--no-baseline", action="store_true", help="do not simulate it without kvdepot as well"
+    )
     fleet.add_argument("--speed", type=float, default=1.0, metavar="N", help="of a trace's clock")
     _add_talks(parser)
 
@@ -128,14 +132,6 @@ def _add_talks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    machines: Machines
-    findings: Findings
-    bill: Bill
-    elapsed_s: float
-
-
 def run(args: argparse.Namespace, load: Load) -> int:
     parts = load_parts(args.parts)
     machines = machines_of(args, parts)
@@ -145,14 +141,25 @@ def run(args: argparse.Namespace, load: Load) -> int:
         workload = load(args)
         if not 0 < args.speed < inf:
             raise ConfigError("--speed", "should be above 0")
-        arrivals: ArrivalTimes = AsRecorded(workload, args.speed)
+
+        def arrivals() -> ArrivalTimes:
+            return AsRecorded(workload, args.speed)
     else:
         talks = talks_of(args)
-        workload, arrivals = talks.workload(args.block_tokens), Conversations(talks, args.seed)
-    done = simulate(machines, parts, workload, arrivals)
+        workload = talks.workload(args.block_tokens)
+
+        def arrivals() -> ArrivalTimes:
+            return Conversations(talks, args.seed)
+
+    done = simulate(machines, parts, workload, arrivals())
+    if machines.tiers and machines.reuse and not args.no_baseline:
+        alone = replace(machines, tiers={})
+        baseline = simulate(alone, parts, workload, arrivals(), "simulating without kvdepot")
+        done = replace(done, baseline=baseline)
     if args.report is not None:
         title = args.trace.name if args.trace else f"{args.workload}, {args.users} users"
-        page = fleet_page(title, done.findings, done.bill, machines)
+        origin = Origin.of(args.typed)
+        page = fleet_page(title, done, notes(done), origin)
         write_page(args.report, page)
     if args.json:
         output.document(as_dict(done))
@@ -218,10 +225,14 @@ def talks_of(args: argparse.Namespace) -> MultiTurn:
 
 
 def simulate(
-    machines: Machines, parts: Parts, workload: Workload, arrivals: ArrivalTimes
+    machines: Machines,
+    parts: Parts,
+    workload: Workload,
+    arrivals: ArrivalTimes,
+    words: str = "simulating",
 ) -> Simulation:
     started_s = time.perf_counter()
-    with output.Progress("simulating", total=len(workload)) as line:
+    with output.Progress(words, total=len(workload)) as line:
         fleet = SimulatedFleet(fleet_of(machines, parts, workload.block_tokens), workload)
         findings = fleet.run(arrivals, lambda done: line.advance(done - line.done))
     if findings.refused and not findings.served:
@@ -259,16 +270,37 @@ def as_dict(done: Simulation) -> dict[str, Any]:
         "cost_per_million_tokens": bill.cost.per_million_tokens,
         "price": bill.cost.price,
         "power_w": bill.cost.power_w,
-        "notes": notes(found),
+        "baseline": None if done.baseline is None else _baseline(done.baseline),
+        "notes": notes(done),
         "block_events": found.block_events,
         "elapsed_s": done.elapsed_s,
         "block_events_per_s": found.block_events / done.elapsed_s,
     }
 
 
-def notes(found: Findings) -> list[str]:
+def _baseline(done: Simulation) -> dict[str, Any]:
+    """The figures of the run without kvdepot that are compared."""
+    found = done.findings
+    return {
+        "requests": len(found.served),
+        "ttft_s": found.ttft,
+        "end_to_end_s": found.end_to_end,
+        "token_hit_ratio": found.hit_ratio(),
+        "gpu_busy": found.gpu_busy,
+        "gpu_energy_kwh": done.bill.gpu_energy_kwh,
+        "cost_per_million_tokens": done.bill.cost.per_million_tokens,
+        "duration_s": found.duration_s,
+    }
+
+
+def notes(done: Simulation) -> list[str]:
     """What a reader of the times should know: parts that cannot keep up."""
-    told = []
+    told, found = [], done.findings
+    if done.baseline is not None and done.baseline.findings.gpu_busy > BUSY:
+        told.append(
+            f"without kvdepot the GPUs are overloaded (busy {done.baseline.findings.gpu_busy:.0%}):"
+            " its times are those of a queue, and grow with the length of the run"
+        )
     if found.gpu_busy > BUSY:
         told.append(
             f"overloaded: the GPUs are busy {found.gpu_busy:.0%} of the time, so the times are "
@@ -291,12 +323,14 @@ def show(done: Simulation) -> None:
         + (f"; {found.refused:,} refused, too long for GPU memory" if found.refused else "")
     )
     output.data(f"{times_table(found).text()}\n\n{tiers_table(found, bill).text()}\n")
+    if done.baseline is not None:
+        output.data(f"{baseline_table(done, done.baseline).text()}\n")
     output.data(
         f"token hit ratio {found.hit_ratio():.4f}; GPUs busy {found.gpu_busy:.1%}, "
         f"{bill.gpu_power_w:.0f} W each, {bill.gpu_energy_kwh:.3g} kWh; "
         f"{bill.cost.per_million_tokens:.4g} USD for a million tokens"
     )
-    for note in notes(found):
+    for note in notes(done):
         output.say(note)
     speed = found.block_events / done.elapsed_s
     output.say(f"{found.block_events:,} block events in {done.elapsed_s:.1f} s, {speed:,.0f} a s")
@@ -312,22 +346,33 @@ def _sampled(args: argparse.Namespace, machines: Machines, parts: Parts) -> int:
         name: max(1, round(units * shared.get(name, 1.0)))
         for name, units in (machines.tiers or {}).items()
     }
-    runs = []
-    for number in range(SAMPLES):
-        seed = args.seed + number
-        sampled = replace(machines, nodes=part, tiers=tiers, seed=seed)
-        drawn = replace(talks, poisson=True)
-        workload = drawn.workload(args.block_tokens)
-        runs.append(simulate(sampled, parts, workload, Conversations(drawn, seed)))
-    found = {name: interval_of(values) for name, values in _sampled_values(runs).items()}
+    drawn = replace(talks, poisson=True)
+    sides = [tiers] if args.no_baseline or not (tiers and machines.reuse) else [tiers, {}]
+    found = []
+    for held in sides:
+        runs = []
+        for number in range(SAMPLES):
+            seed = args.seed + number
+            sampled = replace(machines, nodes=part, tiers=held, seed=seed)
+            workload = drawn.workload(args.block_tokens)
+            runs.append(simulate(sampled, parts, workload, Conversations(drawn, seed)))
+        found.append({name: interval_of(each) for name, each in _sampled_values(runs).items()})
+    estimates, baseline = found[0], found[1] if len(found) > 1 else None
     facts = {"samples": SAMPLES, "users": talks.users, "nodes": part}
     if args.json:
-        output.document({**facts, "estimates": found})
+        output.document({**facts, "estimates": estimates, "baseline": baseline})
         return 0
     output.say(f"{SAMPLES} samples of {talks.users:,} users on {part:,} nodes")
-    rows = [(name, f"{one.mean:.4g}", f"± {one.error:.2g}") for name, one in found.items()]
-    output.data(Table(("", "estimate", "95 % of the time within"), rows).text())
+    heads = ["", "estimate", "95 % of the time within"]
+    if baseline is not None:
+        heads += ["without kvdepot", "within"]
+    rows = [[name, *(cell for side in found for cell in _cells(side[name]))] for name in estimates]
+    output.data(Table(heads, rows).text())
     return 0
+
+
+def _cells(one: Interval) -> tuple[str, str]:
+    return f"{one.mean:.4g}", f"± {one.error:.2g}"
 
 
 def _sampled_values(runs: list[Simulation]) -> dict[str, list[float]]:
