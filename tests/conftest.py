@@ -5,6 +5,7 @@ tests, for tests that are about disks (ON_DISK, and what is marked so), and for 
 as in ./dev ci.
 """
 
+import gc
 import os
 import re
 import secrets
@@ -46,7 +47,7 @@ settings.register_profile(
     deadline=None,
     print_blob=True,
     derandomize=False,
-    max_examples=200,
+    max_examples=100,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -55,6 +56,16 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay randomized tests from a seed")
     parser.addoption("--on-disk", action="store_true", help="no test's folder is in memory")
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it need not be looked through for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

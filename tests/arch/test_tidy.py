@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "kvdepot"
 FILE_LINES_MAX = 1000  # against accidents; how long a file should be is a matter of judgement
@@ -75,6 +77,13 @@ def modules(folder: Path = SRC) -> tuple[Module, ...]:
         found.append(Module(path, path.relative_to(folder).as_posix(), text, ast.parse(text)))
     assert found
     return tuple(found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_tree_is_kept() -> Iterator[None]:
+    """Millions of objects, through which the tests that follow would look for garbage."""
+    yield
+    modules.cache_clear()
 
 
 def assert_none(offences: Callable[[Module], Offences], but: Set[str] = frozenset()) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,11 @@ def defined_names(body: list[ast.stmt], prefix: str = "") -> set[str]:
     return names
 
 
+@cache
+def names_of(path: Path) -> set[str]:
+    return defined_names(ast.parse(path.read_text()).body)
+
+
 def missing(text: str) -> list[str]:
     """Places that a text names and that are not there."""
     gone = []
@@ -44,7 +50,7 @@ def missing(text: str) -> list[str]:
             continue  # a neighbour of the file named before it
         if not path.is_file():
             gone.append(place["file"])
-        elif place["name"] and place["name"] not in defined_names(ast.parse(path.read_text()).body):
+        elif place["name"] and place["name"] not in names_of(path):
             gone.append(place[0])
     return gone
 

@@ -140,7 +140,7 @@ def test_limit_is_the_way_with_the_best_median() -> None:
 
 def test_a_copy_owns_the_memory_it_works_in() -> None:
     works = raw.memory_copies(
-        raw.pieces(raw.filled(64 << 20), 1 << 20), raw.pieces(raw.filled(64 << 20), 1 << 20)
+        raw.pieces(raw.filled(16 << 20), 1 << 20), raw.pieces(raw.filled(16 << 20), 1 << 20)
     )
     gc.collect()
     for name in list(works):

@@ -118,7 +118,9 @@ def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     assert file.read_bytes() == b"mine"
 
 
-def test_mistakes_are_explained_and_leave_nothing(tmp_path: Path) -> None:
+def test_mistakes_are_explained_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "d.sock"
     cases = [
         (["--socket", str(path), "--set", "drm.capacity=1GiB"], "drm"),
@@ -130,7 +132,11 @@ def test_mistakes_are_explained_and_leave_nothing(tmp_path: Path) -> None:
         (["--socket", str(tmp_path / ("x" * 120)), *TINY], "at most"),
     ]
     for arguments, named in cases:
-        assert named in refused(*arguments)
+        with pytest.raises(SystemExit) as ended:  # some are found before there is a status
+            sys.exit(main(["serve", *arguments]))
+        assert ended.value.code == 2
+        shown = capsys.readouterr()
+        assert named in shown.err and not shown.out
         assert not path.exists()
 
 

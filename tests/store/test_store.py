@@ -277,7 +277,7 @@ class TestThrottle:
     def test_memory_takes_blocks_beside_a_stalled_disk(self, tmp_path: Path) -> None:
         """Where a put does not wait; the disk gets them when it goes on."""
         files = FaultyFiles()
-        options = settings(tmp_path / "kv")
+        options = settings(tmp_path / "kv", write_timeout="120s")
         with assemble(load(overrides=options), files=files) as store:
             space = space_of(store)
             files.add(Fault(Call.RUN_WRITE, Stall(), times=None))
@@ -289,7 +289,7 @@ class TestThrottle:
             answers = store.put_many(late, payloads, timeout_s=0.2)
             took_s = time.monotonic() - began
             assert answers == [kvdepot.Put.THROTTLED] * 3, "it waited for the disk"
-            assert 0.2 <= took_s < 8.0, "a write gives up after 10 s"
+            assert 0.2 <= took_s < 100.0, "a write gives up after 120 s"
             assert store.put_many(late, payloads, timeout_s=0.0) == [kvdepot.Put.STORED] * 3
             assert tiers(store, keys + late) == ["dram"] * (len(keys) + 3)
             assert store.flush(0.05).waiting == len(keys) + 3
@@ -302,7 +302,7 @@ class TestThrottle:
 
     def test_a_flush_ends_at_its_deadline_and_tells_what_waits(self, tmp_path: Path) -> None:
         files = FaultyFiles()
-        options = settings(tmp_path / "kv")
+        options = settings(tmp_path / "kv", write_timeout="120s")
         with assemble(load(overrides=options), files=files) as store:
             keys = prompt(space_of(store), 1, 20)
             files.add(Fault(Call.RUN_WRITE, Stall(), times=None))
@@ -314,7 +314,7 @@ class TestThrottle:
             files.clear()
             assert not report
             assert report.waiting == 20
-            assert took_s < 8.0, "a write gives up after 10 s"
+            assert took_s < 100.0, "a write gives up after 120 s"
 
     def test_without_patience_a_put_does_not_wait_at_all(self, tmp_path: Path) -> None:
         files = FaultyFiles()
