@@ -72,6 +72,14 @@ class MemoryWorker(OffloadingWorker):  # type: ignore[misc]
             for part in self._groups[group]:
                 size = part.page_size_bytes
                 page, row = self._pages[part.tensor_idx], self._rows[part.tensor_idx]
+                if self._per_chunk == 1:  # one indexed copy a layer, not one call a page
+                    here, there = row.numpy()[:, :size], page.numpy()[:, :size]
+                    if to_rows:
+                        here[of_rows] = there[of_pages]
+                    else:
+                        there[of_pages] = here[of_rows]
+                    nbytes += count * size
+                    continue
                 for number, chunk, place in zip(of_pages, of_rows, places, strict=True):
                     there = page.data_ptr() + int(number) * page.stride(0)
                     here = row.data_ptr() + int(chunk) * row.stride(0)

@@ -420,7 +420,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
 
     tiers: dict[str, list[dict[str, Any]]] = {
         "kvdepot": [{**OURS, "ssd": {"path": args.depot, "capacity": "2GiB"}}],
-        "fs": [{"type": "fs", "root_dir": args.depot, "n_read_threads": 4, "n_write_threads": 2}],
+        "fs": [{"type": "fs", "root_dir": args.depot}],
     }
     more: dict[str, Any] = {}
     if args.tier != "none":
@@ -439,7 +439,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
         model=args.model,
         dtype="float32",
         enforce_eager=True,
-        max_model_len=4096,
+        max_model_len=max(4096, args.tokens + args.answer),
         block_size=args.page,
         seed=0,
         disable_log_stats=False,

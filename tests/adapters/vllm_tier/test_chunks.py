@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,3 +139,18 @@ def test_a_load_that_waited_too_long_does_not_begin(store: kvdepot.Store) -> Non
         late.drain()
     finally:
         late.close()
+
+
+def test_loads_are_counted_until_they_are_taken(
+    store: kvdepot.Store, transfers: ChunkTransfers
+) -> None:
+    space = space_of(store)
+    chunks = [chunk(1)]
+    load = replace(job(space, chunks, [np.zeros(BLOCK, np.uint8)]), is_load=True)
+    transfers.store(job(space, chunks, [np.ones(BLOCK, np.uint8)]))
+    assert transfers.loads == 0
+    ended(transfers)
+    transfers.load(load)
+    assert transfers.loads == 1
+    assert ended(transfers).complete
+    assert transfers.loads == 0

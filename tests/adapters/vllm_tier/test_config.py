@@ -38,6 +38,19 @@ def test_all_lower_tiers_reach_the_depot() -> None:
     assert [tier.TIER for tier in depot.lower_tiers] == ["ssd", "hdd", "object"]
 
 
+def test_loads_go_past_our_memory_unless_set() -> None:
+    """vLLM's CPU tier is the cache; what lies below the first tier is promoted to that one."""
+    below = {**DISK, "path": "/hdd"}
+    depot = read({"ssd": DISK, "hdd": below, "dram": {"capacity": "1GiB"}}).depot
+    assert [tier.promote for tier in depot.lower_tiers] == [False, True]
+    assert not depot.dram.prefault and not read({"hdd": below}).depot.dram.prefault
+    assert not read({"hdd": below}).depot.lower_tiers[0].promote
+    asked = read(
+        {"ssd": {**DISK, "promote": True}, "dram": {"capacity": 1 << 30, "prefault": True}}
+    )
+    assert asked.depot.lower_tiers[0].promote and asked.depot.dram.prefault
+
+
 def spec(**more: Any) -> Any:
     cache = SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=2)
     sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")

@@ -91,6 +91,8 @@ class ChunkTransfers:
     threads: int
     _ended: deque[FinishedJob] = field(default_factory=deque)
     _under_way: set[Future[None]] = field(default_factory=set)
+    loads: int = 0
+    """Under way, or over and not taken yet."""
 
     def __post_init__(self) -> None:
         # One thread stores, so that the chunks of a prompt arrive head first.
@@ -105,11 +107,14 @@ class ChunkTransfers:
     def load(self, job: ChunkJob) -> None:
         """Its time runs from now on, also while it waits for a thread."""
         deadline = time.monotonic() + self.load_timeout_s
+        self.loads += job.is_load
         self._submit(self._loading, self._load, job, deadline)
 
     def take(self) -> list[FinishedJob]:
         """The transfers that are over since the last call."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        self.loads -= sum(one.job.is_load for one in ended)
+        return ended
 
     def drain(self) -> None:
         """Return when nothing touches vLLM's memory; each transfer has a deadline."""

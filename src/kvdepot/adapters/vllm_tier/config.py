@@ -19,14 +19,16 @@ from kvdepot.core.config_loader import load_settings
 from kvdepot.errors import ConfigError
 
 SETTING: Final = "secondary_tiers.KVDepotTier"
+_LOWER: Final = ("ssd", "hdd", "object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """The depot below vLLM's CPU tier, and how it is used."""
 
-    dram: DramConfig = field(default_factory=lambda: DramConfig(capacity=512 << 20))
-    """Memory on the way to and from the drives; vLLM's own tier is the cache."""
+    dram: DramConfig = field(default_factory=lambda: DramConfig(capacity=512 << 20, prefault=False))
+    """Memory on the way to the drives; vLLM's own tier is the cache. Without `prefault` it is not
+    touched before it is used."""
 
     ssd: SsdConfig | None = None
     """The disk tier."""
@@ -104,4 +106,12 @@ class TierSettings:
 def read(settings: Mapping[str, Any]) -> TierSettings:
     """The settings of one tier. A ConfigError names the setting and what is wrong with it."""
     given = {name: value for name, value in settings.items() if value is not None}
+    # vLLM's CPU tier, which every chunk goes to, is the cache: a second copy in memory, made before
+    # the first load or by it, would only take that load's time. What lies below the first tier is
+    # promoted to it.
+    first = next((name for name in _LOWER if name in given), "ssd")
+    unless_set = {"dram": {"prefault": False}, first: {"promote": False}}
+    for name, more in unless_set.items():
+        if isinstance(given.get(name), Mapping):
+            given[name] = {**more, **given[name]}
     return load_settings(TierSettings, given, SETTING)
