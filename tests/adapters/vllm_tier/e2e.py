@@ -110,8 +110,8 @@ def restarts(run: TierRun) -> None:
 
 def times(run: TierRun) -> None:
     """First token from disk in a new process, by vLLM's filesystem tier's, in turns."""
-    more = ("--tokens", str(TIMED_TOKENS), "--prompts", "2", "--answer", "1")
-    more += ("--cpu-bytes", str(TIMED_BYTES))
+    sizes = ("--tokens", str(TIMED_TOKENS), "--cpu-bytes", str(TIMED_BYTES))
+    more = (*sizes, "--prompts", "2", "--answer", "1")
     for tier in ("fs", "kvdepot"):
         run.ask(tier, *more, depot=f"times {tier}")
     seconds: dict[str, list[float]] = {"fs": [], "kvdepot": []}
