@@ -14,7 +14,7 @@ numbers, and disagrees if more than a quarter of them is further off than the dt
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -206,3 +206,20 @@ class BlockAuditor:
             self._log.warning("kvdepot: a block could not be audited: %s", error)
             return None
         return matches
+
+
+class AuditedHits:
+    """Both, for an adapter that knows a hit by the keys of its blocks."""
+
+    def __init__(
+        self, depot: Depot, config: AuditConfig, producer: str, log: logging.Logger
+    ) -> None:
+        self._chooser = HitChooser(config)
+        self.auditor = BlockAuditor(depot, config, producer, log)
+
+    def served(self, keys: Sequence[BlockKey], *, busy: bool) -> int:
+        """How many of a hit's blocks to serve: all, or all but the last, which is computed."""
+        if not keys or not self._chooser.choose(keys[-1], busy=busy):
+            return len(keys)
+        self.auditor.expect([keys[-1]])
+        return len(keys) - 1

@@ -62,14 +62,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="use the store of a daemon (kvdepot serve), not one of this process",
     )
     add_store_settings(llama)
-    llama.add_argument(
-        "--block-tokens",
-        type=count,
-        default=BLOCK_TOKENS,
-        metavar="N",
-        help="tokens of a block (default: %(default)s); the rest of a prompt is computed",
-    )
-    llama.add_argument("--tenant", default="", metavar="NAME", help="whose blocks these are")
+    add_blocks(llama)
     llama.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="llama-server's --api-key, in a file"
     )
@@ -78,12 +71,42 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
 
 
+def add_blocks(llama: argparse.ArgumentParser) -> None:
+    """How its KV is kept."""
+    llama.add_argument(
+        "--block-tokens",
+        type=count,
+        default=BLOCK_TOKENS,
+        metavar="N",
+        help="tokens of a block (default: %(default)s); the rest of a prompt is computed",
+    )
+    llama.add_argument(
+        "--audit",
+        type=explained(share),
+        default=0.0,
+        metavar="SHARE",
+        help="compute this share of hits again, and compare, as 0.02 (default: none)",
+    )
+    llama.add_argument("--tenant", default="", metavar="NAME", help="whose blocks these are")
+
+
 def address(text: str) -> tuple[str, int]:
     """`HOST:PORT`, `[HOST]:PORT` or `:PORT`."""
     host, _, port = text.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{text!r} is not of the form host:port")
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def share(text: str) -> float:
+    """0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ValueError(f"{text!r} is not a share, from 0 to 1")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
         args.tenant,
         args.api_key_file.read_text().strip() if args.api_key_file else "",
         models_folder(args.env).parent / "weights",
+        config.AuditConfig(share=args.audit),
     )
     with open_depot(args) as depot:
         proxy = LlamaProxy(settings, depot)

@@ -1,21 +1,24 @@
 """Sequences in a depot: shared prefixes once, the longest known prefix back, or less of it."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.llama_states import MadeState
 
 import kvdepot
 from kvdepot.adapters.llama_cpp.blocks import SequenceBlocks, gguf_digest, gguf_files
-from kvdepot.adapters.llama_cpp.sequence_state import read_state
+from kvdepot.adapters.llama_cpp.sequence_state import Rows, StateLayout, read_state
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
 
 SIZE = 8
 
 
-def open_blocks(depot: Depot, made: MadeState, **more: str) -> SequenceBlocks:
+def open_blocks(depot: Depot, made: MadeState, **more: Any) -> SequenceBlocks:
     layout = read_state(made.state(), made.version).layout
     return SequenceBlocks(depot, layout, block_tokens=SIZE, model="m", fingerprint="f", **more)
 
@@ -131,3 +134,81 @@ def test_blocks_are_stored_with_their_token_ids() -> None:
         tokens = list(range(40, 60))
         assert blocks.store(tokens, read_state(made.state(), 4)) == 2
         assert store.token_ids(blocks.space.keys(tokens)) == [tokens[:8], tokens[8:16]]
+
+
+class NumberState(MadeState):
+    """K in q8_0 and V in f16, of numbers."""
+
+    def rows(self, kind: str, layer: int, size: int) -> dict[int, bytes]:
+        found = {}
+        for position, raw in super().rows(kind, layer, size).items():
+            if kind == "k":
+                found[position] = struct.pack("<e", 0.5) + raw[2:]
+            else:
+                found[position] = np.frombuffer(raw, np.int16).astype(np.float16).tobytes()
+        return found
+
+
+class TestAudit:
+    def opened(self, depot: Depot, made: MadeState) -> SequenceBlocks:
+        return open_blocks(depot, made, audit=AuditConfig(share=0.02))
+
+    def halves(self, seed: int = 1) -> MadeState:
+        return NumberState(cells=24, k_row=34, v_row=64, seed=seed)
+
+    def test_a_block_less_and_compared_when_it_comes(self, depot: Depot) -> None:
+        made, tokens = self.halves(), list(range(24))
+        with depot:
+            blocks = self.opened(depot, made)
+            blocks.store(tokens, read_state(made.state(), 4))
+            assert load(blocks, tokens)[0] == 16
+            assert blocks.known(tokens) == 16, "so that a request without new blocks is saved"
+            assert blocks.store(tokens, read_state(made.state(), 4)) == 0
+            known = depot.audits.known()
+            assert (known["compared"], known["mismatched"]) == (1, 0)
+            assert blocks.known(tokens) == 24
+            assert load(blocks, tokens)[0] == 24, "one in fifty"
+
+    def test_other_numbers_end_all_hits(self, depot: Depot) -> None:
+        made, tokens = self.halves(), list(range(24))
+        with depot:
+            blocks = self.opened(depot, made)
+            blocks.store(tokens, read_state(made.state(), 4))
+            load(blocks, tokens)
+            blocks.store(tokens, read_state(self.halves(seed=2).state(), 4))
+            (found,) = depot.audits.known()["quarantined"]
+            assert "llama.cpp" in found["found_by"]
+            assert load(blocks, tokens)[0] == 0
+
+    def test_not_beside_other_requests(self, depot: Depot) -> None:
+        made, tokens = self.halves(), list(range(24))
+        with depot:
+            blocks = self.opened(depot, made)
+            blocks.store(tokens, read_state(made.state(), 4))
+            assert blocks.load(tokens, 1, lambda _, nbytes: bytearray(nbytes), busy=True) == 24
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "expected"),
+    [
+        (0, np.array([1.5, -2], np.float32), [1.5, -2]),
+        (1, np.array([1.5, -2], np.float16), [1.5, -2]),
+        (30, np.array([0x3FC0, 0xC000], np.uint16), [1.5, -2]),
+        (8, np.frombuffer(struct.pack("<e32b", 0.5, *range(-16, 16)), np.uint8), None),
+        (2, np.frombuffer(struct.pack("<e16B", 0.5, *[0x1F] * 16), np.uint8), None),
+    ],
+)
+def test_numbers_of_each_type(kind: int, raw: Any, expected: list[float] | None) -> None:
+    if kind == 8:
+        expected = [number / 2 for number in range(-16, 16)]
+    if kind == 2:
+        expected = [3.5] * 16 + [-3.5] * 16
+    raw = raw.view(np.uint8)
+    layout = StateLayout(4, False, (), (Rows(kind, len(raw)),), ())
+    assert layout.numbers(raw, 1).tolist() == expected
+
+
+def test_a_type_that_is_not_understood() -> None:
+    layout = StateLayout(4, False, (), (Rows(99, 4),), ())
+    with pytest.raises(ValueError, match="99"):
+        layout.numbers(bytes(4), 1)

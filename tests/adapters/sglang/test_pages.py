@@ -1,5 +1,7 @@
 """Pages of a host pool in a depot, and the settings. With a pool of our own; without SGLang."""
 
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import kvdepot
 from kvdepot.adapters.sglang.config import read
 from kvdepot.adapters.sglang.identity import identify
 from kvdepot.adapters.sglang.pages import HostPages
+from kvdepot.core.config import AuditConfig
 from kvdepot.errors import ConfigError
 
 PAGE, LAYERS, WIDTH, PAGES = 4, 3, 32, 12
@@ -151,3 +154,50 @@ def test_what_nothing_names_is_refused() -> None:
         identity()
     with pytest.raises(ConfigError, match="adapters"):
         identity(SimpleNamespace(enable_lora=True), revision="1")
+
+
+class TestAudit:
+    @pytest.fixture(params=[False, True], ids=["flat", "pieces"])
+    def pages(self, store: kvdepot.Depot, request: pytest.FixtureRequest) -> HostPages:
+        made = pages_of(store, LayerFirstPool(1), pieces=request.param)
+        made.audit(AuditConfig(share=1, under_load=True), "SGLang 1", logging.getLogger("tests"))
+        return made
+
+    def indices(self, count: int) -> Any:
+        return torch.arange(count * PAGE)
+
+    def test_a_page_less_and_compared_when_it_comes(
+        self, store: kvdepot.Depot, pages: HostPages
+    ) -> None:
+        keys = pages.keys(HASHES[:4], None, chained=False)
+        assert all(pages.store(keys, self.indices(4)))
+        assert store.audits.known()["compared"] == 0
+        assert pages.served(keys) == 3
+        assert all(pages.store(keys, self.indices(4)))
+        known = store.audits.known()
+        assert (known["compared"], known["mismatched"]) == (1, 0)
+
+    def test_other_numbers_end_all_hits(self, store: kvdepot.Depot, pages: HostPages) -> None:
+        keys = pages.keys(HASHES[:4], None, chained=False)
+        pages.store(keys, self.indices(4))
+        pages.served(keys)
+        pages._pool.buffer = LayerFirstPool(2).buffer
+        pages.store(keys, self.indices(4))
+        (found,) = store.audits.known()["quarantined"]
+        assert found["made_by"] == found["found_by"] == "SGLang 1"
+        assert len(store.match(keys)) == 0
+
+    def test_hits_that_follow_at_once_count_as_load(self, store: kvdepot.Depot) -> None:
+        made = pages_of(store, LayerFirstPool(1), pieces=False)
+        made.audit(AuditConfig(share=1), "SGLang 1", logging.getLogger("tests"))
+        keys = made.keys(HASHES[:4], None, chained=False)
+        assert made.served(keys) == 3, "the first after a pause"
+        made._hit_s = time.monotonic() + 3600
+        assert made.served(keys) == 4
+
+    def test_a_pool_without_numbers_is_left_alone(self, store: kvdepot.Depot) -> None:
+        pool = LayerFirstPool(1)
+        pool.dtype = torch.uint8
+        made = pages_of(store, pool, pieces=False)
+        made.audit(AuditConfig(share=1), "SGLang 1", logging.getLogger("tests"))
+        assert made.served(made.keys(HASHES[:4], None, chained=False)) == 4

@@ -6,6 +6,7 @@ digest of its K and V covers what no file shows, rope settings, control vectors 
 """
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
+import kvdepot
+from kvdepot.adapters.audit import AuditedHits
 from kvdepot.adapters.file_digests import digest_of_files
 from kvdepot.adapters.llama_cpp.sequence_state import (
     SequenceState,
@@ -21,6 +24,7 @@ from kvdepot.adapters.llama_cpp.sequence_state import (
     write_state,
 )
 from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Arrival, Depot
 from kvdepot.errors import ModelError
 
@@ -29,6 +33,7 @@ BLOCK_TOKENS: Final = 32
 PROBE_TOKENS: Final = tuple(range(256, 280))
 """Ordinary tokens of every vocabulary."""
 _WAVE_BYTES: Final = 64 << 20
+_logger: Final = logging.getLogger("kvdepot.llama")
 _PARTS: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
@@ -60,6 +65,20 @@ def probe_digest(state: SequenceState) -> str:
     return hashlib.blake2b(payload.data, digest_size=32).hexdigest()
 
 
+def _producer(layout: StateLayout, extra: dict[str, str], fingerprint: str) -> str:
+    """What computes the blocks, for people."""
+    kinds = sorted({rows.type for rows in (*layout.keys, *layout.values)})
+    parts = (
+        "llama.cpp",
+        f"build {extra.get('build') or 'unknown'}",
+        f"kvdepot {kvdepot.__version__}",
+        f"flash attention {'off' if layout.transposed else 'on'}",
+        f"types {kinds}",
+        f"model {fingerprint[:16]}",
+    )
+    return ", ".join(parts)
+
+
 class SequenceBlocks:
     """The blocks of one engine's sequences in a depot."""
 
@@ -70,9 +89,12 @@ class SequenceBlocks:
         *,
         block_tokens: int = BLOCK_TOKENS,
         tenant: str = "",
+        audit: AuditConfig | None = None,
         **identity: Any,
     ) -> None:
-        """`identity`: `model`, `fingerprint`, `adapter` and `extra` of the namespace."""
+        """`identity`: `model`, `fingerprint`, `adapter` and `extra` of the namespace. `audit`:
+        which hits are computed again.
+        """
         self._depot = depot
         self.layout = layout
         self.block_tokens = block_tokens
@@ -80,11 +102,16 @@ class SequenceBlocks:
         self.space = depot.namespace(
             layout=layout.block_layout(block_tokens), tenant=tenant, extra=extra, **identity
         )
+        producer = _producer(layout, dict(extra), self.space.namespace.fingerprint)
+        self.space.made_by(depot.audits.producer(producer))
+        self._hits = AuditedHits(depot, audit or AuditConfig(), producer, _logger)
 
     def known(self, tokens: Sequence[int] | Tokens) -> int:
-        """How many leading tokens the depot has."""
+        """How many leading tokens the depot has; up to a block that is to be compared."""
         keys = self.space.keys(np.asarray(tokens))
-        return len(self._depot.match(keys)) * self.block_tokens
+        count = len(self._depot.match(keys))
+        waiting = (at for at in range(count) if self._hits.auditor.is_waiting(keys[at]))
+        return next(waiting, count) * self.block_tokens
 
     def load(
         self,
@@ -92,16 +119,19 @@ class SequenceBlocks:
         streams: int,
         make: Callable[[int, int], Any],
         timeout_s: float | None = None,
+        *,
+        busy: bool = False,
     ) -> int:
         """Write the state of the longest known prefix to a buffer; returns its length in tokens.
 
         `make` is called with that length and the bytes of its state, and returns the buffer. It is
-        called again, for a shorter prefix, if a block cannot be read after all.
+        called again, for a shorter prefix, if a block cannot be read after all. `busy`: the engine
+        has other requests, and no hit is audited unless that is set.
         """
         keys = self.space.keys(np.asarray(tokens))
         size = self.block_tokens
         with self._depot.lease(keys) as lease:
-            blocks = len(lease)
+            blocks = self._hits.served(keys[: len(lease)], busy=busy)
             while blocks:
                 cells = blocks * size
                 buffer = make(cells, self.layout.state_bytes(cells, streams))
@@ -130,8 +160,19 @@ class SequenceBlocks:
         end = state.first + state.cells
         known = np.asarray(tokens)[:end]
         keys = self.space.keys(known)
-        first = max(len(self._depot.match(keys)), -(-state.first // size))
+        begin = -(-state.first // size)
+        for at in range(begin, len(keys)):
+            if self._hits.auditor.expected(keys[at]):
+                self._compare(keys[at], at * size - state.first, state)
+        first = max(len(self._depot.match(keys)), begin)
         return self._store_from(keys, first, state, known) if first < len(keys) else 0
+
+    def _compare(self, key: BlockKey, start: int, state: SequenceState) -> None:
+        """Audit a block that was computed again, from cell `start` of a state on."""
+        size, layout = self.block_tokens, self.space.layout
+        computed = np.zeros(layout.block_bytes, np.uint8)
+        state.take(start, start + size, computed)
+        self._hits.auditor.check(key, computed, layout, lambda raw: self.layout.numbers(raw, size))
 
     def _store_from(
         self, keys: Sequence[BlockKey], first: int, state: SequenceState, tokens: Tokens

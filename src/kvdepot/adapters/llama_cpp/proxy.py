@@ -311,7 +311,8 @@ class LlamaProxy:
                 file.flush()
                 return memoryview(mmap.mmap(file.fileno(), 0))[len(head) :]
 
-            cells = served.blocks.load(tokens, served.streams, make)
+            busy = self._under_way > 1
+            cells = served.blocks.load(tokens, served.streams, make, busy=busy)
             if not cells:
                 return
             slot.tokens = tokens[:0]

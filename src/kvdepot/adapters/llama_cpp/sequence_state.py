@@ -86,6 +86,18 @@ class StateLayout:
         layers = len(self.keys) if len(set(self.layer_bytes)) == 1 else 1
         return KVLayout.opaque(self.cell_bytes * block_tokens, block_tokens, layers)
 
+    def numbers(self, payload: Any, block_tokens: int) -> npt.NDArray[np.float32]:
+        """A block's payload as numbers, layer after layer. ValueError for a type that is not
+        understood.
+        """
+        raw, found, at = np.frombuffer(payload, np.uint8), [], 0
+        for layer, keys in enumerate(self.keys):
+            for rows in (keys, self.values[layer]) if self.values else (keys,):
+                end = at + rows.nbytes * block_tokens
+                found.append(_numbers(rows.type, raw[at:end]))
+                at = end
+        return np.concatenate(found)
+
     def digest(self) -> str:
         """The layout as text, for a namespace."""
         rows = tuple((r.type, r.nbytes, r.element_bytes) for r in (*self.keys, *self.values))
@@ -97,6 +109,23 @@ class StateLayout:
         head = 4 + 4 * streams + _CELL.itemsize * cells + 8 + 4 * len(self.words)
         rows = sum(len(r.header()) + r.nbytes * cells for r in (*self.keys, *self.values))
         return head + rows
+
+
+def _numbers(kind: int, raw: Bytes) -> npt.NDArray[np.float32]:
+    """Of GGML's types f32, f16, q4_0, q8_0 and bf16."""
+    if kind in (0, 1):
+        return raw.view(np.float32 if kind == 0 else np.float16).astype(np.float32)
+    if kind == 30:
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if kind not in (2, 8):
+        raise ValueError(f"numbers of GGML's type {kind} cannot be compared")
+    # Groups of 32 numbers: a scale in f16, then a byte for each, or half of one.
+    group = raw.reshape(-1, 34 if kind == 8 else 18)
+    scale = np.ascontiguousarray(group[:, :2]).view(np.float16).astype(np.float32)
+    if kind == 8:
+        return (group[:, 2:].view(np.int8) * scale).astype(np.float32).ravel()
+    halves = np.concatenate([group[:, 2:] & 15, group[:, 2:] >> 4], axis=1)
+    return ((halves.astype(np.float32) - 8) * scale).ravel()
 
 
 class SequenceState:

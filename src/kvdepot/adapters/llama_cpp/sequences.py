@@ -26,6 +26,7 @@ from kvdepot.adapters.llama_cpp.blocks import (
     probe_digest,
 )
 from kvdepot.adapters.llama_cpp.sequence_state import VERSIONS, SequenceState, read_state
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
 
@@ -105,10 +106,12 @@ class SequenceCache:
         adapter: str = "",
         block_tokens: int = BLOCK_TOKENS,
         memo: Path | None = None,
+        audit: AuditConfig | None = None,
     ) -> None:
         """`context` is the address of the llama_context. `adapter` names the LoRAs that are applied
-        to it. `memo` is a file that remembers digests of model files. ModelError, with the reason,
-        for a context whose sequences cannot be cut.
+        to it. `memo` is a file that remembers digests of model files. `audit`: which hits are
+        computed again (docs/audit.md). ModelError, with the reason, for a context whose sequences
+        cannot be cut.
         """
         self._calls = _Functions.of(library)
         self._context = context
@@ -127,6 +130,7 @@ class SequenceCache:
             model=model.name,
             fingerprint=gguf_digest(model, memo, process_start_ns()),
             adapter=adapter,
+            audit=audit,
             extra=(("engine", "llama.cpp"), ("probe", probe_digest(probe))),
         )
 

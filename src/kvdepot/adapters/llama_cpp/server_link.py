@@ -30,6 +30,7 @@ from kvdepot.adapters.llama_cpp.blocks import (
 )
 from kvdepot.adapters.llama_cpp.sequence_state import SequenceState, read_slot_file
 from kvdepot.adapters.llama_cpp.slots import Slots
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
 
@@ -62,6 +63,8 @@ class LinkSettings:
     api_key: str = field(default="", repr=False)
     memo: Path | None = None
     """A file that remembers digests of model files."""
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    """Which hits are computed again."""
 
 
 class LlamaServerLink:
@@ -259,6 +262,7 @@ def recognise(
         model=path.name,
         fingerprint=fingerprint,
         adapter=adapter,
+        audit=settings.audit,
         extra=(
             ("engine", "llama.cpp"),
             ("build", str(facts.get("build_info", ""))),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import kvdepot
 from kvdepot.core.config import (
+    AuditConfig,
     Config,
     CxlConfig,
     DramConfig,
@@ -73,6 +74,9 @@ class HiCacheSettings:
 
     prefix_chain: bool = False
     """Heads of prompts outlive tails; needs interface_v1 and hicache_storage_pass_prefix_keys."""
+
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    """Which hits are computed again and compared: docs/audit.md."""
 
     load_timeout: Seconds = 5.0
     """Pages that have not arrived by then are recomputed."""

@@ -7,6 +7,8 @@ The two orders of bytes may differ, so they are part of the namespace. Pools of 
 """
 
 import ctypes
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
@@ -14,9 +16,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from kvdepot.adapters.audit import AuditedHits
 from kvdepot.adapters.sglang.config import HiCacheSettings
 from kvdepot.adapters.sglang.identity import PageIdentity
+from kvdepot.adapters.tensors.kvtensors import DTYPES
 from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Arrival, Depot, NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
@@ -28,6 +33,7 @@ _SHAPE: Final = (
     "storage_format_tag",
 )  # fmt: skip
 _WAVE_BYTES: Final = 64 << 20
+_BUSY_S: Final = 1.0
 
 
 def raw(tensor: Any) -> Any:
@@ -127,12 +133,39 @@ class HostPages(PoolPages):
         sizes = self._piece_sizes() if pieces else []
         self.pieces = bool(sizes)
         self.page_bytes = sum(sizes) or len(raw(pool.get_dummy_flat_data_page()))
+        self._hits: AuditedHits | None = None
+        self._compared_as = KVLayout.opaque(self.page_bytes, self.page_tokens)
+        self._hit_s = 0.0
 
     def identity(self) -> dict[str, str]:
         """What the bytes of a page depend on."""
         shape = {name: str(getattr(self._pool, name, None)) for name in _SHAPE}
         order = "pieces" if self.pieces else "flat"
         return {**shape, "pool": type(self._pool).__name__, "order": order}
+
+    def audit(self, config: AuditConfig, producer: str, log: logging.Logger) -> None:
+        """Have hits of this pool computed again, as `config` says; where its numbers can be read.
+        Its namespace is known."""
+        self.space.made_by(self._depot.audits.producer(producer))
+        dtype: Any = DTYPES.get(getattr(self._pool, "dtype", torch.uint8), "uint8")
+        if dtype != "uint8" and config.share:
+            self._compared_as = KVLayout.opaque(self.page_bytes, self.page_tokens, dtype=dtype)
+            self._hits = AuditedHits(self._depot, config, producer, log)
+
+    def served(self, keys: Sequence[BlockKey]) -> int:
+        """How many pages of a hit to tell SGLang of. It does not say how busy it is: hits within a
+        second of one another count as load."""
+        before_s, self._hit_s = self._hit_s, time.monotonic()
+        if self._hits is None:
+            return len(keys)
+        return self._hits.served(keys, busy=self._hit_s - before_s < _BUSY_S)
+
+    def _compare(self, keys: Sequence[BlockKey], page: Callable[[int], Any]) -> None:
+        """Compare those of the pages that SGLang has computed again."""
+        for at, key in enumerate(keys) if self._hits is not None else ():
+            assert self._hits is not None
+            if self._hits.auditor.expected(key):
+                self._hits.auditor.check(key, page(at), self._compared_as)
 
     def store(self, keys: Sequence[BlockKey], indices: Any) -> list[bool]:
         """Take pages out of the pool; whether the depot has each of them now."""
@@ -147,6 +180,12 @@ class HostPages(PoolPages):
             for at, view in zip(numbers, views, strict=True):
                 _copy(places[at], _address(view), into_block=True)
 
+        def gathered(at: int) -> Any:
+            page = np.zeros(self.page_bytes, np.uint8)
+            _copy(places[at], int(page.ctypes.data), into_block=True)
+            return page
+
+        self._compare(keys, gathered)
         return self._fill(keys, gather)
 
     def load(self, keys: Sequence[BlockKey], indices: Any, timeout_s: float) -> list[bool]:
@@ -171,6 +210,7 @@ class HostPages(PoolPages):
 
     def put(self, keys: Sequence[BlockKey], tensors: Sequence[Any]) -> list[bool]:
         """Store flat pages."""
+        self._compare(keys, lambda at: raw(tensors[at]))
         return [bool(put) for put in self._depot.put_many(keys, [raw(one) for one in tensors])]
 
     def get(self, keys: Sequence[BlockKey], tensors: Sequence[Any], timeout_s: float) -> list[bool]:

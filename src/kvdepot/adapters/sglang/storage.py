@@ -17,10 +17,12 @@ from sglang.srt.observability.metrics_collector import (  # type: ignore[import-
 from sglang.srt.runtime_context import get_server_args  # type: ignore[import-not-found]
 from sglang.version import __version__  # type: ignore[import-not-found]
 
+import kvdepot
 from kvdepot.adapters.sglang.config import read
 from kvdepot.adapters.sglang.identity import identify
 from kvdepot.adapters.sglang.pages import HostPages, usable_lengths
 from kvdepot.core.block import BlockKey
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import KVDepotError
 
@@ -49,6 +51,8 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         self._pieces = bool(extra.get("interface_v1"))
         self._sharded = storage_config.tp_rank, storage_config.tp_size
         self._pools: dict[str, HostPages] = {}
+        self._audited: set[str] = set()
+        """Pools whose producer is told."""
         self._metrics = StorageMetrics()
 
     @property
@@ -65,10 +69,10 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
             self._pools[str(host_pool_name)] = HostPages(self._depot, host_pool, pieces=False)
 
     def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+        return self._resident(_KV, [key], None) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        return self._resident(_KV, keys, extra_info)
+        return self._resident(_KV, keys, extra_info, audit=True)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], [target_location])[0]
@@ -163,12 +167,15 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
     def _store(self, pool: str, keys: Sequence[str], indices: Any, extra: Any) -> list[bool]:
         return self._do(pool, keys, extra, lambda pages, to: pages.store(to, indices))
 
-    def _resident(self, pool: str, keys: Sequence[str], extra: Any) -> int:
+    def _resident(self, pool: str, keys: Sequence[str], extra: Any, *, audit: bool = False) -> int:
+        """Pages that SGLang may load. `audit`: the last one may be held back, to be computed."""
         pages = self._ready(pool)
         if pages is None:
             return 0
         try:
-            return len(self._depot.match(self._keys(pages, pool, keys, extra)))
+            blocks = self._keys(pages, pool, keys, extra)
+            found = blocks[: len(self._depot.match(blocks))]
+            return pages.served(found) if audit else len(found)
         except KVDepotError as error:
             _logger.warning("kvdepot: a lookup failed: %s", error)
             return 0
@@ -210,6 +217,11 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         rank = "" if pool == _KV else "{} of {}".format(*self._sharded)
         if pages is None or not pages.ready(self._identity, self._settings, pool, rank):
             return None
+        if pool not in self._audited:
+            self._audited.add(pool)
+            producer = f"SGLang {__version__}, kvdepot {kvdepot.__version__}, pool {pool}"
+            share = self._settings.audit if pool == _KV else AuditConfig()
+            pages.audit(share, producer, _logger)
         return pages
 
 
