@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.browser import Browser  # noqa: E402
 from tests.support.http_daemon import HttpDaemon  # noqa: E402
 
+from kvdepot.core.first_token import FirstToken, Reason  # noqa: E402
 from kvdepot.testing.store_contract import flood, prompt, put, space_of, tiers  # noqa: E402
 
 IMAGES: Final = ROOT / "docs" / "images"
@@ -32,6 +33,19 @@ def traffic(daemon: HttpDaemon, rng: random.Random) -> None:
         tiers(daemon.store, keys)
         put(daemon.store, keys)
         daemon.store.session(f"support-{number:02}", keys)
+        daemon.store.report_first_token(first_token(rng))
+
+
+def first_token(rng: random.Random) -> FirstToken:
+    """Made up, with times as a vLLM on a large GPU has them."""
+    prompt_tokens = rng.randrange(2_000, 24_000)
+    recompute_s = prompt_tokens / 9_000
+    if rng.random() < 0.15:
+        seconds = recompute_s * rng.uniform(0.95, 1.1)
+        return FirstToken(prompt_tokens, 0, seconds, recompute_s, recompute_s, Reason.RECOMPUTE)
+    predicted_s = 0.04 + 0.12 * recompute_s
+    seconds, fetched = predicted_s * rng.uniform(0.85, 1.3), int(prompt_tokens * 0.9)
+    return FirstToken(prompt_tokens, fetched, seconds, predicted_s, recompute_s, Reason.FETCH)
 
 
 def main() -> None:
@@ -44,8 +58,8 @@ def main() -> None:
         hdd = {"path": str(folder / "hdd0"), "capacity": 48 << 20, "segment": 2 << 20}
         dram = {"capacity": 8 << 20, "prefault": False, "huge_pages": "never"}
         token = "a token for the screenshots"
-        with HttpDaemon(folder, token, dram=dram, ssd=ssd, hdd=hdd) as daemon:
-            daemon.daemon.assumed = {"prefill_tokens_per_s": 20.0, "gpu_watts": 700.0}
+        ledger = {"prefill_tokens_per_s": 20.0, "gpu_watts": 700.0}
+        with HttpDaemon(folder, token, dram=dram, ssd=ssd, hdd=hdd, ledger=ledger) as daemon:
             traffic(daemon, rng)
             flood(daemon.store, space_of(daemon.store), 400)
             with Browser(folder) as browser:
@@ -68,6 +82,9 @@ def shoot(
     for _ in range(4):
         traffic(daemon, rng)
         time.sleep(0.6)
+    # A picture of the whole page is long: some rows of its two logs are enough.
+    rows = "document.querySelectorAll('#log tr:nth-child(n+6), #events li:nth-child(n+6)')"
+    browser.evaluate(f"{rows}.forEach(row => row.remove())")
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / f"dashboard-{name}.png").write_bytes(browser.screenshot())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.cli.main import UsageError, build_parser
+from kvdepot.cli.main import COMMANDS, UsageError, build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -15,6 +15,7 @@ FENCED = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.DOTALL | re.MULTI
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"`((?:src/kvdepot/)?[a-z_]+/[a-z_/]+\.py)[:`]")
 VAGUE = re.compile(r"(?<!\")\b(?:somebody|nobody|whoever|anybody|everybody|someone|anyone)\b", re.I)
+INLINE = re.compile(r"(?<!`)`kvdepot ([^`]+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -69,12 +70,25 @@ def typed_commands(text: str) -> Iterator[list[str]]:
                 yield words[1 : min(ends, default=len(words))]
 
 
+def inline_commands(text: str) -> Iterator[list[str]]:
+    """The words of each `kvdepot …` within a sentence that has an option or a place to name."""
+    for command in INLINE.findall(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
+        words = shlex.split(command.partition(" >")[0])
+        if not re.search(r"[…|[]", command) and words[0] in COMMANDS and words[1:]:
+            yield words
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_can_be_typed_as_printed(page: Path) -> None:
-    for words in typed_commands(page.read_text()):
+    """Within a sentence what a command needs may be left out: it is named there, not typed."""
+    text = page.read_text()
+    typed = list(typed_commands(text))
+    for words in (*typed, *inline_commands(text)):
         try:
             build_parser({words[0]})[0].parse_args(words)
         except UsageError as error:
+            if words not in typed and re.search(r" (?:are|is) required|expected one", str(error)):
+                continue
             raise AssertionError(f"kvdepot {shlex.join(words)}: {error}") from error
         except SystemExit as end:  # --help, --version
             assert end.code == 0, words
@@ -84,6 +98,12 @@ def test_a_command_that_cannot_be_typed_is_noticed() -> None:
     page = "```\n$ kvdepot sim --trace a \\\n  --bogus > x  # no\n```\n"
     (words,) = typed_commands(page)
     assert words == ["sim", "--trace", "a", "--bogus"]
+
+
+def test_commands_within_sentences_are_found() -> None:
+    page = "Say `kvdepot tiers list --json`, `kvdepot stats`, `kvdepot bench …`.\n"
+    page += "```\n`kvdepot top --x`\n```\n"
+    assert list(inline_commands(page)) == [["tiers", "list", "--json"]]
 
 
 def test_messages_in_the_troubleshooting_tables_are_ours() -> None:
