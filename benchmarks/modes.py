@@ -34,7 +34,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import StateError
-from kvdepot.policy.eviction import ORDERS
+from kvdepot.policy.placing.reclaim import RULES
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
@@ -210,8 +210,8 @@ class ModesPlan:
 
     def cells(self) -> list[tuple[Habit, Modes, str]]:
         first, *others = self.size.habits
-        found = [(first, modes, order) for modes in MODES for order in ORDERS]
-        return found + [(habit, MODES[0], order) for habit in others for order in ORDERS]
+        found = [(first, modes, order) for modes in MODES for order in RULES]
+        return found + [(habit, MODES[0], order) for habit in others for order in RULES]
 
     def play(self, habit: Habit, modes: Modes, order: str) -> Cell:
         requests = visits(habit, self.size.users, self.size.requests, _SEED)

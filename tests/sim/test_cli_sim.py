@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.cli.main import main
+from kvdepot.sim.hits_only import POLICIES
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_all_policies_and_capacities_in_one_table(
     words = ["sim", "--trace", str(trace), *sizes, "--policy", "all", "--plot", str(plot)]
     assert main([*words, "--hits-only"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 2 + 2 * 6
+    assert len(table) == 2 + 2 * len(POLICIES)
     page = plot.read_text()
     assert page.count("<polyline") == 6 * 2, "wide and narrow"
     assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "needs nothing else"

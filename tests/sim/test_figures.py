@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.policy.eviction import ORDERS
-from kvdepot.sim.hits_only import POLICIES, Case, HitCounts, parse_capacity, play
+from kvdepot.sim.hits_only import POLICIES, Case, HitCounts, parse_capacity, play, prefill_work
 from kvdepot.sim.traces.formats import read_trace
 from kvdepot.sim.workload import NO_PARENT, Numbering, PromptRequest, Workload
 
@@ -54,7 +54,8 @@ def test_a_cache_without_end_hits_what_can_be_hit(conversation: Workload) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["1M", "3M", "10M", "50M"])
 def test_the_default_is_as_good_as_the_others(conversation: Workload, size: str) -> None:
-    found = {policy: ratio(conversation, policy, f"dram={size}tok") for policy in POLICIES}
+    others = [policy for policy in POLICIES if policy != "value"]
+    found = {policy: ratio(conversation, policy, f"dram={size}tok") for policy in others}
     best = found.pop("optimal")
     ours = found.pop("default")
     assert ours >= found["lru"]
@@ -176,3 +177,25 @@ def test_a_prompt_longer_than_the_cache_keeps_its_head() -> None:
 def test_the_same_trace_has_the_same_outcome(conversation: Workload) -> None:
     runs = [hits(conversation, "default", "dram=1Mtok") for _ in range(2)]
     assert json.dumps(runs[0].tokens_hit) == json.dumps(runs[1].tokens_hit)
+
+
+@needs_traces
+@pytest.mark.slow
+def test_value_saves_more_gpu_time(conversation: Workload) -> None:
+    """At one size; benchmarks/value_eviction.py has the others, and the other trace."""
+    found = {
+        policy: hits(conversation, policy, "dram=1Mtok").prefill_saved_ratio
+        for policy in ("lru", "s3fifo", "default", "value")
+    }
+    assert found.pop("value") > max(found.values())
+
+
+def test_gpu_time_grows_with_context() -> None:
+    workload = workload_of([[1, 2, 3], [1, 2, 4]])
+    counts = hits(workload, "lru", "dram=inf")
+    assert counts.prefill_saved_ratio == pytest.approx(
+        prefill_work(20) / (2 * prefill_work(30)), rel=1e-9
+    )
+    assert prefill_work(60_000) / 60_000 == pytest.approx(2.0)
+    best = hits(workload, "optimal", "dram=inf")
+    assert best.prefill_saved_ratio == counts.prefill_saved_ratio

@@ -57,8 +57,9 @@ class DramConfig:
     verify: bool = True
     """Check the checksum of every block read from memory."""
 
-    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
-    """Which block leaves first when there is no room; `kvdepot sim` compares them on a trace."""
+    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo", "value"] = "default"
+    """Which block leaves first when there is no room; `kvdepot sim` compares them on a trace.
+    `value` is the default order, with reuses weighed by the GPU time that they save."""
 
     shared: bool = False
     """Back the memory by a descriptor that other processes can map. As fast as private memory where

@@ -60,6 +60,9 @@ class TreeView(Protocol):
     def stamp(self) -> ColumnView:
         """When each row was used last; a head's is newer than its tail's."""
 
+    def depth(self, row: int) -> int:
+        """How many blocks a prompt has up to this one."""
+
 
 class EvictionQueues(Protocol):
     """Rows in queues, coldest first; `group` is a size class."""

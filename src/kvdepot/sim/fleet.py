@@ -156,7 +156,8 @@ class SimulatedFleet:
     def _tier(self, tier: TierSetup, index: BlockIndex, pipes: tuple[Pipe, ...]) -> TimedTier:
         setup = self._setup
         blocks = min(int(tier.capacity_bytes // setup.block_bytes), self._workload.block_count)
-        order, drives = order_named(setup.policy), SimulatedDrives(tier.medium, pipes)
+        order = order_named(setup.policy, self._workload.block_tokens)
+        drives = SimulatedDrives(tier.medium, pipes)
         return TimedTier(
             tier.name, blocks, index, order, drives, setup.block_bytes, memory=tier.memory
         )

@@ -34,6 +34,9 @@ TIERS: Final = ("dram", "cxl", "ssd", "hdd")
 _FACTORS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TOKENS: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kmgt]?)tok", re.IGNORECASE)
 _HINT: Final = "--capacity dram=3Mtok,ssd=50Mtok (k, M, G, T are powers of 1000), or dram=inf"
+CROSSOVER_TOKENS: Final = 30_000.0
+"""The context at which attention takes as long as all the rest of a token's prefill: about that of
+a model of eight billion parameters; larger ones have more."""
 _REPORT_REQUESTS: Final = 256
 _NEVER: Final = np.iinfo(np.int64).max
 Progress = Callable[[int], None]
@@ -89,6 +92,8 @@ class HitCounts:
     blocks_asked: int
     blocks_entered: int
     blocks_evicted: int
+    prefill_saved_ratio: float
+    """GPU time that hits save, of that of computing all prompts whole."""
 
     @property
     def token_hit_ratio(self) -> float:
@@ -115,11 +120,13 @@ def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progr
     depth = _depths(workload)
     line: list[tuple[int, int, int]] = []
     held = asked = entered = evicted = hit_tokens = 0
+    saved = 0.0
     size = workload.block_tokens
     for number, (request, following_use) in enumerate(zip(workload, following, strict=True)):
         blocks = request.blocks
         hit = leading(here[blocks])
         hit_tokens += min(hit * size, request.input_tokens)
+        saved += prefill_work(min(hit * size, request.input_tokens))
         asked += len(blocks)
         next_use[blocks] = following_use
         wanted = blocks[following_use != _NEVER]
@@ -139,7 +146,19 @@ def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progr
                 evicted += 1
         if number % 256 == 0:
             progress(number)
-    return HitCounts(workload.tokens_asked, {tier: hit_tokens}, asked, entered, evicted)
+    found = {tier: hit_tokens}
+    share = _share_of_all(saved, workload)
+    return HitCounts(workload.tokens_asked, found, asked, entered, evicted, share)
+
+
+def prefill_work(tokens: float) -> float:
+    """The prefill of a prompt's first tokens, in that of one token without context."""
+    return tokens + tokens * tokens / 2.0 / CROSSOVER_TOKENS
+
+
+def _share_of_all(saved: float, workload: Workload) -> float:
+    every = sum(map(prefill_work, workload.input_tokens))
+    return saved / every if every else 0.0
 
 
 def _next_uses(workload: Workload) -> Iterator[Ints]:
@@ -192,20 +211,23 @@ def play(workload: Workload, case: Case, progress: Progress) -> HitCounts:
     index = BlockIndex.of(workload)
     tiers = [
         SimulatedTier(
-            name, case.capacity.blocks(name, size, unlimited), index, order_named(case.policy)
+            name, case.capacity.blocks(name, size, unlimited), index, order_named(case.policy, size)
         )
         for name in names
     ]
     tokens_hit = dict.fromkeys(names, 0)
-    blocks_asked = 0
+    blocks_asked, saved = 0, 0.0
     for number, request in enumerate(workload):
         blocks_asked += len(request.blocks)
-        for name, tokens in _serve(request, tiers, index, size).items():
+        hit = _serve(request, tiers, index, size)
+        for name, tokens in hit.items():
             tokens_hit[name] += tokens
+        saved += prefill_work(sum(hit.values()))
         if number % _REPORT_REQUESTS == 0:
             progress(number)
     entered, evicted = sum(tier.entered for tier in tiers), sum(tier.evicted for tier in tiers)
-    return HitCounts(workload.tokens_asked, tokens_hit, blocks_asked, entered, evicted)
+    share = _share_of_all(saved, workload)
+    return HitCounts(workload.tokens_asked, tokens_hit, blocks_asked, entered, evicted, share)
 
 
 def _serve(

@@ -120,7 +120,7 @@ def assemble(
     catalog = Catalog(
         [tier.name for tier in tiers] or ["ssd"],
         ("dram", "cxl") if cxl else ("dram",),
-        order=order_named(config.dram.eviction),
+        order=order_named(config.dram.eviction, config.block_tokens),
         below=return_times,
     )
     lower_tiers = [

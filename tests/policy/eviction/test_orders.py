@@ -3,6 +3,7 @@
 import random
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -13,7 +14,8 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.policy.eviction import ORDERS, order_named
-from kvdepot.policy.eviction.reuse_density import ReuseDensity
+from kvdepot.policy.eviction.prefill_value import PrefillValue
+from kvdepot.policy.eviction.reuse_density import AGES, ReuseDensity
 from kvdepot.sim.tiers import BlockIndex, SimulatedTier
 from kvdepot.sim.workload import NO_PARENT, Workload
 
@@ -295,3 +297,18 @@ def test_recency_is_not_overruled_where_the_counts_are_not_trusted() -> None:
     order._late, order._hits = 1e6, 1.0
     order._learn(-(10**6))
     assert order.trust < 0.1
+
+
+def test_value_keeps_what_takes_long_to_compute() -> None:
+    """Two tails of one kind: the one with more context is worth more."""
+    order = order_named("value", 4096)
+    parents = [NO_PARENT, *range(20), NO_PARENT]
+    index = BlockIndex.of(Workload(block_tokens=4096, parents=parents))
+    tier = SimulatedTier("dram", len(parents), index, order)
+    for prompt in (list(range(21)), [21]):
+        tier.take_in(np.array(prompt))
+    queues = [order.queue(row) for row in (0, 20, 21)]
+    assert queues[0] == queues[2] < queues[1], "depth has queues of its own"
+    assert isinstance(order, PrefillValue)
+    order._hazard.density = [[1.0] * len(AGES) for _ in order._hazard.density]
+    assert order._look(queues[1], 20, 20)[3] > order._look(queues[2], 21, 21)[3]

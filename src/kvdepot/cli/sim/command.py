@@ -47,6 +47,7 @@ class CaseResult:
             "token_hit_ratio_by_tier": self.counts.by_tier,
             "tokens_asked": self.counts.tokens_asked,
             "tokens_hit": sum(self.counts.tokens_hit.values()),
+            "prefill_saved_ratio": self.counts.prefill_saved_ratio,
             "blocks_asked": self.counts.blocks_asked,
             "blocks_entered": self.counts.blocks_entered,
             "blocks_evicted": self.counts.blocks_evicted,
@@ -201,10 +202,12 @@ def show(workload: Workload, outcomes: list[CaseResult]) -> None:
             one.case.policy,
             f"{one.counts.token_hit_ratio:.4f}",
             *(f"{one.counts.by_tier.get(name, 0.0):.4f}" for name in shown),
+            f"{one.counts.prefill_saved_ratio:.4f}",
             f"{one.counts.blocks_evicted:,}",
             f"{one.counts.events / one.elapsed_s:,.0f}",
         ]
         for one in outcomes
     ]
-    heads = ["capacity", "policy", "token hit ratio", *shown, "evicted", "block events/s"]
+    heads = ["capacity", "policy", "token hit ratio", *shown, "GPU time saved"]
+    heads += ["evicted", "block events/s"]
     output.data(Table(heads, rows).text())

@@ -6,19 +6,22 @@ from typing import Final
 from kvdepot.core.order import Lru, Order
 from kvdepot.errors import ConfigError
 from kvdepot.policy.eviction.fifo_lfu_s3fifo import Fifo, Lfu, S3Fifo
+from kvdepot.policy.eviction.prefill_value import PrefillValue
 from kvdepot.policy.eviction.reuse_density import ReuseDensity
 
-ORDERS: Final[dict[str, Callable[[], Order]]] = {
-    "lru": Lru,
-    "fifo": Fifo,
-    "lfu": Lfu,
-    "s3fifo": S3Fifo,
-    "default": ReuseDensity,
+ORDERS: Final[dict[str, Callable[[int], Order]]] = {
+    "lru": lambda _: Lru(),
+    "fifo": lambda _: Fifo(),
+    "lfu": lambda _: Lfu(),
+    "s3fifo": lambda _: S3Fifo(),
+    "default": lambda _: ReuseDensity(),
+    "value": PrefillValue,
 }
+"""By the tokens of a block."""
 
 
-def order_named(name: str) -> Order:
-    """A fresh order for one tier. Raises ConfigError for a name that is none."""
+def order_named(name: str, block_tokens: int = 256) -> Order:
+    """A fresh order for one tier of memory. Raises ConfigError for a name that is none."""
     if name not in ORDERS:
         raise ConfigError("policy", f"{name!r} is not an eviction order", hint=" | ".join(ORDERS))
-    return ORDERS[name]()
+    return ORDERS[name](block_tokens)

@@ -169,7 +169,7 @@ _USE_LEVELS: Final = 5
 """Never, once, two or three times, four to seven times, more often."""
 _KINDS: Final = (_TURNS_MAX + 1) * _USE_LEVELS
 _ALIVE, _PENDING, _CLOSED = _KINDS, _KINDS + 1, _KINDS + 2
-_QUEUES: Final = _KINDS + 3
+QUEUES: Final = _KINDS + 3
 _BY_STATE: Final = {
     SessionState.ALIVE: _ALIVE,
     SessionState.PENDING: _PENDING,
@@ -215,12 +215,16 @@ _UNSEEN: Final[_Look] = (NO_ROW, NO_ROW, 0, 0.0, 0.0, NO_ROW)
 class ReuseDensity:
     """Fewest expected reuses per place and time first."""
 
-    queues = _QUEUES
     moves_on_use = True
     takes_chains = True
 
-    def __init__(self) -> None:
-        self._hazard = ReuseRates(_QUEUES)
+    def __init__(self, worths: Sequence[float] = (1.0,)) -> None:
+        """`worths`: what a reuse is worth in each class of blocks. A class has its own queues."""
+        self._worths = worths
+        self.queues = QUEUES * len(worths)
+        self._closed = range(_CLOSED, self.queues, QUEUES)
+        self._age_boost = _BOOST * len(worths)
+        self._hazard = ReuseRates(QUEUES)
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
         self._shadow = LruShadow()
         self._count = 0
@@ -230,7 +234,7 @@ class ReuseDensity:
         self._trust = _TRUST_FIRST
         self._periods = 0
         self._moment = _NO_MOMENT
-        self._looks = [_UNSEEN] * _QUEUES
+        self._looks = [_UNSEEN] * self.queues
         self._filled_by_bits: dict[int, tuple[int, ...]] = {}
         self._boost = np.array(_BOOST, dtype=np.float64)
 
@@ -322,14 +326,15 @@ class ReuseDensity:
         colds, warms = self._queues.ends(group)
         if not colds:
             return NO_ROW
-        if colds[_CLOSED] != NO_ROW:
-            return colds[_CLOSED]
+        for closed in self._closed:
+            if colds[closed] != NO_ROW:
+                return colds[closed]
         moment = (self._tree.now, self._periods)
         if moment != self._moment:
             # What was seen at the ends of the queues holds until a block comes or is used.
             self._moment = moment
-            self._looks = [_UNSEEN] * _QUEUES
-        looks = self._looks
+            self._looks = [_UNSEEN] * self.queues
+        looks, boosts = self._looks, self._age_boost
         victim = least_promising = NO_ROW
         oldest, promise, least = -1.0, 0.0, _MUCH
         for queue in self._filled(self._queues.occupied(group)):
@@ -337,7 +342,7 @@ class ReuseDensity:
             if look[0] != colds[queue] or look[1] != warms[queue]:
                 look = looks[queue] = self._look(queue, colds[queue], warms[queue])
             cold, _, age, promised, lesser, lesser_promising = look
-            boost = _BOOST[queue]
+            boost = boosts[queue]
             if age > oldest * boost:
                 victim, oldest, promise = cold, age / boost, promised
             if lesser < least:
@@ -345,10 +350,12 @@ class ReuseDensity:
         return least_promising if least < promise * self.trust else victim
 
     def _look(self, queue: int, cold: int, warm: int) -> _Look:
-        now, since, promises = self._tree.now, self._since.view, self._hazard.density[queue]
+        now, since, worth = self._tree.now, self._since.view, self._worths[queue // QUEUES]
+        promises = self._hazard.density[queue % QUEUES]
         age = now - since[cold]
-        promised = promises[bisect_right(AGES, age) - 1]
-        later = promises[bisect_right(AGES, now - since[warm]) - 1] if warm != cold else promised
+        promised = later = worth * promises[bisect_right(AGES, age) - 1]
+        if warm != cold:
+            later = worth * promises[bisect_right(AGES, now - since[warm]) - 1]
         if later < promised:
             return cold, warm, age, promised, later, warm
         return cold, warm, age, promised, promised, cold
@@ -356,7 +363,7 @@ class ReuseDensity:
     def _filled(self, occupied: int) -> tuple[int, ...]:
         found = self._filled_by_bits.get(occupied)
         if found is None:
-            found = tuple(queue for queue in range(_QUEUES) if occupied >> queue & 1)
+            found = tuple(queue for queue in range(self.queues) if occupied >> queue & 1)
             self._filled_by_bits[occupied] = found
         return found
 
