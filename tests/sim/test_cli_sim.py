@@ -41,7 +41,7 @@ def test_all_policies_and_capacities_in_one_table(
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 2 * len(POLICIES)
     page = plot.read_text()
-    assert page.count("<polyline") == 6 * 2, "wide and narrow"
+    assert page.count("<polyline") == len(POLICIES) * 2, "wide and narrow"
     assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "needs nothing else"
 
 
