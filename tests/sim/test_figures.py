@@ -179,17 +179,6 @@ def test_the_same_trace_has_the_same_outcome(conversation: Workload) -> None:
     assert json.dumps(runs[0].tokens_hit) == json.dumps(runs[1].tokens_hit)
 
 
-@needs_traces
-@pytest.mark.slow
-def test_value_saves_more_gpu_time(conversation: Workload) -> None:
-    """At one size; benchmarks/value_eviction.py has the others, and the other trace."""
-    found = {
-        policy: hits(conversation, policy, "dram=1Mtok").prefill_saved_ratio
-        for policy in ("lru", "s3fifo", "default", "value")
-    }
-    assert found.pop("value") > max(found.values())
-
-
 def test_gpu_time_grows_with_context() -> None:
     workload = workload_of([[1, 2, 3], [1, 2, 4]])
     counts = hits(workload, "lru", "dram=inf")
