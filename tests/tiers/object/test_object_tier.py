@@ -1,10 +1,12 @@
 """The object tier over obstore's stores in memory and in a folder: no server."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.object_nodes import memory_bucket
+from tests.support.waiting import eventually
 
 from kvdepot.core.config import ObjectConfig
 from kvdepot.core.tier import Tier
@@ -57,3 +59,30 @@ class TestSharedFolder(TestObjectTier):
         from kvdepot.tiers.object.bucket import open_bucket
 
         return open_bucket(settings(url=f"file://{tmp_path}/shared"))
+
+
+def test_a_known_namespace_does_not_wait_for_a_manifest_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = memory_bucket()
+    tier = ObjectTier(settings(), bucket=bucket)
+    assert tier.remember(b"known", b"text")
+    create, begun, go_on = bucket.create, threading.Event(), threading.Event()
+
+    def waits(path: str, data: bytes) -> object:
+        begun.set()
+        assert go_on.wait(60)
+        return create(path, data)
+
+    monkeypatch.setattr(bucket, "create", waits)
+    other = threading.Thread(target=tier.remember, args=(b"other", b"text"))
+    asked = threading.Thread(target=tier.remember, args=(b"known", b"text"))
+    other.start()
+    assert begun.wait(60)
+    asked.start()
+    answered = eventually(lambda: not asked.is_alive(), 20.0)
+    go_on.set()
+    for thread in (other, asked):
+        thread.join()
+    tier.close()
+    assert answered
