@@ -17,6 +17,7 @@ from tests.support.zoo import SERVED, build, padded, tokens
 
 from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.adapters.hf import model as hf_model
+from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import (
     Call,
@@ -52,6 +53,20 @@ def learn(model: Any, store: Store, ids: Any) -> Any:
 
 def fetched(model: DepotModel) -> dict[str, int]:
     return model.last.rows[0].fetched
+
+
+def test_a_session_goes_to_another_depot(model: Any, open_depot: OpenDepot, tmp_path: Path) -> None:
+    """Layers with a window too: their keys have no link to the block before."""
+    ids, file = tokens(PROMPT), tmp_path / "chat.kvsession"
+    with open_depot() as store, attach(model, store, block_tokens=BLOCK) as served:
+        answer = served.generate(ids, **GREEDY)
+        served.flush()
+        blocks = served.session("chat", ids[0].tolist())
+        assert store.sessions.export("chat", file)["blocks"] == blocks >= PROMPT // BLOCK
+    with open_store(dram="16MiB") as other, attach(model, other, block_tokens=BLOCK) as served:
+        assert other.sessions.import_file(file)["complete"]
+        assert torch.equal(served.generate(ids, **GREEDY), answer)
+        assert served.last.rows[0].computed_tokens == PROMPT % BLOCK
 
 
 def test_from_disk_after_a_restart_then_from_memory(model: Any, open_depot: OpenDepot) -> None:

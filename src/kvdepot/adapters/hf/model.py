@@ -27,6 +27,7 @@ from kvdepot.adapters.hf.stats import CallStats, ModelCounters
 from kvdepot.adapters.tensors import open_mover
 from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
+from kvdepot.core.keys import TokenIds
 from kvdepot.errors import ModelError, StoreClosedError
 
 _logger: Final = logging.getLogger("transformers.kvdepot")
@@ -129,6 +130,13 @@ class DepotModel:
         return self._serve(ServedCall(parts, read.prompts), partial(self._forward, read), plain)
 
     __call__ = forward
+
+    def session(self, name: str, token_ids: TokenIds, state: str = "alive") -> int:
+        """Give a conversation, all its tokens so far, a name, by which `store.sessions` and
+        `kvdepot session` know it; see Depot.session. Returns how many of its blocks are here.
+        """
+        groups = self._current().binding.groups
+        return sum(self._store.session(name, group.keys(token_ids), state) for group in groups)
 
     def flush(self, timeout_s: float | None = _FLUSH_TIMEOUT_S) -> bool:
         """Wait until all that was computed so far is in the depot's memory; `store.flush` waits

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Final
 
 from kvdepot.codec.notes import parse_object
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Put
+from kvdepot.core.keys import ROOT_LINK
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.core.order import SessionState
@@ -183,7 +184,9 @@ class Archivist:
         try:
             for number in range(part.blocks):
                 key, tokens = _read_block(file, part.tag, buffer[:size])
-                if key is None or (chain and key[TAG_BYTES : 2 * TAG_BYTES] != chain):
+                if key is None or (
+                    chain and key[TAG_BYTES : 2 * TAG_BYTES] not in (chain, ROOT_LINK)
+                ):
                     return taken, f"block {number} is damaged or missing"
                 address = address_of(buffer, True)[0]
                 offer = NewBlock(key, address, size, part.layout.chunk_bytes, tokens=tokens)
