@@ -1,7 +1,8 @@
 """kvdepot before a real llama-server: `python tests/adapters/llama_cpp/e2e.py --json`.
 
 Prints one line for each point of what must hold, and at the end all of them as `{"ok", "points"}`;
-exit status 1 if one fails. Stages may be named: tokens, crowd, kills, speed.
+exit status 1 if one fails. Stages may be named: tokens, crowd, kills, misses, speed.
+The last two measure: their verdicts are for an idle machine.
 
 Where tokens are compared each is computed by itself (n_ubatch=1): llama.cpp's results depend on how
 many tokens it computes at once, with or without a cache.
@@ -62,6 +63,10 @@ class Proxy:
         if not eventually(lambda: self.status()["stored_blocks"] >= blocks):
             raise SystemExit(f"error: {blocks} blocks were not stored: {self.status()}")
 
+    def until_saved(self, slots: int) -> None:
+        if not eventually(lambda: self.status()["saved_slots"] >= slots):
+            raise SystemExit(f"error: {slots} slots were not saved: {self.status()}")
+
     def end(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
         self.process.wait()
@@ -77,8 +82,14 @@ class Run:
     folder: Path
     as_json: bool
     tokens: int
+    rounds: int
     model: Path = field(default_factory=smollm2.gguf_file)
     points: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def restarts(self) -> int:
+        """Of the stage speed: each is a start of the server."""
+        return max(3, self.rounds // 3)
 
     @property
     def slots(self) -> Path:
@@ -230,6 +241,37 @@ def kills(run: Run) -> None:
     server.kill()
 
 
+def misses(run: Run) -> None:
+    """What the proxy adds to a prompt that is not known: with it and without it in turns."""
+    params = {"n_ctx": 2048, "n_parallel": 1}
+    with run.server(**params) as server:
+        proxy = Proxy(server.url, run.slots, run.folder / "depot-misses")
+        proxy.until_ready()
+        seconds: dict[str, list[float]] = {"direct": [], "proxy": []}
+        for at in range(-1, run.rounds):  # the first round is not counted
+            order = ("direct", "proxy") if at % 2 else ("proxy", "direct")
+            for way in order:
+                prompt = f"{at + 2} {way}. " + SENTENCE * 20  # nothing of it is known
+                took = first_token(server.url if way == "direct" else proxy.url, prompt)
+                if way == "proxy":
+                    proxy.until_saved(at + 2)
+                if at >= 0:
+                    seconds[way].append(took)
+        restored = proxy.status()["restored"]
+        proxy.end()
+    low, _, high = statistics.quantiles(seconds["direct"], n=4)
+    pairs = zip(seconds["proxy"], seconds["direct"], strict=True)
+    added = statistics.median(one - other for one, other in pairs)
+    run.point(
+        "a request without a hit: what is added is within the spread of those without the proxy",
+        added <= high - low and not restored,
+        added_ms=round(1e3 * added, 1),
+        spread_ms=round(1e3 * (high - low), 1),
+        direct_ms=round(1e3 * statistics.median(seconds["direct"]), 1),
+        rounds=run.rounds,
+    )
+
+
 def speed(run: Run) -> None:
     """The first token after a long prefix: computed, from memory, from disk after restarts."""
     params = {"n_ctx": run.tokens + 512, "n_parallel": 1}
@@ -244,14 +286,14 @@ def speed(run: Run) -> None:
         proxy.until_stored(length // 32 - 1)
         server.kill()
         memory = []
-        for _ in range(3):
+        for _ in range(run.restarts):
             with run.server(**params, port=server.port) as fresh:
                 proxy.until_ready()
                 memory.append(first_token(proxy.url, prompt))
                 fresh.kill()
         proxy.end()
     drive = []
-    for _ in range(3):
+    for _ in range(run.restarts):
         with run.server(**params) as server:
             proxy = Proxy(server.url, run.slots, disk)
             proxy.until_ready()
@@ -259,11 +301,14 @@ def speed(run: Run) -> None:
             proxy.end()
     for name, found, bar in (("memory", memory, 30), ("disk, after restarts", drive, 20)):
         ratio = cold / statistics.median(found)
+        spread = [round(cold / one, 1) for one in (max(found), min(found))]
         shown = [round(one, 3) for one in found]
         run.point(
             f"first token from {name}: at least {bar} times sooner",
             ratio >= bar,
             ratio=round(ratio, 1),
+            bar=bar,
+            spread=spread,
             computed_s=round(cold, 2),
             restored_s=shown,
             prompt_tokens=length,
@@ -276,7 +321,7 @@ def first_token(url: str, prompt: str) -> float:
     return time.monotonic() - began
 
 
-STAGES = {"tokens": tokens, "crowd": crowd, "kills": kills, "speed": speed}
+STAGES = {one.__name__: one for one in (tokens, crowd, kills, misses, speed)}
 
 
 def main() -> int:
@@ -284,12 +329,13 @@ def main() -> int:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--prompt-tokens", type=int, default=3500, help="of the stage speed")
+    parser.add_argument("--rounds", type=int, default=15, help="of the stage misses")
     args = parser.parse_args()
     unknown = [name for name in args.stages if name not in STAGES]
     if unknown:
         parser.error(f"there is no stage {unknown[0]}; stages: {', '.join(STAGES)}")
     folder = Path(tempfile.mkdtemp(prefix="kvdepot-e2e-llama-"))
-    run = Run(folder, args.json, args.prompt_tokens)
+    run = Run(folder, args.json, args.prompt_tokens, max(2, args.rounds))
     try:
         for name in args.stages or STAGES:
             STAGES[name](run)
