@@ -3,6 +3,8 @@
     python tests/support/real_vllm.py SCENARIO --model DIR --depot DIR [--reference FILE] --out FILE
 
 Writes one JSON object with what was seen; judging is `e2e.py`'s. Not imported by pytest.
+With `--serve` it reads such arguments from its input instead, a JSON list a line, and forks a
+process for each, which need not import vLLM again; it answers with how the process ended.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,7 +124,7 @@ class Bench:
         return found
 
     def ask(
-        self, prompts: list[list[int]], tokens: int = 0, salt: str = ""
+        self, prompts: list[list[int]], tokens: int = 0, salt: str = "", lora: Any = None
     ) -> list[dict[str, Any]]:
         """Greedy answers with their log-probabilities, all prompts at once."""
         from vllm import SamplingParams
@@ -130,11 +133,20 @@ class Bench:
         greedy = SamplingParams(temperature=0, max_tokens=count, logprobs=1, ignore_eos=True)
         salted = {"cache_salt": salt} if salt else {}
         asked = [{"prompt_token_ids": ids, **salted} for ids in prompts]
-        return [said(one) for one in self.llm.generate(asked, greedy, use_tqdm=False)]
+        answers = self.llm.generate(asked, greedy, use_tqdm=False, lora_request=lora)
+        return [said(one) for one in answers]
+
+    def ask_in_turn(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
+        """The same one by one."""
+        return [self.ask([ids], **more)[0] for ids in prompts]
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache."""
-        assert self.llm.reset_prefix_cache()
+        """Empty vLLM's own prefix cache, when all saves have read their pages."""
+        for _ in range(1000):
+            if self.llm.reset_prefix_cache():
+                return
+            self.core.step()
+        raise AssertionError("pages are never given back")
 
     def evict(self, ids: list[int], kept: int = 0) -> None:
         """Leave the blocks of a prompt, but for the first ones, on disk only."""
@@ -525,6 +537,14 @@ def resharded(args: argparse.Namespace) -> dict[str, Any]:
     return seen
 
 
+def tiny_model(args: argparse.Namespace) -> dict[str, Any]:
+    """Makes a small random model of the kind `--extra` at `--depot`; `--model` is a tokenizer's."""
+    from tests.support.tiny_models import make
+
+    make(args.extra, Path(args.model), Path(args.depot))
+    return {}
+
+
 def without_inner_checkpoints() -> None:
     """Mamba2 on a processor: its kernels give no states from inside a chunk, which vLLM 0.32 asks
     them for. Without that vLLM ends chunks where it keeps states."""
@@ -545,20 +565,46 @@ def without_inner_checkpoints() -> None:
 
 def group_prompts(args: argparse.Namespace) -> list[list[int]]:
     """Prompts of random tokens; three share a beginning, of which two share more; three do not,
-    unless `--quick`."""
+    unless `--quick`. Each answer begins a page of 32 tokens, and one of 96: it may be preempted."""
     chance = random.Random(5)
 
     def some(count: int) -> list[int]:
         return [chance.randrange(1000, 40000) for _ in range(count)]
 
     trunk = some(640)
-    told = [trunk[:512] + some(290), trunk + some(360), trunk + some(75)]
-    return told if args.quick else [*told, some(500), some(300), some(1000)]
+    told = [trunk[:512] + some(246), trunk + some(310), trunk + some(22)]
+    return told if args.quick else [*told, some(470), some(278), some(1046)]
+
+
+def with_latent_prefixes() -> None:
+    """Latent attention on a processor without AMX: vLLM 0.32 switches its prefix cache and chunks
+    off, though the kernels have both. Without that there is no hit of its own to compare with."""
+    from vllm.platforms.cpu import CpuPlatform  # type: ignore[import-not-found]
+
+    before = CpuPlatform.check_and_update_config.__func__
+
+    def changed(cls: Any, config: Any) -> None:
+        scheduler, cache = config.scheduler_config, config.cache_config
+        kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        prefixes = cache.enable_prefix_caching
+        before(cls, config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = kept
+        cache.enable_prefix_caching = prefixes
+
+    CpuPlatform.check_and_update_config = classmethod(changed)
+
+
+def is_asked_in_turn(args: argparse.Namespace) -> bool:
+    """Of latent attention on a processor answers depend on what is computed beside them, without
+    kvdepot too (log-probabilities by 0.002, seen with vLLM 0.32)."""
+    return "kv_lora_rank" in Path(args.model, "config.json").read_text()
 
 
 def group_bench(args: argparse.Namespace, **more: Any) -> Bench:
     """A vLLM whose chunks are smaller than most prompts."""
     without_inner_checkpoints()
+    with_latent_prefixes()
+    more.setdefault("enable_prefix_caching", True)
     sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "max_model_len": 1200}
     bench = Bench(args, **sizes, **more)
     bench.answer_tokens = 8 if args.quick else bench.answer_tokens
@@ -581,8 +627,7 @@ def groups_plain(args: argparse.Namespace) -> dict[str, Any]:
 
 def own_hits(bench: Bench, prompts: list[list[int]]) -> dict[str, Any]:
     """Each prompt computed, then answered with vLLM's own prefix cache."""
-    cold = [bench.ask([ids])[0] for ids in prompts]
-    own = [bench.ask([ids])[0] for ids in prompts]
+    cold, own = bench.ask_in_turn(prompts), bench.ask_in_turn(prompts)
     return {"answers": own, "cold": compare(cold, own)}
 
 
@@ -604,9 +649,10 @@ def groups_warm(args: argparse.Namespace) -> dict[str, Any]:
         worker_of(bench)._saver.wait()
         bench.core.scheduler.reset_prefix_cache(False, True)
     wanted = json.loads(Path(args.reference).read_text())["answers"]
-    seen["cold, together"] = compare(bench.ask(prompts), wanted)
+    ask = bench.ask_in_turn if is_asked_in_turn(args) else bench.ask
+    seen["cold, together"] = compare(ask(prompts), wanted)
     bench.forget()
-    seen["from memory, together"] = compare(bench.ask(prompts), wanted)
+    seen["from memory, together"] = compare(ask(prompts), wanted)
     bench.forget()
     salted = [bench.ask(prompts[:1], salt=salt)[0] for salt in ("a", "b")]
     bench.forget()
@@ -619,7 +665,7 @@ def groups_warm(args: argparse.Namespace) -> dict[str, Any]:
     for kind in sorted({group.rule.kind for group in worker_of(bench).facts.groups}):
         bench.forget()
         with garbled(bench, kind):
-            seen["control"][kind] = compare(bench.ask(prompts), wanted)["worst"]
+            seen["control"][kind] = compare(ask(prompts), wanted)["worst"]
     write(args, seen)
     os.kill(os.getpid(), signal.SIGKILL)
     return seen
@@ -639,10 +685,11 @@ def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
     bench = group_bench(args)
     bench.count()
     prompts = group_prompts(args)
-    answers = [bench.ask([ids])[0] for ids in prompts]
+    answers = bench.ask_in_turn(prompts)
     seen: dict[str, Any] = {"from disk": compare(answers, wanted), "figures": bench.figures()}
     bench.forget()
-    seen["together"] = compare(bench.ask(prompts), wanted)
+    ask = bench.ask_in_turn if is_asked_in_turn(args) else bench.ask
+    seen["together"] = compare(ask(prompts), wanted)
     bench.forget()
     counts = rush(bench, prompts, dict(enumerate(wanted)), random.Random(args.seed), 24)
     return {**seen, "aborts": counts, "leased": bench.store.stats()["leased"]}
@@ -655,6 +702,138 @@ def groups_preempted(args: argparse.Namespace) -> dict[str, Any]:
     return crowded(
         group_bench(args, num_gpu_blocks_override=pages), group_prompts(args), plain["answers"]
     )
+
+
+def groups_lora(args: argparse.Namespace) -> dict[str, Any]:
+    """Two adapters and none, each asked cold, by vLLM's own hit, and from the depot."""
+    from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+
+    bench = group_bench(args, enable_lora=True, max_lora_rank=8, max_loras=2)
+    bench.answer_tokens = 8
+    prompts = group_prompts(args)[:2]
+    adapters = {
+        f"lora {number}": LoRARequest(f"lora {number}", number, f"{args.model}/lora {number}")
+        for number in (1, 2)
+    }
+    for lora in adapters.values():
+        bench.ask([prompts[0][5:20]], 1, lora=lora)  # what vLLM has loaded is known after its use
+    seen: dict[str, Any] = {}
+    answers = {}
+    for name, lora in {"none": None, **adapters}.items():
+        cold = bench.ask_in_turn(prompts, lora=lora)
+        answers[name] = bench.ask_in_turn(prompts, lora=lora)
+        seen[f"{name}, cold"] = compare(cold, answers[name])
+    for name, lora in {"none": None, **adapters}.items():
+        bench.forget()
+        found = bench.ask_in_turn(prompts, lora=lora)
+        seen[name] = compare(found, answers[name])
+        seen[name]["own"] = [answer["cached"] for answer in answers[name]]
+        others = [each for other, each in answers.items() if other != name]
+        seen[name]["unlike"] = min(compare(found, each)["worst"] for each in others)
+    return seen
+
+
+def drafts(args: argparse.Namespace) -> dict[str, Any]:
+    """A draft model beside the model: what it proposes after vLLM's own hit, after the depot's,
+    and with garbage in its own layers only. `--extra` is vLLM's speculative_config.
+    """
+    from tests.support.tried_models import prepare
+
+    prepare()  # weights are random, and large enough that KV matters
+    sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 8, "max_model_len": 1200}
+    config = json.loads(args.extra)
+    bench = Bench(
+        args,
+        **sizes,
+        speculative_config=config,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    scheduler = bench.connector.scheduler_side
+    chance = random.Random(4)
+    prompts = [[chance.randrange(10, 2000) for _ in range(500)] for _ in range(2)]
+    proposed = watched_drafts(bench)
+
+    def asked() -> tuple[list[dict[str, Any]], list[Any]]:
+        proposed.clear()
+        return bench.ask_in_turn(prompts, tokens=12), list(proposed)
+
+    bench.ask_in_turn(prompts, tokens=12)
+    scheduler._loads = False
+    own, own_drafts = asked()
+    scheduler._loads = True
+    bench.forget()
+    ours, drafted = asked()
+    bench.forget()
+    with garbled_drafts(bench):
+        wrong, wrong_drafts = asked()
+    # Another end after the same beginning: the last shared page was drafted with another token.
+    parted = [ids[:448] + [7] * 40 for ids in prompts]
+    bench.forget()
+    scheduler._loads = False
+    scheduler._saves = False
+    bench.ask_in_turn(prompts, tokens=1)
+    fresh = bench.ask_in_turn(parted, tokens=12)
+    scheduler._loads = True
+    bench.forget()
+    return {
+        "own": compare(ours, own),
+        "cached": [one["cached"] for one in ours],
+        "vllm_cached": [one["cached"] for one in own],
+        "same_drafts": drafted == own_drafts,
+        "drafts": len(drafted),
+        "control_same_tokens": [a["tokens"] for a in wrong] == [a["tokens"] for a in own],
+        "control_same_drafts": wrong_drafts == own_drafts,
+        "parted": compare(bench.ask_in_turn(parted, tokens=12), fresh),
+        "parted_vllm_cached": [one["cached"] for one in fresh],
+        "draft_layers": sorted(draft_layers(bench)),
+    }
+
+
+def runner_of(bench: Bench) -> Any:
+    return bench.core.model_executor.driver_worker.worker.model_runner
+
+
+def draft_layers(bench: Bench) -> set[str]:
+    names: set[str] = runner_of(bench).drafter._draft_attn_layer_names
+    return names
+
+
+def watched_drafts(bench: Bench) -> list[Any]:
+    """The tokens that the draft model proposes, from now on."""
+    drafter, found = runner_of(bench).drafter, []
+    propose = drafter.propose
+
+    def watched(*args: Any, **more: Any) -> Any:
+        tokens = propose(*args, **more)
+        found.append(tokens.tolist())
+        return tokens
+
+    drafter.propose = watched
+    return found
+
+
+@contextmanager
+def garbled_drafts(bench: Bench) -> Iterator[None]:
+    """Loads leave something else in the pages of the draft model's layers."""
+    from kvdepot.adapters.vllm.page_transfer import Loader
+
+    good = Loader._scatter
+    layers = runner_of(bench).compilation_config.static_forward_context
+    caches = [layers[name].kv_cache for name in draft_layers(bench)]
+
+    def garbage(loader: Any, job: Any, arrivals: Any) -> None:
+        good(loader, job, arrivals)
+        for cache in caches:
+            cache[list(job.pages)] = 3.0
+
+    Loader._scatter = garbage  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Loader._scatter = good  # type: ignore[method-assign]
 
 
 def ttft(args: argparse.Namespace) -> dict[str, Any]:
@@ -703,6 +882,7 @@ def refused(args: argparse.Namespace) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     each.__name__: each
     for each in (
+        tiny_model,
         reference,
         smoke_saved,
         smoke_restored,
@@ -721,6 +901,8 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         groups_warm,
         groups_disk,
         groups_preempted,
+        groups_lora,
+        drafts,
     )
 }
 
@@ -729,7 +911,28 @@ def write(args: argparse.Namespace, seen: dict[str, Any]) -> None:
     Path(args.out).write_text(json.dumps(seen))
 
 
-def main() -> None:
+def serve() -> None:
+    """Carry out what the input asks for, each in a process forked from this one."""
+    import vllm.entrypoints.llm  # type: ignore[import-not-found]  # noqa: F401
+
+    for line in sys.stdin:
+        argv, log = json.loads(line)
+        child = os.fork()
+        if not child:
+            output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            try:
+                run(argv)
+            except BaseException:  # whatever it was belongs into the log
+                traceback.print_exc()
+                os._exit(1)
+            sys.stdout.flush()
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def run(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--model", required=True)
@@ -741,9 +944,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--extra", default="{}")
     parser.add_argument("--quick", action="store_true", help="less of the groups_ scenarios")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     write(args, SCENARIOS[args.scenario](args))
 
 
 if __name__ == "__main__":
-    main()
+    serve() if sys.argv[1:] == ["--serve"] else run(sys.argv[1:])

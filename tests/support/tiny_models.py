@@ -3,12 +3,15 @@
 python tests/support/tiny_models.py KIND TOKENIZER_FOLDER TARGET
 """
 
+import json
+import math
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -29,8 +32,27 @@ SHARED: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 GROUPED: dict[str, Any] = {**SHARED, "num_key_value_heads": 2, "head_dim": 32}
+LATENT: dict[str, Any] = {
+    **SHARED,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 3,
+    "n_group": 1,
+    "topk_group": 1,
+}
+WITH_LORA = ("gemma3", "mistral")
+"""Kinds that get two adapters too."""
 KINDS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**GROUPED, num_hidden_layers=4),
+    "eagle": lambda: LlamaConfig(**GROUPED, num_hidden_layers=1),
     "mistral": lambda: MistralConfig(**GROUPED, num_hidden_layers=3, sliding_window=256),
     "gemma3": lambda: Gemma3TextConfig(
         **GROUPED,
@@ -67,33 +89,41 @@ KINDS: dict[str, Any] = {
         mamba_d_conv=4,
         mamba_chunk_size=256,
     ),
-    "deepseek": lambda: DeepseekV2Config(
-        **SHARED,
-        num_key_value_heads=4,
-        num_hidden_layers=3,
-        moe_intermediate_size=64,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=3,
-        n_group=1,
-        topk_group=1,
-    ),
+    "deepseek": lambda: DeepseekV2Config(**LATENT, q_lora_rank=None),
 }
+
+
+def make_lora(kind: str, seed: int, target: Path) -> None:
+    """A LoRA of the attention layers of a kind, in the form that PEFT writes."""
+    config = KINDS[kind]()
+    chance = torch.Generator().manual_seed(seed)
+    heads = {"q_proj": config.num_attention_heads, "v_proj": config.num_key_value_heads}
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        for name, count in heads.items():
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            ends = {"lora_A": (8, config.hidden_size), "lora_B": (count * config.head_dim, 8)}
+            for end, shape in ends.items():
+                tensors[f"{path}.{end}.weight"] = torch.randn(shape, generator=chance) * 0.2
+    told = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(heads)}
+    target.mkdir()
+    save_file(tensors, target / "adapter_model.safetensors")
+    (target / "adapter_config.json").write_text(json.dumps(told))
 
 
 def make(kind: str, tokenizer: Path, target: Path) -> None:
     torch.manual_seed(1)
     maker: Any = AutoModelForCausalLM
     model = maker.from_config(KINDS[kind]())
+    for name, weights in model.named_parameters():
+        if name.endswith("A_log"):  # states fade slowly, so that those restored are seen
+            torch.nn.init.constant_(weights, math.log(0.01))
     model.save_pretrained(target)
     for path in tokenizer.glob("*token*"):
         shutil.copy(path, target)
+    if kind in WITH_LORA:
+        for seed in (1, 2):
+            make_lora(kind, seed, target / f"lora {seed}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tests.support.real_vllm import (
     compare,
     dense_bytes,
     garbled,
+    with_latent_prefixes,
     without_inner_checkpoints,
 )
 
@@ -182,6 +183,7 @@ def prepare() -> None:
     dummy_loader.DummyModelLoader.load_weights = grown_weights
     registry._LazyRegisteredModel.inspect_model_cls = inspect
     without_inner_checkpoints()
+    with_latent_prefixes()
 
 
 def bench_of(folder: Path, dtype: str, *, with_depot: bool) -> Bench:
@@ -211,7 +213,9 @@ def tried(architecture: str, folder: Path, dtype: str, *, with_depot: bool) -> d
     if not with_depot:
         return {"outcome": "runs"}
     stored = bench.store.stats()["counters"]["put_bytes"]
+    bench.connector.scheduler_side._loads = False
     own = bench.ask([ids], 8)
+    bench.connector.scheduler_side._loads = True
     if any(math.isnan(each) for each in own[0]["logprobs"]):
         raise CannotBeMadeError("its log-probabilities are no numbers with random weights")
     if not own[0]["cached"]:
@@ -264,7 +268,7 @@ def reason_of(error: BaseException) -> tuple[str, str]:
 
 
 def in_child(
-    architecture: str, out: Path, dtype: str = "float32", *, with_depot: bool
+    architecture: str, out: Path, limit_s: float, dtype: str, *, with_depot: bool
 ) -> dict[str, Any]:
     """One try in a forked process, ended after a while."""
     child = os.fork()
@@ -284,15 +288,15 @@ def in_child(
             row = {"outcome": outcome, "reason": reason, "made": made}
         out.write_text(json.dumps(row))
         os._exit(0)
-    limit_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < limit_s:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
         if os.waitpid(child, os.WNOHANG)[0]:
             break
         time.sleep(0.1)
     else:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return {"outcome": "not run", "reason": f"no end within {LIMIT_S:g} s"}
+        return {"outcome": "not run", "reason": f"no end within {limit_s:g} s"}
     if not out.exists():
         return {"outcome": "not run", "reason": "the process was killed by a signal"}
     found: dict[str, Any] = json.loads(out.read_text())
@@ -300,15 +304,16 @@ def in_child(
     return found
 
 
-def row_of(architecture: str, out: Path) -> dict[str, Any]:
+def row_of(architecture: str, out: Path, limit_s: float) -> dict[str, Any]:
     started = time.monotonic()
     dtype = "float32"
-    row = in_child(architecture, out, dtype, with_depot=True)
+    row = in_child(architecture, out, limit_s, dtype, with_depot=True)
     if "BF16" in row["reason"]:
         dtype = "bfloat16"
-        row = in_child(architecture, out, dtype, with_depot=True)
+        row = in_child(architecture, out, limit_s, dtype, with_depot=True)
     if row["outcome"] == "not run" and row.get("made", True):
-        alone = in_child(architecture, out.with_name(f"{out.name}-alone"), dtype, with_depot=False)
+        place = out.with_name(f"{out.name}-alone")
+        alone = in_child(architecture, place, limit_s, dtype, with_depot=False)
         if alone["outcome"] == "runs":
             row["outcome"] = "failed"
     row["seconds"] = round(time.monotonic() - started, 1)
@@ -320,6 +325,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("only", nargs="*", metavar="ARCHITECTURE")
     parser.add_argument("--logs", type=Path, help="a folder for what vLLM says")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each try")
     args = parser.parse_args()
     import vllm.entrypoints.llm  # type: ignore[import-not-found]  # noqa: F401
     from vllm.version import __version__  # type: ignore[import-not-found]
@@ -335,7 +341,7 @@ def main() -> None:
         for architecture in args.only or architectures():
             if architecture in seen["rows"] and not args.only:
                 continue
-            row = row_of(architecture, (args.logs or Path(folder)) / architecture)
+            row = row_of(architecture, (args.logs or Path(folder)) / architecture, args.limit)
             seen["rows"][architecture] = row
             args.results.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n")
             shown = {name: row.get(name) for name in ("outcome", "reason", "seconds")}

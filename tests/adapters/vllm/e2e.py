@@ -34,8 +34,58 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 NEAR = 1e-3
 FAR = 0.05
-MODELS = ("gemma3", "nemotron-h", "mistral", "gemma2", "gpt-oss", "falcon-h1")
+MODELS = (
+    "gemma3",
+    "nemotron-h",
+    "falcon-h1",
+    "deepseek",
+    "gpt-oss",
+    "gemma2",
+    "mistral",
+)
+IN_TURN = ("deepseek",)
+"""Answers that depend on what is computed beside them, in a plain vLLM too: asked one by one."""
 Seen = dict[str, Any]
+
+
+class ScenarioError(Exception):
+    """A scenario ended otherwise than it should."""
+
+
+class Engines:
+    """A process that has vLLM imported, and forks one for each scenario."""
+
+    def __init__(self, python: Path, folder: Path, threads: int) -> None:
+        script = ROOT / "tests" / "support" / "real_vllm.py"
+        self._log = folder / "engines.log"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        environment["OMP_NUM_THREADS"] = str(threads)
+        with self._log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [str(python), str(script), "--serve"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=folder,
+                text=True,
+            )
+
+    def run(self, arguments: list[str], log: Path) -> int:
+        """How the scenario's process ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            print(json.dumps([arguments, str(log)]), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            said = self._log.read_text(errors="replace")[-3000:]
+            raise ScenarioError(f"vLLM cannot be imported:\n{said}")
+        return int(answer)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 @dataclass
@@ -46,7 +96,7 @@ class Run:
     model: Path
     folder: Path
     only: list[str]
-    threads: int
+    engines: Engines
     requests: int
     rounds: int
     as_json: bool
@@ -70,25 +120,13 @@ class Run:
     def _scenario(
         self, name: str, depot: str, more: tuple[str, ...], killed: bool, out: Path
     ) -> Seen:
-        command = [
-            str(self.python),
-            str(ROOT / "tests" / "support" / "real_vllm.py"),
-            name,
-            "--model",
-            str(self.model),
-        ]
-        command += ["--depot", str(self.folder / depot), "--out", str(out)]
-        command += ["--reference", str(self.folder / self.reference), *more]
+        arguments = [name, "--model", str(self.model), "--depot", str(self.folder / depot)]
+        arguments += ["--out", str(out), "--reference", str(self.folder / self.reference), *more]
         log = out.with_suffix(".log")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        environment["OMP_NUM_THREADS"] = str(self.threads)
-        with log.open("wb") as errors:
-            done = subprocess.run(
-                command, env=environment, stdout=errors, stderr=errors, cwd=self.folder, check=False
-            )
-        if done.returncode != (-9 if killed else 0):
+        status = self.engines.run(arguments, log)
+        if status != (-9 if killed else 0):
             said = log.read_text(errors="replace")[-3000:]
-            raise SystemExit(f"error: scenario {name} ended with {done.returncode}\n{said}")
+            raise ScenarioError(f"scenario {name} ended with {status}\n{said}")
         seen: Seen = json.loads(out.read_text())
         seen["log"] = log.read_text(errors="replace")
         return seen
@@ -398,14 +436,7 @@ def tokens_of(run: Run, count: int) -> list[int]:
 def tiny_model(run: Run, kind: str) -> Path:
     """A small random model: its heads divide by two."""
     target = run.folder / f"tiny {kind}"
-    command = [
-        str(run.python),
-        str(ROOT / "tests" / "support" / "tiny_models.py"),
-        kind,
-        str(run.model),
-        str(target),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    run.scenario("tiny_model", target.name, "--extra", kind, out=f"{target.name}.json")
     return target
 
 
@@ -414,7 +445,13 @@ def models(run: Run) -> None:
     chunks, with shared beginnings, salts, aborts and preemptions."""
     for kind in run.kinds:
         name = f"groups_plain {kind}.json"
-        model(replace(run, model=tiny_model(run, kind), reference=name), kind)
+        try:
+            model(replace(run, model=tiny_model(run, kind), reference=name), kind)
+        except ScenarioError as error:
+            print(f"error: {kind}: {error}", file=sys.stderr)
+            said = str(error).splitlines()[0]
+            run.point(f"models: {kind}, every scenario ended", False, said=said)
+            run.models[kind] = {"ok": False, "cached_tokens": [], "reason": said}
 
 
 def model(run: Run, kind: str) -> None:
@@ -438,7 +475,7 @@ def model(run: Run, kind: str) -> None:
     for group, worst in warm["control"].items():
         run.point(f"{name}, garbage in {group} groups shows", worst > 10 * NEAR, worst=worst)
     aborts = disk["aborts"]
-    clean = not aborts["wrong"] and not disk["leased"]
+    clean = not disk["leased"] and (kind in IN_TURN or not aborts["wrong"])
     run.point(f"{name}, aborts", clean, **aborts)
     seen = {} if run.quick else beside_plain(run, name, warm, plain)
     of_model = [point for point in run.points if point["point"].startswith(name + ",")]
@@ -457,12 +494,40 @@ def beside_plain(run: Run, name: str, warm: Seen, plain: Seen) -> Seen:
     """What needs a vLLM without kvdepot: how much KV fits into it, and into a part of that."""
     space = warm["pages"] / plain["pages"]
     run.point(f"{name}, KV space of vLLM beside without", space >= 0.99, ratio=space)
-    crowded = run.scenario("groups_preempted", f"{name} crowded")
-    run.same(f"{name}, preempted", crowded["preempted"])
-    run.same(f"{name}, preempted, warm", crowded["preempted, warm"])
-    count = crowded["preemptions"]
-    run.point(f"{name}, there were preemptions", count > 0, count=count)
+    if name.removeprefix("models: ") not in IN_TURN:
+        crowded = run.scenario("groups_preempted", f"{name} crowded")
+        run.same(f"{name}, preempted", crowded["preempted"])
+        run.same(f"{name}, preempted, warm", crowded["preempted, warm"])
+        count = crowded["preemptions"]
+        run.point(f"{name}, there were preemptions", count > 0, count=count)
+    if (run.model / "lora 1").is_dir():
+        adapters(run, name)
     return {"kv": plain["kinds"], "kv_space": space}
+
+
+def adapters(run: Run, name: str) -> None:
+    """Two LoRAs and none: each finds its own KV, and no other's."""
+    seen = run.scenario("groups_lora", f"{name} adapted")
+    for adapter in ("none", "lora 1", "lora 2"):
+        cold = seen[f"{adapter}, cold"]
+        run.point(f"{name}, {adapter}: nothing of the others'", not any(cold["cached"]), **cold)
+        found = seen[adapter]
+        run.same(f"{name}, {adapter}: from memory", found, found["own"])
+        run.point(f"{name}, {adapter} differs", found["unlike"] > NEAR, unlike=found["unlike"])
+
+
+def drafts(run: Run) -> None:
+    """An EAGLE head: after a hit it proposes what it proposes after vLLM's own."""
+    name, head = "drafts: eagle", str(tiny_model(run, "eagle"))
+    settings = {"method": "eagle", "num_speculative_tokens": 3, "model": head}
+    drafted = replace(run, model=tiny_model(run, "llama"))
+    seen = drafted.scenario("drafts", name, "--extra", json.dumps(settings))
+    run.same(f"{name}, from memory", seen["own"], seen["vllm_cached"])
+    count = {"proposals": seen["drafts"], "layers": len(seen["draft_layers"])}
+    run.point(f"{name}, the same is proposed", seen["same_drafts"] and count["layers"], **count)
+    run.same(f"{name}, after another end", seen["parted"], seen["parted_vllm_cached"])
+    shown = not seen["control_same_drafts"]
+    run.point(f"{name}, garbage in its layers shows", shown, seen=shown)
 
 
 def decisions(run: Run) -> None:
@@ -549,6 +614,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
         leaks,
         bad_input,
         models,
+        drafts,
         times,
         decisions,
         no_reuse,
@@ -614,7 +680,7 @@ def main() -> int:
             find_model(args.model),
             folder,
             args.parts,
-            args.threads,
+            Engines(python, folder, args.threads),
             args.requests,
             args.rounds,
             args.json,
@@ -622,11 +688,13 @@ def main() -> int:
             args.quick,
             release,
         )
-        wanted = run.only or [name for name in PARTS if name != "smoke"]
-        if set(wanted) - {"models", "smoke", "resized"}:
-            run.scenario("reference", "none")
-        for name in sorted(wanted, key=list(PARTS).index):
-            PARTS[name](run)
+        try:
+            carry_out(run)
+        except ScenarioError as error:
+            print(f"error: {error}", file=sys.stderr)
+            run.point("models: a scenario failed", False, said=str(error).splitlines()[0])
+        finally:
+            run.engines.close()
     found = summary(run.points)
     seconds = round(time.monotonic() - started)
     ok = all(point["ok"] for point in run.points)
@@ -635,6 +703,14 @@ def main() -> int:
     said = f"{'ok' if ok else 'FAILED'} with vLLM {release} after {seconds} s"
     print(json.dumps(whole) if args.json else said)
     return 0 if ok else 1
+
+
+def carry_out(run: Run) -> None:
+    wanted = run.only or [name for name in PARTS if name != "smoke"]
+    if set(wanted) - {"models", "drafts", "smoke", "resized"}:
+        run.scenario("reference", "none")
+    for name in sorted(wanted, key=list(PARTS).index):
+        PARTS[name](run)
 
 
 def summary(points: list[Seen]) -> dict[str, Seen]:

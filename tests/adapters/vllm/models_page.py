@@ -50,7 +50,8 @@ OTHERS = {
 }
 NOTE = """
 States of Mamba2 layers are tried with vLLM's checkpoints inside of prefill chunks switched off: its
-CPU kernels lack them.
+CPU kernels lack them. Latent attention is tried with vLLM's prefix cache and chunks on: without AMX
+it switches both off on a CPU, though the kernels have them.
 """
 
 
@@ -95,11 +96,13 @@ def main() -> int:
     parser.add_argument("--release", choices=sorted(NO_DEPENDENCIES), default=NEWEST)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page-only", action="store_true", help="of what is in the results")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds for each try")
     parser.add_argument("--write", action="store_true", help=f"to {PAGE.relative_to(ROOT)}")
     args = parser.parse_args()
     if not args.page_only:
         script = ROOT / "tests" / "support" / "tried_models.py"
         command = [str(python_with(args.release)), str(script), str(args.results)]
+        command += ["--limit", str(args.limit)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         done = subprocess.run([*command, *args.architectures], env=environment, check=False)
         if done.returncode:
