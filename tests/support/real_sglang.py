@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import sys
+import threading
 import time
 import traceback
 import types
@@ -26,7 +27,11 @@ from typing import Any
 import torch
 import transformers  # looks for torchvision before there is a stand-in
 import transformers.models.auto.processing_auto
-from real_sglang_linker import linker_cases  # type: ignore[import-not-found]
+from real_sglang_linker import (  # type: ignore[import-not-found]
+    daemon,
+    linker_cases,
+    publish_arguments,
+)
 
 PAGE, LAYERS, HEADS, DIM, PAGES = 16, 4, 2, 64, 400
 BATCHES = 300
@@ -331,6 +336,114 @@ def more_pools(folder: Path) -> None:
         assert backend.batch_exists(keys) == 0 and not any(backend.batch_get_v2(wanted)["swa"])
 
 
+def bare_controller(pool: Any) -> Any:
+    """SGLang's controller without a storage, as at its start."""
+    from sglang.srt.managers.cache_controller import HiCacheController
+
+    made = object.__new__(HiCacheController)
+    facts: dict[str, Any] = {
+        "enable_storage": False,
+        "enable_storage_metrics": True,
+        "storage_stop_event": threading.Event(),
+        "host_memory_mode": "cache",
+        "storage_host_pool": pool,
+        "mem_pool_host": pool,
+        "mem_pool_device": None,
+        "page_size": PAGE,
+        "prefetch_hits_sync_groups": [],
+        "prefetch_completion_sync_groups": [],
+        **dict.fromkeys(("tp_group", "attn_cp_group", "attn_tp_group", "pp_group")),
+    }
+    for name, value in facts.items():
+        setattr(made, name, value)
+    return made
+
+
+def attach(made: Any, rank: int, size: int, **extra: Any) -> None:
+    """As SGLang does at run time, with its own threads, and its own naming of ranks."""
+    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+
+    publish_arguments()
+    settings = {
+        "backend_name": "kvdepot",
+        "module_path": "kvdepot.adapters.sglang",
+        "class_name": "KVDepotStorage",
+        "interface_v1": 1,
+        "revision": "r1",
+        **extra,
+    }
+    ranks = {"tp_rank": rank, "attn_tp_rank": rank, "pp_rank": 0, "attn_dcp_rank": 0}
+    sizes = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), size)
+    with get_parallel().override(**ranks, **sizes):
+        made.attach_storage_backend("dynamic", 256, "m", settings)
+
+
+def move(made: Any, tokens: list[int], indices: Any, *, load: bool) -> int:
+    """Pages that the attached storage has taken or brought."""
+    from sglang.srt.managers.cache_controller import PrefetchOperation, StorageOperation
+
+    if not load:
+        operation = StorageOperation(indices, tokens, None, hashes(tokens), None)
+        made._page_backup(operation)
+        return int(operation.completed_tokens) // PAGE
+    wanted = PrefetchOperation("r", tokens, None, None)
+    wanted.hash_value, _ = made._storage_hit_query(wanted)
+    wanted.host_indices = indices[: len(wanted.hash_value) * PAGE]
+    return int(made._page_transfer(wanted))
+
+
+def attach_and_detach(folder: Path) -> None:
+    """At run time, through SGLang's controller: what was stored is there after each attach."""
+    disk = {"path": str(folder), "capacity": "256MiB", "segment": "8MiB"}
+    memory = {"capacity": "32MiB", "prefault": False, "huge_pages": "never"}
+    parts: dict[str, Any] = {"dram": memory, "ssd": disk, "writeback": {"staging": "16MiB"}}
+    source = host_pool("page_first", torch.bfloat16, 1)
+    made = bare_controller(source)
+    tokens, there = prompt(40, 1), page_indices(40, 1)
+    for wrong in ({"dramm": 1}, {"revision": ""}):
+        try:
+            attach(made, 0, 1, **parts, **wrong)
+        except ValueError as error:
+            assert "hicache-storage-backend-extra-config" in str(error), error
+        assert not made.enable_storage and made.storage_backend is None
+    for number in range(3):
+        attach(made, 0, 1, **parts)
+        assert made.prefetch_thread.is_alive() and made.backup_thread.is_alive()
+        backend, here = made.storage_backend, page_indices(40, 2 + number)
+        if not number:
+            assert move(made, tokens, there, load=False) == 40
+            assert sum(backend.get_stats().backup_pgs) == 40
+        else:
+            assert move(made, tokens, here, load=True) == 40
+            assert same(source, there, made.storage_host_pool, here), "wrong bytes"
+            assert sum(backend.get_stats().prefetch_pgs) == 40
+        made.detach_storage_backend()
+        made.detach_storage_backend()
+        assert not made.enable_storage and not made.prefetch_thread.is_alive()
+        assert backend.batch_exists(hashes(tokens)) == 0, "a detached storage answers"
+        made.storage_host_pool = made.mem_pool_host = host_pool("page_first", torch.bfloat16, 2)
+
+
+def two_ranks(folder: Path) -> None:
+    """On one daemon: each rank finds its own shard, and a run with other ranks finds none."""
+    tokens, there = prompt(40, 1), page_indices(40, 1)
+    with daemon(folder) as socket:
+        for written in (False, True):
+            for rank in (0, 1):
+                source = host_pool("page_first", torch.bfloat16, 1 + rank)
+                made = bare_controller(host_pool("page_first", torch.bfloat16, 9))
+                if not written:
+                    made = bare_controller(source)
+                attach(made, rank, 2, socket=str(socket))
+                assert move(made, tokens, there, load=written) == 40
+                assert same(source, there, made.storage_host_pool, there), "another rank's"
+                made.detach_storage_backend()
+        made = bare_controller(host_pool("page_first", torch.bfloat16, 9))
+        attach(made, 0, 1, socket=str(socket))
+        assert move(made, tokens, there, load=True) == 0, "a shard is no whole page"
+        made.detach_storage_backend()
+
+
 def heads_outlive_tails(folder: Path) -> None:
     """More prompts than fit: of each that is left in part, the beginning is left."""
     disk = {"path": str(folder), "capacity": "24MiB", "segment": "1MiB"}
@@ -362,7 +475,8 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
         if (layout, way) == ("page_first_kv_split", "generic"):
             continue  # SGLang itself has no flat pages of this layout
         yield f"mla {layout} {way}", partial(round_trip, layout, way, True, torch.float16)
-    for part in (other_dtype, faults, more_pools, heads_outlive_tails):
+    parts = (other_dtype, faults, more_pools, attach_and_detach, two_ranks, heads_outlive_tails)
+    for part in parts:
         yield part.__name__.replace("_", " "), part
     yield from linker_cases()
 

@@ -5,8 +5,12 @@ constructors. A request is a plain object with what the tree looks at, and no mo
 filled with random bytes, and read layer by layer as attention does.
 """
 
+import multiprocessing
+import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -362,6 +366,85 @@ def linker_cancel(folder: Path) -> None:
         assert one.linker.depot.check(), "no lease is left"
 
 
+@contextmanager
+def daemon(folder: Path) -> Iterator[Path]:
+    """A daemon's socket."""
+    place = tempfile.TemporaryDirectory()  # the path of a socket is short
+    socket, settings = Path(place.name) / "s", Path(place.name) / "kvdepot.toml"
+    settings.write_text(
+        'dram = { capacity = "64MiB", prefault = false, huge_pages = "never" }\n'
+        f'ssd = {{ path = "{folder}", capacity = "256MiB", segment = "8MiB" }}\n'
+    )
+    command = [sys.executable, "-m", "kvdepot", "serve", "--config", str(settings)]
+    process = subprocess.Popen([*command, "--socket", str(socket)])
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not socket.exists():
+            assert process.poll() is None and time.monotonic() < deadline, "no daemon"
+            time.sleep(0.05)
+        yield socket
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+        place.cleanup()
+
+
+def linker_ranks(kind: str, folder: Path) -> None:
+    """Two processes with a group of theirs, which share a daemon: each has its own shard."""
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    with daemon(folder) as socket:
+        ranks = [
+            context.Process(target=_run_rank, args=(kind, rank, socket, said)) for rank in (0, 1)
+        ]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join(4 * LIMIT_S)
+            if one.is_alive():
+                one.kill()
+    errors = [said.get() for _ in ranks if not said.empty()]
+    assert errors == ["", ""], (errors, [one.exitcode for one in ranks])
+
+
+def _run_rank(kind: str, rank: int, socket: Path, said: Any) -> None:
+    try:
+        store = torch.distributed.FileStore(str(socket.with_name("ranks")), 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        _ask_as_rank(kind, rank, socket)
+        said.put("")
+    except Exception:  # what went wrong is the result
+        said.put(traceback.format_exc(limit=5)[-1500:])
+
+
+def _ask_as_rank(kind: str, rank: int, socket: Path) -> None:
+    none = dict.fromkeys(("dram", "ssd", "writeback"))
+    tokens = prompt(20, 1)
+    seed = 1 if kind == "mla" else 1 + rank  # ranks have the same latents
+    params = {"tp_cache_group": torch.distributed.group.WORLD}
+    with engine(socket, kind, seed, socket=str(socket), params=params, **none) as one:
+        wanted = one.compute(tokens)
+        stored = 0 if kind == "mla" and rank else 20
+        assert one.linker.stats()["stored_pages"] == stored, one.linker.stats()
+        one.cache.reset()
+        one.slots.clear()
+        for buffer in one.pool.kv_buffer if kind == "mla" else one.pool.k_buffer:
+            buffer.zero_()
+        request, loaded = one.ask([*tokens, 7], "r")
+        assert loaded == 20 * PAGE, loaded
+        one.start()
+        assert same(one.loaded_bytes(request), wanted), "another rank's bytes"
+        assert one.cache.finish_external_linker_loads([request]) == []
+        if kind == "mla":
+            return
+        one.cache.reset()
+        one.slots.clear()
+        if rank:
+            one.linker._lease = lambda *_: False
+        assert one.ask([*tokens, 7], "refused by one")[1] == 0, "ranks disagree"
+        assert one.matched == 20 * PAGE
+
+
 def linker_refuses_models(folder: Path) -> None:
     """What is not served is one clear error before anything is opened."""
     from kvdepot.errors import ConfigError, KVDepotError, ModelError
@@ -385,4 +468,6 @@ def linker_cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     own = sys.modules[__name__]
     for name in ("tail_only", "pages_gone", "page_damaged", "deadline", "copy_fails", "cancel"):
         yield f"linker {name.replace('_', ' ')}", getattr(own, f"linker_{name}")
+    for kind in ("mha", "mla"):
+        yield f"linker {kind} two ranks", partial(linker_ranks, kind)
     yield "linker refuses models", linker_refuses_models

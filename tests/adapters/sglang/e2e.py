@@ -1,8 +1,10 @@
-"""kvdepot under SGLang's own cache controller: `python tests/adapters/sglang/e2e.py --json`.
+"""kvdepot under SGLang, for real: `python tests/adapters/sglang/e2e.py --json`.
 
 Makes an environment with SGLang 0.5.23 in the cache folder when it is missing; torch and
-transformers are those of the Python that runs this. The cases are in `support/real_sglang.py`. The
-last line with --json is `{"ok", "points"}`. Exit status 1 if a point fails.
+transformers are those of the Python that runs this. `cache` drives SGLang's own cache controller,
+radix tree and linker code (`support/real_sglang.py`); `engine` asks a whole SGLang with a small
+model before and after its processes are killed (`support/real_sglang_engine.py`). The last line
+with --json is `{"ok", "points"}`. Exit status 1 if a point fails.
 """
 
 import argparse
@@ -20,33 +22,58 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
 SGLANG = "sglang==0.5.23"
+PARTS = ("cache", "engine")
+ENGINE_LIMIT_S = 1200
+NEAR = 1e-3
+PAGE, TOKENS = 16, 400
+"""As in real_sglang_engine.py."""
+Seen = dict[str, dict[str, Any]]
 
 
 def python_with_sglang() -> Path:
     """An environment that looks into itself first, and then into this one's."""
-    target, making = CACHE / "sglang", CACHE / "sglang-in-work"
-    python = target / "bin" / "python"
-    if python.exists():
-        return python
-    print(f"making {target} with {SGLANG}, a minute or two and 1 GB", file=sys.stderr)
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", "--clear", str(making)], check=True
-    )
-    (own,) = making.glob("lib/python*/site-packages")
-    shared = next(path for path in sys.path if path.endswith("site-packages"))
-    (own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-deps"]
-    pip += ["--target", str(own), "-r", str(HERE / "requirements.txt"), SGLANG]
-    subprocess.run(pip, check=True)
-    making.rename(target)
+    target = CACHE / "sglang"
+    wanted = [*(HERE / "requirements.txt").read_text().split(), SGLANG]
+    python, installed = target / "bin" / "python", target / "installed.txt"
+    if not python.exists():
+        print(f"making {target} with {SGLANG}, a minute or two and 1 GB", file=sys.stderr)
+        making = CACHE / "sglang-in-work"
+        venv = [sys.executable, "-m", "venv", "--without-pip", "--clear", str(making)]
+        subprocess.run(venv, check=True)
+        shared = next(path for path in sys.path if path.endswith("site-packages"))
+        (own,) = making.glob("lib/python*/site-packages")
+        (own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
+        install(own, wanted)
+        (making / "installed.txt").write_text("\n".join(wanted))
+        making.rename(target)
+    (own,) = target.glob("lib/python*/site-packages")
+    there = set(installed.read_text().split()) if installed.exists() else found(own)
+    if missing := [one for one in wanted if one not in there]:
+        install(own, missing)
+    installed.write_text("\n".join(wanted))
     return python
+
+
+def found(folder: Path) -> set[str]:
+    """The packages of a folder, as they are required."""
+    names = (path.name.removesuffix(".dist-info") for path in folder.glob("*.dist-info"))
+    return {"==".join(name.rsplit("-", 1)) for name in names}
+
+
+def install(folder: Path, packages: list[str]) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-deps"]
+    subprocess.run([*pip, "--target", str(folder), *packages], check=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--python", type=Path, help="one that has SGLang")
     args = parser.parse_args()
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"{part!r} is not one of {', '.join(PARTS)}")
     try:
         python = args.python or python_with_sglang()
     except subprocess.CalledProcessError as error:
@@ -56,7 +83,9 @@ def main() -> int:
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kvdepot-sglang-"))
     try:
-        seen = run(python, folder)
+        seen: Seen = {}
+        for part in args.parts or PARTS:
+            seen.update(run_cache(python, folder) if part == "cache" else engines(python, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     points = [{"point": name, "ok": not one["error"], **one} for name, one in seen.items()]
@@ -70,19 +99,70 @@ def main() -> int:
     return 0 if ok else 1
 
 
-def run(python: Path, folder: Path) -> dict[str, dict[str, Any]]:
+def run_cache(python: Path, folder: Path) -> Seen:
     """What real_sglang.py has seen."""
-    out, log = folder / "seen.json", folder / "log"
-    script = ROOT / "tests" / "support" / "real_sglang.py"
-    command = [str(python), str(script), "--depot", str(folder), "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+    out = folder / "seen.json"
+    started(python, "real_sglang.py", ["--depot", str(folder), "--out", str(out)], folder)
+    seen: Seen = json.loads(out.read_text())
+    return seen
+
+
+def engines(python: Path, folder: Path) -> Seen:
+    """Two engines, one after the other, on one depot. SGLang ends its processes by killing them."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from kvdepot.adapters.demo import smollm2
+
+    model = smollm2.prepare(CACHE / "models")
+    began = time.monotonic()
+    answers = []
+    for number in range(2):
+        out = folder / f"answers-{number}.json"
+        where = ["--model", str(model), "--depot", str(folder / "engine"), "--out", str(out)]
+        started(python, "real_sglang_engine.py", where, folder)
+        answers.append(json.loads(out.read_text()))
+    first, second = answers
+    cached = {
+        "computed": (first["long"], 0),
+        "again": (first["again"], TOKENS // PAGE * PAGE - PAGE),
+        "after a kill": (second["long"], TOKENS // PAGE * PAGE - PAGE),
+        "shared beginning after a kill": (second["other"], 192),
+    }
+    seen: Seen = {}
+    for name, (answer, at_least) in cached.items():
+        model_of = first["other"] if "shared" in name else first["long"]
+        seen[f"engine {name}"] = {"error": differs(answer, model_of, at_least), **answer}
+    seen["engine after a kill"]["seconds"] = round(time.monotonic() - began, 1)
+    return seen
+
+
+def differs(answer: dict[str, Any], wanted: dict[str, Any], cached: int) -> str:
+    """What is wrong with an answer; empty: nothing."""
+    if answer["tokens"] != wanted["tokens"]:
+        return f"other tokens than {wanted['tokens']}"
+    pairs = zip(answer["logprobs"], wanted["logprobs"], strict=True)
+    if not all(abs(one - other) <= NEAR for one, other in pairs):
+        return f"other log-probabilities than {wanted['logprobs']}"
+    if answer["cached"] < cached or (not cached and answer["cached"]):
+        return f"{answer['cached']} tokens were cached, not {cached}"
+    return ""
+
+
+def started(python: Path, script: str, arguments: list[str], folder: Path) -> None:
+    """Run one of tests/support to its end."""
+    support, log = ROOT / "tests" / "support", folder / "log"
+    paths = [ROOT / "src"]
+    if script == "real_sglang_engine.py":
+        paths.append(support / "sglang_stand_ins")
+    path = os.pathsep.join(map(str, paths))
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    command = [str(python), str(support / script), *arguments]
     with log.open("wb") as said:
-        done = subprocess.run(command, env=environment, stdout=said, stderr=said, check=False)
+        done = subprocess.run(
+            command, env=environment, stdout=said, stderr=said, check=False, timeout=ENGINE_LIMIT_S
+        )
     if done.returncode:
         tail = log.read_text(errors="replace")[-3000:]
-        raise SystemExit(f"error: SGLang's run ended with {done.returncode}\n{tail}")
-    seen: dict[str, dict[str, Any]] = json.loads(out.read_text())
-    return seen
+        raise SystemExit(f"error: {script} ended with {done.returncode}\n{tail}")
 
 
 if __name__ == "__main__":

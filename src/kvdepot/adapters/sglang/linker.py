@@ -9,6 +9,7 @@ that the pages are computed, brings all pages of the request to memory, verified
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,8 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         try:
             self._settings = read_linker(extra_config or {})
+            if (getattr(server_args, "dcp_size", None) or 1) > 1:
+                raise ModelError("a linker does not serve decode context parallelism")
             self._group = device_pools(params, components)
             self._groups = _groups(params)
             storage = _storage_config(server_args, params, self._group.rank_replicated)
@@ -246,8 +249,8 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._depot.hint(keys, self._settings.load_timeout)
 
     def _lease(self, wanted: Sequence[Any], held: list[LeasedPages]) -> bool:
-        """Whether all pages are in memory now; those that are not cost what the others took."""
-        deadline_s = self._settings.load_timeout
+        """Whether all pages are in memory, at the end of `load_timeout` at the latest."""
+        deadline = time.monotonic() + self._settings.load_timeout
         try:
             if not self._ready():
                 return False
@@ -255,7 +258,8 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 for one in wanted:
                     pages = self._pages[one.name]
                     keys = pages.keys(one.keys, None, chained=False)
-                    leased = pages.lease(keys, one.host_indices, deadline_s)
+                    left_s = max(0.0, deadline - time.monotonic())
+                    leased = pages.lease(keys, one.host_indices, left_s)
                     if leased is None:
                         return False
                     held.append(leased)
@@ -404,8 +408,11 @@ def device_pools(params: Any, components: Any) -> Any:
         raise ModelError("KV of draft models and scaled KV are not served by a linker")
     latent = kind is MLATokenToKVPool
     buffers = [kvcache.kv_buffer] if latent else [kvcache.k_buffer, kvcache.v_buffer]
-    # A layout other than tokens first has whole pages in its rows.
-    paged = buffers[0][0].shape[0] * page_size == kvcache.size + page_size
+    rows, slots = buffers[0][0].shape[0], kvcache.size + page_size
+    if rows not in (slots, slots // page_size):
+        raise ModelError(
+            f"KV in the layout {getattr(kvcache, 'kv_cache_layout', None)} is not served"
+        )
     entry = DevicePoolEntry(
         name=PoolName.KV,
         indices_from_pool=PoolName.KV,
@@ -413,7 +420,7 @@ def device_pools(params: Any, components: Any) -> Any:
         components=buffers,
         layer_mapping={layer: layer for layer in range(kvcache.layer_num)},
         page_size=page_size,
-        rows_are_pages=paged and page_size > 1,
+        rows_are_pages=rows != slots,
     )
     return DevicePoolGroup([entry], kvcache.layer_num, page_size, rank_replicated=latent)
 

@@ -1,0 +1,90 @@
+"""A whole SGLang engine on a CPU with the linker. Run by a Python that has SGLang.
+
+    python tests/support/real_sglang_engine.py --model DIR --depot DIR --out FILE
+
+Asks two prompts that share a beginning, and the first again after SGLang has emptied its cache.
+Writes what was answered as JSON; then the engine's processes are killed, as SGLang ends them.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+PAGE, TOKENS, NEW = 16, 400, 8
+QUIET_S = 3.0
+
+
+def prompts() -> tuple[list[int], list[int]]:
+    long = [(number * 7919 + 13) % 40000 + 100 for number in range(TOKENS)]
+    return long, [*long[:200], *long[:57]]
+
+
+def ask(engine: Any, tokens: list[int]) -> dict[str, Any]:
+    settings = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+    got = engine.generate(input_ids=tokens, sampling_params=settings, return_logprob=True)
+    facts = got["meta_info"]
+    return {
+        "tokens": got["output_ids"],
+        "cached": facts["cached_tokens"],
+        "logprobs": [one[0] for one in facts["output_token_logprobs"]],
+    }
+
+
+def wait_until_written(folder: Path) -> None:
+    """Until the drive's files take no more room for a while."""
+    seen, since = -1, time.monotonic()
+    while time.monotonic() - since < QUIET_S or not seen:
+        now = sum(path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
+        if now != seen:
+            seen, since = now, time.monotonic()
+        time.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--model", "--depot", "--out"):
+        parser.add_argument(name, type=Path, required=True)
+    args = parser.parse_args()
+    import sglang  # type: ignore[import-not-found]
+
+    depot = {
+        "dram": "256MiB",
+        "ssd": {"path": str(args.depot), "capacity": "1GiB", "segment": "16MiB"},
+        "revision": "smollm2",
+        "load_timeout": "60s",
+    }
+    engine = sglang.Engine(
+        model_path=str(args.model),
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_overlap_schedule=True,
+        disable_cuda_graph=True,
+        mem_fraction_static=0.1,
+        max_total_tokens=4096,
+        page_size=PAGE,
+        enable_unified_cache_external_linker=True,
+        unified_cache_external_linker_backend="dynamic",
+        unified_cache_external_linker_config={
+            "linker": "KVDepotLinker",
+            "linker_module_path": "kvdepot.adapters.sglang",
+            "linker_extra_config": depot,
+        },
+    )
+    long, other = prompts()
+    seen = {"long": ask(engine, long), "other": ask(engine, other)}
+    engine.flush_cache()
+    seen["again"] = ask(engine, long)
+    wait_until_written(args.depot)
+    args.out.write_text(json.dumps(seen))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    main()
