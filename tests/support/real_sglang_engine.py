@@ -65,7 +65,7 @@ def main() -> None:
         grammar_backend="none",
         disable_overlap_schedule=True,
         disable_cuda_graph=True,
-        mem_fraction_static=0.1,
+        mem_fraction_static=0.5,  # max_total_tokens is the limit
         max_total_tokens=4096,
         page_size=PAGE,
         enable_unified_cache_external_linker=True,
