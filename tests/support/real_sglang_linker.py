@@ -410,7 +410,8 @@ def linker_ranks(kind: str, folder: Path) -> None:
 def _run_rank(kind: str, rank: int, socket: Path, said: Any) -> None:
     try:
         torch.set_num_threads(1)  # the parent's threads are not there after a fork
-        store = torch.distributed.FileStore(str(socket.with_name("ranks")), 2)
+        file = str(socket.with_name("ranks"))
+        store = torch.distributed.FileStore(file, 2)  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
         _ask_as_rank(kind, rank, socket)
         said.put("")
