@@ -1,7 +1,6 @@
 """What an attached client reads counts as if it had read in the daemon's process."""
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from tests.support.cold_prompt import left_on_the_hard_drive
 from tests.support.stores import settings
+from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.block import BlockKey
@@ -92,10 +92,8 @@ def test_read_ahead_sees_what_comes_from_memory(tmp_path: Path) -> None:
         assert depot.hint(keys[:1], WAIT_S).wait(WAIT_S)
         assert tiers(depot, keys[:1]) == ["dram"]
         assert tiers(depot, keys[1:2]) == ["hdd"]
-        deadline = time.monotonic() + WAIT_S
-        while depot.match(keys[2:3]).tiers != ("dram",) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert depot.stats()["counters"]["hinted"] > 1
+        assert eventually(lambda: depot.stats()["counters"]["hinted"] > 1)
+        assert eventually(lambda: depot.match(keys[2:3]).tiers == ("dram",))
 
 
 def test_a_prompt_that_lies_in_part_in_memory_is_one_read(tmp_path: Path) -> None:
