@@ -18,7 +18,7 @@ STRUCTS = {
     "Segment header": segment._HEADER.format,
     "Trailer": segment._TRAILER.format,
     "Footer entry": segment._ENTRY.format,
-    "Record": record._HEAD.format,
+    "Record": record._HEAD.format + record._U64.format[1:],  # the producer, at its end
     "Key": f"<{TAG_BYTES}s{LINK_BYTES}s{KEY_BYTES - TAG_BYTES - LINK_BYTES}s",
     "Removals": notes._REMOVAL.format,
 }
