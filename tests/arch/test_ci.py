@@ -9,10 +9,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_no_step_of_ci_may_be_left_out() -> None:
     script = (ROOT / "dev").read_text()
     ci = script[script.index("\nci() {") : script.index("\n}", script.index("\nci() {"))]
-    steps = re.findall(r"^ *step .*$", ci, re.MULTILINE)
+    steps = re.findall(r'^ *part "(?:.*\\\n)*.*$', ci, re.MULTILINE)
     assert any("e2e.py" in step for step in steps)
     for step in steps:
         assert "optional" not in step and "||" not in step, step
+    assert re.search(r'part\(\) { step "\$@" \|\| failed\+=\("\$1"\); }', ci)
+    assert re.search(r'\$\{#failed\[@\]\}" -ne 0 .*?return 1', ci, re.DOTALL)
     assert "SKIPPED" not in (ROOT / "tests/adapters/vllm/e2e.py").read_text()
 
 

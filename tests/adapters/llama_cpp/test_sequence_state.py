@@ -2,6 +2,7 @@
 
 import random
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,10 +59,24 @@ def test_cells_may_lie_in_any_order(made: MadeState, order: random.Random) -> No
 
 @given(made=STATES, data=st.data())
 def test_a_state_that_ends_too_early_is_refused(made: MadeState, data: st.DataObject) -> None:
+    """But for one that ends behind K, which is that of a model without V: a layout of its own, and
+    so another namespace.
+    """
     content = made.file(list(range(made.cells)))
     length = data.draw(st.integers(0, len(content) - 1))
+    only_keys = len(replace(made, v_row=0).file(list(range(made.cells))))
+    if made.streams == 1 and length == only_keys:
+        (_, whole), (_, cut) = read_slot_file(content), read_slot_file(content[:length])
+        assert cut.layout != whole.layout
+        return
     with pytest.raises(ModelError):
         read_slot_file(content[:length])
+
+
+def test_a_state_that_ends_behind_its_keys_has_another_layout() -> None:
+    made = MadeState(layers=3, cells=1, k_row=34, v_row=8)
+    content, only_keys = made.file([0]), len(replace(made, v_row=0).file([0]))
+    assert read_slot_file(content[:only_keys])[1].layout != read_slot_file(content)[1].layout
 
 
 @given(made=STATES, data=st.data())
