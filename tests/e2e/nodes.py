@@ -16,16 +16,15 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.support.e2e_points import Points, scratch
 from tests.support.machines import Machines
 from tests.support.nats_broker import NatsBroker
 from tests.support.s3_servers import SeaweedServer
@@ -44,22 +43,6 @@ LIMIT_S = 1200
 FULL = 8
 PACKAGES = ("obstore>=0.12.1,<0.13", "nats-py>=2.10,<3")
 Seen = dict[str, Any]
-
-
-@dataclass
-class Points:
-    """What was found."""
-
-    as_json: bool
-    found: list[Seen] = field(default_factory=list)
-
-    def add(self, name: str, ok: bool, **figures: Any) -> None:
-        self.found.append({"point": name, "ok": bool(ok), **figures})
-        if self.as_json:
-            print(json.dumps(self.found[-1]), flush=True)
-        else:
-            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
-            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
 
 
 class NodeProcess:
@@ -382,16 +365,6 @@ def ensure_packages(python: Path) -> None:
         subprocess.run([*pip, "--no-deps", *PACKAGES], check=True, stdout=sys.stderr)
 
 
-@contextmanager
-def scratch(kept: Path | None) -> Iterator[Path]:
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="kvdepot-nodes-") as folder:
-        yield Path(folder)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Several machines over one bucket.")
     parser.add_argument("parts", nargs="*", help="site, vllm (default: both)")
@@ -408,7 +381,7 @@ def main() -> int:
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(LIMIT_S)
     points, started_s = Points(args.json), time.monotonic()
-    with scratch(args.folder) as folder:
+    with scratch(args.folder, "kvdepot-nodes-") as folder:
         if not args.parts or "site" in args.parts:
             site(points, folder, args.rounds, args.outage)
         if not args.parts or "vllm" in args.parts:
@@ -417,7 +390,7 @@ def main() -> int:
 
             python = args.python or python_with(NEWEST)
             vllm(points, folder, python, find_model(args.model))
-    ok, seconds = all(one["ok"] for one in points.found), round(time.monotonic() - started_s)
+    ok, seconds = points.ok, round(time.monotonic() - started_s)
     whole = {"ok": ok, "seconds": seconds, "points": summary(points.found)}
     print(json.dumps(whole) if args.json else f"{'ok' if ok else 'FAILED'} after {seconds} s")
     return 0 if ok else 1

@@ -11,12 +11,10 @@ many tokens it computes at once, with or without a cache.
 import argparse
 import json
 import random
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -27,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from tests.support.e2e_points import Points, scratch
 from tests.support.llama_server import LlamaServer, ask
 from tests.support.waiting import eventually
 
@@ -80,11 +79,10 @@ class Run:
     """Where everything is, and what was found."""
 
     folder: Path
-    as_json: bool
+    points: Points
     tokens: int
     rounds: int
     model: Path = field(default_factory=smollm2.gguf_file)
-    points: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def restarts(self) -> int:
@@ -101,12 +99,7 @@ class Run:
         return LlamaServer(self.model, self.slots, **params)
 
     def point(self, name: str, ok: bool, **figures: Any) -> None:
-        self.points.append({"point": name, "ok": bool(ok), **figures})
-        if self.as_json:
-            print(json.dumps(self.points[-1]), flush=True)
-        else:
-            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
-            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
+        self.points.add(name, ok, **figures)
 
 
 def answer(url: str, text: str, count: int = 6) -> tuple[str, int]:
@@ -334,16 +327,14 @@ def main() -> int:
     unknown = [name for name in args.stages if name not in STAGES]
     if unknown:
         parser.error(f"there is no stage {unknown[0]}; stages: {', '.join(STAGES)}")
-    folder = Path(tempfile.mkdtemp(prefix="kvdepot-e2e-llama-"))
-    run = Run(folder, args.json, args.prompt_tokens, max(2, args.rounds))
-    try:
+    started = time.monotonic()
+    with scratch(None, "kvdepot-e2e-llama-") as folder:
+        run = Run(folder, Points(args.json), args.prompt_tokens, max(2, args.rounds))
         for name in args.stages or STAGES:
             STAGES[name](run)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    ok = all(point["ok"] for point in run.points)
-    if args.json:
-        print(json.dumps({"ok": ok, "points": run.points}), flush=True)
+    ok, seconds = run.points.ok, round(time.monotonic() - started)
+    whole = {"ok": ok, "seconds": seconds, "points": run.points.found}
+    print(json.dumps(whole) if args.json else f"{'ok' if ok else 'FAILED'} after {seconds} s")
     return 0 if ok else 1
 
 

@@ -15,7 +15,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.support.decision_page import decision_page
+from tests.support.e2e_points import Points, scratch
 from tests.support.vllm_environments import CACHE, NEWEST, NO_DEPENDENCIES, python_with, version_in
 from tests.support.vllm_servers import Server, kill_daemon
 
@@ -99,11 +99,10 @@ class Run:
     engines: Engines
     requests: int
     rounds: int
-    as_json: bool
+    points: Points
     kinds: tuple[str, ...] = MODELS
     quick: bool = False
     release: str = ""
-    points: list[Seen] = field(default_factory=list)
     models: Seen = field(default_factory=dict)
     """What was seen of each kind of model."""
     reference: str = "reference-0.json"
@@ -147,12 +146,7 @@ class Run:
         self.point(name, right and hit, worst=worst, cached=found["cached"], seconds=seconds)
 
     def point(self, name: str, ok: bool, **figures: Any) -> None:
-        self.points.append({"point": name, "ok": bool(ok), **figures})
-        if self.as_json:
-            print(json.dumps(self.points[-1]), flush=True)
-        else:
-            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
-            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
+        self.points.add(name, ok, **figures)
 
     def same(self, name: str, seen: Seen, hits: list[int] | None = None) -> None:
         """The text is the same, and as much was hit as there was to hit."""
@@ -478,7 +472,7 @@ def model(run: Run, kind: str) -> None:
     clean = not disk["leased"] and (kind in IN_TURN or not aborts["wrong"])
     run.point(f"{name}, aborts", clean, **aborts)
     seen = {} if run.quick else beside_plain(run, name, warm, plain)
-    of_model = [point for point in run.points if point["point"].startswith(name + ",")]
+    of_model = [point for point in run.points.found if point["point"].startswith(name + ",")]
     run.models[kind] = {
         "ok": all(point["ok"] for point in of_model),
         "cached_tokens": disk["from disk"]["cached"],
@@ -635,15 +629,6 @@ def find_model(given: Path | None) -> Path:
     return smollm2.prepare(CACHE / "models")
 
 
-def scratch(kept: Path | None) -> Iterator[Path]:
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="kvdepot-e2e-") as folder:
-        yield Path(folder)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
@@ -674,7 +659,7 @@ def main() -> int:
         print("hint: a package index must be reachable, or give --python, one that has vLLM")
         return 2
     started = time.monotonic()
-    for folder in scratch(args.folder):
+    with scratch(args.folder, "kvdepot-e2e-") as folder:
         run = Run(
             python,
             find_model(args.model),
@@ -683,7 +668,7 @@ def main() -> int:
             Engines(python, folder, args.threads),
             args.requests,
             args.rounds,
-            args.json,
+            Points(args.json),
             tuple(args.models),
             args.quick,
             release,
@@ -695,9 +680,9 @@ def main() -> int:
             run.point("models: a scenario failed", False, said=str(error).splitlines()[0])
         finally:
             run.engines.close()
-    found = summary(run.points)
+    found = summary(run.points.found)
     seconds = round(time.monotonic() - started)
-    ok = all(point["ok"] for point in run.points)
+    ok = run.points.ok
     whole = {"ok": ok, "release": release, "seconds": seconds, "points": found}
     whole["models"] = run.models
     said = f"{'ok' if ok else 'FAILED'} with vLLM {release} after {seconds} s"

@@ -10,20 +10,19 @@ The last line with --json is `{"ok", "points"}`. Exit status 1 if a point fails.
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.adapters.vllm.e2e import find_model
+from tests.support.e2e_points import Points, scratch
 from tests.support.vllm_environments import NEWEST, python_with
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,8 +45,7 @@ class TierRun:
     model: Path
     folder: Path
     rounds: int
-    as_json: bool
-    points: list[Seen] = field(default_factory=list)
+    points: Points
     _count: int = 0
 
     def scenario(self, name: str, depot: str, *more: str, killed: bool = False) -> Seen:
@@ -77,12 +75,7 @@ class TierRun:
         return answers
 
     def point(self, name: str, ok: bool, **figures: Any) -> None:
-        self.points.append({"point": name, "ok": bool(ok), **figures})
-        if self.as_json:
-            print(json.dumps(self.points[-1]), flush=True)
-        else:
-            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
-            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
+        self.points.add(name, ok, **figures)
 
 
 def contract(run: TierRun) -> None:
@@ -167,17 +160,13 @@ def main() -> int:
         print("hint: a package index must be reachable, or give --python, one that has vLLM 0.32")
         return 2
     started = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="kvdepot-tiers-", dir=args.folder))
-    try:
-        run = TierRun(python, find_model(args.model), folder, args.rounds, args.json)
+    with scratch(None, "kvdepot-tiers-", args.folder) as folder:
+        run = TierRun(python, find_model(args.model), folder, args.rounds, Points(args.json))
         for name, part in PARTS.items():
             if not args.parts or name in args.parts:
                 part(run)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    ok = all(point["ok"] for point in run.points)
-    seconds = round(time.monotonic() - started)
-    whole = {"ok": ok, "seconds": seconds, "points": run.points}
+    ok, seconds = run.points.ok, round(time.monotonic() - started)
+    whole = {"ok": ok, "seconds": seconds, "points": run.points.found}
     print(json.dumps(whole) if args.json else f"{'ok' if ok else 'FAILED'} after {seconds} s")
     return 0 if ok else 1
 
