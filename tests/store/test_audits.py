@@ -1,6 +1,8 @@
 """Namespaces in quarantine: nothing of them is served, also after a restart, until it is lifted."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,64 @@ class TestAfterARestart:
             tier.keep_page(PAGE_NUMBER, json.dumps(page).encode())
         with opened(tmp_path) as store:
             assert store.audits.known()["quarantined"] == []
+
+
+class TestDrives:
+    """What drives know that are used one at a time, and then together again."""
+
+    @pytest.fixture(autouse=True)
+    def mounted(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir(mode=0o700)
+
+    @staticmethod
+    def two(path: Path) -> Store:
+        paths = [str(path / "a" / "kv"), str(path / "b" / "kv")]
+        quick = {"retry_initial": 0.01, "retry_max": 0.05, "write_timeout": 0.3}
+        return opened(path, ssd={"path": paths, "capacity": 4 << 20, "segment": 256 << 10, **quick})
+
+    @contextmanager
+    def without(self, path: Path, away: str) -> Iterator[Store]:
+        (path / away).rename(path / "away")
+        with self.two(path) as store:
+            yield store
+        (path / "away").rename(path / away)
+
+    @staticmethod
+    def quarantine(store: Store, model: str) -> str:
+        key = prompt(space_of(store, model), 1, 1)[0]
+        store.audits.report(failed(key))
+        return key[:8].hex()
+
+    @staticmethod
+    def quarantined(store: Store) -> set[str]:
+        return {one["namespace"] for one in store.audits.known()["quarantined"]}
+
+    def test_every_quarantine_counts_that_none_has_lifted(self, tmp_path: Path) -> None:
+        with self.two(tmp_path) as store:
+            lifted, stays = self.quarantine(store, "lifted"), self.quarantine(store, "stays")
+            again = self.quarantine(store, "again")
+        with self.without(tmp_path, "b") as store:
+            of_a = self.quarantine(store, "of a")
+            assert store.audits.lift(lifted)
+        with self.without(tmp_path, "a") as store:
+            of_b = self.quarantine(store, "of b")
+            assert store.audits.lift(again)
+            self.quarantine(store, "again")
+        for _ in range(2):  # what the first one writes down says the same
+            with self.two(tmp_path) as store:
+                assert self.quarantined(store) == {stays, of_a, of_b, again}
+
+    def test_what_only_a_drive_that_goes_knows_is_told_to_the_others(self, tmp_path: Path) -> None:
+        with self.two(tmp_path) as store:
+            assert store.check().ok
+        with self.without(tmp_path, "b") as store:
+            named = self.quarantine(store, "of a")
+        with self.two(tmp_path) as store:
+            store.drain_drive("ssd", tmp_path / "a" / "kv")
+        ssd = {"path": str(tmp_path / "b" / "kv"), "capacity": 2 << 20, "segment": 256 << 10}
+        with opened(tmp_path, ssd=ssd) as store:
+            assert self.quarantined(store) == {named}
 
 
 def test_producers_are_bounded(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 """Audits of a daemon's store: each call is a question in JSON, and its answer."""
 
-import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvdepot.client.connections import DaemonAwayError, Reconnector
+from kvdepot.client.connections import Reconnector
 from kvdepot.core.audit import AuditFinding, DepotAudits, producer_id
 from kvdepot.errors import DaemonError
 from kvdepot.wire.frames import FrameKind
@@ -43,14 +42,4 @@ class RemoteAudits(DepotAudits):
 
     def _ask(self, call: str, **given: Any) -> Any:
         self._check_open()
-        body = json.dumps({"call": call, "given": given}).encode()
-        try:
-            with self._daemon.link() as (_, link):
-                return link.text(FrameKind.AUDITS, body, _ASK_S)
-        except DaemonAwayError as error:
-            self._daemon.count_away()
-            raise DaemonError(
-                self._daemon.path,
-                f"the daemon did not answer: {error}",
-                hint="see its log",
-            ) from error
+        return self._daemon.ask(FrameKind.AUDITS, call, given, _ASK_S)

@@ -13,7 +13,7 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -355,6 +355,17 @@ class Reconnector:
         connections = self.connections()
         with connections.link() as link:
             yield connections, link
+
+    def ask(self, kind: FrameKind, call: str, given: Mapping[str, Any], timeout_s: float) -> Any:
+        """A question in JSON, and its answer. DaemonError when no daemon answers."""
+        body = json.dumps({"call": call, "given": given}).encode()
+        try:
+            with self.link() as (_, link):
+                return link.text(kind, body, timeout_s)
+        except DaemonAwayError as error:
+            self.count_away()
+            reason = f"the daemon did not answer: {error}"
+            raise DaemonError(self.path, reason, hint="see its log") from error
 
     def register(self, space: NamespaceHandle) -> None:
         """Tell this daemon, if there is one, and every later one of a namespace, or ConfigError."""

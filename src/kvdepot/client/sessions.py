@@ -1,13 +1,11 @@
 """Sessions of a daemon's store: each call is a question in JSON, and its answer."""
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvdepot.client.connections import DaemonAwayError, Reconnector
+from kvdepot.client.connections import Reconnector
 from kvdepot.core.sessions import DepotSessions, RetentionReceipt
-from kvdepot.errors import DaemonError
 from kvdepot.wire.frames import FrameKind
 
 _ASK_S: Final = 120.0
@@ -80,15 +78,5 @@ class RemoteSessions(DepotSessions):
 
     def _ask(self, call: str, **given: Any) -> Any:
         self._check_open()
-        body = json.dumps({"call": call, "given": given}).encode()
         limit_s = _FILE_S if "path" in given else _TELL_S if call == "tell_prefill" else _ASK_S
-        try:
-            with self._daemon.link() as (_, link):
-                return link.text(FrameKind.SESSIONS, body, limit_s)
-        except DaemonAwayError as error:
-            self._daemon.count_away()
-            raise DaemonError(
-                self._daemon.path,
-                f"the daemon did not answer: {error}",
-                hint="see its log",
-            ) from error
+        return self._daemon.ask(FrameKind.SESSIONS, call, given, limit_s)

@@ -1,8 +1,9 @@
 """Namespaces in quarantine: one of their blocks was computed again, and is not what is kept.
 
 Nothing of them is served or taken until the quarantine is lifted. What is known is a page of JSON
-beside the pages of sessions, on every drive, so that it outlives the process; of several versions
-the one with the highest generation counts. A store without drives forgets it with its blocks.
+beside the pages of sessions, on every drive, so that it outlives the process. Of drives that were
+used apart every quarantine counts that none of them has lifted. A store without drives forgets it
+with its blocks.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ PAGE_NUMBER: Final = (1 << 24) - 1
 VERSION: Final = 1
 _PRODUCERS_MAX: Final = 64
 _QUARANTINED_MAX: Final = 256
-_SYNC_S: Final = 10.0
+SYNC_S: Final = 10.0
 _logger = logging.getLogger("kvdepot.audit")
 
 
@@ -47,6 +48,8 @@ class AuditDesk(DepotAudits):
         """Over all below."""
         self._counts: Counter[str] = Counter({"compared": 0, "mismatched": 0})
         self._quarantined: dict[bytes, dict[str, Any]] = {}
+        self._lifted: dict[bytes, float] = {}
+        """Since when the last quarantine of a namespace was that was lifted."""
         self._producers: dict[int, str] = {}
         self._generation = 0
         self._load()
@@ -79,7 +82,7 @@ class AuditDesk(DepotAudits):
                 "model": str(facts.get("model", "")),
                 "tenant": str(facts.get("tenant", "")),
                 "adapter": str(facts.get("adapter", "")),
-                "since_s": round(self._wall.now(), 3),
+                "since_s": max(round(self._wall.now(), 3), self._lifted.get(tag, 0.0) + 0.001),
                 "made_by": made_by,
                 "found_by": finding.producer,
                 "error": round(finding.error, 6),
@@ -99,7 +102,7 @@ class AuditDesk(DepotAudits):
             finding.error,
             finding.tolerance,
         )
-        self.write(_SYNC_S)
+        self.write(SYNC_S)
 
     def known(self) -> dict[str, Any]:
         with self._lock:
@@ -135,10 +138,15 @@ class AuditDesk(DepotAudits):
     def lift(self, namespace: str) -> bool:
         tag = _tag(namespace)
         with self._lock:
-            if self._quarantined.pop(tag, None) is None:
+            facts = self._quarantined.pop(tag, None)
+            if facts is None:
                 return False
+            self._lifted.pop(tag, None)
+            self._lifted[tag] = _since_s(facts)
+            while len(self._lifted) > _QUARANTINED_MAX:
+                del self._lifted[next(iter(self._lifted))]
             self._publish()
-        self.write(_SYNC_S)
+        self.write(SYNC_S)
         _logger.warning("kvdepot: namespace %s is no longer in quarantine", namespace)
         return True
 
@@ -155,8 +163,10 @@ class AuditDesk(DepotAudits):
         self.lift(namespace)
         return removed
 
-    def write(self, sync_s: float | None = None) -> None:
-        """Write down what is known, on every drive; with `sync_s`, durably within that time."""
+    def write(self, sync_s: float | None = None) -> bool:
+        """Write down what is known, on every drive; with `sync_s`, durably within that time. False:
+        no drive that stays took it.
+        """
         have, tiers = 0, [tier for lower, tier in self._tiers if lower.tier.writable]
         with self._writing:
             text = self._page()
@@ -165,6 +175,7 @@ class AuditDesk(DepotAudits):
                     have += tier.keep_page(PAGE_NUMBER, text, sync_s)[0]
         if tiers and not have:
             _logger.warning("kvdepot: no drive took what is known of audits; it ends with this run")
+        return bool(have) or not tiers
 
     def _publish(self) -> None:
         self._state.quarantined = frozenset(self._quarantined)
@@ -187,14 +198,19 @@ class AuditDesk(DepotAudits):
 
     def _load(self) -> None:
         """Know what the drives have."""
-        for _, tier in self._tiers:
-            for text in tier.pages():
-                page = _parsed(text)
-                if page is None or page["generation"] <= self._generation:
-                    continue
-                self._generation = page["generation"]
-                self._quarantined = dict(_entries(page.get("quarantined")))
-                self._producers = dict(_named(page.get("producers")))
+        texts = [text for _, tier in self._tiers for text in tier.pages()]
+        pages = [page for page in map(_parsed, texts) if page is not None]
+        for page in sorted(pages, key=lambda page: int(page["generation"])):
+            self._generation = page["generation"]
+            self._producers.update(_named(page.get("producers")))
+            for tag, facts in _entries(page.get("lifted")):
+                self._lifted[tag] = max(self._lifted.get(tag, 0.0), _since_s(facts))
+            for tag, facts in _entries(page.get("quarantined")):
+                if _since_s(facts) >= _since_s(self._quarantined.get(tag, {})):
+                    self._quarantined[tag] = facts
+        for tag, since_s in self._lifted.items():
+            if _since_s(self._quarantined.get(tag, {})) <= since_s:
+                self._quarantined.pop(tag, None)
         self._publish()
         for tag, facts in self._quarantined.items():
             _logger.error(
@@ -213,6 +229,7 @@ class AuditDesk(DepotAudits):
                 "generation": self._generation,
                 "audit": True,
                 "quarantined": {tag.hex(): facts for tag, facts in self._quarantined.items()},
+                "lifted": {tag.hex(): {"since_s": at} for tag, at in self._lifted.items()},
                 "producers": {f"{number:016x}": text for number, text in self._producers.items()},
             }
         return json.dumps(page, ensure_ascii=False, separators=(",", ":")).encode()
@@ -245,6 +262,11 @@ def _entries(found: Any) -> list[tuple[bytes, dict[str, Any]]]:
         with contextlib.suppress(ConfigError):
             entries.append((_tag(name), facts if isinstance(facts, dict) else {}))
     return entries
+
+
+def _since_s(facts: Mapping[str, Any]) -> float:
+    since_s = facts.get("since_s", 0.0)
+    return float(since_s) if isinstance(since_s, int | float) else 0.0
 
 
 def _named(found: Any) -> list[tuple[int, str]]:

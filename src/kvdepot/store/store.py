@@ -34,7 +34,7 @@ from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
 from kvdepot.index.promises import Promises
 from kvdepot.index.table import NONE, Keys
-from kvdepot.store.audits import AuditDesk
+from kvdepot.store.audits import SYNC_S, AuditDesk
 from kvdepot.store.check.online import check_store
 from kvdepot.store.drives.maintenance import DriveMaintenance
 from kvdepot.store.mapped import MappedStore
@@ -365,13 +365,16 @@ class Store(Depot):
     def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
         with self._state.using():
             self._drives.add(tier, Path(path))
-            self._keeper.write_all()
-            self._audits.write()
+            self._write_notes()
 
     def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
         with self._state.using():
             self._check_promises(tier, without=Path(path))
-            return self._drives.drain(tier, Path(path), self._keeper.write_all)
+            return self._drives.drain(tier, Path(path), self._write_notes)
+
+    def _write_notes(self) -> bool:
+        """What is known of sessions and audits, to all drives that stay."""
+        return self._keeper.write_all() and self._audits.write(SYNC_S)
 
     def resize(self, tier: str, capacity: int | str) -> None:
         with self._state.using():

@@ -148,7 +148,7 @@ class SessionPages:
         if apart and not self._apart:
             others = {number >> _BOOK_BITS for number in newest}
             free = [book for book in range(1, _BOOKS - 1) if book not in others]
-            self._book = random.choice(free or [_BOOKS - 1])
+            self._book = random.choice(free or range(1, _BOOKS - 1))
             self._open = self._book << _BOOK_BITS
         elif not self._members and newest:
             self._open = max(newest)
