@@ -106,5 +106,6 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
+            region.base_tensor.zero_()  # a GPU's worker page-locks the whole tier
             self._worker = MemoryWorker(kv_caches, self.blocks_per_chunk, region)
         return self._worker

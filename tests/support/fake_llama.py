@@ -34,6 +34,8 @@ class FakeLlama(ThreadingHTTPServer):
         self.states = MadeState(streams=count)
         self.delay_s = 0.0
         """How long after a request has come its slot is still what it was."""
+        self.forgets = 0
+        """How many saves are never answered."""
         self.hold = threading.Event()
         """Streams wait for it in the middle."""
         self.thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
@@ -105,6 +107,11 @@ class _FakeHandler(BaseHTTPRequestHandler):
             return
         if self.path.startswith("/slots/"):
             number, _, action = self.path.removeprefix("/slots/").partition("?action=")
+            if action == "save" and self.server.forgets:
+                self.server.forgets -= 1
+                self.rfile.read(1)  # until the client is gone
+                self.close_connection = True
+                return
             self.reply(200, self.server.act(int(number), action, body.get("filename", "")))
         elif self.path == "/tokenize":
             self.reply(200, {"tokens": [ord(letter) for letter in body["content"]]})

@@ -14,7 +14,7 @@ from tests.support.fake_llama import FakeLlama
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.adapters.llama_cpp import server_link
+from kvdepot.adapters.llama_cpp import proxy, server_link
 from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings, check_options
@@ -126,6 +126,33 @@ def test_a_slot_that_is_saved_too_early_is_saved_again(start: Start, fake: FakeL
     front.complete(TEXT)
     front.until_stored(len(TEXT) // 16)
     assert front.proxy.status()["failed"] == 0
+
+
+def test_a_save_that_the_server_forgets_is_asked_for_again(
+    start: Start, fake: FakeLlama, slots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "_FORGOTTEN_S", 0.05)
+    front = start()
+    front.until_ready()
+    fake.forgets = 2
+    front.complete(TEXT)
+    front.until_stored(len(TEXT) // 16)
+    assert front.proxy.status()["failed"] == 0
+    assert int(front.complete(TEXT + "?")["content"]) >= len(TEXT) // 16 * 16
+    until(lambda: not list(slots.glob("kvdepot-*")))
+
+
+def test_a_server_that_saves_no_slot_costs_no_request(
+    start: Start, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "_FORGOTTEN_S", 0.05)
+    monkeypatch.setattr(proxy, "_SAVE_LIMIT_S", 0.05)
+    front = start()
+    front.until_ready()
+    fake.forgets = 100
+    for number in range(3):
+        assert front.complete(f"{number} {TEXT}")["content"] == "0"
+    until(lambda: front.proxy.status()["failed"] == 3)
 
 
 def test_everything_else_is_passed_on(start: Start, fake: FakeLlama) -> None:

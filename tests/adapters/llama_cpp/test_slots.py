@@ -21,8 +21,17 @@ def test_the_slot_with_most_of_the_prompt_else_the_oldest() -> None:
     assert slots.take(tokens(1, 2, 4)) is first
 
 
+def test_a_slot_whose_save_takes_long_is_passed_over() -> None:
+    slots = Slots([0, 1], saved_s=0.01)
+    slot = slots.take(tokens(1, 2))
+    slot.tokens = tokens(1, 2)
+    slots.hold(slot)
+    slots.free(slot)
+    assert slots.take(tokens(1, 2, 3)) is not slot
+
+
 def test_a_slot_that_is_being_saved_is_waited_for() -> None:
-    slots = Slots([0, 1])
+    slots = Slots([0, 1], saved_s=600.0)
     slot = slots.take(tokens(1, 2))
     slot.tokens = tokens(1, 2)
     slots.hold(slot)

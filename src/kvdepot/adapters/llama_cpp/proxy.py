@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import logging
+import math
 import mmap
 import os
 import re
@@ -18,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -50,6 +50,10 @@ _DRAIN_S: Final = 2.0
 """How long requests wait for those that are under way, so that a server can be recognised."""
 _LAUNCH_LOOK_S: Final = 0.02
 _SAVERS: Final = 64
+_FORGOTTEN_S: Final = 1.0
+"""A save that has not begun so long after its request is asked for again: llama-server puts one off
+while its slot is busy, and may forget it when several slots end together."""
+_SAVE_LIMIT_S: Final = 60.0
 _RECOGNISE_S: Final = 10.0
 """How long a request waits for a server that has just started to be recognised."""
 _TIMINGS: Final = re.compile(rb'"(cache_n|prompt_n|predicted_n)"\s*:\s*(\d+)')
@@ -106,6 +110,8 @@ class Prepared:
     """The request with the slot named."""
     ended: threading.Event = field(default_factory=threading.Event)
     """The client has its answer, or is gone."""
+    ended_s: float = math.inf
+    """When."""
 
 
 class LlamaProxy:
@@ -327,6 +333,7 @@ class LlamaProxy:
         self.look_for_shift(ready.served, tail)
         ready.slot.tokens = ready.tokens if good else ready.tokens[:0]
         ready.served.slots.end_launch(ready.slot)
+        ready.ended_s = time.monotonic()
         ready.ended.set()
         ready.served.slots.free(ready.slot)
 
@@ -341,9 +348,9 @@ class LlamaProxy:
         """Store a slot's new blocks. The server saves a slot when its request has ended."""
         served, slot = ready.served, ready.slot
         try:
-            with self.link.slot_file() as path:
+            with contextlib.ExitStack() as files:
                 try:
-                    content = self._save_when_done(ready, path)
+                    content = self._save_when_done(ready, files)
                     ready.ended.wait()
                     tokens, state = read_slot_file(content)
                     if common(tokens, ready.tokens) < min(len(tokens), len(ready.tokens)):
@@ -357,11 +364,26 @@ class LlamaProxy:
         except FAILURES as error:
             self.counters.fail("a slot was not stored", error)
 
-    def _save_when_done(self, ready: Prepared, path: Path) -> Any:
+    def _save_when_done(self, ready: Prepared, files: contextlib.ExitStack) -> Any:
         """The slot's file, saved after the request: one that came before it is not enough."""
+        patience_s = _FORGOTTEN_S
         while True:
-            ended = ready.ended.is_set()
-            content = self.link.save_slot(ready.slot.number, path, ready.served.sockets)
+            ended, asked_s = ready.ended.is_set(), time.monotonic()
+            # One file for each try: a save that was given up may still be written.
+            path = files.enter_context(self.link.slot_file())
+
+            def forgotten(since_s: float = asked_s, limit_s: float = patience_s) -> bool:
+                return time.monotonic() - max(since_s, ready.ended_s) > limit_s
+
+            try:
+                content = self.link.save_slot(
+                    ready.slot.number, path, ready.served.sockets, forgotten
+                )
+            except TimeoutError:
+                if patience_s > _SAVE_LIMIT_S:
+                    raise
+                patience_s *= 2
+                continue
             tokens = read_slot_tokens(content)
             if ended or common(tokens, ready.tokens) == len(ready.tokens):
                 return content

@@ -9,6 +9,7 @@ import http.client
 import json
 import logging
 import os
+import select
 import socket
 import threading
 import urllib.parse
@@ -41,6 +42,7 @@ _SLOT_S: Final = 60.0
 """An action on a slot waits until the server is between two batches."""
 _REQUEST_S: Final = 3600.0
 """A slot is saved when its request has ended; llama-server's own limit."""
+_LOOK_S: Final = 0.1
 _FORBIDDEN: Final = {
     "--cache-reuse": "moves KV to other positions",
     "LLAMA_ARG_CACHE_REUSE": "moves KV to other positions",
@@ -92,8 +94,12 @@ class LlamaServerLink:
         body: object = None,
         timeout_s: float = _QUICK_S,
         sockets: frozenset[int] | None = None,
+        hopeless: Callable[[], bool] | None = None,
     ) -> Any:
-        """One request and its JSON answer; with `sockets`, of the run that listens on them."""
+        """One request and its JSON answer; with `sockets`, of the run that listens on them.
+
+        TimeoutError when `hopeless` says so before the answer begins.
+        """
         headers = {"content-type": "application/json"}
         if self.settings.api_key:
             headers["authorization"] = f"Bearer {self.settings.api_key}"
@@ -104,6 +110,9 @@ class LlamaServerLink:
                 raise ModelError("llama-server was restarted")
             method = "GET" if body is None else "POST"
             connection.request(method, path, None if body is None else json.dumps(body), headers)
+            while hopeless is not None and not select.select([connection.sock], [], [], _LOOK_S)[0]:
+                if hopeless():
+                    raise TimeoutError(f"llama-server did not answer {path}")
             response = connection.getresponse()
             content = response.read()
         try:
@@ -122,11 +131,16 @@ class LlamaServerLink:
         return tokens
 
     def slot_action(
-        self, slot: int, action: str, filename: str = "", sockets: frozenset[int] | None = None
+        self,
+        slot: int,
+        action: str,
+        filename: str = "",
+        sockets: frozenset[int] | None = None,
+        hopeless: Callable[[], bool] | None = None,
     ) -> dict[str, Any]:
         path = f"/slots/{slot}?action={action}"
         limit_s = _REQUEST_S if action == "save" else _SLOT_S
-        answer = self.call(path, {"filename": filename}, limit_s, sockets)
+        answer = self.call(path, {"filename": filename}, limit_s, sockets, hopeless)
         return answer if isinstance(answer, dict) else {}
 
     @contextlib.contextmanager
@@ -142,10 +156,14 @@ class LlamaServerLink:
             path.unlink(missing_ok=True)
 
     def save_slot(
-        self, slot: int, path: Path, sockets: frozenset[int] | None = None
+        self,
+        slot: int,
+        path: Path,
+        sockets: frozenset[int] | None = None,
+        hopeless: Callable[[], bool] | None = None,
     ) -> "np.memmap[Any, np.dtype[np.uint8]]":
-        """Have the server write a slot to a file, and map that."""
-        self.slot_action(slot, "save", path.name, sockets)
+        """Have the server write a slot to a file, and map that. TimeoutError: as of `call`."""
+        self.slot_action(slot, "save", path.name, sockets, hopeless)
         try:
             return np.memmap(path, np.uint8, "r")
         except FileNotFoundError as error:

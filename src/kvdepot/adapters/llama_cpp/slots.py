@@ -4,12 +4,16 @@ What is believed to be in a slot only chooses one: the server itself compares to
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from kvdepot.adapters.llama_cpp.sequence_state import Tokens
+
+_SAVED_S: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -34,9 +38,13 @@ class Slots:
     slots: what was restored to one has to begin before the next may.
     """
 
-    def __init__(self, numbers: Sequence[int], *, shared: bool = False) -> None:
+    def __init__(
+        self, numbers: Sequence[int], *, shared: bool = False, saved_s: float = _SAVED_S
+    ) -> None:
+        """`saved_s`: how long a request waits for a slot that is being saved if another is free."""
         self._slots = [Slot(number) for number in numbers]
         self._shared = shared and len(numbers) > 1
+        self._saved_s = saved_s
         self._changed = threading.Condition()
         self._uses = 0
         self._launching: Slot | None = None
@@ -44,18 +52,24 @@ class Slots:
     def take(self, tokens: Tokens) -> Slot:
         """The slot with most of the prompt in it; among equals the one that was used least lately.
 
-        Waits while all are busy, as the server would, and for a slot that is only being saved.
+        Waits while all are busy, as the server would, and a while for one that is being saved.
         """
+        began_s = time.monotonic()
         with self._changed:
             while True:
-                waiting = [slot for slot in self._slots if not slot.answering]
-                if waiting:
-                    best = max(waiting, key=lambda slot: (common(slot.tokens, tokens), -slot.used))
+                patient = time.monotonic() - began_s < self._saved_s
+                free = [
+                    slot
+                    for slot in self._slots
+                    if not slot.answering and (patient or not slot.holders)
+                ]
+                if free:
+                    best = max(free, key=lambda slot: (common(slot.tokens, tokens), -slot.used))
                     if not best.holders:
                         self._uses += 1
                         best.holders, best.answering, best.used = 1, True, self._uses
                         return best
-                self._changed.wait()
+                self._changed.wait(self._saved_s if patient else None)
 
     def hold(self, slot: Slot) -> None:
         """The slot is to be saved, too, before it is free."""
