@@ -57,9 +57,10 @@ class HttpDaemon:
         folder: Path,
         token: str = "",
         tls: tuple[Path | None, Path | None] = (None, None),
+        archive_max: int = 1 << 30,
         **settings: Any,
     ) -> None:
-        """`tls`: a certificate and its key."""
+        """`tls`: a certificate and its key. `archive_max`: bytes of a session that is imported."""
         token_file = None
         if token:
             token_file = folder / "token"
@@ -68,7 +69,7 @@ class HttpDaemon:
         self._place = tempfile.TemporaryDirectory()
         config = load(overrides={**small(folder / "kv"), **settings})
         self.daemon = Daemon(config, Listener(Path(self._place.name) / "s", ""))
-        settings_of_http = HttpSettings("127.0.0.1", 0, token_file, *tls, requests_per_s=1e6)
+        settings_of_http = HttpSettings("127.0.0.1", 0, token_file, *tls, 1e6, archive_max)
         try:
             self.http = HttpService(self.daemon, settings_of_http)
         except ConfigError:

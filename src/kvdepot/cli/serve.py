@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from kvdepot.cli.arguments import (
 )
 from kvdepot.core import config
 from kvdepot.core.private import make_private_folder
-from kvdepot.core.units import format_bytes, format_count
+from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError
 from kvdepot.server.client_holdings import ClientLimits
 from kvdepot.server.daemon import Daemon
@@ -84,6 +85,12 @@ def add_http(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(option, type=Path, metavar="FILE", help=text)
     parser.add_argument(
+        "--http-archive-max",
+        type=explained(parse_bytes),
+        metavar="SIZE",
+        help="the largest archive of a session that is imported over HTTP (64GiB)",
+    )
+    parser.add_argument(
         "--prefill-tokens-per-s",
         type=positive,
         metavar="N",
@@ -115,12 +122,15 @@ def http_service(daemon: Daemon, args: argparse.Namespace) -> "HttpService":
         raise ExtraMissingError("http", str(error.name)) from error
     host, port = args.http
     files = (args.http_token_file, args.http_cert, args.http_key)
-    return HttpService(daemon, HttpSettings(host, port, *files))
+    settings = HttpSettings(host, port, *files)
+    if args.http_archive_max is not None:
+        settings = replace(settings, archive_bytes_max=args.http_archive_max)
+    return HttpService(daemon, settings)
 
 
 def check_options(args: argparse.Namespace) -> None:
     """Refuse options that would do nothing."""
-    for option in ("http_token_file", "http_cert", "http_key"):
+    for option in ("http_token_file", "http_cert", "http_key", "http_archive_max"):
         if getattr(args, option) is not None and args.http is None:
             name = "--" + option.replace("_", "-")
             raise ConfigError(name, "is for --http", hint="give --http 127.0.0.1:9400 too")

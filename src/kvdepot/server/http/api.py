@@ -4,7 +4,7 @@ The table makes the routes, checks what comes in, and makes /openapi.json.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from kvdepot.server.http.prefixes import PrefixQueries, PrefixQuestion
 from kvdepot.site.messages import TOKENS_MAX
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import gpu_seconds_saved, hit_ratio, joules_saved, served_tokens
+from kvdepot.store.sessions.archive import ByteSource
 from kvdepot.store.sessions.known import SESSION_ORDERS, state_of
 from kvdepot.wire.messages import key_words
 
@@ -55,9 +56,13 @@ class ApiCall:
     values: Mapping[str, Any]
     trusted: bool
     """It came with the token."""
+    archive: ByteSource | None = None
+    """What is imported."""
 
 
 Answer = dict[str, Any]
+Pieces = Iterator[bytes | memoryview]
+"""Of an archive that is exported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,17 @@ class Endpoint:
     method: str
     path: str
     text: str
-    answer: Callable[["Api", ApiCall], Answer]
+    answer: Callable[["Api", ApiCall], Answer | Pieces]
     fields: tuple[Field, ...] = ()
+    private: bool = False
+    """Reading it needs a token also where there is none."""
+    archive: bool = False
+    """The answer to GET, or the body of POST, is the archive of a session."""
+
+    @property
+    def route(self) -> str:
+        """The path as Starlette wants it: a session's name may have slashes."""
+        return self.path.replace("{session}", "{session:path}")
 
 
 def _text(limit: int) -> dict[str, Any]:
@@ -226,6 +240,14 @@ class Api:
     def expire(self, call: ApiCall) -> Answer:
         name, namespace = self._named(call)
         return self._store.sessions.expire(name, namespace=namespace)
+
+    def export(self, call: ApiCall) -> Pieces:
+        name, namespace = self._named(call)
+        return self._store.sessions.export_pieces(name, namespace=namespace)
+
+    def import_archive(self, call: ApiCall) -> Answer:
+        assert call.archive is not None
+        return self._store.sessions.import_from(call.archive)
 
     def _named(self, call: ApiCall) -> tuple[str, str]:
         """The session and the namespace that a call names; NotThereError: there is none."""
@@ -399,6 +421,26 @@ ENDPOINTS: Final = (
         "A session is over: forget it; its blocks make room first.",
         Api.expire,
         (SESSION, NAMESPACE),
+    ),
+    Endpoint(
+        "GET",
+        "/api/sessions/{session}/export",
+        "A session with its blocks as an archive, streamed. Needs the token.",
+        Api.export,
+        (
+            Field(SESSION.name, SESSION.schema, SESSION.text, place="path"),
+            Field(NAMESPACE.name, NAMESPACE.schema, NAMESPACE.text, required=False, place="query"),
+        ),
+        private=True,
+        archive=True,
+    ),
+    Endpoint(
+        "POST",
+        "/api/sessions/import",
+        "Take in a session from an archive, as far as it is intact: `complete` and `damage` say "
+        "what was left out.",
+        Api.import_archive,
+        archive=True,
     ),
     Endpoint(
         "POST",

@@ -22,11 +22,12 @@ _REFUSALS: Final = {
     "405": "the path is there for another method",
     "409": "another change is under way",
     "413": "the body is too large",
-    "415": "the body is not JSON",
+    "415": "the body is of another media type",
     "421": "the server has another name",
     "429": "too many requests",
     "503": "the daemon stops",
 }
+_ARCHIVE: Final = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _PLAIN: Final = {
     "/healthz": ("The daemon runs.", "application/json"),
     "/readyz": ("The daemon takes clients.", "application/json"),
@@ -125,7 +126,9 @@ def openapi() -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"type": "object"}}}
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if endpoint.archive and endpoint.method == "GET":
+        content = dict(_ARCHIVE)
     good = {"description": endpoint.text, "content": content}
     operation: dict[str, Any] = {"summary": endpoint.text, "responses": _responses(good)}
     if endpoint.method != "GET":
@@ -141,10 +144,10 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
             "properties": {f.name: {**f.schema, "description": f.text} for f in inside},
             "required": [field.name for field in inside if field.required],
         }
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema}},
-        }
+        sent = _ARCHIVE if endpoint.archive else {"application/json": {"schema": schema}}
+        operation["requestBody"] = {"required": True, "content": dict(sent)}
+    if endpoint.private:
+        operation["security"] = [{"token": []}]
     outside = [field for field in endpoint.fields if field.place != "body"]
     if outside:
         operation["parameters"] = [

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from kvdepot.errors import ConfigError, KVDepotError, StateError, StoreClosedError
 from kvdepot.server.daemon import Daemon
 from kvdepot.server.http.api import ENDPOINTS, Api, ApiCall, Endpoint, NotThereError
+from kvdepot.server.http.archives import ARCHIVE_BYTES_MAX, MEDIA, ArchiveMover
 from kvdepot.server.http.changes import ChangeRunningError
 from kvdepot.server.http.events import RecentEvents
 from kvdepot.server.http.guard import BODY_BYTES_MAX, RATE, AccessRules, Guard, refusal
@@ -55,6 +56,8 @@ class HttpSettings:
     cert_file: Path | None = None
     key_file: Path | None = None
     requests_per_s: float = RATE
+    archive_bytes_max: int = ARCHIVE_BYTES_MAX
+    """Of a session that is imported."""
 
     @property
     def is_loopback(self) -> bool:
@@ -129,6 +132,7 @@ class HttpService:
         self._events = RecentEvents()
         self._api = Api(daemon, self._events)
         self._threads = ThreadPoolExecutor(2, "kvdepot-http-call")
+        self._archives = ArchiveMover(settings.archive_bytes_max)
         self._socket = settings.listen()
         self.port: int = self._socket.getsockname()[1]
         scheme = "https" if settings.cert_file else "http"
@@ -175,6 +179,7 @@ class HttpService:
             self._thread.join(_STOP_S)
         self._socket.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._archives.close()
         self._events.detach()
 
     def _run(self) -> None:
@@ -192,7 +197,7 @@ class HttpService:
             routes.append(Route(path, _static(b"".join(parts), media)))
         for endpoint in ENDPOINTS:
             answer = partial(self._answer, endpoint)
-            routes.append(Route(endpoint.path, answer, methods=[endpoint.method]))
+            routes.append(Route(endpoint.route, answer, methods=[endpoint.method]))
         handlers = {HTTPException: _refused, KVDepotError: _failed, OSError: _failed}
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
@@ -214,12 +219,29 @@ class HttpService:
         """Check a request against the endpoint's fields, and answer it."""
         values = checked_values(endpoint.fields, dict(request.path_params), "path")
         values |= checked_values(endpoint.fields, dict(request.query_params), "query")
+        trusted = bool(request.state.trusted)
+        if endpoint.private and not trusted:
+            raise HTTPException(403, "this needs a token: start with --http-token-file FILE")
+        if endpoint.archive:
+            return await self._move_archive(endpoint, request, values)
         if endpoint.method != "GET":
             values |= checked_values(endpoint.fields, parse_body(await _body(request)), "body")
-        call = ApiCall(values, bool(request.state.trusted))
+        call = ApiCall(values, trusted)
         found = await self._call(lambda: endpoint.answer(self._api, call))
         running = endpoint.method != "GET" and found.get("state") == "running"
         return JSONResponse(found, 202 if running else 200)
+
+    async def _move_archive(
+        self, endpoint: Endpoint, request: Request, values: dict[str, Any]
+    ) -> Response:
+        api = self._api
+        if endpoint.method != "GET":
+            take = lambda source: endpoint.answer(api, ApiCall(values, True, source))  # noqa: E731
+            return JSONResponse(await self._archives.upload(request, take))
+        if request.method == "HEAD":
+            return Response(media_type=MEDIA)
+        call = ApiCall(values, True)
+        return await self._archives.download(lambda: endpoint.answer(api, call))
 
 
 async def _body(request: Request) -> bytes:

@@ -14,10 +14,10 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Protocol
 
 from kvdepot.codec.notes import parse_object
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Put
@@ -44,7 +44,7 @@ _FIXED: Final = struct.Struct("<8sHHI")
 _LENGTHS: Final = struct.Struct("<QI")
 _TOKEN_BYTES_MAX: Final = 4 << 20
 _DIGEST_BYTES: Final = 32
-_HEAD_BYTES_MAX: Final = 64 << 20
+_HEAD_BYTES_MAX: Final = 4 << 20
 _BLOCKS_MAX: Final = 1 << 20
 _READ_S: Final = 60.0
 _PUT_S: Final = 30.0
@@ -68,6 +68,14 @@ class ArchivedPrompt:
     blocks: int
 
 
+class ByteSource(Protocol):
+    """Where an archive comes from. Less than was asked for is the end."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+    def readinto(self, into: memoryview, /) -> int: ...
+
+
 class Archivist:
     """Writes and reads archives of one store."""
 
@@ -89,53 +97,75 @@ class Archivist:
 
     def export(self, name: str, prompts: Mapping[bytes, Prompt], path: Path) -> dict[str, Any]:
         """Write a session to a new file. ConfigError where not all of it is in the store."""
-        parts = [(self._described(tag), prompt.keys(tag)) for tag, prompt in prompts.items()]
-        total = sum(one.layout.block_bytes * len(keys) for one, keys in parts)
-        self.transfer = ArchiveProgress(0, total)
+        pieces = self.pieces(name, prompts)
         try:
             fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError as error:
             raise ConfigError("file", f"{path} is there already") from error
         try:
             with os.fdopen(fd, "wb") as file:
-                turns = max(prompt.turns for prompt in prompts.values())
-                _write_head(file, name, turns, parts)
-                for one, keys in parts:
-                    self._write_blocks(file, one, keys)
+                for piece in pieces:
+                    file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
                 size = file.tell()
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        blocks = sum(len(keys) for _, keys in parts)
+        blocks = sum(map(len, prompts.values()))
         return {"session": name, "path": str(path), "blocks": blocks, "bytes": size}
 
+    def pieces(self, name: str, prompts: Mapping[bytes, Prompt]) -> Iterator[bytes | memoryview]:
+        """An archive in pieces, each valid until the next is asked for: the head, then what belongs
+        to each block. ConfigError at a block that is not in the store.
+        """
+        parts = [(self._described(tag), prompt.keys(tag)) for tag, prompt in prompts.items()]
+        turns = max(prompt.turns for prompt in prompts.values())
+        total = sum(one.layout.block_bytes * len(keys) for one, keys in parts)
+        return self._pieces(_head(name, turns, parts), parts, ArchiveProgress(0, total))
+
+    def _pieces(
+        self,
+        head: bytes,
+        parts: Sequence[tuple[ArchivedPrompt, Sequence[BlockKey]]],
+        transfer: ArchiveProgress,
+    ) -> Iterator[bytes | memoryview]:
+        self.transfer = transfer
+        yield head
+        for one, keys in parts:
+            buffer = aligned(one.layout.block_bytes)
+            for at, key in enumerate(keys):
+                yield from self._block(one, key, f"block {at} of {len(keys)}", buffer)
+                transfer.done_bytes += one.layout.block_bytes
+
     def import_file(self, path: Path) -> dict[str, Any]:
+        """Take in a session from a file."""
+        with _opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            return {"path": str(path), **self.import_from(file, str(path), size)}
+
+    def import_from(self, source: ByteSource, label: str, size: int = 0) -> dict[str, Any]:
         """Take in a session. FormatError where its head is damaged; of damaged or missing blocks
         those before them are taken in, and the answer says so.
         """
-        with _opened(path) as file:
-            head, parts = _read_head(file, path)
-            self.transfer = ArchiveProgress(0, os.fstat(file.fileno()).st_size)
-            name, taken, damage = checked_name(head["session"]), 0, ""
-            for part in parts:
-                self._check_same(part)
-                keys, damage = self._take_in(file, part)
-                taken += len(keys)
-                if keys:
-                    with self._state.lock:
-                        words = as_words(keys)
-                        self._sessions.tell(part.tag, name, words, SessionState.ALIVE)
-                if damage:
-                    break
-            more = file.read(1)
+        head, parts = _read_head(source, label)
+        self.transfer = transfer = ArchiveProgress(0, size)
+        name, taken, damage = checked_name(head["session"]), 0, ""
+        for part in parts:
+            self._check_same(part)
+            keys, damage = self._take_in(source, part, transfer)
+            taken += len(keys)
+            if keys:
+                with self._state.lock:
+                    words = as_words(keys)
+                    self._sessions.tell(part.tag, name, words, SessionState.ALIVE)
+            if damage:
+                break
         wanted = sum(part.blocks for part in parts)
-        if more and not damage:
+        if not damage and source.read(1):
             damage = "there is something behind the last block"
         return {
             "session": name,
-            "path": str(path),
             "blocks": taken,
             "of_blocks": wanted,
             "complete": taken == wanted,
@@ -152,23 +182,24 @@ class Archivist:
             ) from error
         return ArchivedPrompt(tag, json.dumps(facts, sort_keys=True).encode(), layout, 0)
 
-    def _write_blocks(self, file: BinaryIO, one: ArchivedPrompt, keys: Sequence[BlockKey]) -> None:
+    def _block(
+        self, one: ArchivedPrompt, key: BlockKey, label: str, buffer: memoryview
+    ) -> Iterator[bytes | memoryview]:
         size, chunk = one.layout.block_bytes, one.layout.chunk_bytes
-        buffer = aligned(size)
-        for at, key in enumerate(keys):
-            read = BlockRead(key, address_of(buffer, True)[0], size, chunk, 0, size)
+        read = BlockRead(key, address_of(buffer, True)[0], size, chunk, 0, size)
+        with self._state.using():
             (got,) = self._reader.fetch([read], _READ_S, read_ahead=False)
             if not got:
                 raise ConfigError(
                     "session",
-                    f"block {at} of {len(keys)} cannot be read: {got.reason}",
+                    f"{label} cannot be read: {got.reason}",
                     hint="kvdepot session show says where its blocks are",
                 )
             (tokens,) = self._tokens.read([key])
-            start = key + _LENGTHS.pack(size, len(tokens))
-            for piece in (start, buffer[:size], tokens, _digest(start, buffer[:size], tokens)):
-                file.write(piece)
-            self.transfer.done_bytes += size
+        start = key + _LENGTHS.pack(size, len(tokens))
+        yield start
+        yield buffer[:size]
+        yield tokens + _digest(start, buffer[:size], tokens)
 
     def _check_same(self, part: ArchivedPrompt) -> None:
         """ConfigError where the store knows the namespace as another one."""
@@ -176,37 +207,37 @@ class Archivist:
         if known and known.get("layout") != json.loads(part.description).get("layout"):
             raise ConfigError("archive", "this store knows the namespace with another layout")
 
-    def _take_in(self, file: BinaryIO, part: ArchivedPrompt) -> tuple[list[BlockKey], str]:
+    def _take_in(
+        self, source: ByteSource, part: ArchivedPrompt, transfer: ArchiveProgress
+    ) -> tuple[list[BlockKey], str]:
         """Blocks of one namespace as far as they are intact, and what was wrong then."""
         size, taken, chain = part.layout.block_bytes, list[BlockKey](), b""
-        buffer = aligned(size)
         self._register_tag(part.tag, size, part.description)
         try:
+            buffer = aligned(size)
             for number in range(part.blocks):
-                key, tokens = _read_block(file, part.tag, buffer[:size])
+                key, tokens = _read_block(source, part.tag, buffer[:size])
                 if key is None or (
                     chain and key[TAG_BYTES : 2 * TAG_BYTES] not in (chain, ROOT_LINK)
                 ):
                     return taken, f"block {number} is damaged or missing"
                 address = address_of(buffer, True)[0]
                 offer = NewBlock(key, address, size, part.layout.chunk_bytes, tokens=tokens)
-                (put,) = self._putter.store([offer], _PUT_S)
+                with self._state.using():
+                    (put,) = self._putter.store([offer], _PUT_S)
                 if put is Put.REFUSED or put is Put.THROTTLED:
                     return taken, f"block {number} found no room ({put.value})"
                 chain = key[2 * TAG_BYTES : 3 * TAG_BYTES]
                 taken.append(key)
-                self.transfer.done_bytes += size
+                transfer.done_bytes += size
         finally:
             self._state.descriptions.unregister([part.tag])
         return taken, ""
 
 
-def _write_head(
-    file: BinaryIO,
-    name: str,
-    turns: int,
-    parts: Sequence[tuple[ArchivedPrompt, Sequence[BlockKey]]],
-) -> None:
+def _head(
+    name: str, turns: int, parts: Sequence[tuple[ArchivedPrompt, Sequence[BlockKey]]]
+) -> bytes:
     namespaces = [
         {"description": json.loads(one.description), "blocks": len(keys), "tag": one.tag.hex()}
         for one, keys in parts
@@ -214,30 +245,30 @@ def _write_head(
     said = {"session": name, "turns": turns, "format": FORMAT_VERSION, "namespaces": namespaces}
     head = json.dumps(said, ensure_ascii=False).encode()
     fixed = _FIXED.pack(MAGIC, VERSION, 0, len(head))
-    for piece in (fixed, head, _digest(fixed, head)):
-        file.write(piece)
+    return fixed + head + _digest(fixed, head)
 
 
-def _read_head(file: BinaryIO, path: Path) -> tuple[dict[str, Any], list[ArchivedPrompt]]:
+def _read_head(source: ByteSource, label: str) -> tuple[dict[str, Any], list[ArchivedPrompt]]:
     """What an archive says of itself, or FormatError."""
-    fixed = file.read(_FIXED.size)
+    fixed = source.read(_FIXED.size)
     if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
-        raise FormatError(str(path), "is no archive of a session")
+        raise FormatError(label, "is no archive of a session")
     _, version, _, length = _FIXED.unpack(fixed)
     if version > VERSION:
         raise FormatError(
-            str(path), f"is an archive of version {version}", hint="import it with a newer kvdepot"
+            label, f"is an archive of version {version}", hint="import it with a newer kvdepot"
         )
-    head = file.read(min(length, _HEAD_BYTES_MAX))
-    if file.read(_DIGEST_BYTES) != _digest(fixed, head):
-        raise FormatError(str(path), "the head of the archive is damaged")
+    head = source.read(min(length, _HEAD_BYTES_MAX))
+    if source.read(_DIGEST_BYTES) != _digest(fixed, head):
+        raise FormatError(label, "the head of the archive is damaged")
     try:
         said = parse_object(head)
+        checked_name(said["session"])
         if said["format"] != FORMAT_VERSION:
-            raise FormatError(str(path), f"has blocks of format {said['format']}")
+            raise FormatError(label, f"has blocks of format {said['format']!r:.40}")
         return said, [_parsed_part(part) for part in said["namespaces"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(str(path), "the head of the archive makes no sense") from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FormatError(label, "the head of the archive makes no sense") from error
 
 
 def _parsed_part(said: dict[str, Any]) -> ArchivedPrompt:
@@ -248,18 +279,20 @@ def _parsed_part(said: dict[str, Any]) -> ArchivedPrompt:
     return ArchivedPrompt(tag, json.dumps(facts, sort_keys=True).encode(), layout, int(blocks))
 
 
-def _read_block(file: BinaryIO, tag: bytes, payload: memoryview) -> tuple[BlockKey | None, bytes]:
+def _read_block(
+    source: ByteSource, tag: bytes, payload: memoryview
+) -> tuple[BlockKey | None, bytes]:
     """The next block, into `payload`, and its token ids; None where it is not as it was written."""
-    start = file.read(KEY_BYTES + _LENGTHS.size)
+    start = source.read(KEY_BYTES + _LENGTHS.size)
     if len(start) < KEY_BYTES + _LENGTHS.size:
         return None, b""
     length, token_bytes = _LENGTHS.unpack(start[KEY_BYTES:])
     if length != len(payload) or not start.startswith(tag) or token_bytes > _TOKEN_BYTES_MAX:
         return None, b""
-    if file.readinto(payload) != length:  # type: ignore[attr-defined]
+    if source.readinto(payload) != length:
         return None, b""
-    tokens = file.read(token_bytes)
-    if file.read(_DIGEST_BYTES) != _digest(start, payload, tokens):
+    tokens = source.read(token_bytes)
+    if source.read(_DIGEST_BYTES) != _digest(start, payload, tokens):
         return None, b""
     return BlockKey(start[:KEY_BYTES]), tokens
 

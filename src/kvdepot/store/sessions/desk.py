@@ -1,7 +1,7 @@
 """Serves what a depot's sessions are asked: listing, contracts, parking, archives."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from kvdepot.core.sessions import DepotSessions, RetentionReceipt
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
 from kvdepot.store.read.prefetch import Hint
-from kvdepot.store.sessions.archive import Archivist
+from kvdepot.store.sessions.archive import Archivist, ByteSource
 from kvdepot.store.sessions.keeper import Flush, SessionKeeper
 from kvdepot.store.sessions.known import SESSION_ORDERS, Prompt, Sessions, checked_name
 from kvdepot.store.state.ledger import Account, ToldPrefill
@@ -114,13 +114,28 @@ class SessionDesk(DepotSessions):
         self, name: str, path: str | os.PathLike[str], *, namespace: str = ""
     ) -> dict[str, Any]:
         prompts = self._prompts(name, self._tags(name, namespace))
-        with self._state.using():
-            return self._archivist.export(name, prompts, Path(path))
+        return self._archivist.export(name, prompts, Path(path))
+
+    def export_pieces(self, name: str, *, namespace: str = "") -> Iterator[bytes | memoryview]:
+        """What `export` would write, piece by piece. ConfigError at once where a block is missing
+        now, and at a block that is missing when its turn comes.
+        """
+        prompts = self._prompts(name, self._tags(name, namespace))
+        with self._state.lock:
+            here = sum(sum(self._sessions.tiers_of(*one).values()) for one in prompts.items())
+        if here < sum(map(len, prompts.values())):
+            hint = "kvdepot session show says where its blocks are"
+            raise ConfigError("session", "not all of its blocks are in the store", hint=hint)
+        return self._archivist.pieces(name, prompts)
 
     def import_file(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         self._state.check_open()
-        with self._state.using():
-            return self._archivist.import_file(Path(path))
+        return self._archivist.import_file(Path(path))
+
+    def import_from(self, source: ByteSource) -> dict[str, Any]:
+        """What `import_file` does, of an archive that comes from elsewhere."""
+        self._state.check_open()
+        return self._archivist.import_from(source, "archive")
 
     def ledger(self) -> dict[str, Any]:
         self._state.check_open()
