@@ -88,6 +88,7 @@ def lines(stats: Stats, flows: Mapping[str, float], columns: int) -> Iterator[st
         "",
         *_drives(stats),
         *_sessions(stats),
+        *_prefixes(stats),
         *_alerts(stats),
     ):
         yield line if len(line) <= columns else line[: columns - 1] + "…"
@@ -166,6 +167,21 @@ def _sessions(stats: Stats) -> Iterator[str]:
         held = " ".join(f"{tier} {blocks}" for tier, blocks in one["tiers"].items())
         idle, name = duration(one["idle_s"]), one["name"][:30]
         yield f"{name:32}{one['turns']:>7,}{one['blocks']:>8,}{idle:>9}  {held}"
+    yield ""
+
+
+def _prefixes(stats: Stats) -> Iterator[str]:
+    shown = stats.get("prefixes_shown", ())
+    if not shown:
+        return
+    yield f"{'shared prefix':20}{'sessions':>9}{'tokens':>10}{'bytes':>10}{'idle':>9}  tiers"
+    for one in shown:
+        held = " ".join(f"{tier} {blocks}" for tier, blocks in one["tiers"].items())
+        size = format_bytes(max(one["bytes"].values(), default=0))
+        yield (
+            f"{one['prefix']:20}{one['sessions']:>9,}{one['tokens']:>10,}{size:>10}"
+            f"{duration(one['idle_s']):>9}  {held or 'gone'}"
+        )
     yield ""
 
 

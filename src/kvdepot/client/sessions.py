@@ -29,6 +29,10 @@ class RemoteSessions(DepotSessions):
         found: list[dict[str, Any]] = self._ask("show", name=name, namespace=namespace)
         return found
 
+    def shared_prefixes(self, order: str = "busy", limit: int = 100) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._ask("shared_prefixes", order=order, limit=limit)
+        return found
+
     def pin(
         self,
         name: str,

@@ -55,6 +55,12 @@ class DepotSessions(ABC):
         """All that is known of a session, one entry for each namespace that has it."""
 
     @abstractmethod
+    def shared_prefixes(self, order: str = "busy", limit: int = 100) -> list[dict[str, Any]]:
+        """Prefixes that several sessions begin with: `busy` by the blocks that sharing saves, or
+        `cold` by their last use. Of a model's shards the first one; not of windows and states.
+        """
+
+    @abstractmethod
     def pin(
         self,
         name: str,

@@ -35,6 +35,7 @@ _NAME: Final[dict[str, tuple[type, ...]]] = {"name": (str,), "namespace": (str,)
 _SECONDS: Final = (int, float)
 _CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     "known": {"order": (str,), "limit": (int,)},
+    "shared_prefixes": {"order": (str,), "limit": (int,)},
     "show": _NAME,
     "pin": {**_NAME, "until_s": _SECONDS, "for_s": _SECONDS, "through_turn": (bool,)},
     "unpin": _NAME,
@@ -47,7 +48,7 @@ _CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     "import_file": {"path": (str,)},
 }
 """Calls of DepotSessions, and of which types their arguments may be."""
-_ASKING: Final = ("known", "show", "ledger")
+_ASKING: Final = ("known", "shared_prefixes", "show", "ledger")
 _AUDIT_CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     "known": {},
     "producer": {"text": (str,)},
@@ -289,7 +290,13 @@ class RequestHandler:
         if frame.body:
             raise WireError("STATS with a body")
         listed = {order: self._store.sessions.known(order, _LISTED) for order in ("busy", "cold")}
-        stats = {**self._store.stats(), "daemon": dict(self._describe()), "sessions_shown": listed}
+        shared = self._store.sessions.shared_prefixes("busy", _LISTED)
+        stats = {
+            **self._store.stats(),
+            "daemon": dict(self._describe()),
+            "sessions_shown": listed,
+            "prefixes_shown": shared,
+        }
         self._channel.send_text(frame.serial, json.dumps(stats, default=str).encode())
 
     def _has_secret(self, frame: Frame) -> None:

@@ -28,6 +28,7 @@ def test_a_daemon_is_watched(start_daemon: StartDaemon, capsys: Seen) -> None:
         assert len(store.match(keys)) == 5
         assert tiers(store, keys) == ["dram"] * 5
         store.session("chat", keys)
+        store.session("chat 2", keys[:3])
         assert store.flush()
         text = ask(url, "GET", "/metrics").text
         assert ask(url, "GET", "/readyz").json == {"ready": True}
@@ -58,16 +59,19 @@ def test_a_daemon_is_watched(start_daemon: StartDaemon, capsys: Seen) -> None:
     assert {family.name for family in text_string_to_metric_families(by_socket)} == names
     assert told["metrics"]['kvdepot_get_tokens_total{tier="dram"}'] == 5 * TOKENS
     assert told["derived"]["gpu_seconds"] == 0.5 * TOKENS
-    assert told["sessions_shown"]["busy"][0]["name"] == "chat"
+    assert {one["name"] for one in told["sessions_shown"]["busy"]} == {"chat", "chat 2"}
+    (shared,) = told["prefixes_shown"]
+    assert (shared["sessions"], shared["tokens"], shared["tiers"]) == (2, 3 * TOKENS, {"dram": 3})
     for shown in (screen, top):
         assert "hit ratio 100.0%" in shown and "chat" in shown and "\x1b" not in shown
+        assert shared["prefix"] in shown
         assert max(map(len, shown.splitlines())) <= 80
     assert watched["flow_bytes_per_s"] == {"dram": 0.0, "ssd": 0.0}
     assert daemon.stop() == 0
 
 
 def test_options_that_would_do_nothing_are_refused(tmp_path: Path, capsys: Seen) -> None:
-    for given in (["--http-token-file", "x"], ["--http-cert", "x"]):
+    for given in (["--http-token-file", "x"], ["--http-cert", "x"], ["--http-archive-max", "1"]):
         assert main(["serve", "--socket", str(tmp_path / "s"), *given]) == 2
         assert given[0] in capsys.readouterr().err
 

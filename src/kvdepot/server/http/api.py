@@ -4,7 +4,7 @@ The table makes the routes, checks what comes in, and makes /openapi.json.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import gpu_seconds_saved, hit_ratio, joules_saved, served_tokens
 from kvdepot.store.sessions.archive import ByteSource
 from kvdepot.store.sessions.known import SESSION_ORDERS, state_of
+from kvdepot.store.sessions.shared_prefixes import PREFIX_ORDERS
 from kvdepot.wire.messages import key_words
 
 LISTED_MAX: Final = 1000
@@ -72,7 +73,8 @@ class Endpoint:
     method: str
     path: str
     text: str
-    answer: Callable[["Api", ApiCall], Answer | Pieces]
+    answer: Callable[["Api", ApiCall], Any]
+    """Returns an Answer, or Pieces."""
     fields: tuple[Field, ...] = ()
     private: bool = False
     """Reading it needs a token also where there is none."""
@@ -102,6 +104,20 @@ NAMESPACE: Final = Field(
     "the session's namespace; left out, all that have a session of that name",
     required=False,
 )
+
+
+LIMIT: Final = Field(
+    "limit",
+    {"type": "integer", "minimum": 1, "maximum": LISTED_MAX},
+    "how many",
+    required=False,
+    place="query",
+)
+
+
+def _order(orders: Iterable[str]) -> Field:
+    schema = {"type": "string", "enum": sorted(orders)}
+    return Field("order", schema, "which come first", required=False, place="query")
 
 
 class NotThereError(KVDepotError):
@@ -136,6 +152,10 @@ class Api:
             "alerts": [alert.as_dict() for alert in alerts(stats)],
             "events": self._events.latest(),
             "sessions": listed,
+            "prefixes": {
+                order: self._store.sessions.shared_prefixes(order, _SHOWN)
+                for order in PREFIX_ORDERS
+            },
             "change": self.changes.last.as_dict(),
             "names_hidden": not call.trusted,
         }
@@ -146,6 +166,10 @@ class Api:
     def sessions(self, call: ApiCall) -> Answer:
         order, limit = call.values.get("order", "recent"), call.values.get("limit", 100)
         return {"sessions": self._list(order, limit, call), "names_hidden": not call.trusted}
+
+    def prefixes(self, call: ApiCall) -> Answer:
+        order, limit = call.values.get("order", "busy"), call.values.get("limit", 100)
+        return {"prefixes": self._store.sessions.shared_prefixes(order, limit)}
 
     def ledger(self, _: ApiCall) -> Answer:
         return self._store.sessions.ledger()
@@ -296,22 +320,14 @@ ENDPOINTS: Final = (
         "/api/sessions",
         "Sessions that are remembered. Without the token their names are hidden.",
         Api.sessions,
-        (
-            Field(
-                "order",
-                {"type": "string", "enum": sorted(SESSION_ORDERS)},
-                "which come first",
-                required=False,
-                place="query",
-            ),
-            Field(
-                "limit",
-                {"type": "integer", "minimum": 1, "maximum": LISTED_MAX},
-                "how many",
-                required=False,
-                place="query",
-            ),
-        ),
+        (_order(SESSION_ORDERS), LIMIT),
+    ),
+    Endpoint(
+        "GET",
+        "/api/prefixes",
+        "Prefixes that several sessions begin with: how many, where their blocks are.",
+        Api.prefixes,
+        (_order(PREFIX_ORDERS), LIMIT),
     ),
     Endpoint(
         "GET",

@@ -16,8 +16,9 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import Any, Final, Protocol
 
 from kvdepot.codec.notes import parse_object
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Put
@@ -304,7 +305,7 @@ def _digest(*pieces: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     """A regular file, to be read."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):

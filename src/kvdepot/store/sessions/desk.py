@@ -13,7 +13,14 @@ from kvdepot.index.table import NONE
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions.archive import Archivist, ByteSource
 from kvdepot.store.sessions.keeper import Flush, SessionKeeper
-from kvdepot.store.sessions.known import SESSION_ORDERS, Prompt, Sessions, checked_name
+from kvdepot.store.sessions.known import (
+    PACKED_BYTES,
+    SESSION_ORDERS,
+    Prompt,
+    Sessions,
+    checked_name,
+)
+from kvdepot.store.sessions.shared_prefixes import PREFIX_ORDERS, SharedPrefix, shared_prefixes
 from kvdepot.store.state.ledger import Account, ToldPrefill
 from kvdepot.store.state.state import StoreState
 
@@ -65,6 +72,42 @@ class SessionDesk(DepotSessions):
                 model = {"model": facts.get("model", ""), "tenant": facts.get("tenant", "")}
                 found.append({**self._facts(tag, name, prompt), **model})
         return found
+
+    def shared_prefixes(self, order: str = "busy", limit: int = 100) -> list[dict[str, Any]]:
+        state = self._state
+        state.check_open()
+        if order not in PREFIX_ORDERS:
+            raise ConfigError("order", f"{order!r} is not one of {', '.join(PREFIX_ORDERS)}")
+        with state.lock:
+            known = self._sessions.known("busy", LISTED_MAX)
+        prompts: dict[bytes, list[Prompt]] = {}
+        for tag, _, prompt in known:
+            prompts.setdefault(tag, []).append(prompt)
+        found: list[tuple[SharedPrefix, dict[str, Any]]] = []
+        for tag, some in prompts.items():
+            facts = state.descriptions.facts(tag)
+            if _is_whole(facts):
+                found += [(one, facts) for one in shared_prefixes(tag, some)]
+        found.sort(key=lambda one: PREFIX_ORDERS[order](one[0]))
+        return [self._prefix_facts(*one) for one in found[: max(0, min(limit, LISTED_MAX))]]
+
+    def _prefix_facts(self, one: SharedPrefix, facts: Mapping[str, Any]) -> dict[str, Any]:
+        prompt = Prompt(one.packed, SessionState.NONE)
+        with self._state.lock:
+            tiers = self._sessions.tiers_of(one.tag, prompt)
+            held = self._sessions.bytes_of(one.tag, prompt)
+        return {
+            "prefix": one.packed[-PACKED_BYTES:].hex()[16:32],
+            "namespace": one.tag.hex(),
+            "model": facts.get("model", ""),
+            "tenant": facts.get("tenant", ""),
+            "sessions": one.sessions,
+            "blocks": len(one),
+            "tokens": len(one) * int(facts["layout"]["block_tokens"]),
+            "tiers": tiers,
+            "bytes": held,
+            "idle_s": round(max(0.0, self._wall.now() - one.told_s), 3),
+        }
 
     def pin(
         self,
@@ -233,3 +276,11 @@ class SessionDesk(DepotSessions):
                         freed += 1
             state.room.notify_all()
         return freed
+
+
+def _is_whole(facts: Mapping[str, Any]) -> bool:
+    """A namespace that stands for a model's prompts: the first shard, of full attention."""
+    layout = facts.get("layout", {})
+    parts = layout.get("sliding_window"), layout.get("attention_chunk")
+    whole = "block_tokens" in layout and layout.get("kind") != "state" and parts == (None, None)
+    return whole and not facts.get("shard_rank", 0)

@@ -221,6 +221,25 @@ function showSessions(found) {
   at("sessions").replaceChildren(...rows);
 }
 
+function showPrefixes(found) {
+  const rows = [];
+  for (const [kind, listed] of [["busiest", found.busy], ["coldest", found.cold]]) {
+    for (const one of listed) {
+      const where = Object.entries(one.tiers).map(([tier, count]) => `${tier} ${count}`).join(", ");
+      rows.push(element("tr", {}, element("th", { scope: "row" }, one.prefix), element("td", {}, kind),
+        element("td", {}, one.model), element("td", { class: "number" }, whole(one.sessions)),
+        element("td", { class: "number" }, whole(one.tokens)),
+        element("td", { class: "number" }, bytes(Math.max(0, ...Object.values(one.bytes)))),
+        element("td", {}, where || "gone"),
+        element("td", { class: "number" }, duration(one.idle_s))));
+    }
+  }
+  if (!rows.length) {
+    rows.push(element("tr", {}, element("td", { colspan: "8" }, "no two sessions begin alike")));
+  }
+  at("prefixes").replaceChildren(...rows);
+}
+
 function showDecisions(stats) {
   const counters = stats.counters;
   const moved = (name) => (value) => metric("kvdepot_moved_blocks_total", { move: name }, value, whole);
@@ -253,6 +272,7 @@ function show(found) {
   showLadder(stats, (nowMs - beforeMs) / 1000);
   showDrives(stats);
   showSessions(found);
+  showPrefixes(found.prefixes);
   showDecisions(stats);
   showFirstTokens(stats.first_tokens);
   showLog(stats.first_tokens.latest);
