@@ -336,8 +336,8 @@ def more_pools(folder: Path) -> None:
         assert backend.batch_exists(keys) == 0 and not any(backend.batch_get_v2(wanted)["swa"])
 
 
-def bare_controller(pool: Any) -> Any:
-    """SGLang's controller without a storage, as at its start."""
+def bare_controller(pool: Any, mode: str = "cache") -> Any:
+    """SGLang's controller without a storage, as at its start, with a mode of its host memory."""
     from sglang.srt.managers.cache_controller import HiCacheController
 
     made = object.__new__(HiCacheController)
@@ -345,7 +345,8 @@ def bare_controller(pool: Any) -> Any:
         "enable_storage": False,
         "enable_storage_metrics": True,
         "storage_stop_event": threading.Event(),
-        "host_memory_mode": "cache",
+        "host_memory_mode": mode,
+        "host_write_staged_tokens_fn": None,
         "storage_host_pool": pool,
         "mem_pool_host": pool,
         "mem_pool_device": None,
@@ -424,6 +425,58 @@ def attach_and_detach(folder: Path) -> None:
         made.storage_host_pool = made.mem_pool_host = host_pool("page_first", torch.bfloat16, 2)
 
 
+def buffer_only(folder: Path) -> None:
+    """SGLang's host memory keeps nothing: eight prompts, each a quarter of it, come back from our
+    memory tier, through SGLang's allocator, limit on fetches and beliefs of what is stored."""
+    from sglang.srt.managers.cache_controller import PrefetchOperation
+    from sglang.srt.mem_cache.buffer_mode.storage_existence_cache import (  # type: ignore[import-not-found]
+        ChainPagesPolicy,
+        PoolExistenceBeliefs,
+    )
+
+    pool = host_pool("page_first", torch.bfloat16, 1)
+    pool.lock = threading.RLock()
+    pool.clear()
+    made = bare_controller(pool, "buffer_only")
+    beliefs, policy = PoolExistenceBeliefs(), ChainPagesPolicy()
+    memory = {"capacity": "64MiB", "prefault": False, "huge_pages": "never"}
+    attach(made, 0, 1, dram=memory)
+    count = PAGES // 4
+    stored: list[list[Any]] = []
+    for number in range(8):
+        rows, keys = pool.alloc(count * PAGE), hashes(prompt(count, number))
+        pool.kv_buffer[:, rows] = torch.randn(pool.kv_buffer[:, rows].shape).to(pool.dtype)
+        stored.append([page_bytes(pool, int(at))[0].clone() for at in rows[::PAGE]])
+        beliefs.track_inflight(keys)
+        assert move(made, prompt(count, number), rows, load=False) == count
+        beliefs.untrack_inflight(keys)
+        beliefs.add(keys)
+        pool.free(rows)
+    assert pool.available_size() == pool.size, "the buffer keeps pages"
+    pool.kv_buffer.zero_()
+    for number in range(8):
+        operation = PrefetchOperation("r", prompt(count, number), None, None)
+        assert not made.prefetch_rate_limited() and beliefs.covered(hashes(prompt(count, number)))
+        operation.hash_value, found = made._storage_hit_query(operation)
+        assert found == count * PAGE, (number, found)
+        rows = made.alloc_prefetch_host_buffers(operation, found)
+        operation.host_indices = rows
+        assert made._page_transfer(operation) == count
+        came = (page_bytes(pool, int(at))[0] for at in rows[::PAGE])
+        assert all(map(torch.equal, came, stored[number])), "wrong bytes"
+        pool.free(rows)
+    held = pool.alloc(pool.size)
+    assert made.prefetch_rate_limited(), "a full buffer takes more"
+    pool.free(held)
+    made.storage_backend.clear()
+    operation = PrefetchOperation("r", prompt(count, 3), None, None)
+    operation.hash_value, found = made._storage_hit_query(operation)
+    keys = hashes(prompt(count, 3))
+    policy.heal_from_query(beliefs, keys, keys, found // PAGE, evidence=True)
+    assert not found and not beliefs.covered(keys), "what is gone is written again"
+    made.detach_storage_backend()
+
+
 def two_ranks(folder: Path) -> None:
     """On one daemon: each rank finds its own shard, and a run with other ranks finds none."""
     tokens, there = prompt(40, 1), page_indices(40, 1)
@@ -475,7 +528,15 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
         if (layout, way) == ("page_first_kv_split", "generic"):
             continue  # SGLang itself has no flat pages of this layout
         yield f"mla {layout} {way}", partial(round_trip, layout, way, True, torch.float16)
-    parts = (other_dtype, faults, more_pools, attach_and_detach, two_ranks, heads_outlive_tails)
+    parts = (
+        other_dtype,
+        faults,
+        more_pools,
+        attach_and_detach,
+        buffer_only,
+        two_ranks,
+        heads_outlive_tails,
+    )
     for part in parts:
         yield part.__name__.replace("_", " "), part
     yield from linker_cases()
@@ -485,10 +546,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--depot", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="cases with this in their names")
     args = parser.parse_args()
     import_sglang()
     seen: dict[str, Any] = {}
     for name, case in cases():
+        if args.only not in name:
+            continue
         started, said = time.monotonic(), ""
         try:
             case(args.depot / name.replace(" ", "-"))

@@ -51,7 +51,14 @@ def tier_settings(folder: Path, **more: Any) -> dict[str, Any]:
 class World:
     """vLLM's tiering manager with one tier below its CPU tier, and requests for it."""
 
-    def __init__(self, tier: dict[str, Any], events: bool = False) -> None:
+    def __init__(
+        self,
+        tier: dict[str, Any],
+        events: bool = False,
+        workers: int = 1,
+        *,
+        replicated: bool = False,
+    ) -> None:
         from vllm.v1.kv_offload.base import OffloadingSpec  # type: ignore[import-not-found]
         from vllm.v1.kv_offload.config import (  # type: ignore[import-not-found]
             OffloadingCacheConfig,
@@ -87,7 +94,10 @@ class World:
                 engine_id="test",
                 model=OffloadingModelConfig("test-model", "float32"),
                 cache=OffloadingCacheConfig(CHUNK_TOKENS, 1),
-                parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+                parallel=OffloadingParallelConfig(
+                    0, workers, workers, 1, 1, 1, 0, 1, None, is_parallelism_agnostic=False
+                ),
+                replicated_layout=replicated,
             )
         )
         region = SharedOffloadRegion(
@@ -360,6 +370,109 @@ def slow_drive(folder: Path) -> None:
         assert longest < 0.2, longest
 
 
+def jobs(folder: Path) -> None:
+    """Jobs of any size, each by itself, to other rows than they came from; loads remove nothing."""
+    told = tier_settings(folder, enable_kv_events=True)
+    with world(told, events=True) as seen:
+        keys = chain(10, 8)
+        context = seen.request("jobs", keys)
+        parts = [keys[:0], keys[:1], keys[1:3], keys[3:8]]
+        stored: dict[int, list[int]] = {}
+        for number, part in enumerate(parts):
+            stored[number] = [keys.index(key) for key in part]
+            for key, row in zip(part, stored[number], strict=True):
+                seen.row(row)[:] = content(key)
+            seen.tier.submit_store(job(number, part, stored[number], context))
+        assert ended(seen) == dict.fromkeys(range(4), True)
+        told_of = [key for event in seen.tier.take_events() for key in event.keys]
+        assert sorted(told_of) == sorted(keys), "an event for each chunk that was stored"
+        for turn in range(2):
+            for row in range(CHUNKS):
+                seen.row(row)[:] = 0
+            for number, part in enumerate(parts):
+                rows = [CHUNKS - 1 - row for row in stored[number]]
+                seen.tier.submit_load(job(number, part, rows, context, load=True))
+            assert ended(seen) == dict.fromkeys(range(4), True), turn
+            for at, key in enumerate(keys):
+                assert np.array_equal(seen.row(CHUNKS - 1 - at), content(key)), "wrong bytes"
+            assert [seen.tier.lookup(key, context).name for key in keys] == ["HIT"] * 8
+        assert not list(seen.tier.take_events()), "a load is no event"
+
+
+def job(number: int, keys: list[bytes], rows: list[int], context: Any, load: bool = False) -> Any:
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    return TransferJob(number, keys, np.array(rows, np.int64), load, context)
+
+
+def ended(seen: World) -> dict[int, bool]:
+    """How the jobs under way end, by number."""
+    seen.tier.drain_jobs()
+    return {one.job_id: one.success for one in seen.tier.get_finished_jobs()}
+
+
+def failed_store(folder: Path) -> None:
+    """A store that fails is told by its job, and by no event; the next one is not touched by it."""
+    from kvdepot.errors import KVDepotError
+
+    with world(tier_settings(folder, enable_kv_events=True), events=True) as seen:
+        keys = chain(11, 4)
+        context = seen.request("failed", keys)
+        put = seen.tier.depot.put_many
+
+        def failing(names: list[Any], rows: list[Any], **more: Any) -> Any:
+            if len(names) == 2:
+                raise KVDepotError("no room")
+            return put(names, rows, **more)
+
+        seen.tier.depot.put_many = failing
+        seen.tier.submit_store(job(1, keys[:2], [0, 1], context))
+        seen.tier.submit_store(job(2, keys[2:3], [2], context))
+        assert ended(seen) == {1: False, 2: True}
+        assert [list(event.keys) for event in seen.tier.take_events()] == [keys[2:3]]
+
+
+def passing_fault(folder: Path) -> None:
+    """A read that fails once fails its job; what is on disk is not thrown away for it."""
+    from kvdepot.errors import KVDepotError
+
+    keys = chain(12, 3)
+    with world(tier_settings(folder)) as seen:
+        seen.offload(keys)
+        get = seen.tier.depot.get_many
+
+        def failing(*_: Any, **__: Any) -> Any:
+            raise KVDepotError("a passing fault")
+
+        seen.tier.depot.get_many = failing
+        seen.forget()
+        assert seen.onboard(keys) == ["MISS"] * 3
+        seen.tier.depot.get_many = get
+        assert seen.onboard(keys) == ["HIT"] * 3, "another request finds them"
+
+
+def pending_at_shutdown(folder: Path) -> None:
+    """Stores that have not begun are left out; nothing touches vLLM's memory afterwards."""
+    keys = chain(13, 16)
+    with world(tier_settings(folder)) as seen:
+        context = seen.request("pending", keys)
+        for number, key in enumerate(keys):
+            seen.tier.submit_store(job(number, [key], [number], context))
+        seen.tier.shutdown()
+        assert len({one.job_id for one in seen.tier.get_finished_jobs()}) <= len(keys)
+
+
+def other_workers(folder: Path) -> None:
+    """Chunks that are the same for any number of workers are found by another; others are not."""
+    keys = chain(14, 4)
+    for replicated, found in ((True, "HIT"), (False, "MISS")):
+        place = folder.with_name(f"workers-{replicated}")
+        with world(tier_settings(place), workers=2, replicated=replicated) as seen:
+            seen.offload(keys)
+        with world(tier_settings(place), workers=4, replicated=replicated) as seen:
+            assert seen.onboard(keys) == [found] * 4
+
+
 def refused(folder: Path) -> None:
     from kvdepot.errors import ConfigError, KVDepotError
 
@@ -393,6 +506,11 @@ CONTRACT: tuple[Callable[[Path], None], ...] = (
     policies,
     events,
     slow_drive,
+    jobs,
+    failed_store,
+    passing_fault,
+    pending_at_shutdown,
+    other_workers,
     refused,
 )
 

@@ -58,7 +58,10 @@ def spec(**more: Any) -> Any:
         "model": SimpleNamespace(name="m", dtype="float16"),
         "cache": cache,
         "groups": (SimpleNamespace(group_id=3, tokens_per_block=16, layer_names=("a",)),),
-        "parallel": SimpleNamespace(**dict.fromkeys(sizes, 1)),
+        "parallel": SimpleNamespace(
+            **dict.fromkeys(sizes, more.pop("workers", 1)),
+            is_parallelism_agnostic=more.pop("agnostic", False),
+        ),
         "kv_cache_layout": "LBHNC",
         "canonical_layout": False,
         "replicated_layout": False,
@@ -108,10 +111,20 @@ def test_whatever_differs_is_another_namespace() -> None:
         tags({"tenants": {"a": {"secret_file": __file__}}, "tenant": "a"}),
         tags(told=spec(kv_cache_layout="BLHNC")),
         tags(told=spec(worker_kv_bytes_per_block=2048)),
+        tags(told=spec(workers=2)),
+        tags(told=spec(agnostic=True)),
+        tags(told=spec(replicated_layout=True)),
         tags({"adapters": "a"}, of=engine(lora_config=SimpleNamespace(lora_dtype="auto"))),
     ]
     assert len(set(seen)) == len(seen)
     assert tags() == seen[0]
+
+
+@pytest.mark.parametrize("same", ["agnostic", "replicated_layout"])
+def test_chunks_that_are_the_same_for_any_workers_are_one_namespace(same: str) -> None:
+    one, other = ({same: True, "workers": count} for count in (2, 4))
+    other["worker_kv_bytes_per_block"] = 512
+    assert tags(told=spec(**one)) == tags(told=spec(**other))
 
 
 def test_what_would_be_served_wrong_is_refused() -> None:

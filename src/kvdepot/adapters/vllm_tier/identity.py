@@ -158,15 +158,23 @@ def _settings(engine: Any) -> dict[str, str]:
 
 
 def _layout(told: Any) -> dict[str, str]:
-    """How the bytes of a chunk are ordered: by layout, and by the workers that filled it."""
+    """How the bytes of a chunk are ordered: by layout, and by the workers that filled it.
+
+    Where vLLM knows that they are the same however many workers there are, these do not count.
+    """
     parallel = told.parallel
     names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+    workers = {
+        "block_bytes": str(told.worker_kv_bytes_per_block),
+        "workers": " ".join(f"{name}={getattr(parallel, name)}" for name in names),
+    }
+    if told.replicated_layout or parallel.is_parallelism_agnostic:
+        workers = {"workers": "any"}
     return {
         "kv_layout": str(told.kv_cache_layout),
         "canonical": str(told.canonical_layout),
         "replicated": str(told.replicated_layout),
         "tokens_per_hash": str(told.cache.tokens_per_hash),
         "blocks_per_chunk": str(told.cache.blocks_per_chunk),
-        "block_bytes": str(told.worker_kv_bytes_per_block),
-        "workers": " ".join(f"{name}={getattr(parallel, name)}" for name in names),
+        **workers,
     }
