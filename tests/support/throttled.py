@@ -69,7 +69,7 @@ class ThrottledFiles(Files):
 
 def throttled(args: argparse.Namespace) -> dict[str, Any]:
     """Time to the first token at each speed: always fetched, always recomputed, decided."""
-    from tests.support.real_vllm import Bench, extra_config
+    from tests.support.vllm_bench import Bench, extra_config
 
     from kvdepot.adapters.vllm import config, shared_depot
     from kvdepot.store.open import assemble
@@ -133,7 +133,7 @@ class Trial:
 
     def settle(self) -> None:
         """Wait for probes, and tell what they found: without the decision nobody would listen."""
-        from tests.support.real_vllm import worker_of
+        from tests.support.vllm_bench import worker_of
 
         from kvdepot.adapters.vllm.messages import StepPlan
 

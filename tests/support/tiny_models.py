@@ -16,12 +16,13 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     FalconH1Config,
-    Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
     NemotronHConfig,
+    Qwen3NextConfig,
 )
 
 SHARED: dict[str, Any] = {
@@ -48,7 +49,7 @@ LATENT: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-WITH_LORA = ("gemma3", "mistral")
+WITH_LORA = ("gemma3",)
 """Kinds that get two adapters too."""
 KINDS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**GROUPED, num_hidden_layers=4),
@@ -60,7 +61,6 @@ KINDS: dict[str, Any] = {
         sliding_window=256,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     ),
-    "gemma2": lambda: Gemma2Config(**GROUPED, num_hidden_layers=4, sliding_window=256),
     "gpt-oss": lambda: GptOssConfig(
         **{**GROUPED, "intermediate_size": 128},
         num_hidden_layers=4,
@@ -90,6 +90,26 @@ KINDS: dict[str, Any] = {
         mamba_chunk_size=256,
     ),
     "deepseek": lambda: DeepseekV2Config(**LATENT, q_lora_rank=None),
+    "qwen3-next": lambda: Qwen3NextConfig(
+        **GROUPED,
+        num_hidden_layers=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        mlp_only_layers=[0, 1, 2, 3],
+    ),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        **{**GROUPED, "num_nextn_predict_layers": 1},
+        num_hidden_layers=3,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
 }
 
 
@@ -118,6 +138,8 @@ def make(kind: str, tokenizer: Path, target: Path) -> None:
     for name, weights in model.named_parameters():
         if name.endswith("A_log"):  # states fade slowly, so that those restored are seen
             torch.nn.init.constant_(weights, math.log(0.01))
+        elif weights.dim() > 1 and (".mamba." in name or ".linear_attn." in name):
+            torch.nn.init.normal_(weights, std=1.5 / math.sqrt(weights[0].numel()))
     model.save_pretrained(target)
     for path in tokenizer.glob("*token*"):
         shutil.copy(path, target)

@@ -23,14 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.real_vllm import (
-    Bench,
-    compare,
-    dense_bytes,
-    garbled,
-    with_latent_prefixes,
-    without_inner_checkpoints,
-)
+from tests.support.real_vllm_groups import with_latent_prefixes, without_inner_checkpoints
+from tests.support.vllm_bench import Bench, compare, dense_bytes, garbled
 
 LIMIT_S = 150.0
 PROMPT_TOKENS = 500

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-READY_S = 300.0
+READY_S = 600.0
 ANSWER_S = 300.0
 ROOT = Path(__file__).resolve().parents[2]
 
