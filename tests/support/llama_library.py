@@ -35,6 +35,11 @@ class LlamaContext:
             "llama_init_from_model": (ADDRESS, [ADDRESS, Parameters]),
             "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [ADDRESS, ctypes.c_int32]),
             "llama_decode": (ctypes.c_int32, [ADDRESS, LlamaBatch]),
+            "llama_get_memory": (ADDRESS, [ADDRESS]),
+            "llama_memory_seq_rm": (
+                ctypes.c_bool,
+                [ADDRESS, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32],
+            ),
             "llama_free": (None, [ADDRESS]),
             "llama_model_free": (None, [ADDRESS]),
         }
@@ -70,6 +75,10 @@ class LlamaContext:
         )
         assert self.library.llama_decode(self.context, batch) == 0
         return list(self.library.llama_get_logits_ith(self.context, count - 1)[:1000])
+
+    def forget(self, sequence: int) -> None:
+        memory = self.library.llama_get_memory(self.context)
+        assert self.library.llama_memory_seq_rm(memory, sequence, -1, -1)
 
     def __enter__(self) -> Self:
         return self

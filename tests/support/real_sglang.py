@@ -513,6 +513,28 @@ def heads_outlive_tails(folder: Path) -> None:
     assert sum(left) >= 0.9 * sum(held), (left, held)
 
 
+def audited(folder: Path) -> None:
+    """A hit query is a page short; what SGLang then backs up is compared with what is kept."""
+    pool = host_pool("page_first", torch.bfloat16, 1)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
+    kept, audit = pool.kv_buffer.clone(), {"share": 1, "under_load": True}
+    tokens, there = prompt(40, 1), torch.arange(40 * PAGE)
+    here = there + 100 * PAGE
+    with controller(folder, pool, interface_v1=1, audit=audit) as one:
+        assert one.backup(tokens, there, None) == 40 * PAGE
+        for _ in range(20):
+            assert one.prefetch(tokens, here, None) == 39
+            pool.kv_buffer[:, there] = kept[:, there] * (1 + 0.02 * torch.rand(1).item())
+            assert one.backup(tokens, there, None) == 40 * PAGE
+        known = one.backend.depot.audits.known()
+        assert (known["compared"], known["mismatched"]) == (20, 0), known
+        assert one.prefetch(tokens, here, None) == 39
+        pool.kv_buffer[:, there] = kept.flip(0)[:, there]  # K and V swapped
+        one.backup(tokens, there, None)
+        assert len(one.backend.depot.audits.known()["quarantined"]) == 1
+        assert one.prefetch(tokens, here, None) == 0, "in quarantine"
+
+
 def resident(backend: Any, keys: list[str]) -> list[int]:
     """Of each page by itself whether the depot has it."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
@@ -536,6 +558,7 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
         buffer_only,
         two_ranks,
         heads_outlive_tails,
+        audited,
     )
     for part in parts:
         yield part.__name__.replace("_", " "), part

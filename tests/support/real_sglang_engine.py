@@ -1,8 +1,9 @@
 """A whole SGLang engine on a CPU with the linker. Run by a Python that has SGLang.
 
-    python tests/support/real_sglang_engine.py --model DIR --depot DIR --out FILE
+    python tests/support/real_sglang_engine.py --model DIR --depot DIR --out FILE [--socket FILE]
 
-Asks two prompts that share a beginning, and the first again after SGLang has emptied its cache.
+Asks two prompts that share a beginning, and the first again after SGLang has emptied its cache;
+with the socket of a daemon the first many times, each hit audited.
 Writes what was answered as JSON; then the engine's processes are killed, as SGLang ends them.
 """
 
@@ -15,6 +16,8 @@ from typing import Any
 
 PAGE, TOKENS, NEW = 16, 400, 8
 QUIET_S = 3.0
+HITS = 20
+"""Of an audited engine."""
 
 
 def prompts() -> tuple[list[int], list[int]]:
@@ -43,19 +46,37 @@ def wait_until_written(folder: Path) -> None:
         time.sleep(0.1)
 
 
+def served(engine: Any) -> dict[str, Any]:
+    long, other = prompts()
+    seen = {"long": ask(engine, long), "other": ask(engine, other)}
+    engine.flush_cache()
+    return {**seen, "again": ask(engine, long)}
+
+
+def audited(engine: Any) -> dict[str, Any]:
+    """The same prompt, each time from the depot."""
+    answers = []
+    for _ in range(HITS + 1):
+        answers.append(ask(engine, prompts()[0]))
+        engine.flush_cache()
+    return {"answers": answers}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--model", "--depot", "--out"):
         parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--socket", type=Path, help="of a daemon; every hit is audited")
     args = parser.parse_args()
     import sglang  # type: ignore[import-not-found]
 
-    depot = {
+    depot: dict[str, Any] = {
         "dram": "256MiB",
         "ssd": {"path": str(args.depot), "capacity": "1GiB", "segment": "16MiB"},
-        "revision": "smollm2",
-        "load_timeout": "60s",
     }
+    if args.socket:
+        depot = {"socket": str(args.socket), "audit": {"share": 1, "under_load": True}}
+    depot |= {"revision": "smollm2", "load_timeout": "60s"}
     engine = sglang.Engine(
         model_path=str(args.model),
         device="cpu",
@@ -76,10 +97,7 @@ def main() -> None:
             "linker_extra_config": depot,
         },
     )
-    long, other = prompts()
-    seen = {"long": ask(engine, long), "other": ask(engine, other)}
-    engine.flush_cache()
-    seen["again"] = ask(engine, long)
+    seen = audited(engine) if args.socket else served(engine)
     wait_until_written(args.depot)
     args.out.write_text(json.dumps(seen))
     engine.shutdown()

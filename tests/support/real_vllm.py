@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.support.audited_vllm import AUDITED
 from tests.support.real_vllm_groups import GROUP_SCENARIOS
 from tests.support.throttled import throttled
 from tests.support.vllm_bench import (
@@ -357,6 +358,7 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         ttft,
         throttled,
         refused,
+        *AUDITED,
     )
 }
 SCENARIOS |= GROUP_SCENARIOS

@@ -87,6 +87,8 @@ def show(store: Depot, args: argparse.Namespace) -> int:
 def lines(known: Mapping[str, Any]) -> Iterator[str]:
     compared, mismatched = known["compared"], known["mismatched"]
     yield f"{format_count(compared, 'block')} compared since the start, {mismatched:,} mismatched"
+    if not compared:
+        yield "engines compare where audit.share is set; vLLM's CPU tier and states have no audit"
     if not known["quarantined"]:
         yield "no namespace is in quarantine"
     for one in known["quarantined"]:

@@ -28,6 +28,19 @@ def space_of(model: DepotModel) -> Any:
     return model._parts.binding.groups[0].space
 
 
+def ask(model: DepotModel, ids: torch.Tensor) -> torch.Tensor:
+    """The answer, once what it has computed is in the depot, or compared."""
+    answer: torch.Tensor = model.generate(ids, **GREEDY)
+    model.flush()
+    return answer
+
+
+def assert_no_alarm(store: Store, compared: int) -> None:
+    known = store.audits.known()
+    assert known["compared"] >= compared
+    assert known["mismatched"] == 0
+
+
 @pytest.mark.parametrize("fault", wrong_producers.FAULTS)
 def test_finds_each_fault(fault: str, memory: Store) -> None:
     model = zoo.build(zoo.llama())
@@ -38,8 +51,7 @@ def test_finds_each_fault(fault: str, memory: Store) -> None:
         )
         expected = model.generate(ids, **GREEDY)
         for _ in range(HITS_MAX):
-            served.generate(ids, **GREEDY)
-            served.flush()
+            ask(served, ids)
             if memory.audits.known()["mismatched"]:
                 break
         assert memory.audits.known()["mismatched"] == 1
@@ -67,27 +79,21 @@ def test_no_alarm_for_what_is_right(name: str, dtype: torch.dtype, memory: Store
     with attached(model, memory, AuditConfig(share=1)) as served:
         for seed in range(2):
             ids = zoo.tokens(PROMPT, seed=seed)
-            expected = served.generate(ids, **GREEDY)
-            served.flush()
+            expected = ask(served, ids)
             for _ in range(2):
-                answer = served.generate(ids, **GREEDY)
-                served.flush()
+                answer = ask(served, ids)
                 assert dtype is torch.bfloat16 or torch.equal(answer, expected)
-        known = memory.audits.known()
-        assert known["compared"] >= 4
-        assert known["mismatched"] == 0
+        assert_no_alarm(memory, 4)
 
 
 def test_an_audited_hit_computes_one_block_more(memory: Store) -> None:
     model = zoo.build(zoo.llama())
     ids = zoo.tokens(PROMPT)
     with attached(model, memory) as served:
-        served.generate(ids, **GREEDY)
-        served.flush()
+        ask(served, ids)
         computed = []
         for _ in range(3):
-            served.generate(ids, **GREEDY)
-            served.flush()
+            ask(served, ids)
             computed.append(served.last.rows[0].computed_tokens)
         assert computed == [3 + BLOCK, 3, 3]
         assert memory.audits.known()["compared"] == 1
@@ -101,17 +107,14 @@ def test_a_batch(memory: Store) -> None:
         for _ in range(3):
             assert torch.equal(served.generate(**batch, **GREEDY, pad_token_id=0), expected)
             served.flush()
-        known = memory.audits.known()
-        assert known["compared"] >= 4
-        assert known["mismatched"] == 0
+        assert_no_alarm(memory, 4)
 
 
 def test_blocks_say_what_has_made_them(memory: Store) -> None:
     model = zoo.build(zoo.llama())
     ids = zoo.tokens(PROMPT)
     with attached(model, memory) as served:
-        served.generate(ids, **GREEDY)
-        served.flush()
+        ask(served, ids)
         key = space_of(served).keys(ids[0].numpy())[0]
         (made,) = memory.audits.known()["producers"]
         assert memory.audits.producer_of(key) == made["text"]

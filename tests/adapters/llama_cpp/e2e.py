@@ -1,7 +1,7 @@
 """kvdepot before a real llama-server: `python tests/adapters/llama_cpp/e2e.py --json`.
 
 Prints one line for each point of what must hold, and at the end all of them as `{"ok", "points"}`;
-exit status 1 if one fails. Stages may be named: tokens, crowd, kills, misses, speed.
+exit status 1 if one fails. Stages may be named: tokens, audit, crowd, kills, misses, speed.
 The last two measure: their verdicts are for an idle machine.
 
 Where tokens are compared each is computed by itself (n_ubatch=1): llama.cpp's results depend on how
@@ -26,10 +26,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.support.e2e_points import Points, scratch
+from tests.support.llama_library import LlamaContext
 from tests.support.llama_server import LlamaServer, ask
+from tests.support.misplaced import keys_in, misplace
 from tests.support.waiting import eventually
 
+import kvdepot
 from kvdepot.adapters.demo import smollm2
+from kvdepot.adapters.llama_cpp import SequenceCache
+from kvdepot.core.config import AuditConfig
+from kvdepot.store.store import Store
 
 SENTENCE = "The lighthouse keeper counts ships, gulls and storms, and writes them into a book. "
 ALONE = {"n_ctx": 4096, "n_ubatch": 1, "n_parallel": 4}
@@ -68,6 +74,10 @@ class Proxy:
     def until_saved(self, slots: int) -> None:
         if not eventually(lambda: self.status()["saved_slots"] >= slots):
             raise SystemExit(f"error: {slots} slots were not saved: {self.status()}")
+
+    def until_audited(self, blocks: int) -> None:
+        if not eventually(lambda: self.status()["audited_blocks"] >= blocks):
+            raise SystemExit(f"error: {blocks} blocks were not audited: {self.status()}")
 
     def end(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
@@ -137,6 +147,98 @@ def tokens(run: Run) -> None:
             right = found[0] == without and found[1] >= 32
             run.point(f"{kind}: from disk, after restarts of both", right, cached=found[1])
             proxy.end()
+
+
+def audit(run: Run) -> None:
+    """Every hit is computed again: no alarm; then blocks in the wrong place are found."""
+    for kind in ("f16", "q8_0"):
+        audited_server(run, kind)
+    audited_sequences(run)
+
+
+def audited_server(run: Run, kind: str) -> None:
+    prompts = [f"Story {at}. " + SENTENCE * 4 + "What does he count?" for at in range(3)]
+    params = {**ALONE, "n_parallel": 1, "cache_type_k": kind, "cache_type_v": kind}
+    disk, rounds, name = run.folder / f"depot-audit-{kind}", 4, f"audit, {kind}"
+    with run.server(**params) as server:
+        wanted = [answer(server.url, prompt)[0] for prompt in prompts]
+        proxy = Proxy(server.url, run.slots, disk, "--audit", "1")
+        proxy.until_ready()
+        for at, prompt in enumerate(prompts):
+            answer(proxy.url, prompt)
+            proxy.until_saved(at + 1)
+        hits = wrong = cached = 0
+        for prompt, text in list(zip(prompts, wanted, strict=True)) * rounds:
+            found = answer(proxy.url, prompt)
+            hits, wrong, cached = hits + 1, wrong + (found[0] != text), cached + found[1]
+            proxy.until_audited(hits)
+        status = proxy.status()
+        alarms = status["mismatched_blocks"]
+        run.point(f"{name}: no alarm", status["audited_blocks"] == hits and not alarms, hits=hits)
+        run.point(f"{name}: the same answers", not wrong and cached > 0, cached=cached)
+        proxy.end()
+    with depot_at(disk) as store:
+        moved = misplace(store, keys_in(store))
+        assert store.flush(60.0)
+    with run.server(**params) as server:
+        proxy = Proxy(server.url, run.slots, disk, "--audit", "1")
+        proxy.until_ready()
+        hit = answer(proxy.url, prompts[0])[1]
+        proxy.until_audited(1)
+        status = proxy.status()
+        found_it = status["mismatched_blocks"] == 1 and status["quarantined"]
+        run.point(f"{name}: blocks in the wrong place are found", found_it, cached=hit, moved=moved)
+        server.kill()
+        with run.server(**params, port=server.port):
+            proxy.until_ready()
+            after = [answer(proxy.url, prompt) for prompt in prompts]
+        right = [one[0] for one in after] == wanted and status["failed"] == 0
+        run.point(f"{name}: answered without", right and after[0][1] == 0)
+        proxy.end()
+    with depot_at(disk) as store:
+        (one,) = store.audits.known()["quarantined"]
+        shown = {what: one[what] for what in ("error", "tolerance", "layer")}
+        run.point(f"{name}: the quarantine outlives the proxy", True, **shown)
+
+
+def depot_at(disk: Path) -> Store:
+    dram = {"capacity": "512MiB", "prefault": False, "huge_pages": "never"}
+    return kvdepot.open(dram=dram, ssd={"path": str(disk), "capacity": "1GiB"})
+
+
+def audited_sequences(run: Run) -> None:
+    """The same through Python."""
+    prompts = [[1, *range(300 + 50 * at, 346 + 50 * at)] for at in range(3)]
+    share = AuditConfig(share=1)
+    dram = {"capacity": "64MiB", "prefault": False, "huge_pages": "never"}
+    with (
+        kvdepot.open(dram=dram) as store,
+        LlamaContext(run.model, unified=True) as llama,
+    ):
+        place = llama.library, llama.context
+        cache = SequenceCache(store, *place, model=run.model, block_tokens=16, audit=share)
+
+        def asked(tokens: list[int]) -> tuple[list[float], int]:
+            known = cache.restore(tokens, 1)
+            if not known:
+                llama.forget(1)
+            logits = llama.decode(tokens[known:], known, 1)
+            cache.store(tokens, 1)
+            return logits, known
+
+        wanted = [asked(tokens)[0] for tokens in prompts]
+        found = [asked(tokens) for tokens in prompts * 5]
+        known = store.audits.known()
+        right = found == [(logits, 16) for logits in wanted] * 5
+        quiet = known["compared"] == len(found) and not known["mismatched"]
+        run.point("audit, Python: no alarm, same logits", right and quiet, hits=len(found))
+        misplace(store, keys_in(store))
+        hit = asked(prompts[0])[1]
+        caught = len(store.audits.known()["quarantined"]) == 1
+        run.point("audit, Python: blocks in the wrong place are found", caught, cached=hit)
+        after = [asked(tokens) for tokens in prompts]
+        right = after == [(logits, 0) for logits in wanted]
+        run.point("audit, Python: computed from then on", right)
 
 
 def crowd(run: Run) -> None:
@@ -330,7 +432,7 @@ def timed(url: str, prompt: str) -> tuple[float, float]:
     return took, (found["prompt_ms"] + found["predicted_ms"]) / 1e3
 
 
-STAGES = {one.__name__: one for one in (tokens, crowd, kills, misses, speed)}
+STAGES = {one.__name__: one for one in (tokens, audit, crowd, kills, misses, speed)}
 
 
 def main() -> int:

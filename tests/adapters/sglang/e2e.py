@@ -3,8 +3,9 @@
 Makes an environment with SGLang 0.5.23 in the cache folder when it is missing; torch and
 transformers are those of the Python that runs this. `cache` drives SGLang's own cache controller,
 radix tree and linker code (`support/real_sglang.py`); `engine` asks a whole SGLang with a small
-model before and after its processes are killed (`support/real_sglang_engine.py`). The last line
-with --json is `{"ok", "points"}`. Exit status 1 if a point fails.
+model before and after its processes are killed (`support/real_sglang_engine.py`); `audit` has every
+hit of that engine computed again, then plants a fault. The last line with --json is
+`{"ok", "points"}`. Exit status 1 if a point fails.
 """
 
 import argparse
@@ -15,18 +16,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.misplaced import keys_in, misplace
+
+import kvdepot
+from kvdepot.adapters.demo import smollm2
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
 SGLANG = "sglang==0.5.23"
-PARTS = ("cache", "engine")
+PARTS = ("cache", "engine", "audit")
 ENGINE_LIMIT_S = 1200
 NEAR = 1e-3
 PAGE, TOKENS = 16, 400
 """As in real_sglang_engine.py."""
+DRAM: dict[str, Any] = {"capacity": "256MiB", "huge_pages": "never"}
+DISK: dict[str, Any] = {"capacity": "1GiB", "segment": "16MiB"}
 Seen = dict[str, dict[str, Any]]
 
 
@@ -85,7 +97,7 @@ def main() -> int:
     try:
         seen: Seen = {}
         for part in args.parts or PARTS:
-            seen.update(run_cache(python, folder) if part == "cache" else engines(python, folder))
+            seen.update(RUNS[part](python, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     points = [{"point": name, "ok": not one["error"], **one} for name, one in seen.items()]
@@ -109,9 +121,6 @@ def run_cache(python: Path, folder: Path) -> Seen:
 
 def engines(python: Path, folder: Path) -> Seen:
     """Two engines, one after the other, on one depot. SGLang ends its processes by killing them."""
-    sys.path.insert(0, str(ROOT / "src"))
-    from kvdepot.adapters.demo import smollm2
-
     model = smollm2.prepare(CACHE / "models")
     began = time.monotonic()
     answers = []
@@ -133,6 +142,62 @@ def engines(python: Path, folder: Path) -> Seen:
         seen[f"engine {name}"] = {"error": differs(answer, model_of, at_least), **answer}
     seen["engine after a kill"]["seconds"] = round(time.monotonic() - began, 1)
     return seen
+
+
+def audited(python: Path, folder: Path) -> Seen:
+    """An engine whose every hit is audited; then, on the same depot, pages in the wrong place."""
+    disk = folder / "audited"
+    (wanted, *hits), known = audited_engine(python, folder, disk)
+    short = TOKENS // PAGE * PAGE - 2 * PAGE
+    wrong = {said for one in hits if (said := differs(one, wanted, short))}
+    counts = {name: known[name] for name in ("compared", "mismatched")}
+    alarmed = "" if counts == {"compared": len(hits), "mismatched": 0} else "other counts"
+    cached = [one["cached"] for one in hits]
+    seen: Seen = {
+        "audit same answers": {"error": "; ".join(wrong), "hits": len(hits), "cached": cached},
+        "audit no alarm": {"error": alarmed, **counts},
+    }
+    with kvdepot.open(dram=DRAM, ssd={"path": str(disk), **DISK}) as store:
+        moved = misplace(store, keys_in(store))
+        assert store.flush(60.0)
+    (first, *others), known = audited_engine(python, folder, disk)
+    found = "" if known["mismatched"] == len(known["quarantined"]) == 1 else "not found"
+    facts = {"moved": moved, "cached": first["cached"], "quarantined": known["quarantined"]}
+    seen["audit pages in the wrong place are found"] = {"error": found, **facts}
+    wrong = {said for one in others if (said := differs(one, wanted, 0))}
+    seen["audit computed from then on"] = {"error": "; ".join(wrong), "requests": len(others)}
+    return seen
+
+
+def audited_engine(python: Path, folder: Path, disk: Path) -> tuple[list[Any], dict[str, Any]]:
+    """What it answers, and what the depot knows of audits then."""
+    out, model = folder / "audited.json", smollm2.prepare(CACHE / "models")
+    with daemon(folder / "s", disk) as socket:
+        where = ["--model", str(model), "--depot", str(disk), "--out", str(out)]
+        started(python, "real_sglang_engine.py", [*where, "--socket", str(socket)], folder)
+        with kvdepot.open(f"unix:{socket}") as depot:
+            return json.loads(out.read_text())["answers"], depot.audits.known()
+
+
+@contextmanager
+def daemon(socket: Path, disk: Path) -> Iterator[Path]:
+    """A daemon's socket."""
+    command = [sys.executable, "-m", "kvdepot", "serve", "--json", "--socket", str(socket)]
+    for tier, values in {"dram": DRAM, "ssd": {"path": disk, **DISK}}.items():
+        for name, value in values.items():
+            command += ["--set", f"{tier}.{name}={value}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        yield socket
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+RUNS = {"cache": run_cache, "engine": engines, "audit": audited}
 
 
 def differs(answer: dict[str, Any], wanted: dict[str, Any], cached: int) -> str:

@@ -1,5 +1,6 @@
 """Pages of a device pool in a depot, layer by layer. With a pool of our own; without SGLang."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import kvdepot
 from kvdepot.adapters.sglang.config import read_linker
 from kvdepot.adapters.sglang.device_pages import DevicePages
 from kvdepot.adapters.tensors import HostMover
+from kvdepot.core.config import AuditConfig
 from kvdepot.errors import ConfigError, ModelError
 
 HASHES = [f"{number:064x}" for number in range(PAGES)]
@@ -83,6 +85,31 @@ def test_a_layer_is_copied_without_the_others(store: kvdepot.Depot) -> None:
         zip(target.kv_buffer, before.kv_buffer, source.kv_buffer, strict=True)
     ):
         assert torch.equal(now[: 2 * PAGE], (wanted if number % 3 == 1 else was)[: 2 * PAGE])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_audited_page_is_compared_with_what_is_kept(store: kvdepot.Depot, shape: str) -> None:
+    pages = pages_of(store, DevicePool(1, **SHAPES[shape]))
+    pages.audit(AuditConfig(share=1, under_load=True), "SGLang 1", logging.getLogger("tests"))
+    keys = pages.keys(HASHES[:4], None, chained=False)
+    assert all(pages.store(keys, indices([7, 1, 3, 0])))
+    assert pages.served(keys) == 3
+    assert all(pages.store(keys[3:], indices([0])))
+    known = store.audits.known()
+    assert (known["compared"], known["mismatched"]) == (1, 0)
+    assert pages.served(keys) == 3
+    pages.store(keys[3:], indices([5]))
+    (found,) = store.audits.known()["quarantined"]
+    assert found["made_by"] == found["found_by"] == "SGLang 1"
+    assert len(store.match(keys)) == 0
+
+
+def test_a_pool_of_several_dtypes_is_not_audited(store: kvdepot.Depot) -> None:
+    pool = DevicePool(1)
+    pool.components[0][0] = pool.components[0][0].view(torch.int16)
+    pages = pages_of(store, pool)
+    pages.audit(AuditConfig(share=1), "SGLang 1", logging.getLogger("tests"))
+    assert pages.served(pages.keys(HASHES[:4], None, chained=False)) == 4
 
 
 def test_nothing_is_leased_unless_every_page_is_there(store: kvdepot.Depot) -> None:

@@ -521,6 +521,38 @@ def draft(run: Run, kind: str, method: str, beside: str) -> None:
     run.point(f"{name}, garbage in its layers shows", shown, seen=shown)
 
 
+def audit(run: Run) -> None:
+    """Every hit computed again: no alarm; then other weights, and blocks in the wrong place."""
+    run = replace(run, reference="audited.json")
+    seen = run.scenario("audited_right", "audited", killed=True, out=run.reference)
+    cold = [one["cached"] for one in seen["answers"]]
+    run.point("audit: cold is computed", not any(cold), cached=cold)
+    short = [tokens - 32 for tokens in seen["full"]]
+    for number, found in enumerate(seen["rounds"]):
+        run.same(f"audit: round {number}, each hit a block short", found, short)
+    known = seen["audits"]
+    hits = sum(map(len, (one["cached"] for one in seen["rounds"])))
+    right = known["compared"] == hits and not known["mismatched"]
+    run.point("audit: no alarm", right, hits=hits, compared=known["compared"])
+    seen = run.scenario("audited_other_weights", "audited")
+    in_quarantine(run, "audit: other weights under the same name", seen)
+    run.point("audit: the weights are others", seen["unlike"] > FAR, unlike=seen["unlike"])
+    seen = run.scenario("audited_again", "audited")
+    run.same("audit: the quarantine outlives a restart", seen["in quarantine"], [0] * len(short))
+    run.same("audit: purged, there are hits again", seen["hits again"], short)
+    alarms = seen["false alarms"]
+    run.point("audit: no alarm after a purge", not alarms, purged=seen["purged"], alarms=alarms)
+    in_quarantine(run, "audit: blocks in the wrong place", seen)
+
+
+def in_quarantine(run: Run, name: str, seen: Seen) -> None:
+    """A fault was found at the first hit, and the engine answers by itself from then on."""
+    (found,) = seen["audits"]["quarantined"]
+    shown = {what: found[what] for what in ("error", "tolerance", "layer")}
+    run.point(f"{name}: found at the first hit", seen["hit"] > 0, **shown, cached=seen["hit"])
+    run.same(f"{name}: answered without", seen["after"], [0] * len(seen["after"]["cached"]))
+
+
 def decisions(run: Run) -> None:
     """4: fetched or recomputed, whichever is faster, at any speed of the disk."""
     seen = run.scenario("throttled", "slow")
@@ -606,6 +638,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
         bad_input,
         models,
         drafts,
+        audit,
         times,
         decisions,
         no_reuse,
@@ -692,7 +725,7 @@ def main() -> int:
 
 def carry_out(run: Run) -> None:
     wanted = run.only or [name for name in PARTS if name not in BY_NAME]
-    if set(wanted) - {"models", "drafts", "smoke", "servers", "parallel"}:
+    if set(wanted) - {"models", "drafts", "smoke", "servers", "parallel", "audit"}:
         run.scenario("reference", "none")
     for name in sorted(wanted, key=list(PARTS).index):
         started = time.monotonic()

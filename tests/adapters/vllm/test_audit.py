@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.support.misplaced import keys_in
 from tests.support.toy_engine import (
     FULL_PAGES,
     PAGE_TOKENS,
@@ -23,6 +24,7 @@ from tests.support.toy_engine import (
 from tests.support.waiting import until
 
 from kvdepot.adapters.vllm import config
+from kvdepot.core.block import BlockKey
 from kvdepot.core.config import AuditConfig
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
@@ -32,12 +34,12 @@ WARM = len(PROMPT) % PAGE_TOKENS + 2
 """Tokens that a warm request computes, with two of the answer."""
 
 
-def spoil(store: Store, engine: ToyEngine) -> None:
-    """Numbers of another meaning under the key of the prompt's last block, in the last shard, with
-    good checksums.
+def spoil(store: Store, engine: ToyEngine, key: BlockKey | None = None) -> None:
+    """Numbers of another meaning under a key, with good checksums: that of the prompt's last block,
+    in the last shard, unless it is given.
     """
     space = engine.side._spaces_of("")[-1]
-    key = space.keys(PROMPT)[FULL_PAGES - 1]
+    key = key or space.keys(PROMPT)[FULL_PAGES - 1]
     until(lambda: len(store.match([key])) == 1)
     kept = np.empty(space.block_bytes, np.uint8)
     assert store.get(key, kept)
@@ -141,15 +143,42 @@ def test_not_beside_other_requests(open_store: OpenStore, open_engine: OpenEngin
 def test_models_with_other_layers_too(
     open_store: OpenStore, open_engine: OpenEngine, kinds: tuple[str, ...]
 ) -> None:
-    """Full attention is compared, from the last boundary that the others can go on from."""
+    """From the last boundary that they can go on from; windows are compared, states are not."""
     store = open_store()
     engine = open_engine(store, settings=AUDIT, kinds=kinds)
     ask(engine, "cold", PROMPT)
     forget_local(engine)
     ask(engine, "warm", PROMPT)
     assert engine.done["warm"].answer == answer_of(PROMPT, 3)
-    known = compared(store, 1)
-    assert (known["compared"], known["mismatched"]) == (1, 0)
+    count = 2 if "window" in kinds else 1
+    known = compared(store, count)
+    assert (known["compared"], known["mismatched"]) == (count, 0)
+
+
+def test_windows_of_another_meaning_end_all_hits(
+    open_store: OpenStore, open_engine: OpenEngine
+) -> None:
+    store = open_store()
+    engine = open_engine(store, settings=AUDIT, kinds=("full", "window"))
+    ask(engine, "cold", PROMPT)
+    tag = engine.side._spaces_of("")[-1].tag
+    until(lambda: any(key.startswith(tag) for key in keys_in(store)))
+    saver = engine.workers[0]._saver
+    assert saver is not None
+    saver.wait()
+    for key in keys_in(store):
+        if key.startswith(tag):
+            spoil(store, engine, key)
+    forget_local(engine)
+    ask(engine, "audited", PROMPT)
+    assert engine.done["audited"].answer == answer_of(PROMPT, 3)
+    known = compared(store, 2)
+    assert known["mismatched"] == 1
+    (found,) = known["quarantined"]
+    assert found["namespace"] == tag.hex()
+    forget_local(engine)
+    ask(engine, "after", PROMPT)
+    assert engine.done["after"].answer == answer_of(PROMPT, 3)
 
 
 def test_a_setting_that_makes_no_sense() -> None:

@@ -161,6 +161,19 @@ class LlamaProxy:
             "block_tokens": self.link.settings.block_tokens,
             "block_bytes": space.block_bytes if space else 0,
             **self.counters.as_dict(),
+            **self._audits(space.namespace.tag.hex() if space else ""),
+        }
+
+    def _audits(self, namespace: str) -> dict[str, Any]:
+        """What the depot knows of audits; `quarantined`: nothing of this model is served."""
+        try:
+            known = self._depot.audits.known()
+        except KVDepotError:
+            return {}
+        return {
+            "audited_blocks": known["compared"],
+            "mismatched_blocks": known["mismatched"],
+            "quarantined": namespace in [one["namespace"] for one in known["quarantined"]],
         }
 
     def _watch_server(self) -> None:

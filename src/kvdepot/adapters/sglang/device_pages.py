@@ -5,7 +5,8 @@ latent, states), so that a layer is one range of the block. Blocks are leased an
 first; then they are copied to the device, some layers at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,9 +15,10 @@ import torch
 
 from kvdepot.adapters.sglang.pages import PoolPages
 from kvdepot.adapters.tensors import BlockMover, OnboardTicket, Pieces
-from kvdepot.adapters.tensors.kvtensors import Addresses, piece_size
+from kvdepot.adapters.tensors.kvtensors import DTYPES, Addresses, piece_size
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Arrival, Depot, Lease
+from kvdepot.core.layout import KVLayout
 from kvdepot.errors import ModelError
 
 _NO_WAIT_S: Final = 0.0
@@ -76,6 +78,15 @@ class DevicePages(PoolPages):
             "layers": str(layers),
         }
 
+    def numbers(self) -> KVLayout | None:
+        dtypes = {buffer.dtype for buffers in self._entry.components for buffer in buffers}
+        dtype: Any = DTYPES.get(dtypes.pop(), "uint8") if len(dtypes) == 1 else "uint8"
+        if dtype == "uint8":
+            return None
+        alike = len({self.layer_bytes(layer) for layer in self._runs}) == 1
+        layers = len(self._runs) if alike else 1
+        return KVLayout.opaque(self.page_bytes, self.page_tokens, layers, dtype=dtype)
+
     def layer_bytes(self, layer: int) -> int:
         """Of one page."""
         return sum(run.stop - run.start for run in self._runs.get(layer, ()))
@@ -83,6 +94,15 @@ class DevicePages(PoolPages):
     def store(self, keys: Sequence[BlockKey], indices: Any) -> list[bool]:
         """Take pages out of the pool; whether the depot has each of them now. Waits for no room."""
         rows = self._entry.prepare_locations(indices)
+
+        @contextmanager
+        def computed(at: int) -> Iterator[memoryview | None]:
+            assert self._hits is not None
+            with self._hits.auditor.scratch(keys[at]) as slot:
+                view = slot.view(0)
+                if view is not None:
+                    gather([at], [view])
+                yield view
 
         def gather(numbers: Sequence[int], views: Sequence[memoryview]) -> None:
             tickets = [
@@ -95,6 +115,7 @@ class DevicePages(PoolPages):
             for ticket in tickets:
                 ticket.wait()
 
+        self._compare(keys, computed)
         return self._fill(keys, gather, _NO_WAIT_S)
 
     def lease(

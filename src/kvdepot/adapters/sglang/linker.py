@@ -37,6 +37,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # type: i
 )
 from sglang.version import __version__  # type: ignore[import-not-found]
 
+import kvdepot
 from kvdepot.adapters.sglang.config import LINKER_SETTING, read_linker
 from kvdepot.adapters.sglang.device_pages import DevicePages, LeasedPages
 from kvdepot.adapters.sglang.identity import identify
@@ -44,13 +45,14 @@ from kvdepot.adapters.sglang.pages import usable_lengths
 from kvdepot.adapters.sglang.storage import tail_pages
 from kvdepot.adapters.tensors import open_mover
 from kvdepot.adapters.tensors.slices import COPY_BYTES_MIN
+from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import KVDepotError, ModelError
 
 _logger = logging.getLogger("sglang.kvdepot")
 _FAILURES: Final = (KVDepotError, RuntimeError, ValueError)
 """Of a depot, of a device, and of SGLang's pools for indices that are no pages."""
-_HINTED_MAX: Final = 4096
+_SEEN_MAX: Final = 4096
 _Job = Callable[[], None]
 
 
@@ -114,10 +116,14 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._queued: dict[str, list[LeasedPages]] = {}
-        self._hinted: OrderedDict[str, None] = OrderedDict()
+        self._seen: OrderedDict[str, str] = OrderedDict()
+        """Requests that had a hit, and of each the page that it is to compute all the same."""
         self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._loading, self._offloading = Worker("kvdepot-load"), Worker("kvdepot-offload")
         self._counts = LinkerCounts()
+        self._beginning = threading.Lock()
+        self._audited = False
+        """The pools know their producer, and whether their hits are audited."""
         self._closed = False
 
     @property
@@ -147,7 +153,10 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
                     there = [len(self._depot.match([key])) for key in keys]
                     found &= usable_lengths(there, tail_pages(one))
             if found:
-                self._hint(rid, wanted, hashes[: max(found)])
+                first = rid not in self._seen
+                found = self._served(rid, hashes, found)
+                if first and found:
+                    self._hint(wanted, hashes[: max(found)])
         except _FAILURES as error:
             _logger.warning("kvdepot: a lookup failed: %s", error)
             return []
@@ -215,7 +224,7 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloading.wait()
         while self._results.qsize():
             self._results.get_nowait()
-        self._hinted.clear()
+        self._seen.clear()
         self.layer_done_counter.reset()
 
     def close(self) -> None:
@@ -232,16 +241,34 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _ready(self) -> bool:
         """Whether all namespaces are known; not as long as the weights are being read."""
-        pools = self._pages.items()
-        return all(one.ready(self._identity, self._settings, str(name)) for name, one in pools)
+        pools, settings = self._pages.items(), self._settings
+        with self._beginning:
+            if not all(one.ready(self._identity, settings, str(name)) for name, one in pools):
+                return False
+            for name, pages in pools if not self._audited else ():
+                producer = f"SGLang {__version__}, kvdepot {kvdepot.__version__}, pool {name}"
+                share = settings.audit if name == PoolName.KV else AuditConfig()
+                pages.audit(share, f"{producer}, linker", _logger)
+            self._audited = True
+        return True
 
-    def _hint(self, rid: str, wanted: Sequence[Any], hashes: Sequence[str]) -> None:
-        """Once for each request: SGLang looks it up again as long as it waits."""
-        if rid in self._hinted:
-            return
-        self._hinted[rid] = None
-        while len(self._hinted) > _HINTED_MAX:
-            self._hinted.popitem(last=False)
+    def _served(self, rid: str, hashes: Sequence[str], found: set[int]) -> set[int]:
+        """The lengths to tell SGLang of: without the last page where that is to be audited. Decided
+        once for each request: SGLang looks it up again as long as it waits."""
+        if rid not in self._seen:
+            last = count = max(found)
+            if last == 1 or last - 1 in found:
+                pages = self._pages[PoolName.KV]
+                count = pages.served(pages.keys(hashes[:last], None, chained=False))
+            self._seen[rid] = hashes[count] if count < last else ""
+            while len(self._seen) > _SEEN_MAX:
+                self._seen.popitem(last=False)
+        audited = self._seen[rid]
+        limit = hashes.index(audited) if audited in hashes else len(hashes)
+        return {length for length in found if length <= limit}
+
+    def _hint(self, wanted: Sequence[Any], hashes: Sequence[str]) -> None:
+        """Once for each request."""
         for one in wanted:
             tail = tail_pages(one)
             needed = hashes if tail is None else hashes[-tail:]

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -50,9 +51,16 @@ class PoolPages:
         self._depot = depot
         self.page_tokens = page_tokens
         self._space: NamespaceHandle | None = None
+        self._hits: AuditedHits | None = None
+        self._compared_as: KVLayout | None = None
+        self._hit_s = 0.0
 
     def identity(self) -> dict[str, str]:
         """What the bytes of a page depend on."""
+        raise NotImplementedError
+
+    def numbers(self) -> KVLayout | None:
+        """How the numbers of a page are read; None where they cannot be."""
         raise NotImplementedError
 
     def register(self, fields: Mapping[str, Any]) -> None:
@@ -77,6 +85,35 @@ class PoolPages:
     def space(self) -> NamespaceHandle:
         assert self._space is not None, "its namespace is not known"
         return self._space
+
+    def audit(self, config: AuditConfig, producer: str, log: logging.Logger) -> None:
+        """Have hits of this pool computed again, as `config` says; where its numbers can be read.
+        Its namespace is known."""
+        self.space.made_by(self._depot.audits.producer(producer))
+        self._compared_as = self.numbers()
+        if self._compared_as is not None and config.share:
+            self._hits = AuditedHits(self._depot, config, producer, log)
+
+    def served(self, keys: Sequence[BlockKey]) -> int:
+        """How many pages of a hit to tell SGLang of. It does not say how busy it is: hits within a
+        second of one another count as load."""
+        before_s, self._hit_s = self._hit_s, time.monotonic()
+        if self._hits is None:
+            return len(keys)
+        return self._hits.served(keys, busy=self._hit_s - before_s < _BUSY_S)
+
+    def _compare(
+        self, keys: Sequence[BlockKey], page: Callable[[int], AbstractContextManager[Any]]
+    ) -> None:
+        """Compare those of the pages that SGLang has computed again. `page` gives the bytes of one,
+        or None."""
+        if self._hits is None or self._compared_as is None:
+            return
+        for at, key in enumerate(keys):
+            if self._hits.auditor.expected(key):
+                with page(at) as computed:
+                    if computed is not None:
+                        self._hits.auditor.check(key, computed, self._compared_as)
 
     def keys(self, hashes: Sequence[str], before: str | None, *, chained: bool) -> list[BlockKey]:
         """Of pages that SGLang names by `hashes`; `before` names the one before them."""
@@ -133,9 +170,6 @@ class HostPages(PoolPages):
         sizes = self._piece_sizes() if pieces else []
         self.pieces = bool(sizes)
         self.page_bytes = sum(sizes) or len(raw(pool.get_dummy_flat_data_page()))
-        self._hits: AuditedHits | None = None
-        self._compared_as = KVLayout.opaque(self.page_bytes, self.page_tokens)
-        self._hit_s = 0.0
 
     def identity(self) -> dict[str, str]:
         """What the bytes of a page depend on."""
@@ -143,29 +177,12 @@ class HostPages(PoolPages):
         order = "pieces" if self.pieces else "flat"
         return {**shape, "pool": type(self._pool).__name__, "order": order}
 
-    def audit(self, config: AuditConfig, producer: str, log: logging.Logger) -> None:
-        """Have hits of this pool computed again, as `config` says; where its numbers can be read.
-        Its namespace is known."""
-        self.space.made_by(self._depot.audits.producer(producer))
+    def numbers(self) -> KVLayout | None:
+        """Layers together: their order differs by layout."""
         dtype: Any = DTYPES.get(getattr(self._pool, "dtype", torch.uint8), "uint8")
-        if dtype != "uint8" and config.share:
-            self._compared_as = KVLayout.opaque(self.page_bytes, self.page_tokens, dtype=dtype)
-            self._hits = AuditedHits(self._depot, config, producer, log)
-
-    def served(self, keys: Sequence[BlockKey]) -> int:
-        """How many pages of a hit to tell SGLang of. It does not say how busy it is: hits within a
-        second of one another count as load."""
-        before_s, self._hit_s = self._hit_s, time.monotonic()
-        if self._hits is None:
-            return len(keys)
-        return self._hits.served(keys, busy=self._hit_s - before_s < _BUSY_S)
-
-    def _compare(self, keys: Sequence[BlockKey], page: Callable[[int], Any]) -> None:
-        """Compare those of the pages that SGLang has computed again."""
-        for at, key in enumerate(keys) if self._hits is not None else ():
-            assert self._hits is not None
-            if self._hits.auditor.expected(key):
-                self._hits.auditor.check(key, page(at), self._compared_as)
+        if dtype == "uint8":
+            return None
+        return KVLayout.opaque(self.page_bytes, self.page_tokens, dtype=dtype)
 
     def store(self, keys: Sequence[BlockKey], indices: Any) -> list[bool]:
         """Take pages out of the pool; whether the depot has each of them now."""
@@ -180,10 +197,10 @@ class HostPages(PoolPages):
             for at, view in zip(numbers, views, strict=True):
                 _copy(places[at], _address(view), into_block=True)
 
-        def gathered(at: int) -> Any:
+        def gathered(at: int) -> AbstractContextManager[Any]:
             page = np.zeros(self.page_bytes, np.uint8)
             _copy(places[at], int(page.ctypes.data), into_block=True)
-            return page
+            return nullcontext(page)
 
         self._compare(keys, gathered)
         return self._fill(keys, gather)
@@ -210,7 +227,7 @@ class HostPages(PoolPages):
 
     def put(self, keys: Sequence[BlockKey], tensors: Sequence[Any]) -> list[bool]:
         """Store flat pages."""
-        self._compare(keys, lambda at: raw(tensors[at]))
+        self._compare(keys, lambda at: nullcontext(raw(tensors[at])))
         return [bool(put) for put in self._depot.put_many(keys, [raw(one) for one in tensors])]
 
     def get(self, keys: Sequence[BlockKey], tensors: Sequence[Any], timeout_s: float) -> list[bool]:

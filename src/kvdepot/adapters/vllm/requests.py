@@ -233,7 +233,7 @@ class TrackedRequest:
     may_audit: bool = True
     """It was not decided yet whether its hit is computed again."""
     audited: int | None = None
-    """The block of full attention that is computed though the depot has it."""
+    """The block that is computed though the depot has it."""
     awaited: "AwaitedBlocks | None" = None
     """What another machine is to commit; None: nothing is waited for, or no more."""
     made: dict[int, set[int]] = field(default_factory=dict)
@@ -380,17 +380,25 @@ class TrackedRequest:
         return jobs
 
     def _audits(self, complete: int, tables: PageTables) -> list[SaveJob]:
-        """Have the audited block compared, of all groups of full attention, once it is complete."""
+        """Have the audited block compared once it is complete, and the windows at its end."""
         at = self.audited
         if at is None or not self.offered <= at < complete:
             return []
-        jobs = []
+        jobs, name = [], self.request.request_id
         for group, rule in enumerate(self.groups.rules):
-            ratio = pages_per_block(rule, self.block_tokens)
-            pages = tuple(tables[rule.table][at * ratio : (at + 1) * ratio])
-            if rule.kind == "full" and NULL_PAGE not in pages:
-                keys, name = self.group_keys[group].keys(at, at + 1), self.request.request_id
-                jobs.append(SaveJob(name, self.adapter, keys, pages, at, group, audit=True))
+            ratio, keys = pages_per_block(rule, self.block_tokens), self.group_keys[group]
+            blocks = range(at, at + 1)
+            if rule.kind != "full":
+                # The hit went up to the end of this block, so the depot has its last window.
+                start, end = self.groups.span(group, keys, 0, at + 1)
+                first = at * self.block_tokens // keys.block_tokens
+                blocks = range(max(start, first), start if rule.kind == "state" else end)
+                self.given.setdefault(group, set()).update(blocks)
+            for block in blocks:
+                pages = tuple(tables[rule.table][block * ratio : (block + 1) * ratio])
+                if NULL_PAGE not in pages:
+                    mine = keys.keys(block, block + 1)
+                    jobs.append(SaveJob(name, self.adapter, mine, pages, block, group, audit=True))
         return jobs
 
     def _is_kept(self, end: int) -> bool:
