@@ -3,6 +3,7 @@
 import errno
 import json
 import random
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,16 +14,26 @@ import numpy as np
 import pytest
 
 from kvdepot.core.depot import FlushReport
+from kvdepot.core.tier import Purpose
 from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
 from kvdepot.testing.faults import BOUNDARIES, Fail, Fault, FaultyFiles
+from kvdepot.testing.images import make_image, make_key
 from kvdepot.testing.torture import workload
 from kvdepot.testing.torture.ledger import Expectation, Ledger
-from kvdepot.testing.torture.rounds import Kind, play
+from kvdepot.testing.torture.rounds import (
+    Kind,
+    LastWords,
+    _follow,
+    in_child,
+    judge_store,
+    play,
+)
 from kvdepot.testing.torture.workload import StoreSession, Trust
-from kvdepot.testing.torture.world import TierMix, World
+from kvdepot.testing.torture.world import TierMix, World, prompts
+from kvdepot.tiers.log.tier import LogTier
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
@@ -136,6 +147,43 @@ def test_a_removal_that_no_drive_wrote_down_is_not_promised(tmp_path: Path) -> N
     ledger.close()
 
 
+def test_room_is_left_for_a_segment_that_is_begun_after_the_last_words(tmp_path: Path) -> None:
+    """A drive that is to be smaller has more segments than it may for a while. Opened with less
+    room than those take, it drops the oldest: that would be no loss by the kill.
+    """
+    mix = replace(TierMix.draw(random.Random(1)), ssds=1, hdds=0, mirror=0, fsync="flush")
+    world = World(tmp_path / "drives", replace(mix, ssd_segments=4, ssd_mode="write-back"))
+    world.folder.mkdir()
+    world.make_folders()
+    ledger = Ledger()
+
+    def live() -> None:
+        words = LastWords(ledger, 0)
+        store = words.store = world.open()
+        session = StoreSession(world, store, ledger, random.Random(1), Trust())
+        session._put(list(prompts()[0]))
+        session.flush()
+        (lower,) = store.inspect().state.lower_tiers
+        assert isinstance(lower.tier, LogTier)
+        (drive,) = lower.tier.drives
+        drive.resize(3)
+        words.say()
+        for number in range(18):  # as a thread that is at a write, and needs no lock of the store
+            drive.append([make_image(make_key(number), bytes(6_000))], Purpose.NOTE)
+        words.end()
+
+    assert in_child(world, ledger, live) == -signal.SIGKILL
+    ledger.catch_up()
+    _follow(world, ledger)
+    assert world.ssd_segments > 4
+    ledger.write("open")
+    with world.open() as store:
+        judge_store(store, world, ledger)
+    assert ledger.expected.told
+    assert [fact for fact in ledger.everything() if fact["fact"] == "fault"] == []
+    ledger.close()
+
+
 def found(folder: Path, kind: Kind, fault: str) -> set[str]:
     """Faults of some rounds, until there is the one."""
     seen: set[str] = set()
@@ -163,7 +211,7 @@ def test_a_removed_block_that_is_seen_until_the_drives_meet_is_not_lost_when_the
         {"fact": "present", "blocks": [8], "away": True, **seen},
         {"fact": "present", "blocks": [7, 8], "away": True, **seen},
         {"fact": "flushed", "blocks": [7, 8], "removed": []},
-        {"fact": "residents", "blocks": [7, 8], "slots": 4},
+        {"fact": "residents", "blocks": [7, 8]},
     ):
         expected.take(fact)
     assert expected.must == {8}
@@ -184,10 +232,27 @@ def test_a_removal_that_only_the_absent_drive_knows_of_may_show_when_the_drives_
     seen = {"cut": way == "cut", "ssds": [0, 1]}
     facts += [
         {"fact": "present", "blocks": [7, 8], "away": True, **seen},
-        {"fact": "residents", "blocks": [7, 8], "slots": 4},
+        {"fact": "residents", "blocks": [7, 8]},
     ]
     for fact in facts:
         expected.take(fact)
     assert expected.must == {8}
     expected.take({"fact": "present", "blocks": [8], "away": False, **seen})
     assert expected.doubtful == expected.limbo == set()
+
+
+def test_a_contract_does_not_bring_back_what_the_absent_drive_knows_as_removed() -> None:
+    """The block is pinned where its removal is not known, and goes when the drives meet."""
+    expected = Expectation()
+    seen = {"cut": True, "away": True, "ssds": [0, 1]}
+    for fact in (
+        {"fact": "removing", "blocks": [7]},
+        {"fact": "removed", "blocks": [7], "durable": False, "away": True},
+        {"fact": "present", "blocks": [], **seen},
+        {"fact": "present", "blocks": [7, 8], **seen},
+        {"fact": "putting", "blocks": [7, 8], "nbytes": 1},
+        {"fact": "pinning", "blocks": [7, 8], "session": "a"},
+        {"fact": "pinned", "blocks": [7, 8], "session": "a"},
+    ):
+        expected.take(fact)
+    assert expected.kept == {"a": {8}}

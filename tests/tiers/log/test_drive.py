@@ -15,7 +15,7 @@ from tests.support.waiting import until
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import SystemClock
-from kvdepot.core.tier import Outcome, segment_of
+from kvdepot.core.tier import Outcome, Purpose, segment_of
 from kvdepot.testing.contract import load, store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import make_image, make_key, make_load, payload_for
@@ -42,9 +42,9 @@ def tier(tmp_path: Path, files: FaultyFiles) -> Iterator[LogTier]:
     opened.close()
 
 
-def open_tier(paths: list[Path], files: Files) -> LogTier:
+def open_tier(paths: list[Path], files: Files, segments: int = SEGMENTS) -> LogTier:
     settings = MountSettings(
-        SEGMENTS * SEGMENT_BYTES, SEGMENT_BYTES, pauses=RetryPauses(0.001, 0.01)
+        segments * SEGMENT_BYTES, SEGMENT_BYTES, pauses=RetryPauses(0.001, 0.01)
     )
     return LogTier(paths, files, settings, SystemClock())
 
@@ -84,6 +84,22 @@ def test_blocks_wait_while_the_spare_segment_is_in_use(tier: LogTier) -> None:
     assert not tier.has_room(0, record_bytes(12_000))
     assert tier.release(0, tier.segments(0)[0].slot)
     assert tier.append(0, [block(5000)]) != [None]
+
+
+def test_with_less_room_an_empty_segment_goes_before_one_with_blocks(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """One that was begun when the process was killed is the newest, and has nothing to lose."""
+    tier = open_tier([tmp_path / "drive"], files)
+    count = fill(tier)
+    assert len(tier.segments(0, reclaimable=False)) == SEGMENTS - 1
+    files.add(Fault(Call.RUN_WRITE, Fail(errno.EIO)))
+    assert tier.append(0, [make_image(make_key(5000), bytes(50_000))], Purpose.MOVE) == [None]
+    assert len(tier.segments(0, reclaimable=False)) == SEGMENTS
+    tier.close()
+    again = open_tier([tmp_path / "drive"], FaultyFiles(), SEGMENTS - 1)
+    assert len(again.take_contents().words) == count
+    again.close()
 
 
 def test_a_segment_is_not_reclaimed_before_its_blocks_are_counted(tier: LogTier) -> None:

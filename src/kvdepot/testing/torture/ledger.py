@@ -62,9 +62,6 @@ class Expectation:
     """Drives that were there at the end; empty: as they were at first."""
     segments: int = 0
     """Of each SSD at the end; 0: as at first."""
-    slots: int = 0
-    """The most segments that an SSD had at the end: one that is made smaller has more than it may
-    while leases last, and a store that is opened with less room drops the oldest."""
     shrunk: bool = False
     """Whether there ever was less room than before."""
 
@@ -109,7 +106,6 @@ class Expectation:
             case "residents":
                 self.snapshot = True
                 self.must = self.flushed & blocks
-                self.slots = fact["slots"]
             case "present":
                 wanted = self.apart | (self.must if self.told else set())
                 self.apart = wanted - blocks - self.removed if fact["away"] else set()
@@ -135,7 +131,7 @@ class Expectation:
             case "pinning":  # until it has a receipt, the contract before or this one holds
                 self.kept[name] = self.kept.get(name, set()) & blocks
             case "pinned":
-                self.kept[name] = blocks
+                self.kept[name] = blocks - self.limbo
             case "unpinning":
                 self.kept.pop(name, None)
             case "kept":

@@ -162,7 +162,8 @@ def _follow(world: World, ledger: Ledger) -> None:
     """Know what a child did to the number and size of drives."""
     expected = ledger.expected
     world.ssds = expected.ssds or world.ssds
-    world.ssd_segments = max(expected.segments or world.ssd_segments, expected.slots)
+    world.ssd_segments = expected.segments or world.ssd_segments
+    world.have_room_for_all()
 
 
 def in_child(
@@ -219,13 +220,10 @@ def _raised(ledger: Ledger, error: BaseException | None) -> None:
 
 
 def tell_end(ledger: Ledger, store: Store) -> None:
-    """The end comes: which blocks the drives have by the store's index, and how many segments an
-    SSD has. Takes the store's lock, and none of a drive: the thread may be at a write.
+    """The end comes: which blocks the drives have by the store's index. Takes the store's lock,
+    and none of a drive: the thread may be at a write.
     """
-    tiers = [one.tier for one in store.inspect().state.lower_tiers if one.name == "ssd"]
-    drives = [drive for tier in tiers if isinstance(tier, LogTier) for drive in tier.drives]
-    slots = max((drive.slot_count() for drive in drives), default=0)
-    ledger.write("residents", residents(store), slots=slots)
+    ledger.write("residents", residents(store))
 
 
 class LastWords:
@@ -289,6 +287,7 @@ def _live(world: World, ledger: Ledger, seed: int, *, last: bool) -> None:
         if chance.random() < 0.5:
             words.end()
         words.store = None
+        world.have_room_for_all()
         ledger.write("open")
         store = words.store = world.open()
         StoreSession(world, store, ledger, chance, Trust()).run(chance.randint(1, 6))

@@ -198,6 +198,16 @@ class World:
     def ssd_bytes(self) -> int:
         return len(self.ssds) * self.ssd_segments * SEGMENT_BYTES
 
+    def have_room_for_all(self) -> None:
+        """Be opened with no less room than any SSD takes on disk; none may be open.
+
+        A drive that is made smaller has more segments than it may until blocks have moved, and the
+        end may come while it begins one more. Opened with less room, it drops the oldest.
+        """
+        drives = [*self.folder.glob("ssd-*/kv"), *self.folder.glob("away-*/kv")]
+        segments = (len(list(drive.glob("segment-*.kvs"))) for drive in drives)
+        self.ssd_segments = max([self.ssd_segments, *segments])
+
     def config(self) -> Config:
         mix = self.mix
         shared = {

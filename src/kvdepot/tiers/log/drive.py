@@ -186,11 +186,13 @@ class Drive:
         return self._shrink(found)
 
     def _shrink(self, found: list[Recovered]) -> list[Recovered]:
-        """Give up the oldest segments where the capacity is smaller than it was."""
+        """Give up the oldest segments where the capacity is smaller than it was; before them those
+        without a record, as a kill leaves one that was just begun.
+        """
         surplus = self.slot_count() - self.slots_max
         if surplus <= 0 or not self.settings.writable:
             return found
-        oldest = sorted(found, key=lambda recovered: recovered.segment_id)
+        oldest = sorted(found, key=lambda one: (len(one.entries) > 0, one.segment_id))
         spare, self.free = self.free[:surplus], self.free[surplus:]
         dropped = oldest[: surplus - len(spare)]
         for slot in [*spare, *(recovered.slot for recovered in dropped)]:
