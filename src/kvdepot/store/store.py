@@ -102,7 +102,7 @@ class Store(Depot):
         flush = self._flusher.flush
         known = self._sessions = Sessions(state.catalog, wall, promises, state.ledger)
         self._pages = SessionPages(state, known)
-        self._keeper = SessionKeeper(state, known, self._pages, wall, flush)
+        self._keeper = SessionKeeper(state, known, self._pages, wall, flush, self._drives.renew)
         parts = (state, known, self._reader, self._putter, self.register_tag)
         archivist = self._archivist = Archivist(*parts)
         self._desk = SessionDesk(state, known, self._keeper, archivist, wall, flush, self._warm)

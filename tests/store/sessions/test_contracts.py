@@ -10,7 +10,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.config import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, small, space_of
+from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of
 from kvdepot.tiers.log.tier import LogTier
 
 
@@ -268,6 +268,29 @@ class TestDrives:
                 kept = {name for name, contract in known.items() if contract is not None}
                 assert kept == {"chat 2", "chat 3", "more 3", "chat 4", "more 4"}
                 assert all(known[name]["missing"] == 0 for name in kept)
+
+    def test_blocks_that_another_drive_knows_as_removed_before(self, tmp_path: Path) -> None:
+        """Removed while a drive was away that has them; put and pinned on that one alone."""
+        with self.two(tmp_path) as store:
+            chains = [chat(store, seed, name=f"chat {seed}") for seed in range(2)]
+            assert store.flush(WAIT_S)
+            store.inspect().drop_from_memory()
+        (tmp_path / "b").rename(tmp_path / "away")
+        with self.two(tmp_path) as store:
+            space_of(store)
+            store.remove([key for keys in chains for key in keys])
+        (tmp_path / "away").rename(tmp_path / "b")
+        (tmp_path / "a").rename(tmp_path / "away")
+        with self.two(tmp_path) as store:
+            for seed in range(2):
+                chat(store, seed, name=f"chat {seed}")
+                for _ in range(2):
+                    assert store.sessions.pin(f"chat {seed}", for_s=3600)
+        (tmp_path / "away").rename(tmp_path / "a")
+        with self.two(tmp_path) as store:
+            space_of(store)
+            assert [len(store.match(keys)) for keys in chains] == [6] * 2
+            assert store.check().ok
 
     def test_what_only_a_drive_that_goes_knows_is_told_to_the_others(self, tmp_path: Path) -> None:
         with self.two(tmp_path) as store:

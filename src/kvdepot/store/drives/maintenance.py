@@ -17,6 +17,7 @@ from kvdepot.store.move.drain import drain
 from kvdepot.store.move.memory_levels import MemoryLevels
 from kvdepot.store.move.mirror import Mirrorer
 from kvdepot.store.move.reclaim import DriveRoom
+from kvdepot.store.move.renew import renew
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.write_back import WriteBack
@@ -127,6 +128,10 @@ class DriveMaintenance:
                 self._state.work.notify_all()
         _log.info("%s: drive %d drained: %s, %d blocks moved", tier, drive, path, moved)
         return moved
+
+    def renew(self, lower: LowerTier, rows: list[int]) -> bool:
+        """Write blocks again; see store/move/renew.py. False: some could not be."""
+        return not rows or renew(self._state, lower, rows, self.mover)
 
     def resize(self, tier: str, capacity: int | str) -> None:
         """Give a tier more or less room; blocks leave where it is less."""

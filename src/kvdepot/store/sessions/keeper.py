@@ -24,6 +24,7 @@ from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.store.sessions.known import Contract, Prompt, Sessions, unpacked
 from kvdepot.store.sessions.pages import SessionPages
 from kvdepot.store.state.ledger import SAMPLE_S
+from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 
 _LOOK_S: Final = 1.0
@@ -37,6 +38,7 @@ _DURABLE_S: Final = 30.0
 _KEY_BYTES: Final = 58
 """That a key takes in a page."""
 Flush = Callable[[float, Sequence[BlockKey] | None], FlushReport]
+Renewing = Callable[[LowerTier, list[int]], bool]
 
 
 class RefusedPromiseError(KVDepotError):
@@ -47,13 +49,21 @@ class SessionKeeper:
     """Grants, ends and remembers contracts, and writes sessions down. One thread of its own."""
 
     def __init__(
-        self, state: StoreState, sessions: Sessions, pages: SessionPages, wall: Clock, flush: Flush
+        self,
+        state: StoreState,
+        sessions: Sessions,
+        pages: SessionPages,
+        wall: Clock,
+        flush: Flush,
+        renew: Renewing,
     ) -> None:
         self._state = state
         self._sessions = sessions
         self._pages = pages
         self._wall = wall
         self._flush = flush
+        self._renew = renew
+        self._since_s = wall.now()
         self._granting = threading.Lock()
         self._last_number = 0
         self._accounts_s = state.clock.now()
@@ -99,6 +109,7 @@ class SessionKeeper:
             try:
                 prompts = self._prompts(name, tags)
                 self._check_terms(until_s, prompts)
+                self._make_young(name, prompts)
                 self._make_durable(prompts)
                 granted = self._bind(name, prompts, until_s, through_turn, before)
                 self._write_down(name, granted, before)
@@ -266,6 +277,29 @@ class SessionKeeper:
             if len(prompt) * _KEY_BYTES > self._pages.entry_bytes_max:
                 raise RefusedPromiseError(
                     "the session is too long to be written down as one contract"
+                )
+
+    def _make_young(self, name: str, prompts: dict[bytes, Prompt]) -> None:
+        """Where a drive is away, have blocks written again that another opening has left here: that
+        drive may know that they were removed. What this opening has under contract was."""
+        for lower in self._state.lower_tiers:
+            if lower.is_remote or lower.tier.is_up():
+                continue
+            with self._state.lock:
+                known = {tag: self._sessions.contracts.get((tag, name)) for tag in prompts}
+                recent = {tag: one for tag, one in known.items() if one is not None}
+                done = [
+                    (tag, one.packed)
+                    for tag, one in recent.items()
+                    if one.granted_s >= self._since_s
+                ]
+                rows = self._rows([(tag, prompt.packed) for tag, prompt in prompts.items()])
+                rows = np.setdiff1d(rows, self._rows(done))
+                rows = rows[lower.copies.state.array[rows] == CopyState.READY]
+            if not self._renew(lower, rows.tolist()):
+                raise RefusedPromiseError(
+                    "a drive is away, and its blocks could not be written again meanwhile",
+                    hint="see kvdepot tiers list",
                 )
 
     def _make_durable(self, prompts: dict[bytes, Prompt]) -> None:

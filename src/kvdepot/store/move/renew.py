@@ -1,0 +1,43 @@
+"""Writes blocks of a tier again, so that they are younger than any removal that is known elsewhere.
+
+A drive that was away since the store was opened may know that a block was removed. When it is back
+that covers all records of the block from before, also one that was found on another drive meanwhile
+and relied on.
+"""
+
+from kvdepot.core.tier import Purpose
+from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.yielding import PieceSize
+
+
+class Renew(CopyJob):
+    purpose = Purpose.MOVE
+    from_memory = False
+
+    def __init__(self, state: StoreState, lower: LowerTier, rows: list[int]) -> None:
+        super().__init__(lower)
+        self._state = state
+        self.places = {row: lower.copies.location[row] for row in rows}
+        """Where those are that have yet to be written again."""
+
+    def is_wanted(self, row: int) -> bool:
+        return self.places.get(row) in self.target.places(row)
+
+    def source(self, row: int) -> tuple[LowerTier, int] | None:
+        return self.target, self.places[row]
+
+    def enter(self, row: int, location: int) -> None:
+        self.target.relocate(row, self.places.pop(row), location)
+        self._state.counters.add("moved", self.target.name)
+
+
+def renew(state: StoreState, lower: LowerTier, rows: list[int], mover: RecordMover) -> bool:
+    """False: some could not be read or written."""
+    with state.lock:
+        job = Renew(state, lower, rows)
+    facts = enumerate(lower.tier.drive(one) for one in range(lower.tier.drive_count()))
+    able = [drive for drive, fact in facts if fact.up and not fact.draining]
+    mover.copy_all(job, rows, lambda: able, size=PieceSize(PIECE_BYTES))
+    return not job.places
