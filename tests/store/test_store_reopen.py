@@ -27,6 +27,7 @@ import kvdepot
 from kvdepot.core.config import load
 from kvdepot.store.open import assemble, open_store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
+from kvdepot.tiers.memory.memory import Memory
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
@@ -335,3 +336,17 @@ class TestDriveDown:
             files.clear()
             assert store.flush()
             assert report.findings == []
+
+
+@pytest.mark.parametrize(
+    ("dram", "staging", "touched"),
+    [(False, False, []), (False, True, [4]), (True, False, [2, 4])],
+)
+def test_memory_that_is_touched_at_opening(
+    monkeypatch: pytest.MonkeyPatch, dram: bool, staging: bool, touched: list[int]
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(Memory, "prefault", lambda self, then: seen.append(self.nbytes >> 20))
+    memory = {"capacity": "2MiB", "huge_pages": "never", "prefault": dram}
+    with kvdepot.open(dram=memory, writeback={"staging": "4MiB", "prefault": staging}):
+        assert sorted(seen) == touched

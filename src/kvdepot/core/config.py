@@ -551,6 +551,9 @@ class WritebackConfig:
     staging: Bytes = 64 * MIB
     """Memory besides the memory tier, for reads from disk and for reclaiming segments."""
 
+    prefault: bool = False
+    """Touch `staging` at opening also where `dram.prefault` is off: else the first reads do."""
+
     put_timeout: Seconds = 0.25
     """The longest a put waits for room before it is throttled; 0 never waits."""
 

@@ -128,9 +128,10 @@ def assemble(
         for tier, settings, copies in zip(tiers, config.lower_tiers, catalog.files, strict=False)
     ]
     promises = _take_in(catalog, lower_tiers)
-    if config.dram.prefault:
-        for memory in (arena.memory, staging.memory):
-            memory.prefault(partial(_register, tiers, memory))
+    touched = [arena] * config.dram.prefault
+    touched += [staging] * (config.dram.prefault or config.writeback.prefault)
+    for memory in (one.memory for one in touched):
+        memory.prefault(partial(_register, tiers, memory))
     if cxl and config.cxl and config.cxl.prefault:
         cxl.memory.prefault(bool)
     arenas = [arena, cxl] if cxl else [arena]

@@ -49,6 +49,11 @@ def test_loads_go_past_our_memory_unless_set() -> None:
         {"ssd": {**DISK, "promote": True}, "dram": {"capacity": 1 << 30, "prefault": True}}
     )
     assert asked.depot.lower_tiers[0].promote and asked.depot.dram.prefault
+    assert depot.writeback.prefault and read({"hdd": below}).depot.writeback.prefault
+    staging = {"staging": "8MiB"}
+    assert read({"ssd": DISK, "writeback": staging}).depot.writeback.prefault
+    off = {"ssd": DISK, "writeback": {**staging, "prefault": False}}
+    assert not read(off).depot.writeback.prefault
 
 
 def spec(**more: Any) -> Any:

@@ -39,8 +39,8 @@ class TierSettings:
     object: ObjectConfig | None = None
     """A bucket or shared folder, which other machines use too."""
 
-    writeback: WritebackConfig = field(default_factory=WritebackConfig)
-    """How blocks get from memory to disk."""
+    writeback: WritebackConfig = field(default_factory=lambda: WritebackConfig(prefault=True))
+    """How blocks get from memory to disk. `prefault`: no load has to touch new memory."""
 
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants that have a secret, by name."""
@@ -110,7 +110,11 @@ def read(settings: Mapping[str, Any]) -> TierSettings:
     # the first load or by it, would only take that load's time. What lies below the first tier is
     # promoted to it.
     first = next((name for name in _LOWER if name in given), "ssd")
-    unless_set = {"dram": {"prefault": False}, first: {"promote": False}}
+    unless_set = {
+        "dram": {"prefault": False},
+        "writeback": {"prefault": True},
+        first: {"promote": False},
+    }
     for name, more in unless_set.items():
         if isinstance(given.get(name), Mapping):
             given[name] = {**more, **given[name]}
