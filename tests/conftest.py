@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.support.forked_daemons import ForkServer
+from tests.support.order_of_tests import longest_first
 
 from kvdepot.core.depot import Depot
 from kvdepot.testing.daemons import (
@@ -56,6 +57,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay randomized tests from a seed")
     parser.addoption("--on-disk", action="store_true", help="no test's folder is in memory")
+    parser.addoption(
+        "--whole-documents", action="store_true", help="what takes minutes in documents too"
+    )
 
 
 def pytest_collection() -> None:
@@ -68,12 +72,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.geteuid() == 0:
-        return
-    for item in items:
-        if item.get_closest_marker("root"):
-            item.add_marker(pytest.mark.skip(reason="needs root for mounts and loop devices"))
+@pytest.hookimpl(trylast=True)  # of the tests that are left: others have been deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.geteuid() != 0:
+        for item in items:
+            if item.get_closest_marker("root"):
+                item.add_marker(pytest.mark.skip(reason="needs root for mounts and loop devices"))
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = longest_first(items, takes_long, processes)
+
+
+def takes_long(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("slow")
+    return mark is not None and bool(mark.kwargs.get("longest"))
 
 
 @pytest.fixture(scope="session")

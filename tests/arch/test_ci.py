@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+import pytest
+from tests.support.order_of_tests import longest_first
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -26,3 +29,17 @@ def test_what_needs_a_device_says_how_to_run_it() -> None:
             reasons += re.findall(r'"no CUDA device[^"]*"', text) or [f"none in {path}"]
     assert reasons
     assert all("python -m pytest" in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_each_process_begins_with_tests_that_take_long(processes: int) -> None:
+    tests = list(range(30))
+    order = longest_first(tests, lambda number: number >= 25, processes)
+    assert sorted(order) == tests
+    assert [number for number in order if number < 25] == tests[:25]
+    left, starts = len(order), []
+    for number in range(processes):  # xdist's worksteal
+        starts.append(len(order) - left)
+        left -= left // (processes - number)
+    begins = [order[start] for start in starts if start < len(order)]
+    assert sum(number >= 25 for number in begins) == min(processes, 5)

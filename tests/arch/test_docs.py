@@ -2,38 +2,16 @@
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.documents import PAGES, ROOT, inline_commands, typed_commands
 
-from kvdepot.cli.main import COMMANDS, UsageError, build_parser
+from kvdepot.cli.main import UsageError, build_parser
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCED = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"`((?:src/kvdepot/)?[a-z_]+/[a-z_/]+\.py)[:`]")
 VAGUE = re.compile(r"(?<!\")\b(?:somebody|nobody|whoever|anybody|everybody|someone|anyone)\b", re.I)
-INLINE = re.compile(r"(?<!`)`kvdepot ([^`]+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_examples_run(
-    page: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    examples = PYTHON.findall((ROOT / page).read_text())
-    assert examples
-    for code in examples:
-        promised = re.findall(r"print\(.*\)\s+# (.*)", code)
-        exec(compile(code, page, "exec"), {})
-        printed = capsys.readouterr().out.splitlines()
-        assert printed == promised
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -57,25 +35,6 @@ def test_files_it_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_actors_are_named(page: Path) -> None:
     assert VAGUE.findall(page.read_text()) == []
-
-
-def typed_commands(text: str) -> Iterator[list[str]]:
-    """The words of each `kvdepot …` in fenced text, as a reader would type it."""
-    for block in FENCED.findall(text):
-        for line in block.replace("\\\n", " ").splitlines():
-            line = re.sub(r"^(\$|sudo(?: -u \w+)?) ", "", line.strip())
-            if re.match(r"(\S*/)?kvdepot \S", line):
-                words = shlex.split(line, comments=True)
-                ends = [at for at, word in enumerate(words) if re.match(r"[|>&]|2>", word)]
-                yield words[1 : min(ends, default=len(words))]
-
-
-def inline_commands(text: str) -> Iterator[list[str]]:
-    """The words of each `kvdepot …` within a sentence that has an option or a place to name."""
-    for command in INLINE.findall(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
-        words = shlex.split(command.partition(" >")[0])
-        if not re.search(r"[…|[]", command) and words[0] in COMMANDS and words[1:]:
-            yield words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

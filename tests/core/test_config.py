@@ -377,4 +377,5 @@ def test_a_wrong_variable_is_still_told(name: str) -> None:
 
 def test_variables_of_other_commands_are_not_settings() -> None:
     other = {"KVDEPOT_PLAN_MODEL": "m", "KVDEPOT_PARTS_YEARS": "3", "KVDEPOT_SOCKET": "/run/s"}
+    other["KVDEPOT_DAEMON_USER"] = "kvdepot"
     assert load(env=other) == load()

@@ -64,7 +64,7 @@ def test_kill_at_some_write_boundaries(
     assert sum(killed) >= 0.8 * len(plans)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(longest=True)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("segments", [ROOMY, FULL], ids=["roomy", "full"])
 def test_kill_at_every_write_boundary(

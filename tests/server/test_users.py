@@ -14,6 +14,7 @@ from tests.support.neighbour import (
 )
 
 import kvdepot
+from kvdepot.cli.main import main
 from kvdepot.errors import DaemonError, UnsafePathError
 from kvdepot.server.listener import Listener
 from kvdepot.testing.daemons import DaemonProcess
@@ -64,6 +65,20 @@ def test_a_neighbours_daemon_is_used_where_it_is_named(public: Path) -> None:
         assert heard() == "listening"
         with pytest.raises(DaemonError, match="no daemon answers"):
             kvdepot.open(f"unix:{path}", daemon_user=str(uid))
+        assert int(heard()) > 0
+
+
+@needs_neighbour
+def test_commands_trust_the_daemon_of_the_user_whom_the_environment_names(
+    public: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, uid = public / "depot.sock", NEIGHBOURS[0]
+    command = ["tiers", "list", "--socket", str(path)]
+    with neighbour_running(LISTEN, path, uid=uid) as heard:
+        assert heard() == "listening"
+        monkeypatch.setenv("KVDEPOT_DAEMON_USER", str(uid))
+        assert main(command) == 2
+        assert "no daemon answers" in capsys.readouterr().err, "it is none, but it was asked"
         assert int(heard()) > 0
 
 

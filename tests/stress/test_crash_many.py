@@ -9,7 +9,7 @@ BATCHES = 6
 RUNS = 50
 
 
-@pytest.mark.slow
+@pytest.mark.slow(longest=True)
 @pytest.mark.crash
 @pytest.mark.stress
 @pytest.mark.parametrize("batch", range(BATCHES))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeVar, cast
 
 import kvdepot
-from kvdepot.core.config import SOCKET_ENV
+from kvdepot.core.config import DAEMON_USER_ENV, SOCKET_ENV
 from kvdepot.core.depot import Depot
 from kvdepot.core.private import runtime_folder
 from kvdepot.errors import ConfigError
@@ -75,7 +75,8 @@ def add_daemon(parser: argparse.ArgumentParser) -> None:
         "--daemon-user",
         default="",
         metavar="USER",
-        help="trust a daemon of this user, not only your own and root's",
+        help="trust a daemon of this user, not only your own and root's "
+        f"(default: {DAEMON_USER_ENV})",
     )
 
 
@@ -106,7 +107,8 @@ def open_daemon(args: argparse.Namespace) -> Iterator[Depot]:
     named = args.socket is not None or args.env.get(SOCKET_ENV)
     if not named and not path.exists() and SYSTEM_SOCKET.exists():
         path = SYSTEM_SOCKET
-    store = kvdepot.open(f"unix:{path}", daemon_user=args.daemon_user)
+    user = args.daemon_user or args.env.get(DAEMON_USER_ENV, "")
+    store = kvdepot.open(f"unix:{path}", daemon_user=user)
     try:
         yield store
     finally:

@@ -21,7 +21,9 @@ from kvdepot.errors import ConfigError
 ENV_PREFIX: Final = "KVDEPOT_"
 SOCKET_ENV: Final = "KVDEPOT_SOCKET"
 """Where commands look for a daemon, and where `kvdepot serve` listens."""
-_NOT_SETTINGS: Final = (SOCKET_ENV, "KVDEPOT_PLAN_", "KVDEPOT_PARTS_")
+DAEMON_USER_ENV: Final = "KVDEPOT_DAEMON_USER"
+"""Whose daemon commands trust beside their own user's and root's."""
+_NOT_SETTINGS: Final = (SOCKET_ENV, DAEMON_USER_ENV, "KVDEPOT_PLAN_", "KVDEPOT_PARTS_")
 """Variables, and beginnings of variables, that are read elsewhere."""
 
 KIB: Final = 1 << 10

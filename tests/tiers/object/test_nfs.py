@@ -78,6 +78,7 @@ def test_a_removal_goes_to_all_machines(stores: OpenStore) -> None:
     until(lambda: not len(second.match(keys)))
 
 
+@pytest.mark.slow(longest=True)
 def test_the_server_is_killed_and_comes_back(server: NfsServer, stores: OpenStore) -> None:
     first, second = stores("a"), stores("b")
     keys = prompt(space_of(first), 3, 8)

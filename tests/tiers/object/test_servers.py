@@ -133,6 +133,7 @@ def test_a_machines_death_loses_nothing_it_had_uploaded(
     assert tiers(other, keys) == ["object"] * 16
 
 
+@pytest.mark.slow(longest=True)
 @only_seaweedfs("keeps")
 def test_the_server_is_killed_and_comes_back_under_load(
     server: S3Server, stores: OpenStore
