@@ -31,6 +31,7 @@ NOT_RUN = {
     "./dev setup": "this test runs in what it makes",
     "./dev demo": "tests/e2e/test_demo.py runs it",
     "./dev test": "this test is part of them",
+    "./dev docs": "it runs this test",
     "./dev check": "CI runs it",
     "./dev ci": "this test is part of it",
     "git clone …": "the machine has a checkout",
