@@ -1,5 +1,6 @@
 """vLLM servers in processes of their own, asked over HTTP, killed without warning."""
 
+import contextlib
 import json
 import os
 import signal
@@ -79,6 +80,15 @@ class Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def processes(self) -> list[int]:
+        """The server and its workers, not a daemon that it started."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                if os.getsid(int(entry.name)) == self.process.pid:
+                    found.append(int(entry.name))
+        return found
 
     def ask(self, prompt: list[int], tokens: int = 16) -> dict[str, Any]:
         """A greedy answer: its text, log-probabilities, cached tokens and seconds."""
