@@ -20,8 +20,11 @@ from tests.support.toy_engine import (
     ask,
     forget_local,
 )
+from tests.support.waiting import until
 
 from kvdepot.adapters.vllm.messages import LoadJob, StepPlan
+from kvdepot.core.depot import Reservation
+from kvdepot.errors import StoreClosedError
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles, Stall
 
 
@@ -43,6 +46,33 @@ def test_answers_are_hit_by_the_next_turn(open_store: OpenStore, open_engine: Op
     turn = PROMPT + answer_of(PROMPT, 14) + [1, 2]
     known = (len(PROMPT) + 13) // PAGE_TOKENS * PAGE_TOKENS
     assert ask(engine, "second", turn, 1) == len(turn) - known
+
+
+def test_saves_that_are_over_are_let_go_step_by_step(
+    open_store: OpenStore, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM waits for none of them too, as on a processor; one that failed is counted."""
+    engine = open_engine(open_store())
+    (worker,) = engine.workers
+    saver = worker._saver
+    assert saver is not None
+
+    def fail(ticket: object, slots: Reservation, fresh: object) -> None:
+        slots.close()
+        raise StoreClosedError
+
+    monkeypatch.setattr(saver, "_seal", fail)
+    for turn in range(3):
+        engine.add(ToyRequest(f"{turn}", [turn, *PROMPT], 2))
+
+    def over() -> bool:
+        engine.step()
+        return len(engine.done) == 3 and not saver._reading
+
+    until(over)
+    counts = worker.metrics()
+    assert counts is not None
+    assert counts["failed_saves"] >= 3
 
 
 def test_only_prompts_are_saved_if_told_so(open_store: OpenStore, open_engine: OpenEngine) -> None:

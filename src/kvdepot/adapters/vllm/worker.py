@@ -190,10 +190,10 @@ class ConnectorWorker:
     def finished(self, plan: StepPlan) -> FinishedTransfers:
         """What is over since the last step."""
         assert self._loader is not None
-        reading: set[str] = set()
-        if self._awaited and not self.facts.saves_settle_at_once:
-            assert self._saver is not None
-            reading = self._saver.reading_requests()
+        assert self._saver is not None
+        reading = self._saver.reading_requests()
+        if self.facts.saves_settle_at_once:
+            reading = set()
         finished = FinishedTransfers(self._awaited - reading)
         self._awaited &= reading
         for one in self._loader.take(_IDLE_WAIT_S if plan.idle else 0.0):
