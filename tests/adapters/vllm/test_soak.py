@@ -69,7 +69,7 @@ def test_a_steady_run_passes() -> None:
 @pytest.mark.parametrize(
     ("part", "what", "each"),
     [
-        ("engine", "memory_bytes", 2 << 20),
+        ("engine", "memory_bytes", 3 << 20),
         ("engine", "descriptors", 1),
         ("daemon", "threads", 1),
         ("daemon", "memory_bytes", 1 << 20),
