@@ -11,8 +11,8 @@ goes on for longer until they are made.
 Growth: after each phase, when no request is under way, memory, threads, descriptors and shared
 memory of vLLM's processes and of the daemon are taken, and bytes and files in the depot's folder.
 The line through those of the second half (least squares) may rise by no more than `GROWTH` from its
-first to its last. For vLLM the same holds for all but the first round, daemon killed or not, except
-for memory: vLLM keeps kernels for each number of tokens that it meets (oneDNN, 128 for each layer's
+first to its last. For vLLM the same holds for the ends of all rounds but the first, except for its
+memory: vLLM keeps kernels for each number of tokens that it meets (oneDNN, 128 for each layer's
 product), which took until the middle of the run. The folder may never have more bytes than its
 capacity and a segment. Exit status 1 if a point fails. Needs root, for the disk.
 """
@@ -376,17 +376,18 @@ def judge(
     run.add("the daemon was killed", service.starts > 1, starts=service.starts)
     half = (measured[-1].turn + 2) // 2
     late = [each for each in measured if each.turn >= half]
+    ends = {each.turn: each for each in measured}
     alone = all(each.life == service.starts for each in late)
+    later = [each.engine for each in ends.values() if each.turn > 0]
+    kept, figures = growth("engine", later, with_memory=False)
+    run.add("no growth of the engine after the first round", kept, **figures)
     for name, taken in (
-        ("engine", [each.engine for each in measured if each.turn > 0]),
         ("engine", [each.engine for each in late]),
         ("daemon", [each.daemon for each in late]),
         ("folder", [each.folder for each in late]),
     ):
-        whole = len(taken) > len(late)
-        kept, figures = growth(name, taken, with_memory=not whole)
-        since = "after the first round" if whole else "in the second half"
-        run.add(f"no growth of the {name} {since}", kept and alone, **figures)
+        kept, figures = growth(name, taken, with_memory=True)
+        run.add(f"no growth of the {name} in the second half", kept and alone, **figures)
     most = max(each.folder["bytes"] for each in measured)
     run.add("the folder is bounded", most <= (DEPOT_MIB + SEGMENT_MIB) << 20, most_bytes=most)
 

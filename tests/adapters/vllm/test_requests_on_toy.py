@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 from kvdepot.adapters.vllm.messages import LoadJob, StepPlan
 from kvdepot.core.depot import Reservation
-from kvdepot.errors import StoreClosedError
+from kvdepot.errors import KVDepotError
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles, Stall
 
 
@@ -59,7 +59,7 @@ def test_saves_that_are_over_are_let_go_step_by_step(
 
     def fail(ticket: object, slots: Reservation, fresh: object) -> None:
         slots.close()
-        raise StoreClosedError
+        raise KVDepotError("no more")
 
     monkeypatch.setattr(saver, "_seal", fail)
     for turn in range(3):
