@@ -250,6 +250,30 @@ def linker_tail_only(folder: Path) -> None:
         assert one.cache.finish_external_linker_loads([request]) == []
 
 
+def linker_audit(folder: Path) -> None:
+    """A hit is a page short; the page that is computed instead is compared when it is offloaded."""
+    tokens, audit = prompt(20, 1), {"share": 1, "under_load": True}
+    with engine(folder, audit=audit) as one:
+        audits, buffers = one.linker.depot.audits, [*one.pool.k_buffer, *one.pool.v_buffer]
+        for buffer in buffers:
+            buffer.normal_()
+        one.compute(tokens)
+        for hit in range(6):
+            one.cache.reset()
+            one.slots.clear()
+            assert one.ask([*tokens, 7], f"hit {hit}")[1] == 19 * PAGE
+            one.cache.reset()
+            one.slots.clear()  # so that the same places are given out again
+            if hit == 5:
+                buffers[0].normal_()  # another K in one layer
+            one.compute(tokens)
+            known = audits.known()
+            assert (known["compared"], known["mismatched"]) == (hit + 1, hit == 5), known
+        one.cache.reset()
+        one.slots.clear()
+        assert one.ask([*tokens, 7], "after")[1] == 0, "in quarantine"
+
+
 Spoil = Callable[[Engine, list[torch.Tensor]], None]
 
 
@@ -468,7 +492,15 @@ def linker_cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for kind in ("mha", "mla"):
         yield f"linker {kind}", partial(linker_round_trip, kind)
     own = sys.modules[__name__]
-    for name in ("tail_only", "pages_gone", "page_damaged", "deadline", "copy_fails", "cancel"):
+    for name in (
+        "tail_only",
+        "audit",
+        "pages_gone",
+        "page_damaged",
+        "deadline",
+        "copy_fails",
+        "cancel",
+    ):
         yield f"linker {name.replace('_', ' ')}", getattr(own, f"linker_{name}")
     for kind in ("mha", "mla"):
         yield f"linker {kind} two ranks", partial(linker_ranks, kind)

@@ -18,6 +18,7 @@ from kvdepot.adapters.llama_cpp import proxy, server_link
 from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings, check_options
+from kvdepot.core.audit import AuditFinding
 from kvdepot.errors import ModelError
 
 TEXT = "a long document, and then some more of it, again and again. " * 3
@@ -100,6 +101,19 @@ def start(fake: FakeLlama, slots: Path) -> Iterator[Start]:
 
 def erase(fake: FakeLlama) -> None:
     fake.contents = [[] for _ in fake.contents]
+
+
+def test_the_status_tells_of_audits(start: Start) -> None:
+    front = start()
+    front.until_ready()
+    names = ("audited_blocks", "mismatched_blocks", "quarantined")
+    assert [front.proxy.status()[name] for name in names] == [0, 0, False]
+    served = front.proxy.served()
+    assert served is not None
+    (key,) = served.blocks.space.keys(range(16))
+    found = AuditFinding(key, False, 1.0, 0.25, 0, "llama.cpp b1")
+    front.proxy._depot.audits.report(found)
+    assert [front.proxy.status()[name] for name in names] == [1, 1, True]
 
 
 def test_a_known_prefix_is_restored_to_a_slot(start: Start, fake: FakeLlama, slots: Path) -> None:
