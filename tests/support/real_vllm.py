@@ -36,7 +36,6 @@ from tests.support.vllm_bench import (
     full,
     garbled,
     rush,
-    watched_preemptions,
     worker_of,
     write,
 )
@@ -191,7 +190,15 @@ def preempted(args: argparse.Namespace) -> dict[str, Any]:
     wanted = json.loads(Path(args.reference).read_text())["answers"]
     bench = Bench(args, num_gpu_blocks_override=60, max_model_len=1600)
     bench.count()
-    prompts, found = bench.prompts(), watched_preemptions(bench)
+    prompts = bench.prompts()
+    scheduler = type(bench.core.scheduler)
+    before, found = scheduler._preempt_request, []
+
+    def counting(self: Any, request: Any, *rest: Any, **more: Any) -> None:
+        found.append(request.request_id)
+        before(self, request, *rest, **more)
+
+    scheduler._preempt_request = counting
     seen: dict[str, Any] = {"preempted": compare(bench.ask(prompts), wanted)}
     bench.forget()
     seen["preempted, warm"] = compare(bench.ask(prompts), wanted)

@@ -19,7 +19,7 @@ from tests.support.vllm_bench import (
     dense_bytes,
     garbled,
     rush,
-    watched_preemptions,
+    squeezed,
     worker_of,
     write,
 )
@@ -45,7 +45,8 @@ def without_inner_checkpoints() -> None:
 
 def group_prompts(args: argparse.Namespace) -> list[list[int]]:
     """Prompts of random tokens; three share a beginning, of which two share more; three do not,
-    unless `--quick`. Each answer begins a page of 32 tokens, and one of 96: it may be preempted."""
+    unless `--quick`. Their answers begin a page of 32 tokens, of 96, most also one of 160: they may
+    be preempted."""
     chance = random.Random(5)
 
     def some(count: int) -> list[int]:
@@ -53,7 +54,7 @@ def group_prompts(args: argparse.Namespace) -> list[list[int]]:
 
     trunk = some(640)
     told = [trunk[:512] + some(246), trunk + some(310), trunk + some(22)]
-    return told if args.quick else [*told, some(470), some(278), some(1046)]
+    return told if args.quick else [*told, some(278), some(470), some(950)]
 
 
 def with_latent_prefixes() -> None:
@@ -99,16 +100,10 @@ def group_bench(args: argparse.Namespace, **more: Any) -> Bench:
 
 def groups_plain(args: argparse.Namespace) -> dict[str, Any]:
     """Without kvdepot: what is right, what vLLM's own prefix cache has, and how much KV fits."""
-    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
-        get_max_concurrency_for_kv_cache_config,
-    )
-
     bench = group_bench(args, extra=None)
     cache = bench.core.scheduler.kv_cache_config
-    longest = get_max_concurrency_for_kv_cache_config(bench.core.vllm_config, cache)
     kinds = [type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups]
-    pages = {"pages": cache.num_blocks, "pages_of_longest": cache.num_blocks / longest}
-    return {**own_hits(bench, group_prompts(args)), **pages, "kinds": kinds}
+    return {**own_hits(bench, group_prompts(args)), "pages": cache.num_blocks, "kinds": kinds}
 
 
 def own_hits(bench: Bench, prompts: list[list[int]]) -> dict[str, Any]:
@@ -157,29 +152,26 @@ def groups_warm(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
-    """A new process: from disk one by one, then together; then aborts.
-
-    Where a plain vLLM was asked before, there is room for hardly more than the longest prompt, so
-    that requests are preempted, and all are asked together once more with an empty depot.
-    """
-    plain = json.loads(Path(args.reference).read_text())
-    wanted, in_turn = plain["answers"], is_asked_in_turn(args)
-    little = {}
-    if "pages_of_longest" in plain and not in_turn:
-        little["num_gpu_blocks_override"] = int(plain["pages_of_longest"] * 1.3) + 1
-    bench = group_bench(args, **little)
+    """A new process: from disk one by one, then together, then aborts; unless `--quick`, together
+    with a request preempted, first with nothing in the depot."""
+    wanted, in_turn = (
+        json.loads(Path(args.reference).read_text())["answers"],
+        is_asked_in_turn(args),
+    )
+    bench = group_bench(args)
     bench.count()
     prompts = group_prompts(args)
     answers = bench.ask_in_turn(prompts)
     seen: dict[str, Any] = {"from disk": compare(answers, wanted), "figures": bench.figures()}
     bench.forget()
-    preempted = watched_preemptions(bench)
-    ask = bench.ask_in_turn if in_turn else bench.ask
-    seen["together"] = compare(ask(prompts), wanted)
-    if little:
+    seen["together"] = compare((bench.ask_in_turn if in_turn else bench.ask)(prompts), wanted)
+    if not args.quick and not in_turn:
         empty(bench)
-        seen["together, cold"] = compare(bench.ask(prompts), wanted)
-    seen["preemptions"] = len(preempted)
+        for name in ("preempted, cold", "preempted, warm"):
+            with squeezed(bench) as preempted:
+                seen[name] = compare(bench.ask(prompts), wanted)
+            seen[name]["preempted"] = len(preempted)
+            bench.forget()
     bench.forget()
     counts = rush(bench, prompts, dict(enumerate(wanted)), random.Random(args.seed), 24)
     return {**seen, "aborts": counts, "leased": bench.store.stats()["leased"]}

@@ -234,18 +234,38 @@ def dense_bytes(bench: Bench) -> float:
     return total
 
 
-def watched_preemptions(bench: Bench) -> list[str]:
-    """Requests that vLLM preempts, from now on."""
-    found: list[str] = []
-    scheduler = type(bench.core.scheduler)
-    before = scheduler._preempt_request
+@contextmanager
+def squeezed(bench: Bench) -> Iterator[list[str]]:
+    """As soon as two requests are being answered there is no more KV space, until vLLM has
+    preempted one for a page: it is in the list."""
+    scheduler = bench.core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    preempt, schedule = scheduler._preempt_request, scheduler.schedule
+    preempted: list[str] = []
+    held: list[Any] = []
 
-    def watched(self: Any, request: Any, *rest: Any, **more: Any) -> None:
-        found.append(request.request_id)
-        before(self, request, *rest, **more)
+    def watched(request: Any, *rest: Any, **more: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *rest, **more)
 
-    scheduler._preempt_request = watched
-    return found
+    def scheduled(*rest: Any, **more: Any) -> Any:
+        running = scheduler.running
+        if not preempted and len(running) > 1 and running[-1].num_output_tokens:
+            held.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
+        elif held:
+            give_back()
+        return schedule(*rest, **more)
+
+    def give_back() -> None:
+        pool.free_blocks(held)
+        held.clear()
+
+    scheduler._preempt_request, scheduler.schedule = watched, scheduled
+    try:
+        yield preempted
+    finally:
+        del scheduler._preempt_request, scheduler.schedule
+        give_back()
 
 
 def rush(

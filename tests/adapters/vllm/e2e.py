@@ -450,10 +450,9 @@ def model(run: Run, kind: str) -> None:
     for what, seen in (
         ("from memory", warm["from memory, together"]),
         ("from disk after kill -9", disk["from disk"]),
+        ("after a restart, together", disk["together"]),
     ):
         run.same(f"{name}, {what}", seen, own)
-    hits = None if "together, cold" in disk else own  # of preempted ones vLLM counts otherwise
-    run.same(f"{name}, after a restart, together", disk["together"], hits)
     run.same(f"{name}, salted", warm["salted"], [0, 0, own[0]])
     for group, worst in warm["control"].items():
         run.point(f"{name}, garbage in {group} groups shows", worst > 10 * NEAR, worst=worst)
@@ -477,10 +476,11 @@ def beside_plain(run: Run, name: str, warm: Seen, disk: Seen, plain: Seen) -> Se
     """What needs a vLLM without kvdepot: how much KV fits into it, and into a part of that."""
     space = warm["pages"] / plain["pages"]
     run.point(f"{name}, KV space of vLLM beside without", space >= 0.99, ratio=space)
-    if "together, cold" in disk:
-        run.same(f"{name}, preempted, cold", disk["together, cold"])
-        count = disk["preemptions"]
-        run.point(f"{name}, there were preemptions", count > 0, count=count)
+    for what in ("preempted, cold", "preempted, warm"):
+        if what in disk:
+            run.same(f"{name}, {what}", disk[what])
+            count = disk[what]["preempted"]
+            run.point(f"{name}, {what}: there were some", count > 0, count=count)
     if (run.model / "lora 1").is_dir():
         adapters(run, name)
     return {"kv": plain["kinds"], "kv_space": space}
