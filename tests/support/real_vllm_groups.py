@@ -103,7 +103,13 @@ def groups_plain(args: argparse.Namespace) -> dict[str, Any]:
     bench = group_bench(args, extra=None)
     cache = bench.core.scheduler.kv_cache_config
     kinds = [type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups]
-    return {**own_hits(bench, group_prompts(args)), "pages": cache.num_blocks, "kinds": kinds}
+    seen = {**own_hits(bench, group_prompts(args)), "pages": cache.num_blocks, "kinds": kinds}
+    if dtype_of(args) != "float32":  # other chunks of a prompt are rounded otherwise
+        bench.forget()
+        with squeezed(bench) as preempted:
+            seen["preempted"] = compare(bench.ask(group_prompts(args)), seen["answers"])
+        seen["preempted"]["preempted"] = len(preempted)
+    return seen
 
 
 def own_hits(bench: Bench, prompts: list[list[int]]) -> dict[str, Any]:

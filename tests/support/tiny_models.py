@@ -49,6 +49,9 @@ LATENT: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+GROWN = ("falcon-h1", "qwen3-next")
+MIXERS = (".mamba.", ".linear_attn.", ".self_attn.")
+"""Of these kinds such layers get larger weights: what is restored of each must be seen."""
 WITH_LORA = ("gemma3",)
 """Kinds that get two adapters too."""
 KINDS: dict[str, Any] = {
@@ -88,6 +91,7 @@ KINDS: dict[str, Any] = {
         mamba_d_state=32,
         mamba_d_conv=4,
         mamba_chunk_size=256,
+        mamba_rms_norm=True,
     ),
     "deepseek": lambda: DeepseekV2Config(**LATENT, q_lora_rank=None),
     "qwen3-next": lambda: Qwen3NextConfig(
@@ -97,7 +101,10 @@ KINDS: dict[str, Any] = {
         linear_num_value_heads=4,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
-        mlp_only_layers=[0, 1, 2, 3],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
     ),
     "glm4-moe": lambda: Glm4MoeConfig(
         **{**GROUPED, "num_nextn_predict_layers": 1},
@@ -138,7 +145,7 @@ def make(kind: str, tokenizer: Path, target: Path) -> None:
     for name, weights in model.named_parameters():
         if name.endswith("A_log"):  # states fade slowly, so that those restored are seen
             torch.nn.init.constant_(weights, math.log(0.01))
-        elif weights.dim() > 1 and (".mamba." in name or ".linear_attn." in name):
+        elif kind in GROWN and weights.dim() > 1 and any(part in name for part in MIXERS):
             torch.nn.init.normal_(weights, std=1.5 / math.sqrt(weights[0].numel()))
     model.save_pretrained(target)
     for path in tokenizer.glob("*token*"):

@@ -319,6 +319,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("only", nargs="*", metavar="ARCHITECTURE")
     parser.add_argument("--logs", type=Path, help="a folder for what vLLM says")
+    parser.add_argument("--anew", action="store_true", help="forget what RESULTS has")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each try")
     args = parser.parse_args()
     import vllm.entrypoints.llm  # type: ignore[import-not-found]  # noqa: F401
@@ -326,9 +327,10 @@ def main() -> None:
 
     import kvdepot.adapters.vllm.connector  # noqa: F401
 
-    seen: dict[str, Any] = {"rows": {}}
-    if args.results.exists():
-        seen = json.loads(args.results.read_text())
+    seen: dict[str, Any] = {"rows": {}, "calls": 0}
+    if args.results.exists() and not args.anew:
+        seen = {"calls": 1, **json.loads(args.results.read_text())}
+    seen["calls"] += 1
     seen |= {"release": __version__, "date": time.strftime("%Y-%m-%d")}
     seen["architectures"] = len(architectures())
     with tempfile.TemporaryDirectory(prefix="kvdepot-tried-") as folder:

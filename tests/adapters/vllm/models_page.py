@@ -1,7 +1,8 @@
 """The page of supported models: `python tests/adapters/vllm/models_page.py --write`.
 
 Has `support/tried_models.py` try each architecture that vLLM has, and makes docs/models.md of what
-was seen, which is kept in RESULTS: a later call tries what is not in there, `--page-only` nothing.
+was seen, which is kept in RESULTS: a later call tries what is not in there, `--anew` everything,
+`--page-only` nothing.
 """
 
 import argparse
@@ -27,10 +28,9 @@ Made by `python tests/adapters/vllm/models_page.py --write` on {date}, with vLLM
 CPU: decoder architectures that vLLM has, with random weights and few, narrow layers of the kinds
 that their default configurations have. Another model of the same architecture has other sizes, and
 may have other kinds. What cannot be served is refused when vLLM starts, with the reason
-([vLLM](guides/vllm.md)). A call tries what has no result yet; it may take several, and retries are
-by name. {counts}. The rows come from several calls, between which the script's weights and
-configurations changed; an architecture without a row was not tried with the last ones. Most that
-were not run have no configuration class here, so no engine was started.
+([vLLM](guides/vllm.md)). A call tries what has no result yet, `--anew` everything. {counts}.
+{calls}
+Most that were not run have no configuration class here, so no engine was started.
 
 **Served**: a prompt of 500 tokens came back from memory after vLLM had forgotten it, with as many
 cached tokens as vLLM's own prefix hit, the same tokens, and log-probabilities within 0.001.
@@ -40,6 +40,9 @@ was saved for the prompt, and what all pages of all layers take. Where vLLM's ke
 it says so.
 
 """
+ONE_CALL = "All rows are from one call."
+CALLS = """The rows come from several calls, between which the script's weights and configurations
+changed; an architecture without a row was not tried with the last ones."""
 SERVED = """| architecture | KV groups | cached, vLLM's own | bytes a token, all | garbage shows |
 |---|---|---|---|---|
 """
@@ -60,9 +63,9 @@ def page(seen: dict[str, Any]) -> str:
     rows = seen["rows"]
     counts = Counter(row["outcome"] for row in rows.values())
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    parts = [
-        HEAD.format(**seen, counts=f"Tried were {len(rows)} of {seen['architectures']}: {told}")
-    ]
+    counts_told = f"Tried were {len(rows)} of {seen['architectures']}: {told}"
+    calls = ONE_CALL if seen.get("calls") == 1 else CALLS
+    parts = [HEAD.format(**{**seen, "counts": counts_told, "calls": calls})]
     served = [(name, row) for name, row in sorted(rows.items()) if row["outcome"] == "served"]
     parts.append(SERVED + "".join(served_line(name, row) for name, row in served))
     for outcome, title in OTHERS.items():
@@ -96,13 +99,14 @@ def main() -> int:
     parser.add_argument("--release", choices=sorted(NO_DEPENDENCIES), default=NEWEST)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page-only", action="store_true", help="of what is in the results")
+    parser.add_argument("--anew", action="store_true", help="forget the results of earlier calls")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for each try")
     parser.add_argument("--write", action="store_true", help=f"to {PAGE.relative_to(ROOT)}")
     args = parser.parse_args()
     if not args.page_only:
         script = ROOT / "tests" / "support" / "tried_models.py"
         command = [str(python_with(args.release)), str(script), str(args.results)]
-        command += ["--limit", str(args.limit)]
+        command += ["--limit", str(args.limit), *(["--anew"] if args.anew else [])]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         done = subprocess.run([*command, *args.architectures], env=environment, check=False)
         if done.returncode:

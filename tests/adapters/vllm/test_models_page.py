@@ -16,8 +16,11 @@ SERVED = {
 }
 
 
+SEEN = {"release": "0.32.0", "date": "2026-11-16", "architectures": 118}
+
+
 def made(**rows: Any) -> str:
-    return page({"rows": rows, "release": "0.32.0", "date": "2026-11-16", "architectures": 118})
+    return page({"rows": rows, **SEEN})
 
 
 def test_the_page_is_made_of_the_results() -> None:
@@ -43,3 +46,9 @@ def test_others_have_their_reason_in_a_table_that_holds() -> None:
     assert "| One | RSWASpec: not a KV cache / that can be kept |" in text
     assert "/root" not in text
     assert "## Runs in vLLM, but not right with kvdepot" in text
+
+
+def test_rows_of_several_calls_are_told_from_those_of_one() -> None:
+    assert "from several calls" in made(One=SERVED)
+    assert "from several calls" in page({"rows": {"One": SERVED}, "calls": 2, **SEEN})
+    assert "All rows are from one call" in page({"rows": {"One": SERVED}, "calls": 1, **SEEN})
