@@ -28,6 +28,7 @@ import torch
 import transformers  # looks for torchvision before there is a stand-in
 import transformers.models.auto.processing_auto
 from real_sglang_linker import (  # type: ignore[import-not-found]
+    ON,
     daemon,
     linker_cases,
     publish_arguments,
@@ -570,10 +571,12 @@ def main() -> None:
     parser.add_argument("--depot", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: linker")
     args = parser.parse_args()
+    ON.device = args.device
     import_sglang()
     seen: dict[str, Any] = {}
-    for name, case in cases():
+    for name, case in cases() if args.device == "cpu" else linker_cases():
         if args.only not in name:
             continue
         started, said = time.monotonic(), ""

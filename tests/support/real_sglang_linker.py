@@ -1,4 +1,4 @@
-"""SGLang's own tree, device pools and linker code on a depot, on a CPU. Used by real_sglang.py.
+"""SGLang's own tree, device pools and linker code on a depot. Used by real_sglang.py.
 
 The radix tree, its linker wrapper, the allocator and the pools are SGLang's, made by their
 constructors. A request is a plain object with what the tree looks at, and no model runs: pools are
@@ -6,6 +6,7 @@ filled with random bytes, and read layer by layer as attention does.
 """
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 PAGE, TOKENS, LAYERS, HEADS, DIM = 16, 4096, 4, 2, 64
 LIMIT_S = 60.0
+ON = SimpleNamespace(device="cpu")
+"""Where the pools are; "cuda" where there is such a device."""
 
 
 def publish_arguments() -> Any:
@@ -30,7 +34,7 @@ def publish_arguments() -> Any:
     from sglang.srt.runtime_context import get_context  # type: ignore[import-not-found]
     from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]
 
-    arguments = ServerArgs(model_path="dummy", device="cpu")
+    arguments = ServerArgs(model_path="dummy", device=ON.device)
     get_context().set_server_args(arguments)
     return arguments
 
@@ -42,12 +46,15 @@ def device_pool(kind: str, seed: int) -> Any:
         MLATokenToKVPool,
     )
 
-    common = {"layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False}
+    common = {"layer_num": LAYERS, "device": ON.device, "enable_memory_saver": False}
     if kind == "mla":
         pool = MLATokenToKVPool(TOKENS, PAGE, torch.bfloat16, 96, 32, **common)
         buffers = pool.kv_buffer
     else:
-        pool = MHATokenToKVPool(TOKENS, PAGE, torch.bfloat16, HEADS, DIM, **common)
+        hnd = {"SGLANG_USE_HND_KVCACHE": "1"} if kind == "hnd" else {}
+        with mock.patch.dict(os.environ, hnd):
+            pool = MHATokenToKVPool(TOKENS, PAGE, torch.bfloat16, HEADS, DIM, **common)
+        assert pool.kv_cache_layout == ("hnd" if hnd else "nhd")
         buffers = [*pool.k_buffer, *pool.v_buffer]
     chance = torch.Generator().manual_seed(seed)
     for buffer in buffers:
@@ -81,11 +88,11 @@ class Engine:
         self.pool = device_pool(kind, seed)
         self._computed: list[tuple[list[int], Any]] = []
         self.slots = PagedTokenToKVPoolAllocator(
-            TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False
+            TOKENS, PAGE, torch.bfloat16, ON.device, self.pool, False
         )
         params = CacheInitParams(
             disable=False,
-            req_to_token_pool=ReqToTokenPool(8, TOKENS, "cpu", False),
+            req_to_token_pool=ReqToTokenPool(8, TOKENS, ON.device, False),
             token_to_kv_pool_allocator=self.slots,
             page_size=PAGE,
             tree_components=(ComponentType.FULL,),
@@ -141,8 +148,10 @@ class Engine:
         """Layer by layer, as attention reads them: waits for each layer."""
         read = []
         for layer in range(LAYERS):
-            key = self.pool.get_key_buffer(layer)[indices]
-            value = self.pool.get_value_buffer(layer)[indices]
+            key, value = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+            paged = len(key) < TOKENS  # one row a page
+            rows = indices[::PAGE] // PAGE if paged else indices
+            key, value = key[rows], value[rows]
             read += [key.contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)]
         return read
 
@@ -315,7 +324,7 @@ def linker_page_damaged(folder: Path) -> None:
     """One bit of what is on the drive is another."""
 
     def spoil(one: Engine, wanted: list[torch.Tensor]) -> None:
-        page = wanted[0][3 * PAGE : 4 * PAGE].numpy().tobytes()
+        page = wanted[0][3 * PAGE : 4 * PAGE].cpu().numpy().tobytes()
         (segment,) = (path for path in folder.glob("segment-*") if page in path.read_bytes())
         with segment.open("r+b") as file:
             file.seek(segment.read_bytes().index(page))
@@ -341,13 +350,14 @@ def linker_copy_fails(folder: Path) -> None:
         one.cache.reset()
         one.slots.clear()
         mover, calls = one.linker._mover, []
+        last = 3 if ON.device == "cpu" else 1  # small layers are copied to a GPU together
 
         class Broken:
             device = mover.device
 
             def onboard(self, *args: Any, **more: Any) -> Any:
                 calls.append(args)
-                if len(calls) == 3:
+                if len(calls) == last:
                     raise RuntimeError("the device is gone")
                 return mover.onboard(*args, **more)
 
@@ -489,7 +499,7 @@ def linker_refuses_models(folder: Path) -> None:
 
 
 def linker_cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
-    for kind in ("mha", "mla"):
+    for kind in ("mha", "hnd", "mla"):
         yield f"linker {kind}", partial(linker_round_trip, kind)
     own = sys.modules[__name__]
     for name in (
@@ -502,6 +512,6 @@ def linker_cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
         "cancel",
     ):
         yield f"linker {name.replace('_', ' ')}", getattr(own, f"linker_{name}")
-    for kind in ("mha", "mla"):
+    for kind in ("mha", "mla") if ON.device == "cpu" else ():  # a GPU does not outlive a fork
         yield f"linker {kind} two ranks", partial(linker_ranks, kind)
     yield "linker refuses models", linker_refuses_models

@@ -4,7 +4,9 @@ Makes an environment with SGLang 0.5.23 in the cache folder when it is missing; 
 transformers are those of the Python that runs this. `cache` drives SGLang's own cache controller,
 radix tree and linker code (`support/real_sglang.py`); `engine` asks a whole SGLang with a small
 model before and after its processes are killed (`support/real_sglang_engine.py`); `audit` has every
-hit of that engine computed again, then plants a fault. The last line with --json is
+hit of that engine computed again, then plants a fault. With --device cuda, and a Python that has
+SGLang and its kernels, `cache` has the linker's pools on the GPU, and `engine` asks a larger model
+(`support/real_sglang_gpu.py`) and takes first-token times. The last line with --json is
 `{"ok", "points"}`. Exit status 1 if a point fails.
 """
 
@@ -16,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +35,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
 SGLANG = "sglang==0.5.23"
-PARTS = ("cache", "engine", "audit")
 ENGINE_LIMIT_S = 1200
 NEAR = 1e-3
 PAGE, TOKENS = 16, 400
 """As in real_sglang_engine.py."""
+GPU_TOKENS = 16_384
+"""As in real_sglang_gpu.py."""
 DRAM: dict[str, Any] = {"capacity": "256MiB", "huge_pages": "never"}
 DISK: dict[str, Any] = {"capacity": "1GiB", "segment": "16MiB"}
 Seen = dict[str, dict[str, Any]]
+Run = Callable[[Path, Path], Seen]
 
 
 def python_with_sglang() -> Path:
@@ -79,13 +84,17 @@ def install(folder: Path, packages: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(RUNS)}; all")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--python", type=Path, help="one that has SGLang")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
+    runs = RUNS if args.device == "cpu" else GPU_RUNS
+    if args.device == "cuda" and not args.python:
+        parser.error("--device cuda needs --python, one that has SGLang and its kernels")
     for part in args.parts:
-        if part not in PARTS:
-            parser.error(f"{part!r} is not one of {', '.join(PARTS)}")
+        if part not in runs:
+            parser.error(f"{part!r} is not one of {', '.join(runs)}")
     try:
         python = args.python or python_with_sglang()
     except subprocess.CalledProcessError as error:
@@ -96,8 +105,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="kvdepot-sglang-"))
     try:
         seen: Seen = {}
-        for part in args.parts or PARTS:
-            seen.update(RUNS[part](python, folder))
+        for part in args.parts or runs:
+            seen.update(runs[part](python, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     points = [{"point": name, "ok": not one["error"], **one} for name, one in seen.items()]
@@ -111,10 +120,11 @@ def main() -> int:
     return 0 if ok else 1
 
 
-def run_cache(python: Path, folder: Path) -> Seen:
+def run_cache(python: Path, folder: Path, device: str = "cpu") -> Seen:
     """What real_sglang.py has seen."""
     out = folder / "seen.json"
-    started(python, "real_sglang.py", ["--depot", str(folder), "--out", str(out)], folder)
+    where = ["--depot", str(folder), "--out", str(out), "--device", device]
+    started(python, "real_sglang.py", where, folder)
     seen: Seen = json.loads(out.read_text())
     return seen
 
@@ -197,7 +207,57 @@ def daemon(socket: Path, disk: Path) -> Iterator[Path]:
         process.communicate()
 
 
-RUNS = {"cache": run_cache, "engine": engines, "audit": audited}
+def gpu_engines(python: Path, folder: Path) -> Seen:
+    """Two engines on one depot: one that computes, and after it was killed one that loads."""
+    room = Path("/dev/shm")
+    model = Path(tempfile.mkdtemp(prefix="kvdepot-model-", dir=room if room.exists() else None))
+    answers: list[dict[str, Any]] = []
+    try:
+        for more in ([], ["--forgetful", str(folder / "forget")]):
+            out = folder / f"answers-{len(answers)}.json"
+            where = ["--model", str(model), "--depot", str(folder / "engine"), "--out", str(out)]
+            started(python, "real_sglang_gpu.py", [*where, *more], folder)
+            answers.append(json.loads(out.read_text()))
+    finally:
+        shutil.rmtree(model, ignore_errors=True)
+    return judged(*answers)
+
+
+def judged(computed: dict[str, Any], loaded: dict[str, Any]) -> Seen:
+    """Every hit against the one that SGLang's own tree has, and the time to its first token."""
+    own = computed["tree"]
+    ways = {
+        "own tree": own,
+        "memory": computed["memory"],
+        "drive after a kill": loaded["first"],
+        "memory after a kill": loaded["memory"],
+    }
+    seconds = [answer["seconds"] for answer in computed["first"]]
+    found = [answer["cached"] for answer in computed["first"]]
+    wrong = "what was never asked is cached" if any(found) else ""
+    seen: Seen = {"gpu engine computed": {"error": wrong, "cached": found, "seconds": seconds}}
+    for name, answers in ways.items():
+        pairs = list(zip(answers, own, strict=True))
+        seen[f"gpu engine {name}"] = {
+            "error": next((said for pair in pairs if (said := differs(*pair, GPU_TOKENS))), ""),
+            "cached": [answer["cached"] for answer in answers],
+            "seconds": [answer["seconds"] for answer in answers],
+            "farthest": max(apart(*pair) for pair in pairs),
+        }
+    control = min(apart(*pair) for pair in zip(loaded["control"], own, strict=True))
+    said = "" if control > NEAR else "KV that was not loaded makes no difference"
+    seen["gpu engine control"] = {"error": said, "nearest": control}
+    return seen
+
+
+def apart(answer: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """The largest difference of two log-probabilities."""
+    pairs = zip(answer["logprobs"], wanted["logprobs"], strict=True)
+    return float(max(abs(one - other) for one, other in pairs))
+
+
+RUNS: dict[str, Run] = {"cache": run_cache, "engine": engines, "audit": audited}
+GPU_RUNS: dict[str, Run] = {"cache": partial(run_cache, device="cuda"), "engine": gpu_engines}
 
 
 def differs(answer: dict[str, Any], wanted: dict[str, Any], cached: int) -> str:
@@ -218,7 +278,9 @@ def started(python: Path, script: str, arguments: list[str], folder: Path) -> No
     paths = [ROOT / "src"]
     if script == "real_sglang_engine.py":
         paths.append(support / "sglang_stand_ins")
-    path = os.pathsep.join(map(str, paths))
+    if script == "real_sglang_gpu.py":
+        paths.append(support)  # SGLang's processes find the linker of the control
+    path = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     command = [str(python), str(support / script), *arguments]
     with log.open("wb") as said:
