@@ -7,6 +7,7 @@ computes at once, and only then are greedy tokens the same whatever was restored
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -106,6 +107,20 @@ def test_the_same_tokens_with_and_without(kind: str, slots: Path, depot: Depot) 
             for slot in range(settings.get("n_parallel", 1)):
                 ask(direct, f"/slots/{slot}?action=erase", {})
             assert answer(direct, "Where does he write?")[0] == other
+
+
+def test_conversations_that_end_together_wait_for_no_save(slots: Path, depot: Depot) -> None:
+    """llama-server forgets one of several saves that it has put off."""
+    questions = [f"What is on page {number}?" for number in range(16)]
+    with (
+        LlamaServer(smollm2.gguf_file(), slots, n_ctx=2048, n_parallel=4) as server,
+        proxy_before(server, slots, depot) as (proxy, url),
+    ):
+        until(lambda: bool(proxy.status()["ready"]))
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda question: answer(url, question), questions))
+        assert len(found) == len(questions)
+        until(lambda: not list(slots.glob("kvdepot-*")))
 
 
 @pytest.fixture(scope="module")
