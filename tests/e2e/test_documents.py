@@ -148,7 +148,7 @@ BEFORE = {
     "docs/sessions.md": [HTTP, TALKS],
     "docs/start.md": ["mkdir -p /mnt/nvme"],
     "docs/troubleshoot.md": [INSTALLED, SECOND_DRIVE],
-    "docs/tune.md": [DAEMON, TALKS, "mkdir -p /mnt/nvme0"],
+    "docs/tune.md": [INSTALLED],
 }
 """What a page takes for granted."""
 

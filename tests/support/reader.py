@@ -32,9 +32,16 @@ rm -rf root/etc/kvdepot root/var/lib/kvdepot
 mkdir -p "root$2"
 mount -t overlay overlay \
     -o "lowerdir=$3,upperdir=$1/checkout-upper,workdir=$1/checkout-work" "root$2"
-[ -e "root$4" ] || { mkdir -p "root$4" && mount --rbind "$4" "root$4"; }
-for place in "$3" "$4" "$5"; do  # for users whom a page makes: in this layer only
-    while [ "$place" != / ]; do chmod a+x "root$place"; place="$(dirname "$place")"; done
+for place in "$4" "$5"; do  # Python, and for users whom a page makes
+    if [ ! -e "root$place/bin" ]; then  # it is on a filesystem of its own
+        mkdir -p "root$place"
+        mount --rbind "$place" "root$place"
+        continue
+    fi
+    while [ "$place" != / ]; do
+        [ -x "root$place" ] && chmod a+x "root$place"  # in this layer only
+        place="$(dirname "$place")"
+    done
 done
 ip link set lo up
 exec chroot root /usr/bin/env -i HOME="${2%/*}" LC_ALL=C.UTF-8 TERM=dumb \
