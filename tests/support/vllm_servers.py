@@ -112,6 +112,10 @@ class Server:
             "logprobs": choice["logprobs"]["token_logprobs"],
         }
 
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        self._call("/reset_prefix_cache", {})
+
     def metrics(self) -> dict[str, float]:
         """kvdepot's counters, and vLLM's for external hits, by name and labels."""
         found = {}
@@ -155,7 +159,8 @@ def environment(cores: str = "") -> dict[str, str]:
     return {
         **os.environ,
         **bound,
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
