@@ -213,6 +213,7 @@ class MambaSpec:
     max_tp_shards: int | None = None
     block_size = PAGE_TOKENS
     mamba_cache_mode = "align"
+    num_speculative_blocks = 0
 
 
 WHOLE = Split()

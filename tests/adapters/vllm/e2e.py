@@ -39,8 +39,6 @@ DRAFTS = {
     "eagle": ("llama", "eagle", "eagle"),
     "a small model": ("llama", "draft_model", "eagle"),
     "mtp": ("glm4-moe", "mtp", ""),
-    "a small model beside states": ("nemotron-h", "draft_model", "eagle"),
-    "mtp beside states": ("qwen3-next", "mtp", ""),
 }
 """Of each: the model, vLLM's method, and the draft model, where it is one of its own."""
 IN_TURN = ("deepseek",)
@@ -736,7 +734,8 @@ def carry_out(run: Run) -> None:
             PARTS[name](run)
         except (ScenarioError, RuntimeError, OSError) as error:  # the other parts are run
             print(f"error: {name}: {error}", file=sys.stderr)
-            run.point(f"{name}: it came to its end", False, said=str(error).splitlines()[0])
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            run.point(f"{name}: it came to its end", False, said=said)
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 

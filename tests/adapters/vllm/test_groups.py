@@ -93,6 +93,11 @@ def test_what_cannot_be_kept_by_prefix_is_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="states of this model at no boundary") as caught:
         layer_groups(cache(nowhere))
     assert "--enable-prefix-caching" in caught.value.hint
+    drafted = MambaSpec()
+    drafted.num_speculative_blocks = 3
+    with pytest.raises(ModelError, match="states beside speculative decoding") as caught:
+        layer_groups(cache(FullAttentionSpec(), drafted))
+    assert "--speculative-config" in caught.value.hint
 
 
 def test_what_is_needed_to_go_on() -> None:

@@ -101,6 +101,11 @@ def _rule(table: int, whole: Any, spec: Any, bases: Sequence[str]) -> GroupRule:
             f"{name}: vLLM keeps the states of this model at no boundary",
             hint="--enable-prefix-caching, with --mamba-cache-mode align",
         )
+    if kind == "state" and getattr(spec, "num_speculative_blocks", 0) > 0:
+        raise ModelError(
+            f"{name}: states beside speculative decoding, which has more than one for a boundary",
+            hint="leave out --speculative-config",
+        )
     handed_over = kind == "state" and spec.mamba_cache_mode == "align"
     return GroupRule(kind, table, page_tokens, handed_over=handed_over)
 
