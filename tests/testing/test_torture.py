@@ -211,7 +211,7 @@ def test_a_removed_block_that_is_seen_until_the_drives_meet_is_not_lost_when_the
         {"fact": "present", "blocks": [8], "away": True, **seen},
         {"fact": "present", "blocks": [7, 8], "away": True, **seen},
         {"fact": "flushed", "blocks": [7, 8], "removed": []},
-        {"fact": "residents", "blocks": [7, 8]},
+        {"fact": "residents", "blocks": [7, 8], "left_out": 0},
     ):
         expected.take(fact)
     assert expected.must == {8}
@@ -232,7 +232,7 @@ def test_a_removal_that_only_the_absent_drive_knows_of_may_show_when_the_drives_
     seen = {"cut": way == "cut", "ssds": [0, 1]}
     facts += [
         {"fact": "present", "blocks": [7, 8], "away": True, **seen},
-        {"fact": "residents", "blocks": [7, 8]},
+        {"fact": "residents", "blocks": [7, 8], "left_out": 0},
     ]
     for fact in facts:
         expected.take(fact)
@@ -256,3 +256,23 @@ def test_a_contract_does_not_bring_back_what_the_absent_drive_knows_as_removed()
     ):
         expected.take(fact)
     assert expected.kept == {"a": {8}}
+
+
+@pytest.mark.parametrize(("still_out", "apart"), [(1, {7}), (0, set())])
+def test_what_is_on_a_drive_that_was_mounted_again_may_make_room(
+    still_out: int, apart: set[int]
+) -> None:
+    """A drive that fails as it is opened is tried again: its blocks are kept only until then."""
+    expected = Expectation()
+    seen = {"cut": True, "ssds": [0, 1]}
+    for fact in (
+        {"fact": "present", "blocks": [7, 8], "away": False, **seen},
+        {"fact": "residents", "blocks": [7, 8], "left_out": 0},
+        {"fact": "open", "blocks": []},
+        {"fact": "opened", "blocks": [], "left_out": 1},
+        {"fact": "present", "blocks": [8], "away": True, **seen},
+        {"fact": "residents", "blocks": [8], "left_out": still_out},
+    ):
+        expected.take(fact)
+    assert expected.apart == apart
+    assert expected.must == {8}

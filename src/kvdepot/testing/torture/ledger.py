@@ -31,6 +31,8 @@ class Expectation:
     """Blocks that a true flush covered and that were on a drive, by the index, at the end."""
     apart: set[int] = field(default_factory=set)
     """Blocks that are on a drive which is away, and must be there when it is back."""
+    left_out: int = 0
+    """How many drives could not be mounted at the last opening."""
     flushed: set[int] = field(default_factory=set)
     """Blocks that a true flush covered since they were put."""
     removed: set[int] = field(default_factory=set)
@@ -72,6 +74,8 @@ class Expectation:
                 self.told, self.snapshot = self.snapshot, False
             case "unopened":
                 self.snapshot = self.told
+            case "opened":
+                self.left_out = fact["left_out"]
             case "returned":
                 self.apart.clear()  # what it has may have to make room from now on
             case "cut":
@@ -106,24 +110,28 @@ class Expectation:
             case "residents":
                 self.snapshot = True
                 self.must = self.flushed & blocks
+                if fact["left_out"] < self.left_out:  # one was mounted again meanwhile, as above
+                    self.apart.clear()
             case "present":
-                wanted = self.apart | (self.must if self.told else set())
-                self.apart = wanted - blocks - self.removed if fact["away"] else set()
-                unsynced = self.removed - self.synced if fact["cut"] else set()
-                unsure = self.doubtful | self.begun | unsynced
-                self.removed = (
-                    self.synced if fact["cut"] and fact["away"] else self.removed
-                ) - blocks
-                self.synced = set(self.removed)
-                self.met = self.met if fact["away"] else set(fact["ssds"])
-                self.limbo = self.limbo | (blocks & unsure) if fact["away"] else set()
-                self.doubtful, self.begun = unsure if fact["away"] else set(), set()
-                self.flushed = blocks - self.limbo
-                self.must = set(self.flushed)
+                self._take_present(fact, blocks)
             case "drives":
                 self.ssds, self.segments = fact["ssds"], fact["segments"]
                 self.shrunk = self.shrunk or fact["shrunk"]
                 self.apart.clear()
+
+    def _take_present(self, fact: dict[str, Any], blocks: set[int]) -> None:
+        """What was seen after an end is what is known from then on."""
+        wanted = self.apart | (self.must if self.told else set())
+        self.apart = wanted - blocks - self.removed if fact["away"] else set()
+        unsynced = self.removed - self.synced if fact["cut"] else set()
+        unsure = self.doubtful | self.begun | unsynced
+        self.removed = (self.synced if fact["cut"] and fact["away"] else self.removed) - blocks
+        self.synced = set(self.removed)
+        self.met = self.met if fact["away"] else set(fact["ssds"])
+        self.limbo = self.limbo | (blocks & unsure) if fact["away"] else set()
+        self.doubtful, self.begun = unsure if fact["away"] else set(), set()
+        self.flushed = blocks - self.limbo
+        self.must = set(self.flushed)
 
     def _take_contract(self, fact: dict[str, Any], blocks: set[int]) -> None:
         name = fact.get("session", "")

@@ -223,7 +223,7 @@ def tell_end(ledger: Ledger, store: Store) -> None:
     """The end comes: which blocks the drives have by the store's index. Takes the store's lock,
     and none of a drive: the thread may be at a write.
     """
-    ledger.write("residents", residents(store))
+    ledger.write("residents", residents(store), left_out=left_out(store))
 
 
 class LastWords:
@@ -448,7 +448,7 @@ def judge_store(
     """Everything that must hold after a store's end, however it came."""
     expected, blocks = ledger.expected, all_blocks()
     drives = drive_facts(store)
-    ledger.write("opened", drives=drives)
+    ledger.write("opened", drives=drives, left_out=left_out(store))
     present = {block.number for block in blocks if store.match([block.key])}
     down = any(not drive["healthy"] for drive in drives)  # a write was late, and it rests
     away = down or bool(world.away())
@@ -493,6 +493,12 @@ def judge_contracts(store: Store, ledger: Ledger, present: set[int]) -> None:
         for number in sorted(blocks - present):
             ledger.fault("broken", f"{name}: block {number} is under contract and gone")
     ledger.write("kept", count=len(kept))
+
+
+def left_out(store: Store) -> int:
+    """How many drives could not be mounted yet."""
+    tiers = [lower.tier for lower in store.inspect().state.lower_tiers]
+    return sum(len(tier.left_out) for tier in tiers if isinstance(tier, LogTier))
 
 
 def drive_facts(store: Store) -> list[dict[str, Any]]:
