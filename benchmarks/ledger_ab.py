@@ -1,57 +1,50 @@
 """What the ledger claims to have saved, beside what an A/B run of the same traffic measures.
 
-    python benchmarks/ledger_ab.py [--rounds N] [--users N] [--json]
+    python benchmarks/ledger_ab.py [--engine transformers|vllm] [--rounds N] [--users N] [--json]
 
-A small model with random weights, on the processor, by transformers. Users come back with a longer
-prompt each turn; all prompts are computed by the plain model (A) and by the same model with a depot
-in memory (B), by turns, in each round with prompts of its own. Measured is the time inside the
-model's forward: A less B is what was saved. The engine's prefill speed is fitted to the forwards of
-a first round of A. The bar: the claim is within 10 % of it (median of the rounds).
+A small model with random weights, on the processor, with one thread. Users come back with a longer
+prompt each turn. Each round has prompts of its own, which are computed without the depot's blocks
+(A) and with them (B), by turns. Both sides are processor seconds of the thread that computes, so
+that other work on the machine does not count:
+
+- claimed: what the ledger adds in B, by the prefill speed that the engine itself has reported;
+- measured: what the engine computes in A less what it computes in B.
+
+The speed is learnt in a first round, which is not judged, and in all rounds after it. With
+transformers A is the plain model. With vLLM (run by its Python) A is the same engine with prompts
+that nothing has seen, and B these prompts again after its own prefix cache was emptied.
+The bar: the claim is within 10 % of what is measured (median of the rounds).
 """
 
 import argparse
 import functools
 import json
+import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvdepot
 from kvdepot.adapters.hf import attach
-from kvdepot.policy.fetching.speed_models import PrefillModel, attention_work
 from kvdepot.store.store import Store
 
 BAR: Final = 0.10
 TURNS: Final = 4
 TURN_TOKENS: Final = 384
 _VOCABULARY: Final = 512
-
-
-class TimedForward:
-    """The seconds inside a model's forward, and the speed of its prefill."""
-
-    def __init__(self, model: Any) -> None:
-        self.seconds = 0.0
-        self.pace = PrefillModel()
-        inner = model.forward
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **given: Any) -> Any:
-            cache = given.get("past_key_values")
-            before = int(cache.get_seq_length()) if cache is not None else 0
-            began_s = time.perf_counter()
-            answer = inner(*args, **given)
-            took_s = time.perf_counter() - began_s
-            self.seconds += took_s
-            tokens = int(given["input_ids"].shape[1])
-            self.pace.observe(tokens, attention_work(tokens, before), took_s)
-            return answer
-
-        model.forward = forward
+_WAIT_S: Final = 60.0
 
 
 def small_model() -> Any:
@@ -63,58 +56,150 @@ def small_model() -> Any:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
+        max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=None,
     )
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def turns(users: int, seed: int) -> list[Any]:
+def turns(users: int, seed: int) -> list[list[int]]:
     """Prompts in the order in which they come: every user's first turn, then the second."""
     chance = torch.Generator().manual_seed(seed)
-    size = (users, TURNS * TURN_TOKENS)
-    tokens = torch.randint(0, _VOCABULARY, size, generator=chance)
+    tokens = torch.randint(0, _VOCABULARY, (users, TURNS * TURN_TOKENS), generator=chance).tolist()
     return [
-        tokens[user : user + 1, : (turn + 1) * TURN_TOKENS]
-        for turn in range(TURNS)
-        for user in range(users)
+        tokens[user][: (turn + 1) * TURN_TOKENS] for turn in range(TURNS) for user in range(users)
     ]
 
 
-def play(model: Any, prompts: list[Any], timed: TimedForward) -> float:
-    """Seconds inside the forward for all prompts."""
-    before = timed.seconds
-    for prompt in prompts:
-        with torch.no_grad():
-            model.generate(prompt, max_new_tokens=1, do_sample=False)
-    return timed.seconds - before
+class TimedCalls:
+    """Processor seconds of this thread inside a function."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.seconds = 0.0
+        inner = getattr(owner, name)
+
+        @functools.wraps(inner)
+        def timed(*args: Any, **given: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return inner(*args, **given)
+            finally:
+                self.seconds += time.thread_time() - began_s
+
+        setattr(owner, name, timed)
+
+    def during(self, work: Callable[[], None]) -> float:
+        before = self.seconds
+        work()
+        return self.seconds - before
 
 
-def compare(rounds: int, users: int) -> dict[str, Any]:
+Round = Callable[[int], tuple[float, float, float]]
+"""For a seed: seconds computed in A, in B, and claimed in B."""
+
+
+def transformers_rounds(users: int) -> tuple[Round, Callable[[], None]]:
+    torch.set_num_threads(1)
     plain = small_model()
-    timed, found = TimedForward(plain), []
-    play(plain, turns(users, 0), timed)
-    with kvdepot.open(dram={"capacity": "1GiB", "prefault": False}) as store:
-        assert isinstance(store, Store)
-        for number in range(1, rounds + 1):
-            prompts = turns(users, number)
-            without_s = play(plain, prompts, timed)
-            served = attach(plain, store)
-            pace = timed.pace.pace()
-            assert pace is not None
-            token_s = max(pace.token_s, 1e-12)  # a fit may find no cost but that of pairs
-            for space in store.described_namespaces():
-                store.sessions.tell_prefill(space.tag.hex(), token_s, pace.pair_s)
-            before = store.sessions.ledger()["total"]["gpu_s"]
-            with_s = 0.0
-            for prompt in prompts:
-                with_s += play(served, [prompt], timed)
-                served.flush()
-            claimed_s = store.sessions.ledger()["total"]["gpu_s"] - before
-            served.close()
-            measured_s = without_s - with_s
-            found.append({"claimed_s": claimed_s, "measured_s": measured_s})
-    ratios = [one["claimed_s"] / one["measured_s"] for one in found]
+    timed = TimedCalls(plain, "forward")
+    store = kvdepot.open(dram={"capacity": "1GiB", "prefault": False})
+    assert isinstance(store, Store)
+    served = attach(plain, store)
+    meter = served._parts.meter
+    meter.clock = time.thread_time
+
+    def ask(model: Any, prompts: list[list[int]]) -> None:
+        for prompt in prompts:
+            with torch.no_grad():
+                model.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False)
+            served.flush()
+
+    def play(seed: int) -> tuple[float, float, float]:
+        prompts = turns(users, seed)
+        without_s = timed.during(lambda: ask(plain, prompts))
+        meter.tell()
+        meter.teller.wait(_WAIT_S)
+        before = store.sessions.ledger()["total"]["gpu_s"]
+        with_s = timed.during(lambda: ask(served, prompts))
+        return without_s, with_s, store.sessions.ledger()["total"]["gpu_s"] - before
+
+    def close() -> None:
+        served.close()
+        store.close()
+
+    return play, close
+
+
+def vllm_rounds(users: int, folder: Path) -> tuple[Round, Callable[[], None]]:
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    from kvdepot.adapters.vllm.worker import StepTimer
+
+    StepTimer._now = lambda _: time.thread_time()  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    small_model().save_pretrained(folder / "model")
+    llm = LLM(
+        model=str(folder / "model"),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_batched_tokens=2048,
+        block_size=32,
+        seed=0,
+        kv_transfer_config={
+            "kv_connector": "KVDepotConnector",
+            "kv_connector_module_path": "kvdepot.adapters.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"dram": "1GiB", "speeds": str(folder / "speeds")},
+        },
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    side = core.scheduler.connector.scheduler_side
+    until = time.monotonic() + _WAIT_S
+    while not side._is_ready() and time.monotonic() < until:
+        time.sleep(0.05)
+    timed = TimedCalls(core.model_executor, "execute_model")
+    store, answer = side._depot.store, SamplingParams(max_tokens=1, temperature=0.0)
+
+    def ask(prompts: list[list[int]]) -> None:
+        for prompt in prompts:
+            llm.reset_prefix_cache()
+            llm.generate({"prompt_token_ids": prompt}, answer, use_tqdm=False)
+
+    def play(seed: int) -> tuple[float, float, float]:
+        prompts = turns(users, seed)
+        # Longest first, each user's own: nothing of a prompt is in the depot when it is computed.
+        alone = [prompt for number, prompt in enumerate(prompts) if number // users == TURNS - 1]
+        without_s = timed.during(lambda: ask(alone))
+        side._decider.write_speeds()
+        side._queue_hints.prefill.wait(_WAIT_S)
+        before = store.sessions.ledger()["total"]["gpu_s"]
+        with_s = timed.during(lambda: ask(alone))
+        return without_s, with_s, store.sessions.ledger()["total"]["gpu_s"] - before
+
+    return play, lambda: None
+
+
+def compare(play: Round, rounds: int) -> dict[str, Any]:
+    play(0)
+    found = []
+    for number in range(1, rounds + 1):
+        without_s, with_s, claimed_s = play(number)
+        measured_s = without_s - with_s
+        found.append(
+            {
+                "without_s": without_s,
+                "with_s": with_s,
+                "claimed_s": claimed_s,
+                "measured_s": measured_s,
+                "ratio": claimed_s / measured_s if measured_s else 0.0,
+            }
+        )
+        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    ratios = [one["ratio"] for one in found]
     return {
         "rounds": found,
         "ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
@@ -125,11 +210,20 @@ def compare(rounds: int, users: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--users", type=int, default=8, metavar="N")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = compare(args.rounds, args.users)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.engine == "vllm":
+            play, close = vllm_rounds(args.users, Path(folder))
+        else:
+            play, close = transformers_rounds(args.users)
+        try:
+            found = {"engine": args.engine, "users": args.users, **compare(play, args.rounds)}
+        finally:
+            close()
     print(json.dumps(found, indent=1) if args.json else found)
     return 0
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from kvdepot.errors import ConfigError
 from kvdepot.policy.eviction import ORDERS, order_named
+from kvdepot.policy.eviction.prefill_value import CROSSOVER_TOKENS
 from kvdepot.sim.tiers import NOWHERE, BlockIndex, SimulatedTier, fastest_tier, leading
 from kvdepot.sim.workload import NO_PARENT, Ints, PromptRequest, Workload
 
@@ -34,9 +35,6 @@ TIERS: Final = ("dram", "cxl", "ssd", "hdd")
 _FACTORS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TOKENS: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kmgt]?)tok", re.IGNORECASE)
 _HINT: Final = "--capacity dram=3Mtok,ssd=50Mtok (k, M, G, T are powers of 1000), or dram=inf"
-CROSSOVER_TOKENS: Final = 30_000.0
-"""The context at which attention takes as long as all the rest of a token's prefill: about that of
-a model of eight billion parameters; larger ones have more."""
 _REPORT_REQUESTS: Final = 256
 _NEVER: Final = np.iinfo(np.int64).max
 Progress = Callable[[int], None]

@@ -177,9 +177,7 @@ class TestPrefillSpeed:
         store = engine.side._depot.store
         ask(engine, "first", PROMPT, 4)
         engine.side._tell_prefill(PrefillPace(0.0, 0.5, 0.25))
-        telling = engine.side._queue_hints._telling
-        assert telling is not None
-        telling.join(60.0)
+        engine.side._queue_hints.prefill.wait(60.0)
         blocks, before = len(PROMPT) // 4, store.sessions.ledger()["total"]["gpu_s"]
         for space in engine.side._spaces[""]:
             keys = space.keys(PROMPT)
@@ -199,9 +197,8 @@ class TestPrefillSpeed:
 
         desk = type(engine.side._depot.store.sessions)
         monkeypatch.setattr(desk, "tell_prefill", refuse)
-        hints = engine.side._queue_hints
+        prefill = engine.side._queue_hints.prefill
         for _ in range(3):
-            hints.prefill_measured([b"x" * 8], 1.0, 0.0)
-            assert hints._telling is not None
-            hints._telling.join(60.0)
+            prefill.tell([b"x" * 8], 1.0, 0.0)
+            prefill.wait(60.0)
         assert len(asked) == 1

@@ -312,3 +312,21 @@ def test_value_keeps_what_takes_long_to_compute() -> None:
     assert isinstance(order, PrefillValue)
     order._hazard.density = [[1.0] * len(AGES) for _ in order._hazard.density]
     assert order._look(queues[1], 20, 20)[3] > order._look(queues[2], 21, 21)[3]
+
+
+def test_value_counts_what_is_worth_more_as_younger() -> None:
+    """Where recency decides, it is weighed too: a deep tail that is a little older stays."""
+    deep = 20
+    parents = [NO_PARENT, *range(deep), *[NO_PARENT] * 4]
+    first = {}
+    for name in ("default", "value"):
+        index = BlockIndex.of(Workload(block_tokens=4096, parents=parents))
+        tier = SimulatedTier("dram", len(parents), index, order_named(name, 4096))
+        for prompt in (list(range(deep + 1)), *([row] for row in range(deep + 1, len(parents)))):
+            tier.take_in(np.array(prompt))
+            index.tree.use(prompt, hit=False)
+            tier.leaves.used(prompt, hit=False)
+        gone: list[int] = []
+        tier.shrink(len(parents) - 1, gone)
+        first[name] = gone
+    assert first == {"default": [deep], "value": [deep + 1]}

@@ -204,6 +204,10 @@ class DepotCache(DynamicCache):
         """Run `call` whenever a forward has filled all layers."""
         self.depot_layers[-1].on_update = call
 
+    def before_each_step(self, call: Callable[[], None] | None) -> None:
+        """Run `call` whenever a forward has filled the first layer; there are others."""
+        self.depot_layers[0].on_update = call
+
     def forget(self, column: int) -> None:
         for layer in self.sliding_layers:
             layer.forget(column)
@@ -211,6 +215,7 @@ class DepotCache(DynamicCache):
     def end_call(self) -> None:
         """The call is over: remember no more than transformers would, call nothing."""
         self.after_each_step(None)
+        self.before_each_step(None)
         for layer in self.sliding_layers:
             layer.stop_recording()
 

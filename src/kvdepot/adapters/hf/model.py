@@ -22,6 +22,7 @@ from kvdepot.adapters.hf.calls import (
 )
 from kvdepot.adapters.hf.offloader import Offloader
 from kvdepot.adapters.hf.onboarder import AuditedCalls, Onboarder
+from kvdepot.adapters.hf.prefill_meter import PrefillMeter
 from kvdepot.adapters.hf.served_call import ModelParts, ServedCall
 from kvdepot.adapters.hf.stats import CallStats, ModelCounters
 from kvdepot.adapters.tensors import open_mover
@@ -188,7 +189,12 @@ class DepotModel:
             binding,
             Onboarder(self._store, binding, self._mover, self._options.timeout_s, audit),
             Offloader(self._store, binding.groups, self._mover, self.counters, auditor),
+            self._new_meter(binding),
         )
+
+    def _new_meter(self, binding: Binding) -> PrefillMeter:
+        tags = [group.space.tag for group in binding.groups if group.window is None]
+        return PrefillMeter(self._store, tags, len(binding.windows))
 
     def _current(self) -> ModelParts:
         """The parts, made anew where the model has become another."""

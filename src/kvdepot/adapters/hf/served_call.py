@@ -15,6 +15,7 @@ from kvdepot.adapters.hf.caches import DepotCache
 from kvdepot.adapters.hf.calls import PromptRow, mask_of, positions_of
 from kvdepot.adapters.hf.offloader import GroupSnapshot, Offloader, OffloadJob, OffloadRow
 from kvdepot.adapters.hf.onboarder import Onboarder, PreparedCache
+from kvdepot.adapters.hf.prefill_meter import PrefillMeter
 from kvdepot.adapters.hf.stats import CallStats
 
 
@@ -26,6 +27,7 @@ class ModelParts:
     binding: Binding
     onboarder: Onboarder
     offloader: Offloader
+    meter: PrefillMeter
 
 
 class ServedCall:
@@ -38,12 +40,17 @@ class ServedCall:
         self._binding = parts.binding
         self._onboarder = parts.onboarder
         self._offloader = parts.offloader
+        self._meter = parts.meter
+        self._opened_s = self._step_s = 0.0
+        self._times_steps = parts.binding.device.type == "cpu" and parts.meter.times_steps
         self._prompts = prompts
         self._expand = expand
         self._beams = beams
         self._columns = prompts[0].columns
         self._prepared: PreparedCache | None = None
         self._windows_from = [0] * len(prompts)
+        self._measured = 0
+        """The columns that were there before the step that is timed."""
         self._saved = 0
         """The columns whose blocks have been offloaded, or are about to be."""
         self.cache = DepotCache.of(self._binding.windows)
@@ -57,6 +64,7 @@ class ServedCall:
 
     def open(self) -> None:
         """Fill a cache from the depot and begin to save what the model adds to the prompts."""
+        self._opened_s = self._meter.clock()
         self._prepared = self._onboarder.prepare(self._prompts, self.stats, self._catch_up)
         self._windows_from = self._prepared.windows_from
         self.column = self._prepared.column
@@ -65,7 +73,10 @@ class ServedCall:
             self._prepared.close()  # nothing is under way
         if self._expand > 1 and self.column:
             self.cache.batch_repeat_interleave(self._expand)
+        self._measured = self.column
         self.cache.after_each_step(self._after_step)
+        if self._times_steps:
+            self.cache.before_each_step(self._begin_step)
 
     def close(self) -> None:
         """Let go of everything. May be called again."""
@@ -175,9 +186,25 @@ class ServedCall:
             arguments["attention_mask"] = mask
         self._model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments)
 
+    def _begin_step(self) -> None:
+        self._step_s = self._meter.clock()
+
+    def _measure(self, filled: int) -> None:
+        """The last layer of a step's forward is reached."""
+        now_s, rows = self._meter.clock(), len(self._prompts) * self._expand
+        self._meter.step(rows, filled - self._measured, self._measured, now_s - self._step_s)
+        self._measured = filled
+        fetched = sum(row.fetched_tokens for row in self.stats.rows)
+        if filled >= self._columns:
+            self.cache.before_each_step(None)
+            if len(self._prompts) == 1 and fetched:
+                self._meter.answered(self._columns, fetched, now_s - self._opened_s)
+
     def _after_step(self) -> None:
         """A forward has filled the cache. While it is the prompts': save them."""
         filled = self.cache.get_seq_length()
+        if self._times_steps:
+            self._measure(filled)
         if filled >= self._columns:
             self.cache.after_each_step(None)
         rows = self._prompt_rows(min(filled, self._columns))

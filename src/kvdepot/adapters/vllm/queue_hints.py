@@ -6,12 +6,10 @@ the depot is told when the request is over.
 """
 
 import hashlib
-import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from math import inf
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from kvdepot.adapters.prefill_report import PrefillTeller
 from kvdepot.adapters.vllm.metrics import RateLimitedWarnings
 from kvdepot.adapters.vllm.requests import EngineRequest, Phase, TrackedRequest
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
@@ -26,7 +24,6 @@ _REQUESTS_A_STEP: Final = 4
 """Requests looked at between two steps: the next step must not wait for a long queue."""
 _HINTED_MAX: Final = 32
 """Requests with hints under way; those behind them wait long enough to be hinted at later."""
-_TELL_AGAIN_S: Final = 3600.0
 _SALT_BYTES: Final = 8
 _SUPERSEDED: Final = "kvdepot: superseded"
 """Windows and states that nothing goes on from are told of as a session that is closed."""
@@ -41,8 +38,7 @@ class QueueHints:
         self._depot = depot
         self._warnings = warnings
         self._hint_s = hint_s
-        self._telling: threading.Thread | None = None
-        self._tell_again_s = -inf
+        self.prefill = PrefillTeller(lambda: depot.store, warnings.warn)
         self._waiting: dict[str, TrackedRequest] = {}
         """New requests that have not begun, in the order in which they came."""
         self._hints: dict[str, list[PrefetchHint]] = {}
@@ -129,25 +125,6 @@ class QueueHints:
         under_way = [hint for hint in hints if not hint.wait(0.0)]
         if under_way:
             self._hints[request.request_id] = under_way
-
-    def prefill_measured(self, tags: Sequence[bytes], token_s: float, pair_s: float) -> None:
-        """Tell the depot's ledger, in a thread: the next step must not wait for it."""
-        if token_s <= 0.0 or (self._telling is not None and self._telling.is_alive()):
-            return
-        if time.monotonic() < self._tell_again_s:
-            return
-
-        def tell() -> None:
-            try:
-                for tag in tags:
-                    self._depot.store.sessions.tell_prefill(tag.hex(), token_s, pair_s)
-            except KVDepotError as error:
-                # A daemon from before the ledger ends the connection: not again and again.
-                self._tell_again_s = time.monotonic() + _TELL_AGAIN_S
-                self._warnings.warn("the depot's ledger cannot be told of prefill", error)
-
-        self._telling = threading.Thread(target=tell, name="kvdepot-prefill", daemon=True)
-        self._telling.start()
 
     def _report_session(self, name: str, state: str, keys: list[BlockKey]) -> None:
         if not keys:

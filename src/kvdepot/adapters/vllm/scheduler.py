@@ -165,7 +165,7 @@ class ConnectorScheduler:
         share = spaces[0][0].namespace.shard_size / len(self._facts)
         token_s = pace.token_s + pace.step_s / max(1, self._engine.chunk_tokens)
         tags = [space.tag for group in spaces for space in group]
-        self._queue_hints.prefill_measured(tags, share * token_s, share * pace.pair_s)
+        self._queue_hints.prefill.tell(tags, share * token_s, share * pace.pair_s)
 
     def add(self, request: EngineRequest) -> None:
         """A new request; one that cannot be served is left to vLLM, and counted."""

@@ -2,7 +2,8 @@
 
 A reuse of a block saves the prefill of its tokens. That takes longer the more context they attend
 to, so a block far down a prompt is worth more than one at its head. How likely a reuse is comes
-from `ReuseDensity`; each class of depth has queues of its own, and a reuse counts for its savings.
+from `ReuseDensity`; each class of depth has queues of its own, and a reuse counts for its savings,
+in what is promised as in the recency that promises are held against.
 """
 
 from bisect import bisect_right
@@ -13,8 +14,9 @@ import numpy as np
 from kvdepot.core.order import EvictionQueues, RowTable, TreeView
 from kvdepot.policy.eviction.reuse_density import QUEUES, ReuseDensity
 
-_CROSSOVER_TOKENS: Final = 16384
-"""The context from which attention counts as much as all the rest of a token's prefill."""
+CROSSOVER_TOKENS: Final = 30_000.0
+"""The context at which attention takes as long as all the rest of a token's prefill: about that of
+a model of eight billion parameters; larger ones have more."""
 _WORTH_BOUNDS: Final = (1.5, 2.5, 4.5)
 """Where classes of depth end, in costs of a token without context."""
 _WORTHS: Final = (1.25, 2.0, 3.5, 6.0)
@@ -25,7 +27,7 @@ class PrefillValue(ReuseDensity):
 
     def __init__(self, block_tokens: int) -> None:
         super().__init__(_WORTHS)
-        per_block = _CROSSOVER_TOKENS / block_tokens
+        per_block = CROSSOVER_TOKENS / block_tokens
         self._bounds = [(bound - 1.0) * per_block for bound in _WORTH_BOUNDS]
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:

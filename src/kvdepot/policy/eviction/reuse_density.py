@@ -219,11 +219,13 @@ class ReuseDensity:
     takes_chains = True
 
     def __init__(self, worths: Sequence[float] = (1.0,)) -> None:
-        """`worths`: what a reuse is worth in each class of blocks. A class has its own queues."""
+        """`worths`: what a reuse is worth in each class of blocks. A class has its own queues, and
+        a block that is worth more counts as so much younger: chances of reuse fall with the age.
+        """
         self._worths = worths
         self.queues = QUEUES * len(worths)
         self._closed = range(_CLOSED, self.queues, QUEUES)
-        self._age_boost = _BOOST * len(worths)
+        self._age_boost = [boost * worth for worth in worths for boost in _BOOST]
         self._hazard = ReuseRates(QUEUES)
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
         self._shadow = LruShadow()
