@@ -10,7 +10,7 @@ from kvdepot.core.depot import Depot
 from kvdepot.errors import KVDepotError
 
 _TELL_AGAIN_S: Final = 3600.0
-Warn = Callable[[str, Exception], None]
+Warn = Callable[[str, BaseException], object]
 
 
 class PrefillTeller:

@@ -73,5 +73,5 @@ class PrefillMeter:
         except KVDepotError as error:
             self._warn("the depot cannot be told of first tokens", error)
 
-    def _warn(self, what: str, error: Exception) -> None:
+    def _warn(self, what: str, error: BaseException) -> None:
         _log.warning("%s: %s", what, error)

@@ -17,9 +17,11 @@ from kvdepot.policy.eviction.reuse_density import QUEUES, ReuseDensity
 CROSSOVER_TOKENS: Final = 30_000.0
 """The context at which attention takes as long as all the rest of a token's prefill: about that of
 a model of eight billion parameters; larger ones have more."""
-_WORTH_BOUNDS: Final = (1.5, 2.5, 4.5)
+_BOUNDS: Final = (1.25, 1.75, 2.5, 3.5)
 """Where classes of depth end, in costs of a token without context."""
-_WORTHS: Final = (1.25, 2.0, 3.5, 6.0)
+_WORTHS: Final = tuple(cost**0.5 for cost in (1.1, 1.5, 2.1, 3.0, 4.5))
+"""The roots of what a token costs in each class: deep blocks are reused less often than their kind,
+which knows no depth, says."""
 
 
 class PrefillValue(ReuseDensity):
@@ -28,7 +30,7 @@ class PrefillValue(ReuseDensity):
     def __init__(self, block_tokens: int) -> None:
         super().__init__(_WORTHS)
         per_block = CROSSOVER_TOKENS / block_tokens
-        self._bounds = [(bound - 1.0) * per_block for bound in _WORTH_BOUNDS]
+        self._bounds = [(bound - 1.0) * per_block for bound in _BOUNDS]
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         super().bind(rows, tree, queues)
