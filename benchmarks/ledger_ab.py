@@ -1,37 +1,27 @@
 """What the ledger claims to have saved, beside what an A/B run of the same traffic measures.
 
-    python benchmarks/ledger_ab.py [--engine transformers|vllm] [--rounds N] [--users N] [--json]
+    python benchmarks/ledger_ab.py [--rounds N] [--users N] [--json]
 
-A small model with random weights, on the processor, with one thread. Users come back with a longer
-prompt each turn. Each round has prompts of its own, which are computed without the depot's blocks
-(A) and with them (B), by turns. Both sides are processor seconds of the thread that computes, so
-that other work on the machine does not count:
+A small model with random weights, by transformers, on the processor, with one thread. Users come
+back with a longer prompt each turn. Each round has prompts of its own, which are computed by the
+plain model (A) and with the depot (B), by turns. Both sides are processor seconds of the thread
+that computes, so that other work on the machine does not count:
 
 - claimed: what the ledger adds in B, by the prefill speed that the engine itself has reported;
 - measured: what the engine computes in A less what it computes in B.
 
-The speed is learnt in a first round, which is not judged, and in all rounds after it. With
-transformers A is the plain model. With vLLM (run by its Python) A is the same engine with prompts
-that nothing has seen, and B these prompts again after its own prefix cache was emptied.
+The speed is learnt in a first round, which is not judged, and in all rounds after it.
 The bar: the claim is within 10 % of what is measured (median of the rounds).
 """
 
 import argparse
 import functools
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -131,58 +121,6 @@ def transformers_rounds(users: int) -> tuple[Round, Callable[[], None]]:
     return play, close
 
 
-def vllm_rounds(users: int, folder: Path) -> tuple[Round, Callable[[], None]]:
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
-
-    from kvdepot.adapters.vllm.worker import StepTimer
-
-    StepTimer._now = lambda _: time.thread_time()  # type: ignore[method-assign]
-    torch.set_num_threads(1)
-    small_model().save_pretrained(folder / "model")
-    llm = LLM(
-        model=str(folder / "model"),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_batched_tokens=2048,
-        block_size=32,
-        seed=0,
-        kv_transfer_config={
-            "kv_connector": "KVDepotConnector",
-            "kv_connector_module_path": "kvdepot.adapters.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"dram": "1GiB", "speeds": str(folder / "speeds")},
-        },
-    )
-    core = llm.llm_engine.engine_core.engine_core
-    side = core.scheduler.connector.scheduler_side
-    until = time.monotonic() + _WAIT_S
-    while not side._is_ready() and time.monotonic() < until:
-        time.sleep(0.05)
-    timed = TimedCalls(core.model_executor, "execute_model")
-    store, answer = side._depot.store, SamplingParams(max_tokens=1, temperature=0.0)
-
-    def ask(prompts: list[list[int]]) -> None:
-        for prompt in prompts:
-            llm.reset_prefix_cache()
-            llm.generate({"prompt_token_ids": prompt}, answer, use_tqdm=False)
-
-    def play(seed: int) -> tuple[float, float, float]:
-        prompts = turns(users, seed)
-        # Longest first, each user's own: nothing of a prompt is in the depot when it is computed.
-        alone = [prompt for number, prompt in enumerate(prompts) if number // users == TURNS - 1]
-        without_s = timed.during(lambda: ask(alone))
-        side._decider.write_speeds()
-        side._queue_hints.prefill.wait(_WAIT_S)
-        before = store.sessions.ledger()["total"]["gpu_s"]
-        with_s = timed.during(lambda: ask(alone))
-        return without_s, with_s, store.sessions.ledger()["total"]["gpu_s"] - before
-
-    return play, lambda: None
-
-
 def compare(play: Round, rounds: int) -> dict[str, Any]:
     play(0)
     found = []
@@ -210,20 +148,15 @@ def compare(play: Round, rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--users", type=int, default=8, metavar="N")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if args.engine == "vllm":
-            play, close = vllm_rounds(args.users, Path(folder))
-        else:
-            play, close = transformers_rounds(args.users)
-        try:
-            found = {"engine": args.engine, "users": args.users, **compare(play, args.rounds)}
-        finally:
-            close()
+    play, close = transformers_rounds(args.users)
+    try:
+        found = {"users": args.users, **compare(play, args.rounds)}
+    finally:
+        close()
     print(json.dumps(found, indent=1) if args.json else found)
     return 0
 

@@ -78,13 +78,16 @@ def test_a_depot_that_cannot_be_told_fails_no_call(
         served._parts.meter.teller.wait(60.0)
 
 
-def test_chunks_are_steps_of_their_own(memory: Store) -> None:
+def test_chunks_are_steps_of_their_own(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(build(SERVED["llama"]()), memory, block_tokens=BLOCK) as served:
-        meter, seen = served._parts.meter, []
-        ticks = itertools.count()
+        meter, ticks = served._parts.meter, itertools.count()
         meter.clock = lambda: float(next(ticks))
-        step = meter.step
-        meter.step = lambda *given: (seen.append(given), step(*given))[1]  # type: ignore[method-assign]
+        seen: list[tuple[int, int, int, float]] = []
+
+        def step(rows: int, new_tokens: int, context: int, seconds: float) -> None:
+            seen.append((rows, new_tokens, context, seconds))
+
+        monkeypatch.setattr(meter, "step", step)
         served.generate(tokens(50), prefill_chunk_size=20, **GREEDY)
     assert [(new, context) for _, new, context, _ in seen] == [(20, 0), (20, 20), (9, 40), (1, 49)]
     assert {seconds for *_, seconds in seen} == {1.0}

@@ -317,7 +317,7 @@ def test_value_keeps_what_takes_long_to_compute() -> None:
 def test_value_counts_what_is_worth_more_as_younger() -> None:
     """Where recency decides, it is weighed too: a deep tail that is a little older stays."""
     deep = 20
-    parents = [NO_PARENT, *range(deep), *[NO_PARENT] * 4]
+    parents = [NO_PARENT, *range(deep), *[NO_PARENT] * 40]
     first = {}
     for name in ("default", "value"):
         index = BlockIndex.of(Workload(block_tokens=4096, parents=parents))
