@@ -139,7 +139,8 @@ class Expectation:
             case "pinning":  # until it has a receipt, the contract before or this one holds
                 self.kept[name] = self.kept.get(name, set()) & blocks
             case "pinned":
-                self.kept[name] = blocks - self.limbo
+                self.kept[name] = blocks
+                self.limbo -= blocks  # written again: younger than any removal
             case "unpinning":
                 self.kept.pop(name, None)
             case "kept":
