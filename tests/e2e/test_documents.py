@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.documents import DATA, PAGES, SHELL, Step, name_of, steps_of
-from tests.support.reader import HOME, Machine
+from tests.support.reader import HOME, Machine, refusal
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
@@ -267,6 +267,14 @@ class Reading:
             self.machine.run(f"kvdepot config check --file-only {HOME}/printed.toml")
 
 
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> None:
+    why = refusal(tmp_path_factory.mktemp("tried"))
+    if why:
+        pytest.skip(f"no machine for a reader can be made here: {why}")
+
+
+@pytest.mark.usefixtures("machines")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     steps = [step for step in done_at(page) if step.kind != "sentence" or name_of(page) in SPOKEN]

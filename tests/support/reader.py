@@ -108,6 +108,22 @@ User, with its folders, and nothing more of it.
 """
 
 
+_UNSHARED = ("unshare", "--mount", "--pid", "--net", "--fork", "--kill-child")
+
+
+def refusal(folder: Path) -> str:
+    """Why no machine can be made here, as in a container without the right to mount; or nothing."""
+    tried = """
+        set -e
+        mount -t tmpfs reader "$1"
+        mkdir "$1/upper" "$1/work" "$1/root"
+        mount -t overlay overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/root"
+    """
+    words = [*_UNSHARED, "bash", "-c", tried, "reader", str(folder)]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    return ended.stderr.strip() or "it failed" if ended.returncode else ""
+
+
 class Machine:
     """A fresh one; `run` works in one shell, in a checkout of the sources."""
 
@@ -115,8 +131,7 @@ class Machine:
         layer = folder / "machine"
         layer.mkdir()
         self._errors: IO[str] = (folder / "stderr").open("w+")
-        words = ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child"]
-        words += ["bash", "-c", _BOOT, "reader"]
+        words = [*_UNSHARED, "bash", "-c", _BOOT, "reader"]
         words += [str(layer), str(CHECKOUT), str(ROOT), sys.prefix, sys.base_prefix]
         self._shell = subprocess.Popen(
             words,
