@@ -1,5 +1,6 @@
 """Contracts of retention: granted when durable, kept while others make room, ended in time."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kvdepot.core.config import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of
+from kvdepot.tiers.log.numbers import EPOCH_S
 from kvdepot.tiers.log.tier import LogTier
 
 
@@ -281,6 +283,7 @@ class TestDrives:
             store.remove([key for keys in chains for key in keys])
         (tmp_path / "away").rename(tmp_path / "b")
         (tmp_path / "a").rename(tmp_path / "away")
+        time.sleep(2 * EPOCH_S)  # what is opened at another time of day is told apart by it
         with self.two(tmp_path) as store:
             for seed in range(2):
                 chat(store, seed, name=f"chat {seed}")
