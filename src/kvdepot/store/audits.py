@@ -167,6 +167,8 @@ class AuditDesk(DepotAudits):
         """Write down what is known, on every drive; with `sync_s`, durably within that time. False:
         no drive that stays took it.
         """
+        if not (self._quarantined or self._lifted or self._producers or self._generation):
+            return True
         have, tiers = 0, [tier for lower, tier in self._tiers if lower.tier.writable]
         with self._writing:
             text = self._page()

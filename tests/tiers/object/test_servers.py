@@ -138,7 +138,7 @@ def test_a_machines_death_loses_nothing_it_had_uploaded(
 def test_the_server_is_killed_and_comes_back_under_load(
     server: S3Server, stores: OpenStore
 ) -> None:
-    times = {"read_timeout": "1s", "write_timeout": "1s"}
+    times = {"read_timeout": "5s", "write_timeout": "5s"}
     first, second = stores(**times), stores(**times)
     keys = keys_for(first, 1)
     assert all(put(first, keys)) and first.flush()
