@@ -34,10 +34,11 @@ class Renew(CopyJob):
 
 
 def renew(state: StoreState, lower: LowerTier, rows: list[int], mover: RecordMover) -> bool:
-    """False: some could not be read or written."""
+    """False: some lie where they did: they could not be read or written."""
     with state.lock:
         job = Renew(state, lower, rows)
     facts = enumerate(lower.tier.drive(one) for one in range(lower.tier.drive_count()))
     able = [drive for drive, fact in facts if fact.up and not fact.draining]
     mover.copy_all(job, rows, lambda: able, size=PieceSize(PIECE_BYTES))
-    return not job.places
+    with state.lock:
+        return not any(map(job.is_wanted, job.places))

@@ -282,17 +282,14 @@ class SessionKeeper:
     def _make_young(self, name: str, prompts: dict[bytes, Prompt]) -> None:
         """Where a drive is away, have blocks written again that another opening has left here: that
         drive may know that they were removed. What this opening has under contract was."""
+        since_s = self._since_s
         for lower in self._state.lower_tiers:
             if lower.is_remote or lower.tier.is_up():
                 continue
             with self._state.lock:
-                known = {tag: self._sessions.contracts.get((tag, name)) for tag in prompts}
-                recent = {tag: one for tag, one in known.items() if one is not None}
-                done = [
-                    (tag, one.packed)
-                    for tag, one in recent.items()
-                    if one.granted_s >= self._since_s
-                ]
+                held = self._sessions.contracts
+                known = [(tag, held[tag, name]) for tag in prompts if (tag, name) in held]
+                done = [(tag, one.packed) for tag, one in known if one.granted_s >= since_s]
                 rows = self._rows([(tag, prompt.packed) for tag, prompt in prompts.items()])
                 rows = np.setdiff1d(rows, self._rows(done))
                 rows = rows[lower.copies.state.array[rows] == CopyState.READY]
