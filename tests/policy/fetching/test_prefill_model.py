@@ -20,9 +20,12 @@ def seconds(tokens: int, context: int, pace: PrefillPace = PACE) -> float:
 def teach(
     model: PrefillModel, rng: random.Random, steps: int, noise: float = 0.05, slower: float = 1.0
 ) -> None:
-    """Steps of 16 to 2,048 tokens, some of them on a context."""
-    for _ in range(steps):
-        tokens, context = int(2 ** rng.uniform(4, 11)), rng.choice([0, 0, rng.randrange(4000)])
+    """Steps of 16 to 2,048 tokens, spread over all sizes, every third of them on a context: ten
+    steps that are all short and without one cannot tell of a long prompt."""
+    order = rng.sample(range(steps), steps)
+    for at, place in enumerate(order):
+        tokens = int(2 ** (4 + 7 * (place + rng.random()) / steps))
+        context = rng.randrange(1000, 4000) if at % 3 == 2 else 0
         took = slower * seconds(tokens, context) * exp(rng.gauss(0.0, noise))
         model.observe(tokens, attention_work(tokens, context), took)
 
