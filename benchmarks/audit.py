@@ -9,7 +9,7 @@ alarms   hits of a stand-in engine whose numbers are right, with the noise that 
          layers of attention in numpy, whose sums are split at random and rounded to the dtype at
          every step. Every hit is audited. Bar: no alarm in 100,000.
 cost     SmolLM2: 50 hits of a known prompt with an answer, with and without the audit, hit by hit
-         in turn. Bar: 0.99 of the throughput without. 5 minutes on an idle machine.
+         in turn. Bar: 0.99 of the throughput without. 7 minutes on an idle machine.
 
 Ends with {"ok", "points"}.
 """
@@ -249,6 +249,7 @@ def cost(rounds: int, hits: int, answer: int) -> dict[str, Any]:
         for arm in arms:
             seconds[arm].append(round(spent[arm], 3))
         ratios.append(spent["without"] / spent["with"])
+        print(f"cost, round {turn + 1} of {rounds}: {ratios[-1]:.4f}", file=sys.stderr)
     return {
         "ok": statistics.median(ratios) >= COST_BAR,
         "bar": COST_BAR,
@@ -275,7 +276,7 @@ def main() -> int:
         elif part == "alarms":
             points[part] = alarms(3000 if args.quick else HITS)
         else:
-            points[part] = cost(*((1, 10, 8) if args.quick else (7, HITS_MAX, 16)))
+            points[part] = cost(*((1, 10, 8) if args.quick else (5, HITS_MAX, 16)))
     result = {
         "ok": all(one["ok"] for one in points.values()),
         "points": points,

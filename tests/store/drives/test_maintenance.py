@@ -283,6 +283,27 @@ class TestResize:
         assert 5 <= sum(len(store.match(keys)) == 5 for keys in chains) < 40
         assert whole(store, fill(store, 100, 3)) == [True] * 3
 
+    @pytest.mark.parametrize("first", ["resized", "pulled"])
+    def test_a_drive_that_was_away_has_its_new_room(self, tmp_path: Path, first: str) -> None:
+        quick = {"retry_initial": 0.01, "retry_max": 0.05}
+        with kvdepot.open(**two_drives(tmp_path, **quick)) as store:
+            tier = store.inspect().log_tier()
+            if first == "resized":
+                store.resize("ssd", "40MiB")
+                chains = fill(store, 0, 100)
+            (tmp_path / "b").rename(tmp_path / "hidden")
+            (tmp_path / "b").write_text("in the way")
+            until(lambda: tier.drives[1].lost)
+            if first == "pulled":
+                store.resize("ssd", "40MiB")
+            (tmp_path / "b").unlink()
+            (tmp_path / "hidden").rename(tmp_path / "b")
+            until(lambda: tier.is_up(1))
+            assert drive(store, 1)["capacity_bytes"] == 20 << 20
+            if first == "resized":
+                until(lambda: all(whole(store, chains)))  # 20 MB, where the settings say 16
+            assert store.check().ok
+
     def test_too_little_is_refused(self, store: Store) -> None:
         with pytest.raises(ConfigError, match="3 segments"):
             store.resize("ssd", "1MiB")

@@ -550,6 +550,8 @@ class Drive:
         """In plain values, for `stats`."""
         health, gauge = self.breaker.health(), self.gauge
         segment_bytes = self.settings.segment_bytes
+        with self._books:
+            used, segments, free = self.live_bytes(), len(self.segments), len(self.free)
         return {
             "path": self.medium.label,
             "healthy": health.ok,
@@ -557,11 +559,11 @@ class Drive:
             "errors": health.errors,
             "draining": self.draining,
             "drained": self.retired,
-            "used_bytes": self.live_bytes(),
+            "used_bytes": used,
             "capacity_bytes": self.slots_max * segment_bytes,
             "retry_in_s": round(health.retry_in_s, 3),
-            "segments": len(self.segments),
-            "free_segments": len(self.free),
+            "segments": segments,
+            "free_segments": free,
             "segment_bytes": segment_bytes,
             "direct_io": self.medium.direct,
             "emulated": self.files.emulated,

@@ -8,7 +8,7 @@ import errno
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -134,6 +134,8 @@ class LogTier:
         self.left_out: dict[int, KVDepotError] = {}
         """Why drives could not be mounted, by their number, until they are."""
         self._paths = list(paths)
+        self._room_bytes: dict[int, int] = {}
+        """What drives were resized to, by their number; also for one that is away."""
         self._files = files
         self._settings = settings
         self._clock = clock
@@ -216,9 +218,17 @@ class LogTier:
             raise fatal
         return found
 
-    def _open_drive(self, path: Path) -> tuple[Drive, list[Recovered]]:
-        """Mount a drive and read its segments. Raises as `mount`; then nothing is held."""
-        drive = mount(path, self._files, self._settings, self._numbers, self._clock)
+    def _open_drive(
+        self, path: Path, room_bytes: int | None = None
+    ) -> tuple[Drive, list[Recovered]]:
+        """Mount a drive and read its segments. Raises as `mount`; then nothing is held.
+
+        `room_bytes`: what it may hold, where that is not what the settings say.
+        """
+        settings = self._settings
+        if room_bytes is not None:
+            settings = replace(settings, capacity_bytes=room_bytes)
+        drive = mount(path, self._files, settings, self._numbers, self._clock)
         drive.notes.keep_all = self._members.are_missing
         try:
             return drive, drive.recover()
@@ -467,7 +477,7 @@ class LogTier:
         forget()
         lost.abandon()
         try:
-            fresh, found = self._open_drive(self._paths[drive])
+            fresh, found = self._open_drive(self._paths[drive], self._room_bytes.get(drive))
         except KVDepotError as error:
             lost.breaker.failed(str(error), at_once=True)
             raise
@@ -503,6 +513,7 @@ class LogTier:
         index = free[0] if free else len(self.drives)  # the number of a drive that has gone
         self._paths[index : index + 1] = [path]
         self.drives[index : index + 1] = [drive]
+        self._room_bytes.pop(index, None)
         self._members.admit(drive)
         for tag, description in self.descriptions().items():
             if tag not in drive.notes.spaces:
@@ -629,7 +640,9 @@ class LogTier:
         self._members.leave(self.drives[drive])
 
     def resize(self, drive: int, segments_max: int) -> None:
-        self.drives[drive].resize(segments_max)
+        one = self.drives[drive]
+        self._room_bytes[drive] = segments_max * one.settings.segment_bytes
+        one.resize(segments_max)
 
     def trim(self, drive: int) -> bool:
         return self.drives[drive].trim()
