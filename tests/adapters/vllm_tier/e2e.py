@@ -2,7 +2,8 @@
 
 Uses the environment of `tests/support/vllm_environments.py`, which is made when it is missing.
 `contract` drives vLLM's tiering manager without a model; `restarts` asks a model before and after
-`kill -9`; `times` compares first tokens from disk with vLLM's filesystem tier, both arms in turns.
+`kill -9`; `times` compares first tokens from disk with vLLM's filesystem tier, both arms in turns
+(8 minutes on two idle cores; computing the prompts takes three of them).
 vLLM refuses tiers on a CPU: its worker is replaced by `tests/support/cpu_tiering_spec.py` here.
 The last line with --json is `{"ok", "points"}`. Exit status 1 if a point fails.
 """
@@ -119,6 +120,7 @@ def times(run: TierRun) -> None:
             seconds[tier] += [one["seconds"] for one in answers]
             medians[tier] = statistics.median(one["seconds"] for one in answers)
         ratios.append(round(medians["kvdepot"] / medians["fs"], 3))
+        print(f"times, round {at + 1} of {run.rounds}: {ratios[-1]}", file=sys.stderr)
     shown = {
         tier: [round(one, 3) for one in (min(all_s), statistics.median(all_s), max(all_s))]
         for tier, all_s in seconds.items()
