@@ -14,6 +14,7 @@ from tests.support.object_nodes import (
 )
 from tests.support.waiting import until
 
+from kvdepot.core.block import TAG_BYTES
 from kvdepot.core.tier import Outcome
 from kvdepot.errors import FormatError
 from kvdepot.testing.images import make_key
@@ -376,3 +377,34 @@ def _tried_again(node: Node) -> bool:
         node.step()
         node.tier._breaker.succeeded()
     return node.tier.is_up()
+
+
+def test_a_namespace_is_described_with_its_first_blocks(node: OpenNode) -> None:
+    first = node()
+    first.tier.remember(make_key(1)[:TAG_BYTES], b"text")
+    puts = first.bucket.requests.puts
+    first.put([1])
+    assert first.bucket.requests.puts == puts + 2, "one object and one manifest"
+    second = node()
+    assert second.tier.descriptions() == {make_key(1)[:TAG_BYTES]: b"text"}
+
+
+def test_a_namespace_that_no_manifest_took_is_described_in_the_next(
+    node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = node()
+    first.tier.remember(b"first", b"text")
+    with monkeypatch.context() as patched:
+        patched.setattr(first.bucket, "create", refuses)
+        with pytest.raises(BucketError):
+            first.tier.upkeep.step()
+    assert node().tier.descriptions() == {}
+    first.tier.upkeep.step()
+    puts = first.bucket.requests.puts
+    first.tier.upkeep.step()
+    assert first.bucket.requests.puts == puts, "it is told once"
+    assert node().tier.descriptions() == {b"first": b"text"}
+
+
+def refuses(path: str, body: object) -> None:
+    raise BucketError("refused")

@@ -61,12 +61,11 @@ class TestSharedFolder(TestObjectTier):
         return open_bucket(settings(url=f"file://{tmp_path}/shared"))
 
 
-def test_a_known_namespace_does_not_wait_for_a_manifest_that_waits(
+def test_a_namespace_does_not_wait_for_a_bucket_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bucket = memory_bucket()
     tier = ObjectTier(settings(), bucket=bucket)
-    assert tier.remember(b"known", b"text")
     create, begun, go_on = bucket.create, threading.Event(), threading.Event()
 
     def waits(path: str, data: bytes) -> object:
@@ -75,14 +74,20 @@ def test_a_known_namespace_does_not_wait_for_a_manifest_that_waits(
         return create(path, data)
 
     monkeypatch.setattr(bucket, "create", waits)
-    other = threading.Thread(target=tier.remember, args=(b"other", b"text"))
-    asked = threading.Thread(target=tier.remember, args=(b"known", b"text"))
-    other.start()
+    tier.remember(b"first", b"text")
+    round_ = threading.Thread(target=tier.upkeep.step)
+    asked = threading.Thread(target=tier.remember, args=(b"other", b"text"))
+    round_.start()
     assert begun.wait(60)
     asked.start()
     answered = eventually(lambda: not asked.is_alive(), 20.0)
+    known = tier.descriptions()
     go_on.set()
-    for thread in (other, asked):
+    for thread in (round_, asked):
         thread.join()
     tier.close()
     assert answered
+    assert known == {b"first": b"text", b"other": b"text"}
+    again = ObjectTier(settings(), bucket=bucket)
+    assert again.descriptions() == known
+    again.close()

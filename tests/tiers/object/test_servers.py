@@ -205,6 +205,24 @@ def test_a_bad_network_is_misses_and_ends_by_itself(
         assert None not in tiers(first, other)
 
 
+def test_a_new_namespace_does_not_wait_for_a_server_that_hangs(
+    server: S3Server, stores: OpenStore
+) -> None:
+    with closing(FaultProxy(server.port)) as proxy:
+        store = stores(endpoint=proxy.endpoint, read_timeout="10min", write_timeout="10min")
+        assert all(put(store, keys_for(store, 1))) and store.flush()
+        proxy.fault = "hang"
+        asked = threading.Thread(target=space_of, args=(store, "other"))
+        asked.start()
+        asked.join(60.0)
+        answered = not asked.is_alive()
+        proxy.fault = ""
+        asked.join()
+        assert answered
+        other = stores()
+        until(lambda: "other" in {one.model for one in other.described_namespaces()})
+
+
 def test_its_speed_is_measured_for_the_first_decision(bucket: Bucket, stores: OpenStore) -> None:
     found = drive_profiles(stores().stats())["object"]
     assert 0 < found.latency_s < 60

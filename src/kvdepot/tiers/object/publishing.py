@@ -79,6 +79,8 @@ class OwnManifests:
         """Held while a manifest is written."""
         self._queue_lock = threading.Lock()
         self._queue: list[Submission] = []
+        self._untold: dict[bytes, bytes] = {}
+        """Descriptions of namespaces that go out with the next manifest."""
         self._entries: dict[ManifestName, Entry] = {}
         self._number = 0
         self._generation = 0
@@ -109,22 +111,47 @@ class OwnManifests:
         if mine.error is not None:
             raise mine.error
 
+    def describe_namespace(self, tag: bytes, description: bytes) -> None:
+        """Tell what a tag stands for with the next manifest: with its first blocks at the latest,
+        and no caller waits for the bucket."""
+        with self._queue_lock:
+            self._untold[tag] = description
+
+    def publish_descriptions(self) -> None:
+        """Write down those that wait for a manifest. Raises BucketError."""
+        if self._untold:
+            self.publish(Entry())
+
     def _write_batch(self, batch: Sequence[Submission]) -> None:
         error = None
+        with self._queue_lock:
+            untold = dict(self._untold)
+        entries = [submission.entry for submission in batch]
+        entry = Entry.joined([Entry(descriptions=untold), *entries])
         try:
-            self._number += 1
-            entry = Entry.joined(submission.entry for submission in batch)
-            small = self._small_tail()
-            if len(small) < _SMALL_MAX - 1:
-                self._create(self._number, self._number, entry)
-            else:  # no request more than without it
-                self._replace(small, set(), 0.0, entry)
+            if len(entry):  # else another manifest has taken the descriptions along
+                self._write(entry)
         except BucketError as failure:
             error = failure
         for submission in batch:
             submission.done, submission.error = True, error
-        if error is None:
+        if error is None and len(entry):
+            self._told(untold)
             self.published()
+
+    def _write(self, entry: Entry) -> None:
+        self._number += 1
+        small = self._small_tail()
+        if len(small) < _SMALL_MAX - 1:
+            self._create(self._number, self._number, entry)
+        else:  # no request more than without it
+            self._replace(small, set(), 0.0, entry)
+
+    def _told(self, descriptions: dict[bytes, bytes]) -> None:
+        with self._queue_lock:
+            for tag, text in descriptions.items():
+                if self._untold.get(tag) == text:
+                    del self._untold[tag]
 
     def _create(self, first: int, last: int, entry: Entry) -> None:
         self._generation += 1
@@ -220,7 +247,9 @@ class OwnManifests:
 
         What is being replaced is there until what replaces it is.
         """
-        return Entry.joined(list(self._entries.values())).descriptions
+        with self._queue_lock:
+            untold = dict(self._untold)  # before the manifests, which they move to
+        return Entry.joined(list(self._entries.values())).descriptions | untold
 
 
 def _below(tombstone: Tombstone) -> int:

@@ -2,7 +2,7 @@
 
 Each writer has its own data objects and manifests; every node reads those of all. What an append
 has returned a place for is durable and published. Lookups and facts are answered from memory; the
-network is used by append, load, erase and remember, and by the background thread (upkeep.py).
+network is used by append, load and erase, and by the background thread (upkeep.py).
 """
 
 import secrets
@@ -250,9 +250,10 @@ class ObjectTier:
         return []
 
     def remember(self, tag: bytes, description: bytes) -> bool:
-        if self.descriptions().get(tag) == description:
-            return True
-        return self._publish(Entry(descriptions={tag: description}))
+        """No request: it is in the manifest of the next data object, or of the next round."""
+        if self.writable and self.descriptions().get(tag) != description:
+            self.upkeep.manifests.describe_namespace(tag, description)
+        return self.writable
 
     def _publish(self, entry: Entry) -> bool:
         if not self.writable or not self._breaker.allows():

@@ -130,6 +130,7 @@ class BucketUpkeep:
             self._thread.join()
         if self._writable and self._breaker.closed:
             try:
+                self.manifests.publish_descriptions()
                 self.manifests.rewrite(self._wall.now(), idle=True)
                 self._bucket.delete([ALIVE + self._me])
             except BucketError as error:
@@ -194,6 +195,7 @@ class BucketUpkeep:
                 self._sign(now_s)
             self._adopt()
             self._expire()
+            self.manifests.publish_descriptions()
             self.manifests.rewrite(self._wall.now(), idle=True)
             self.trash.empty(self._bucket)
             self._collect_garbage(now_s)
