@@ -2,34 +2,43 @@
 
 import errno
 import json
+import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.waiting import until
 
 from kvdepot.core.depot import FlushReport
 from kvdepot.core.tier import Purpose
+from kvdepot.store.move import copy_run
 from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
 from kvdepot.testing.faults import BOUNDARIES, Fail, Fault, FaultyFiles
 from kvdepot.testing.images import make_image, make_key
-from kvdepot.testing.torture import workload
+from kvdepot.testing.torture import rounds, workload
 from kvdepot.testing.torture.ledger import Expectation, Ledger
 from kvdepot.testing.torture.rounds import (
+    KINDS,
     Kind,
     LastWords,
+    RoundOutcome,
+    TorturedFiles,
     _follow,
+    _live_until_cut,
     in_child,
     judge_store,
     play,
+    torture,
 )
 from kvdepot.testing.torture.workload import StoreSession, Trust
 from kvdepot.testing.torture.world import TierMix, World, prompts
@@ -182,6 +191,81 @@ def test_room_is_left_for_a_segment_that_is_begun_after_the_last_words(tmp_path:
     assert ledger.expected.told
     assert [fact for fact in ledger.everything() if fact["fact"] == "fault"] == []
     ledger.close()
+
+
+def test_a_store_that_no_drive_opens_in_time_has_its_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first writes to the only drive that is there come late: that is no fault of the store."""
+
+    class LateFiles(TorturedFiles):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.late = 1.0
+
+    monkeypatch.setattr(rounds, "TorturedFiles", LateFiles)
+    monkeypatch.setattr(copy_run, "_NOTE_WAIT_S", 0.0)  # as a cut leaves it, until after this test
+    mix = replace(TierMix.draw(random.Random(1)), ssds=1, hdds=0, mirror=0, engine="python")
+    world = World(tmp_path / "drives", mix)
+    world.folder.mkdir()
+    world.make_folders()
+    ledger = Ledger()
+    _live_until_cut(world, ledger, random.Random(1))
+    assert [fact["fact"] for fact in ledger.everything()] == ["open", "unopened", "cut"]
+    ledger.close()
+
+
+def test_rounds_run_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for_another(folder: Path, seed: int, kind: Kind, **_: Any) -> RoundOutcome:
+        (folder / str(seed)).touch()
+        until(lambda: len(list(folder.iterdir())) > 1)
+        return RoundOutcome(kind, seed, 1)
+
+    monkeypatch.setattr(rounds, "play", wait_for_another)
+    played = list(torture(tmp_path, 7, jobs=2, more=lambda begun: begun < 5))
+    assert sorted(one.seed for one in played) == [7, 8, 9, 10, 11]
+    assert all(one.kind == KINDS[one.seed % len(KINDS)] for one in played)
+    assert all(one.ok and one.done for one in played)
+
+
+def test_a_round_whose_process_ends_early_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "play", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    (outcome,) = torture(tmp_path, 7, ["cuts"], more=lambda begun: begun < 1)
+    assert (outcome.kind, outcome.seed, dict(outcome.faults)) == ("cuts", 7, {"error": 1})
+
+
+def test_rounds_that_are_not_waited_for_are_killed_with_what_they_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "pids"
+
+    def fork_and_wait(_: Path, seed: int, kind: Kind, **__: Any) -> RoundOutcome:
+        if seed:
+            forked = os.fork()
+            if forked:
+                told.with_suffix(".new").write_text(f"{os.getpid()} {forked}")
+                told.with_suffix(".new").rename(told)
+            signal.pause()
+        until(told.exists)
+        return RoundOutcome(kind, seed)
+
+    monkeypatch.setattr(rounds, "play", fork_and_wait)
+    played = torture(tmp_path, 0, jobs=2, more=lambda begun: begun < 2)
+    assert next(played).seed == 0
+    played.close()
+    for pid in told.read_text().split():
+        until(partial(has_ended, pid))
+
+
+def has_ended(pid: str) -> bool:
+    """Whether a process is gone, or waits for its parent to notice."""
+    try:
+        status = Path("/proc", pid, "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"
 
 
 def found(folder: Path, kind: Kind, fault: str) -> set[str]:

@@ -4,12 +4,13 @@ Works in a new folder of its own on the disk under test, and takes it away again
 """
 
 import argparse
+import os
 import secrets
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=KINDS,
         metavar="KIND,…",
         help="of cuts, kills and damages (default: all)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=count,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="rounds at the same time (default: as many as processors)",
     )
     parser.add_argument("--keep", action="store_true", help="keep what failed, with a ledger")
     output.add_json_flag(parser)
@@ -110,18 +118,21 @@ def run(args: argparse.Namespace) -> int:
     seed = args.seed if args.seed is not None else secrets.randbelow(10**9)
     totals = Totals(seed)
     started = time.monotonic()
+
+    def more(begun: int) -> bool:
+        within = args.rounds is None or begun < args.rounds
+        return within and (begun == 0 or time.monotonic() - started < args.for_s)
+
     with place(args.path, keep=args.keep) as folder:
-        with output.Progress(f"torture from seed {seed}", total=round(args.for_s)) as line:
-            for outcome in torture(folder, seed, args.only, keep=args.keep):
+        rounds = torture(folder, seed, args.only, keep=args.keep, jobs=args.jobs, more=more)
+        label = f"torture from seed {seed}"
+        with closing(rounds), output.Progress(label, total=round(args.for_s)) as line:
+            for outcome in rounds:
                 totals.add(outcome)
                 if not outcome.ok and not args.json:
                     show_failure(outcome, args.path)
-                line.label = f"torture from seed {seed}: {totals.words}"
+                line.label = f"{label}: {totals.words}"
                 line.advance(int(time.monotonic() - started) - line.done)
-                if time.monotonic() - started >= args.for_s:
-                    break
-                if args.rounds is not None and sum(totals.rounds.values()) >= args.rounds:
-                    break
         if args.keep and totals.failed:
             output.say(f"kept: {folder}")
     show(totals, time.monotonic() - started, args)
@@ -167,7 +178,7 @@ def show_failure(outcome: RoundOutcome, path: Path | None) -> None:
 
 def show(totals: Totals, took_s: float, args: argparse.Namespace) -> None:
     if args.json:
-        output.document(as_dict(totals, took_s, args.path))
+        output.document({"jobs": args.jobs, **as_dict(totals, took_s, args.path)})
         return
     names = ("wrong", "lost", "back", "broken", "late", "leaked", "unclean", "errors")
     heads = ("", "rounds", "number", "contracts", *names)

@@ -30,7 +30,7 @@ _STAGING_S: Final = 1.0
 _NOTE_TRIES: Final = 3
 _NOTE_TRIES_MAX: Final = 20
 _NOTE_PAUSE_S: Final = 0.01
-_NOTE_WAIT_S: Final = 1.0
+_NOTE_WAIT_S = 1.0
 """How long to wait for a drive that is left alone for a moment, where no drive has a removal."""
 _NOTE_BYTES: Final = 32 << 10
 """Room that a note of removals can take."""
