@@ -2,7 +2,8 @@
 
 Runs the tests of engines, each as its users' guide has it, keeps what they answered in RESULTS, and
 makes docs/engines.md of that. `--add NAME FILE` takes what such a run has printed with --json (or
-pytest's --junitxml); without either the page is made of what is there.
+pytest's --junitxml), and names the parts that were run where these were not all:
+`--add vllm FILE restarts audit`. Without either the page is made of what is there.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ ENGINES = {
             "preemption": "preempt",
             "several processes": "(?i)tensor|server",
             "garbage shows": "garbage",
+            "audit": "^audit",
         },
     ),
     "tiers": EngineUnderTest(
@@ -119,6 +121,7 @@ ENGINES = {
             "ranks": "ranks",
             "a whole engine, killed": "^engine",
             "linker": "(?i)link",
+            "audit": "^audit",
         },
     ),
     "llama": EngineUnderTest(
@@ -134,6 +137,7 @@ ENGINES = {
             "shared prefixes once": "shared prefixes",
             "first token from memory and disk": "first token",
             "nothing added to a miss": "without a hit",
+            "audit": "^audit",
         },
     ),
 }
@@ -181,8 +185,10 @@ def version_of(name: str) -> str:
     return importlib.metadata.version({"llama": "xllamacpp"}.get(name, name))
 
 
-def kept(name: str, points: Points) -> dict[str, Any]:
+def kept(name: str, points: Points, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """`parts`: those that were run; none: as the command has it."""
     return {
+        "parts": " ".join(parts),
         "version": version_of(name),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "points": points,
@@ -246,7 +252,9 @@ def page(results: Mapping[str, Any], served: int) -> str:
         for name, points in failed.items():
             text += "".join(f"- {ENGINES[name].title}: {point}\n" for point in points)
     text += "\n## What was run\n\n"
-    text += "".join(f"- {one.title}: `python {one.command}`\n" for one in ENGINES.values())
+    for name, one in ENGINES.items():
+        parts = results.get(name, {}).get("parts", "")
+        text += f"- {one.title}: `{' '.join(['python', one.command, *parts.split()])}`\n"
     return text
 
 
@@ -258,12 +266,17 @@ def served_models() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", nargs="+", choices=sorted(ENGINES), default=[])
-    parser.add_argument("--add", nargs=2, action="append", metavar=("NAME", "FILE"), default=[])
+    parser.add_argument(
+        "--add", nargs="+", action="append", default=[], help="NAME FILE [PART ...]"
+    )
     parser.add_argument("--write", action="store_true", help="the page, else it is printed")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name, file in args.add:
-        results[name] = kept(name, read(Path(file).read_text()))
+    for given in args.add:
+        if len(given) < 2 or given[0] not in ENGINES:
+            parser.error(f"--add takes one of {', '.join(ENGINES)} and a file, got {given}")
+        name, file, *parts = given
+        results[name] = kept(name, read(Path(file).read_text()), parts)
     for name in args.run:
         results[name] = kept(name, run(name))
     if args.add or args.run:

@@ -48,3 +48,11 @@ def test_one_that_failed_is_named_as_such() -> None:
 
 def test_an_engine_without_a_run_says_so() -> None:
     assert "[SGLang, HiCache](guides/sglang.md) | – | not run |" in made()
+
+
+def test_parts_that_were_run_are_named() -> None:
+    result = {"version": "1", "date": "2026-11-16", "points": {"audit: a": True}, "parts": "audit"}
+    text = page({"vllm": result}, 0)
+    assert "`python tests/adapters/vllm/e2e.py --json audit`" in text
+    assert "`python tests/adapters/llama_cpp/e2e.py --json`" in text
+    assert "| 1 of 1 | – | – | audit |" in text

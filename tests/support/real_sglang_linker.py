@@ -283,6 +283,35 @@ def linker_audit(folder: Path) -> None:
         assert one.ask([*tokens, 7], "after")[1] == 0, "in quarantine"
 
 
+def linker_decides(folder: Path) -> None:
+    """Pages of a drive that is slower than computing are computed, until it is faster."""
+    from kvdepot.policy.fetching.advisor import Probe
+
+    tokens, new = prompt(20, 1), prompt(20, 2)
+    with engine(folder) as one:
+        wanted = one.compute(tokens)
+        assert one.linker.depot.flush(LIMIT_S)
+    with engine(folder, seed=2, decide=True) as one:
+        decider, everything = one.linker._decider, Probe("ssd", 0, 20)
+        assert one.ask([*new, 7], "new")[1] == 0
+        assert decider.advisor.prefill.pace() is None
+        one.compute(new)
+        assert decider.advisor.prefill.pace() is not None, "computing was not timed"
+        for _ in range(8):
+            decider.probed(everything, 1000.0)
+        assert one.ask([*tokens, 7], "slow")[1] == 0
+        assert one.linker.stats()["passed_pages"] == 20
+        assert one.ask([*tokens, 7], "slow")[1] == 0, "decided once"
+        one.linker._offloading.wait()
+        for _ in range(16):
+            decider.probed(everything, 1e-6)
+        request, loaded = one.ask([*tokens, 7], "fast")
+        assert loaded == len(tokens), loaded
+        one.start()
+        assert same(one.loaded_bytes(request), wanted), "wrong bytes"
+        assert one.cache.finish_external_linker_loads([request]) == []
+
+
 Spoil = Callable[[Engine, list[torch.Tensor]], None]
 
 
@@ -505,6 +534,7 @@ def linker_cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for name in (
         "tail_only",
         "audit",
+        "decides",
         "pages_gone",
         "page_damaged",
         "deadline",

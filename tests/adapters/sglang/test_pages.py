@@ -111,6 +111,7 @@ def test_chained_keys_go_on_where_a_batch_ended(store: kvdepot.Depot) -> None:
         ({"load_timeout": "0s"}, "load_timeout"),
         ({"tenant": "a"}, "tenant"),
         ({"prefix_chain": True}, "prefix_chain"),
+        ({"decide": True}, "decide"),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], name: str) -> None:

@@ -9,7 +9,6 @@ from tests.support.toy_engine import ToyRequest, full_attention
 from kvdepot.adapters.vllm.fetch_decision import (
     FetchDecider,
     LearnedSpeeds,
-    drive_profiles,
     read_speeds,
     speeds_file,
     write_speeds,
@@ -19,7 +18,7 @@ from kvdepot.adapters.vllm.requests import DepotHit, RequestKeys, TrackedRequest
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
-from kvdepot.policy.fetching.speed_models import PrefillPace, TierProfile
+from kvdepot.policy.fetching.speed_models import PrefillPace, TierProfile, drive_profiles
 
 SPEEDS = LearnedSpeeds(PrefillPace(0.01, 0.001, 1e-7), {"ssd": TierProfile(0.002, 3e9)})
 

@@ -14,8 +14,8 @@ from tests.support.s3_servers import SECRET_KEY, FaultProxy, S3Server, running, 
 from tests.support.small_store import prompt, put, space_of, tiers
 from tests.support.waiting import until
 
-from kvdepot.adapters.vllm.fetch_decision import drive_profiles
 from kvdepot.errors import ConfigError, FormatError, KVDepotError
+from kvdepot.policy.fetching.speed_models import drive_profiles
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.tiers.object.bucket import Bucket, open_bucket

@@ -75,6 +75,9 @@ class HiCacheSettings:
     prefix_chain: bool = False
     """Heads of prompts outlive tails; needs interface_v1 and hicache_storage_pass_prefix_keys."""
 
+    decide: bool = False
+    """A linker loads only what is expected to come sooner than it is computed, by learnt speeds."""
+
     audit: AuditConfig = field(default_factory=AuditConfig)
     """Which hits are computed again and compared: docs/audit.md."""
 
@@ -115,6 +118,12 @@ def read(extra: Mapping[str, Any]) -> HiCacheSettings:
     """The settings in `extra`. A ConfigError names the setting and what is wrong with it."""
     ours = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
     settings = load_settings(HiCacheSettings, ours, SETTING)
+    if settings.decide:
+        raise ConfigError(
+            f"{SETTING}.decide",
+            "SGLang decides itself what it fetches from a storage",
+            hint="leave it out; hicache_storage_prefetch_policy is SGLang's own setting",
+        )
     if settings.prefix_chain and not extra.get("interface_v1"):
         raise ConfigError(
             f"{SETTING}.prefix_chain",

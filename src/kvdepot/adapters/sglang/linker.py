@@ -41,18 +41,24 @@ import kvdepot
 from kvdepot.adapters.sglang.config import LINKER_SETTING, read_linker
 from kvdepot.adapters.sglang.device_pages import DevicePages, LeasedPages
 from kvdepot.adapters.sglang.identity import identify
+from kvdepot.adapters.sglang.load_decision import LoadDecider
 from kvdepot.adapters.sglang.pages import usable_lengths
 from kvdepot.adapters.sglang.storage import tail_pages
 from kvdepot.adapters.tensors import open_mover
 from kvdepot.adapters.tensors.slices import COPY_BYTES_MIN
+from kvdepot.core.block import BlockKey
 from kvdepot.core.config import AuditConfig
-from kvdepot.core.depot import Depot
+from kvdepot.core.depot import MEMORY_TIERS, Depot
 from kvdepot.errors import KVDepotError, ModelError
+from kvdepot.policy.fetching.advisor import Probe
+from kvdepot.policy.fetching.speed_models import drive_profiles
 
 _logger = logging.getLogger("sglang.kvdepot")
 _FAILURES: Final = (KVDepotError, RuntimeError, ValueError)
 """Of a depot, of a device, and of SGLang's pools for indices that are no pages."""
 _SEEN_MAX: Final = 4096
+_CHUNK_TOKENS: Final = 1 << 20
+"""SGLang computes any prompt in one step."""
 _Job = Callable[[], None]
 
 
@@ -64,6 +70,8 @@ class LinkerCounts:
     hit_pages: int = 0
     loads: int = 0
     loaded_pages: int = 0
+    passed_pages: int = 0
+    """Found, and computed all the same: that was expected to be faster."""
     refused_loads: int = 0
     failed_loads: int = 0
     offloads: int = 0
@@ -109,6 +117,7 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 name: DevicePages(self._depot, entry, self._mover)
                 for name, entry in self.pools.items()
             }
+            self._decider = self._make_decider(server_args) if self._settings.decide else None
         except KVDepotError:
             self._depot.close()
             raise
@@ -134,6 +143,17 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """What was asked for and done so far."""
         return asdict(self._counts)
 
+    def _make_decider(self, server_args: Any) -> LoadDecider:
+        chunk_tokens = getattr(server_args, "chunked_prefill_size", None) or 0
+        drives = drive_profiles(self._depot.stats())
+        pages = self._pages[PoolName.KV]
+        return LoadDecider(
+            pages.page_tokens,
+            pages.page_bytes,
+            chunk_tokens if chunk_tokens > 0 else _CHUNK_TOKENS,
+            drives,
+        )
+
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Lengths of the prefix, in pages, that can be loaded. What is not in memory begins to come
         there."""
@@ -143,24 +163,29 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not wanted or not hashes or not self._ready():
             return []
         found = set(range(1, len(hashes) + 1))
+        tiers: tuple[str, ...] = ()
         try:
             for one in sorted(wanted, key=lambda one: tail_pages(one) is not None):
                 pages = self._pages[one.name]
                 keys = pages.keys(hashes[: max(found, default=0)], None, chained=False)
                 if one.hit_policy == PoolHitPolicy.ALL_PAGES:
-                    found &= set(range(1, len(self._depot.match(keys)) + 1))
+                    match = self._depot.match(keys)
+                    found &= set(range(1, len(match) + 1))
+                    tiers = match.tiers if one.name == PoolName.KV else tiers
                 else:
                     there = [len(self._depot.match([key])) for key in keys]
                     found &= usable_lengths(there, tail_pages(one))
             if found:
                 first = rid not in self._seen
-                found = self._served(rid, hashes, found)
+                found = self._served(rid, hashes, found, tiers)
                 if first and found:
                     self._hint(wanted, hashes[: max(found)])
         except _FAILURES as error:
             _logger.warning("kvdepot: a lookup failed: %s", error)
             return []
         self._counts.hit_pages += max(found, default=0)
+        if self._decider is not None:
+            self._decider.looked_up(rid, hashes[0])
         return sorted(found)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
@@ -169,8 +194,11 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not wanted:
             return False
         held: list[LeasedPages] = []
-        ready = self._lease(wanted, held)
-        if not self._agreed(ready):
+        with self._learning(rid, wanted) as seen:
+            ready = self._lease(wanted, held)
+            agreed = self._agreed(ready)
+            seen += [ready, agreed]
+        if not agreed:
             for one in held:
                 one.release()
             self._counts.refused_loads += 1
@@ -252,12 +280,17 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._audited = True
         return True
 
-    def _served(self, rid: str, hashes: Sequence[str], found: set[int]) -> set[int]:
-        """The lengths to tell SGLang of: without the last page where that is to be audited. Decided
-        once for each request: SGLang looks it up again as long as it waits."""
+    def _served(
+        self, rid: str, hashes: Sequence[str], found: set[int], tiers: Sequence[str]
+    ) -> set[int]:
+        """The lengths to tell SGLang of: without what is computed sooner, and without the last page
+        where that is to be audited. Decided once for each request: SGLang looks it up again as long
+        as it waits."""
         if rid not in self._seen:
-            last = count = max(found)
-            if last == 1 or last - 1 in found:
+            last = max(found)
+            count = self._worth(rid, hashes, tiers[:last]) if tiers else last
+            self._counts.passed_pages += last - count
+            if count == last and (last == 1 or last - 1 in found):
                 pages = self._pages[PoolName.KV]
                 count = pages.served(pages.keys(hashes[:last], None, chained=False))
             self._seen[rid] = hashes[count] if count < last else ""
@@ -266,6 +299,57 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         audited = self._seen[rid]
         limit = hashes.index(audited) if audited in hashes else len(hashes)
         return {length for length in found if length <= limit}
+
+    def _worth(self, rid: str, hashes: Sequence[str], tiers: Sequence[str]) -> int:
+        """How many of the pages that lie in these tiers to load."""
+        if self._decider is None:
+            return len(tiers)
+        count, probe = self._decider.pages_worth(rid, tiers, len(hashes))
+        if probe is not None:
+            read = hashes[probe.start : probe.start + probe.blocks]
+            keys = self._pages[PoolName.KV].keys(read, None, chained=False)
+            self._offloading.submit(lambda: self._probe(probe, keys))
+        return count
+
+    def _probe(self, probe: Probe, keys: Sequence[BlockKey]) -> None:
+        """Read pages that are being computed, to see how fast their tier is now."""
+        assert self._decider is not None
+        begun_s = time.monotonic()
+        try:
+            with self._depot.lease(keys) as lease:
+                came = lease.deliver(lambda _: None, timeout_s=self._settings.load_timeout)
+        except _FAILURES as error:
+            _logger.warning("kvdepot: a tier could not be measured: %s", error)
+            return
+        if len(came) == len(keys) and all(came):
+            self._decider.probed(probe, time.monotonic() - begun_s)
+
+    @contextmanager
+    def _learning(self, rid: str, wanted: Sequence[Any]) -> Iterator[list[bool]]:
+        """Tell how long the pages of a request took: whether they are here, and on all ranks."""
+        seen: list[bool] = []
+        hashes = _kv_hashes(wanted)
+        if self._decider is None or not hashes:
+            yield seen
+            return
+        waited = self._is_below_memory(hashes)
+        begun_s = time.monotonic()
+        yield seen
+        ready, agreed = seen
+        timed_out = time.monotonic() - begun_s >= self._settings.load_timeout
+        self._decider.load_ended(
+            rid, hashes[0], there=agreed, waited=waited and (ready or timed_out)
+        )
+
+    def _is_below_memory(self, hashes: Sequence[str]) -> bool:
+        """Whether a page has to be waited for."""
+        try:
+            if not self._ready():
+                return False
+            keys = self._pages[PoolName.KV].keys(hashes, None, chained=False)
+            return not set(self._depot.match(keys).tiers) <= set(MEMORY_TIERS)
+        except _FAILURES:
+            return False
 
     def _hint(self, wanted: Sequence[Any], hashes: Sequence[str]) -> None:
         """Once for each request."""
@@ -346,6 +430,10 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _store(self, wanted: Sequence[Any], events: Sequence[Any]) -> bool:
         """Whether the depot has all these pages now."""
         self._counts.offloads += 1
+        if self._decider is not None:
+            for event in events:
+                event.synchronize()
+            self._decider.computed(_kv_hashes(wanted))
         try:
             if not self._ready():
                 return False
@@ -450,6 +538,10 @@ def device_pools(params: Any, components: Any) -> Any:
         rows_are_pages=rows != slots,
     )
     return DevicePoolGroup([entry], kvcache.layer_num, page_size, rank_replicated=latent)
+
+
+def _kv_hashes(wanted: Sequence[Any]) -> Sequence[str]:
+    return next((one.keys for one in wanted if one.name == PoolName.KV), ())
 
 
 def _groups(params: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
 from kvdepot.adapters.vllm.requests import DepotHit, Phase, TrackedRequest
@@ -293,23 +293,6 @@ def step_work(step: Iterable[tuple[TrackedRequest, int]]) -> tuple[int, float, b
         tokens, attention = tokens + count, attention + attention_work(count, computed)
         prefill = prefill or computed + 1 < tracked.request.num_prompt_tokens
     return tokens, attention, prefill
-
-
-def drive_profiles(stats: Mapping[str, Any]) -> dict[str, TierProfile]:
-    """What `stats` of a depot says of tiers whose drives were measured, past the page cache.
-
-    Drives read side by side; one that was not measured counts as the mean of the others.
-    """
-    found = {}
-    for name, tier in stats.get("tiers", {}).items():
-        drives = tier.get("drives", ())
-        known = [each["profile"] for each in drives if each.get("profile")]
-        known = [each for each in known if each["direct_io"] and each["read_bytes_per_s"] > 0]
-        if known:
-            mean = sum(each["read_bytes_per_s"] for each in known) / len(known)
-            latency_s = max(each["read_latency_us"] for each in known) / 1e6
-            found[name] = TierProfile(latency_s, mean * len(drives))
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from kvdepot.adapters.audit import HitChooser
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.fetch_decision import (
     FetchDecider,
-    drive_profiles,
     speeds_file,
     step_work,
 )
@@ -49,7 +48,7 @@ from kvdepot.core.depot import Match, NamespaceHandle
 from kvdepot.core.first_token import FirstToken
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import KVDepotError
-from kvdepot.policy.fetching.speed_models import PrefillPace
+from kvdepot.policy.fetching.speed_models import PrefillPace, drive_profiles
 
 _SLOWEST_FIRST: Final = ("object", "plugin", "hdd", "ssd", "cxl", "dram")
 _FASTEST: Final = "dram"

@@ -9,7 +9,7 @@ that were assumed or learnt before.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, frexp, inf, isfinite, log, sqrt
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -374,6 +374,23 @@ def starting_profile(
     ratio = learnt.bandwidth_bytes_s / expected.bandwidth_bytes_s
     within = MEASURED_WITHIN if measured is not None else ASSUMED_WITHIN
     return learnt if 1.0 / within <= ratio <= within else expected
+
+
+def drive_profiles(stats: Mapping[str, Any]) -> dict[str, TierProfile]:
+    """What `stats` of a depot says of tiers whose drives were measured, past the page cache.
+
+    Drives read side by side; one that was not measured counts as the mean of the others.
+    """
+    found = {}
+    for name, tier in stats.get("tiers", {}).items():
+        drives = tier.get("drives", ())
+        known = [each["profile"] for each in drives if each.get("profile")]
+        known = [each for each in known if each["direct_io"] and each["read_bytes_per_s"] > 0]
+        if known:
+            mean = sum(each["read_bytes_per_s"] for each in known) / len(known)
+            latency_s = max(each["read_latency_us"] for each in known) / 1e6
+            found[name] = TierProfile(latency_s, mean * len(drives))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
