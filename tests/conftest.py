@@ -191,11 +191,12 @@ def leftover(before: set[threading.Thread]) -> list[threading.Thread]:
 def native_threads() -> set[str]:
     """Threads that the kernel knows by our prefix, whether Python or C started them."""
     found = set()
-    for task in Path("/proc/self/task").glob("*"):
+    for task in os.listdir("/proc/self/task"):
         try:
-            name = (task / "comm").read_text().strip()
+            with open(f"/proc/self/task/{task}/comm") as comm:
+                name = comm.read().strip()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we looked
-        if name.startswith(THREAD_PREFIX) and task.name != str(os.getpid()):
-            found.add(f"{name} ({task.name})")
+        if name.startswith(THREAD_PREFIX) and task != str(os.getpid()):
+            found.add(f"{name} ({task})")
     return found

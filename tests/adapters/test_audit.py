@@ -133,7 +133,8 @@ def test_each_dtype_reads_as_torch_does(dtype: Any) -> None:
 
 @pytest.fixture
 def store() -> Any:
-    with kvdepot.open(dram={"capacity": "8MiB", "huge_pages": "never"}) as store:
+    dram = {"capacity": "8MiB", "huge_pages": "never", "prefault": False}
+    with kvdepot.open(dram=dram) as store:
         yield store
 
 

@@ -22,7 +22,7 @@ SECRET = b"tell nobody about this one"
 
 def open_store(path: Path) -> Store:
     return kvdepot.open(
-        dram={"capacity": "1MiB", "huge_pages": "never"},
+        dram={"capacity": "1MiB", "huge_pages": "never", "prefault": False},
         ssd={"path": str(path), "capacity": "4MiB", "segment": "64KiB"},
         writeback={"staging": "1MiB"},
     )

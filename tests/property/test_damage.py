@@ -47,7 +47,7 @@ class Bench:
 
     def open(self) -> None:
         self.store = kvdepot.open(
-            dram={"capacity": "512KiB", "huge_pages": "never"},
+            dram={"capacity": "512KiB", "huge_pages": "never", "prefault": False},
             ssd={"path": str(self.path), "capacity": "4MiB", "segment": "64KiB"},
             writeback={"staging": "1MiB", "dirty_limit": 0.9},
         )

@@ -4,6 +4,8 @@ Run as a program it is the process that forks; from the tests' side it is `ForkS
 `python -m kvdepot serve` itself start it as a person does.
 """
 
+import contextlib
+import gc
 import json
 import os
 import select
@@ -127,11 +129,28 @@ def become(wanted: Mapping[str, object], descriptors: Sequence[int]) -> None:
     os.chdir(str(wanted["cwd"]))
 
 
-if __name__ == "__main__":
-    import kvdepot.__main__
-    import kvdepot.server.daemon  # what `serve` imports when it is asked for
+def end(status: int) -> None:
+    """Exit, without taking apart what was imported. Threads are waited for as ever."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
+
+if __name__ == "__main__":
+    gc.disable()
+    import kvdepot.__main__
+    import kvdepot.cli.main
+    import kvdepot.cli.serve
+
+    with contextlib.suppress(ImportError):  # an extra
+        import kvdepot.server.http.service
+
+    # What was imported stays: a child that looked through it, or took it apart at its end, would
+    # copy all of it.
+    gc.freeze()
+    gc.enable()
     arguments = serve(socket.socket(fileno=int(sys.argv[1])))
     if arguments is not None:
         sys.argv = ["kvdepot", *arguments]
-        sys.exit(kvdepot.__main__.run())
+        end(kvdepot.__main__.run())

@@ -24,7 +24,7 @@ REMOVED = (3, 11)
 def open_store(path: Path, **settings: Any) -> Store:
     """Memory for few blocks only, so that most gets read the disk."""
     ssd = {"path": str(path), "capacity": "2MiB", "segment": SEGMENT_BYTES, "read_timeout": 10.0}
-    small = {"dram": {"capacity": "256KiB", "huge_pages": "never"}}
+    small = {"dram": {"capacity": "256KiB", "huge_pages": "never", "prefault": False}}
     return opened(ssd=ssd, writeback={"staging": "1MiB"}, **{**small, **settings})
 
 

@@ -3,6 +3,7 @@
 It has imported everything and started nothing, so a child is at work in milliseconds.
 """
 
+import gc
 import json
 import os
 import signal
@@ -47,4 +48,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # a child that looked through what was imported would copy all of it
     main()

@@ -15,7 +15,6 @@ Exit status: 0 done, 1 looked and found something wrong, 2 could not be done as 
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import shlex
 import signal
@@ -102,7 +101,9 @@ class ShowVersion(argparse.Action):
     """Prints the installed version; looked up only when it is asked for."""
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        output.data(f"kvdepot {importlib.metadata.version('kvdepot')}")
+        from importlib.metadata import version  # imports much that no other command needs
+
+        output.data(f"kvdepot {version('kvdepot')}")
         raise SystemExit(0)
 
 

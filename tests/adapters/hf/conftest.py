@@ -30,7 +30,8 @@ def one_thread_is_fastest_for_tiny_models() -> Iterator[None]:
 @pytest.fixture
 def memory() -> Iterator[Store]:
     """A depot in memory alone."""
-    with kvdepot.open(dram={"capacity": "16MiB", "huge_pages": "never"}) as store:
+    dram = {"capacity": "16MiB", "huge_pages": "never", "prefault": False}
+    with kvdepot.open(dram=dram) as store:
         yield store
 
 
