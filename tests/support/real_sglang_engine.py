@@ -16,7 +16,7 @@ from typing import Any
 
 PAGE, TOKENS, NEW = 16, 400, 8
 QUIET_S = 3.0
-HITS = 20
+HITS = 8
 """Of an audited engine."""
 
 

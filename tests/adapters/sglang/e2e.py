@@ -156,7 +156,7 @@ def engines(python: Path, folder: Path) -> Seen:
 
 def audited(python: Path, folder: Path) -> Seen:
     """An engine whose every hit is audited; then, on the same depot, pages in the wrong place."""
-    disk = folder / "audited"
+    disk = folder / "audited-engine"
     (wanted, *hits), known = audited_engine(python, folder, disk)
     short = TOKENS // PAGE * PAGE - 2 * PAGE
     wrong = {said for one in hits if (said := differs(one, wanted, short))}
