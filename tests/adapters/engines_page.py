@@ -103,6 +103,7 @@ ENGINES = {
             "other numbers of workers": "other workers",
             "slow drives": "slow drive",
             "kill -9": "kill -9",
+            "0.8 of the time from its own fs tier": "by the fs tier",
         },
     ),
     "sglang": EngineUnderTest(
