@@ -3,6 +3,7 @@
 import json
 import os
 from collections import OrderedDict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -31,31 +32,42 @@ def hits(workload: Workload, policy: str, capacity: str) -> HitCounts:
     return play(workload, Case(policy, parse_capacity(capacity)), lambda done: None)
 
 
-@pytest.fixture(scope="module")
+@cache
 def conversation() -> Workload:
     return read_trace(CONVERSATION)
 
 
+@cache
+def of_conversation(policy: str, capacity: str) -> HitCounts:
+    """Played once for all tests: it takes seconds."""
+    return hits(conversation(), policy, capacity)
+
+
 @needs_traces
 @pytest.mark.slow
-def test_lru_has_the_known_figures(conversation: Workload) -> None:
-    found = {size: ratio(conversation, "lru", f"dram={size}tok") for size in KNOWN}
+def test_lru_has_the_known_figures() -> None:
+    found = {size: of_conversation("lru", f"dram={size}tok").token_hit_ratio for size in KNOWN}
     assert found == pytest.approx(KNOWN, abs=0.001)
 
 
 @needs_traces
 @pytest.mark.slow
-def test_a_cache_without_end_hits_what_can_be_hit(conversation: Workload) -> None:
-    assert ratio(conversation, "lru", "dram=inf") == pytest.approx(0.374, abs=0.001)
-    assert ratio(conversation, "optimal", "dram=inf") == ratio(conversation, "lru", "dram=inf")
+def test_a_cache_without_end_hits_what_can_be_hit() -> None:
+    lru = of_conversation("lru", "dram=inf").token_hit_ratio
+    assert lru == pytest.approx(0.374, abs=0.001)
+    assert of_conversation("optimal", "dram=inf").token_hit_ratio == lru
 
 
 @needs_traces
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["1M", "3M", "10M", "50M"])
-def test_the_default_is_as_good_as_the_others(conversation: Workload, size: str) -> None:
-    others = [policy for policy in POLICIES if policy != "value"]
-    found = {policy: ratio(conversation, policy, f"dram={size}tok") for policy in others}
+def test_the_default_is_as_good_as_the_others(size: str) -> None:
+    played = {
+        policy: of_conversation(policy, f"dram={size}tok")
+        for policy in POLICIES
+        if policy != "value"
+    }
+    found = {policy: counts.token_hit_ratio for policy, counts in played.items()}
     best = found.pop("optimal")
     ours = found.pop("default")
     assert ours >= found["lru"]
@@ -174,9 +186,10 @@ def test_a_prompt_longer_than_the_cache_keeps_its_head() -> None:
 
 @needs_traces
 @pytest.mark.slow
-def test_the_same_trace_has_the_same_outcome(conversation: Workload) -> None:
-    runs = [hits(conversation, "default", "dram=1Mtok") for _ in range(2)]
-    assert json.dumps(runs[0].tokens_hit) == json.dumps(runs[1].tokens_hit)
+def test_the_same_trace_has_the_same_outcome() -> None:
+    first = of_conversation("default", "dram=1Mtok")
+    again = hits(conversation(), "default", "dram=1Mtok")
+    assert json.dumps(first.tokens_hit) == json.dumps(again.tokens_hit)
 
 
 def test_gpu_time_grows_with_context() -> None:
