@@ -160,22 +160,21 @@ def groups_warm(args: argparse.Namespace) -> dict[str, Any]:
 def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
     """A new process: from disk one by one, then together, then aborts; unless `--quick`, together
     with a request preempted, first with nothing in the depot."""
-    wanted, in_turn = (
-        json.loads(Path(args.reference).read_text())["answers"],
-        is_asked_in_turn(args),
-    )
+    wanted = json.loads(Path(args.reference).read_text())["answers"]
     bench = group_bench(args)
+    in_turn = is_asked_in_turn(args)
+    ask = bench.ask_in_turn if in_turn else bench.ask
     bench.count()
     prompts = group_prompts(args)
     answers = bench.ask_in_turn(prompts)
     seen: dict[str, Any] = {"from disk": compare(answers, wanted), "figures": bench.figures()}
     bench.forget()
-    seen["together"] = compare((bench.ask_in_turn if in_turn else bench.ask)(prompts), wanted)
-    if not args.quick and not in_turn:
+    seen["together"] = compare(ask(prompts), wanted)
+    if not args.quick:
         empty(bench)
         for name in ("preempted, cold", "preempted, warm"):
-            with squeezed(bench) as preempted:
-                seen[name] = compare(bench.ask(prompts), wanted)
+            with squeezed(bench, beside=0 if in_turn else 1) as preempted:
+                seen[name] = compare(ask(prompts), wanted)
             seen[name]["preempted"] = len(preempted)
             bench.forget()
     bench.forget()

@@ -235,9 +235,9 @@ def dense_bytes(bench: Bench) -> float:
 
 
 @contextmanager
-def squeezed(bench: Bench) -> Iterator[list[str]]:
-    """As soon as two requests are being answered there is no more KV space, until vLLM has
-    preempted one for a page: it is in the list."""
+def squeezed(bench: Bench, beside: int = 1) -> Iterator[list[str]]:
+    """As soon as a request and so many beside it are being answered there is no more KV space,
+    until vLLM has preempted one for a page: it is in the list. One by itself preempts itself."""
     scheduler = bench.core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     preempt, schedule = scheduler._preempt_request, scheduler.schedule
@@ -250,7 +250,7 @@ def squeezed(bench: Bench) -> Iterator[list[str]]:
 
     def scheduled(*rest: Any, **more: Any) -> Any:
         running = scheduler.running
-        if not preempted and len(running) > 1 and running[-1].num_output_tokens:
+        if not preempted and len(running) > beside and running[-1].num_output_tokens:
             held.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
         elif held:
             give_back()
