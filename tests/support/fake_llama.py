@@ -59,7 +59,12 @@ class FakeLlama(ThreadingHTTPServer):
             known += 1
         count = request.get("n_predict", request.get("max_tokens", 4))
         self.contents[slot] = tokens + [33] * (count - 1)
-        timings = {"cache_n": known, "prompt_n": len(tokens) - known, "predicted_n": count}
+        timings: dict[str, float] = {
+            "cache_n": known,
+            "prompt_n": len(tokens) - known,
+            "prompt_ms": 2.5 * (len(tokens) - known),
+            "predicted_n": count,
+        }
         return {"content": f"{known}", "slot": slot, "timings": timings}
 
     def act(self, slot: int, action: str, filename: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tests.support.waiting import until
 import kvdepot
 from kvdepot.adapters.llama_cpp import proxy, server_link
 from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
+from kvdepot.adapters.llama_cpp.prompt_timings import PromptTiming, read_timing
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings, check_options
 from kvdepot.core.audit import AuditFinding
@@ -310,3 +311,39 @@ def test_options_that_move_kv_are_refused() -> None:
         with pytest.raises(ModelError, match="--cache-reuse"):
             check_options(process.pid)
         process.kill()
+
+
+def test_the_ledger_and_the_page_know_the_servers_timings(start: Start, fake: FakeLlama) -> None:
+    """The stand-in says that each token took 2.5 ms."""
+    front = start()
+    depot = front.proxy._depot
+    front.until_ready()
+    front.complete(TEXT)
+    front.until_stored(len(TEXT) // 16)
+
+    def measured() -> Any:
+        return depot.sessions.ledger()["assumed"]["measured"]
+
+    until(lambda: len(measured()) == 1)
+    (found,) = measured().values()
+    assert 300 < found["tokens_per_s"] < 500
+    assert not depot.stats()["first_tokens"]["latest"], "the depot had nothing"
+    erase(fake)
+    second = start()
+    second.until_ready()
+    second.complete(TEXT + "?")
+    until(lambda: bool(depot.stats()["first_tokens"]["latest"]))
+    (latest,) = depot.stats()["first_tokens"]["latest"]
+    known = len(TEXT) // 16 * 16
+    assert (latest["prompt_tokens"], latest["fetched_tokens"]) == (len(TEXT) + 1, known)
+    assert latest["seconds"] >= 2.5e-3 * (len(TEXT) + 1 - known)
+    assert latest["recompute_s"] > 0.25 * 2.5e-3 * len(TEXT)
+
+
+def test_an_answer_without_timings_tells_nothing() -> None:
+    whole = b'"timings": {"cache_n": 3, "prompt_n": 4, "prompt_ms": 8.5, "predicted_n": 2}'
+    assert read_timing(whole) == PromptTiming(4, 3, 2, 8.5e-3)
+    assert read_timing(whole.replace(b"8.5", b"-1")) == PromptTiming(4, 3, 2, None)
+    assert read_timing(whole.replace(b"8.5", b"1e999")) == PromptTiming(4, 3, 2, None)
+    for bad in (b"", whole.replace(b"3", b"1e999"), whole.replace(b"4", b"-+"), whole[:30]):
+        assert read_timing(bad) is None

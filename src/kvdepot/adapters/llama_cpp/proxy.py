@@ -13,7 +13,6 @@ import logging
 import math
 import mmap
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvdepot.adapters.llama_cpp.prompt_timings import PromptTimings, read_timing
 from kvdepot.adapters.llama_cpp.sequence_state import (
     Tokens,
     read_slot_file,
@@ -54,9 +54,9 @@ _FORGOTTEN_S: Final = 1.0
 """A save that has not begun so long after its request is asked for again: llama-server puts one off
 while its slot is busy, and may forget it when several slots end together."""
 _SAVE_LIMIT_S: Final = 60.0
+_TELL_LIMIT_S: Final = 10.0
 _RECOGNISE_S: Final = 10.0
 """How long a request waits for a server that has just started to be recognised."""
-_TIMINGS: Final = re.compile(rb'"(cache_n|prompt_n|predicted_n)"\s*:\s*(\d+)')
 FAILURES: Final = (
     OSError,
     http.client.HTTPException,
@@ -108,6 +108,12 @@ class Prepared:
     tokens: Tokens
     body: bytes
     """The request with the slot named."""
+    restored: int
+    """Tokens that the depot gave the slot."""
+    took_s: float
+    """To look them up and to restore them."""
+    alone: bool
+    """The server has no other request."""
     ended: threading.Event = field(default_factory=threading.Event)
     """The client has its answer, or is gone."""
     ended_s: float = math.inf
@@ -136,6 +142,8 @@ class LlamaProxy:
         it is known whether that run can be served."""
         self._seen_s = 0.0
         self._tried: frozenset[int] = frozenset()
+        self._timings: dict[bytes, PromptTimings] = {}
+        """Of the model that is served, by its namespace."""
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._savers = ThreadPoolExecutor(_SAVERS, "kvdepot-llama-save")
@@ -148,6 +156,8 @@ class LlamaProxy:
         self._wake.set()
         self._watch.join()
         self._savers.shutdown()
+        for timings in self._timings.values():
+            timings.teller.wait(_TELL_LIMIT_S)
 
     def status(self) -> dict[str, Any]:
         served = self._served
@@ -256,6 +266,7 @@ class LlamaProxy:
             return None
         slot: Slot | None = None
         tokens: Tokens = np.zeros(0, np.int32)
+        began_s = time.monotonic()
         try:
             request = json.loads(body)
             if _chooses_adapter(request):
@@ -265,7 +276,7 @@ class LlamaProxy:
             tokens = self._tokenize(path, request)
             slot = served.slots.take(tokens)
             served.slots.begin_launch(slot)
-            self._restore(served, slot, tokens)
+            restored = self._restore(served, slot, tokens)
             named = {**request, "id_slot": slot.number, "n_cache_reuse": 0}
         except FAILURES as error:
             self.counters.fail("a request goes on without the depot", error)
@@ -275,7 +286,8 @@ class LlamaProxy:
                 served.slots.free(slot)
             return None
         self.counters.add(completions=1)
-        return Prepared(served, slot, tokens, json.dumps(named).encode())
+        body, took_s = json.dumps(named).encode(), time.monotonic() - began_s
+        return Prepared(served, slot, tokens, body, restored, took_s, self._under_way <= 1)
 
     def launched(self, ready: Prepared, answered: Callable[[], bool]) -> None:
         """The server has been sent a request: wait until it has begun, where that would empty other
@@ -314,11 +326,11 @@ class LlamaProxy:
             text = request["prompt"]
         return np.asarray(self.link.tokenize(text) if isinstance(text, str) else text, np.int32)
 
-    def _restore(self, served: ServedModel, slot: Slot, tokens: Tokens) -> None:
-        """Bring a longer prefix into a slot than it has, if the depot knows one."""
+    def _restore(self, served: ServedModel, slot: Slot, tokens: Tokens) -> int:
+        """Bring a longer prefix into a slot than it has, if the depot knows one; its tokens."""
         warm = common(slot.tokens, tokens)
         if served.blocks.known(tokens) < warm + served.blocks.block_tokens:
-            return
+            return 0
         with self.link.slot_file() as path, contextlib.ExitStack() as mapped:
 
             def make(cells: int, nbytes: int) -> memoryview:
@@ -333,13 +345,14 @@ class LlamaProxy:
             busy = self._under_way > 1
             cells = served.blocks.load(tokens, served.streams, make, busy=busy)
             if not cells:
-                return
+                return 0
             slot.tokens = tokens[:0]
             answer = self.link.slot_action(slot.number, "restore", path.name, served.sockets)
         if answer.get("n_restored") != cells:
             raise ModelError(f"llama-server restored {answer.get('n_restored')} of {cells} tokens")
         slot.tokens = tokens[:cells]
         self.counters.add(restored=1, restored_tokens=cells)
+        return cells
 
     def finish(self, ready: Prepared, tail: bytes, *, good: bool) -> None:
         """A request has ended; its slot is free when it is saved."""
@@ -349,11 +362,23 @@ class LlamaProxy:
         ready.ended_s = time.monotonic()
         ready.ended.set()
         ready.served.slots.free(ready.slot)
+        timing = read_timing(tail) if good and ready.alone and self._under_way <= 1 else None
+        if timing is not None:
+            self._timings_of(ready.served).answered(timing, ready.restored, ready.took_s)
+
+    def _timings_of(self, served: ServedModel) -> PromptTimings:
+        with self._changed:
+            tag = served.blocks.space.tag
+            if tag not in self._timings:
+                self._timings = {tag: PromptTimings(self._depot, tag)}
+            return self._timings[tag]
 
     def look_for_shift(self, served: ServedModel | None, tail: bytes) -> None:
         """An answer that is longer than the context moved KV to other positions."""
-        counts = [int(count) for _, count in _TIMINGS.findall(tail)]
-        if served is not None and len(counts) == 3 and sum(counts) > served.slot_tokens:
+        timing = read_timing(tail)
+        if served is None or timing is None:
+            return
+        if timing.computed + timing.cached + timing.predicted > served.slot_tokens:
             served.spoiled = "llama-server shifts contexts: start it without --context-shift"
             _logger.warning("passing on only: %s", served.spoiled)
 
