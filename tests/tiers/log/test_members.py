@@ -1,6 +1,7 @@
 """A removal reaches a drive that was away, whatever becomes of the others meanwhile."""
 
 import errno
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvdepot.core.config import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
+from kvdepot.testing.power import PowerFiles
 from kvdepot.testing.store_contract import prompt, put, space_of
 from kvdepot.tiers.log.numbers import EPOCH_S
 
@@ -146,6 +148,35 @@ def test_no_removed_block_is_back(
     with opened(tmp_path, "b") as store:
         assert back(store, keys) == 0
         assert store.check().ok
+
+
+class Forgetful(random.Random):
+    """Of what was not synced a power cut leaves nothing."""
+
+    def random(self) -> float:
+        return 0.99
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+
+def test_a_drive_has_for_good_what_it_got_from_the_others(tmp_path: Path) -> None:
+    """The drives have met: the others may drop the removals now, or go."""
+    with opened(tmp_path, "a", "b") as store:
+        keys = fill(store)
+        store.remove(keys[:1])
+        assert on_drive(store, keys, 1)
+    with opened(tmp_path, "a") as store:
+        space_of(store)
+        store.remove(keys)
+    (tmp_path / "b" / "removals").unlink()  # it is begun anew, durably, before what is handed over
+    files = PowerFiles(Forgetful())
+    store = assemble(load(overrides=tree(tmp_path, "a", "b")), files=files)
+    assert not back(store, keys)
+    files.cut()
+    store.close(2.0)
+    with opened(tmp_path, "b") as store:
+        assert not back(store, keys)
 
 
 def test_a_drive_that_was_given_up_comes_back_empty(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Members:
                 if removal.until_segment >= oldest and removal not in recorded
             ]
             if lacking:
-                self.record(drive, lacking)
+                self._hand_over(drive, lacking)
 
     def record(self, drive: Drive, removals: Sequence[Removal]) -> bool:
         """Record removals on a drive. False: it could not; it owes them, or gets them from the
@@ -114,6 +114,13 @@ class Members:
             with self._owed_lock:
                 self.owed.setdefault(drive, {}).update(dict.fromkeys(removals))
         return done
+
+    def _hand_over(self, drive: Drive, removals: Sequence[Removal]) -> None:
+        """Record durably what other drives have recorded: from then on they may drop it, or go.
+        A sync that fails is counted against the drive, and the next flush says so.
+        """
+        if self.record(drive, removals) and drive.settings.fsync != "never":
+            drive.sync()
 
     def _settle_debt(self, drive: Drive, removals: Sequence[Removal] | None = None) -> None:
         """A drive does not owe these removals any more, or none at all."""
@@ -128,7 +135,7 @@ class Members:
         """Have a drive that is up record what it owes; give up drives that are away too long."""
         owed = list(self.owed.get(drive, ()))
         if owed and drive.breaker.closed and not drive.lost:
-            self.record(drive, owed)
+            self._hand_over(drive, owed)
         kept_bytes = _REMOVAL_BYTES * len(_recorded(drive))
         if kept_bytes > drive.slots_max * drive.settings.segment_bytes // _KEPT_SHARE:
             present = {_name(one) for one in self._present()}
