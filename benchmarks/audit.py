@@ -9,7 +9,7 @@ alarms   hits of a stand-in engine whose numbers are right, with the noise that 
          layers of attention in numpy, whose sums are split at random and rounded to the dtype at
          every step. Every hit is audited. Bar: no alarm in 100,000.
 cost     SmolLM2: 50 hits of a known prompt with an answer, with and without the audit, hit by hit
-         in turn. Bar: 0.99 of the throughput without. 7 minutes on an idle machine.
+         in turn. Bar: 0.99 of the throughput without. 13 minutes on an idle machine.
 
 Ends with {"ok", "points"}.
 """
