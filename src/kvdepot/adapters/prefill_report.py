@@ -1,5 +1,7 @@
-"""Engines tell the depot's ledger how fast they compute prompts."""
+"""Engines tell the depot how fast they compute prompts, for the ledger, and how soon answers begin,
+for the dashboard."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -7,9 +9,14 @@ from math import inf
 from typing import Final
 
 from kvdepot.core.depot import Depot
+from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.errors import KVDepotError
+from kvdepot.policy.fetching.speed_models import PrefillModel, attention_work
 
+TELL_EVERY_S: Final = 10.0
 _TELL_AGAIN_S: Final = 3600.0
+_TOKEN_S_MIN: Final = 1e-12
+"""A fit may find that only pairs take time."""
 Warn = Callable[[str, BaseException], object]
 
 
@@ -45,3 +52,53 @@ class PrefillTeller:
         """Until what was told last has arrived."""
         if self._telling is not None:
             self._telling.join(timeout_s)
+
+
+class PrefillReport:
+    """What the prompts of an engine took, told to the depot. Thread-safe.
+
+    `tags`: the namespaces of its blocks.
+    """
+
+    def __init__(self, store: Depot, tags: Sequence[bytes], log: logging.Logger) -> None:
+        self._store = store
+        self._tags = tags
+        self._log = log
+        self._lock = threading.Lock()
+        self._tell_at_s = -inf
+        self.model = PrefillModel()
+        self.teller = PrefillTeller(lambda: store, self._warn)
+
+    def observe(self, new_tokens: int, attention: float, seconds: float) -> None:
+        """A step of the engine, as for `PrefillModel`. The ledger hears of it now and then."""
+        with self._lock:
+            self.model.observe(new_tokens, attention, seconds)
+            now_s = time.monotonic()
+            due = now_s >= self._tell_at_s
+            if due:
+                self._tell_at_s = now_s + TELL_EVERY_S
+        if due:
+            self.tell()
+
+    def tell(self) -> None:
+        """Let the ledger reckon with what is known now."""
+        with self._lock:
+            pace = self.model.pace()
+            if pace is not None:
+                self.teller.tell(self._tags, max(pace.token_s, _TOKEN_S_MIN), pace.pair_s)
+
+    def answered(self, prompt_tokens: int, fetched_tokens: int, seconds: float) -> None:
+        """A prompt of which the depot had something is computed."""
+        pace = self.model.pace()
+        recompute_s = inf
+        if pace is not None:
+            work = attention_work(prompt_tokens, 0)
+            recompute_s = pace.step_s + pace.token_s * prompt_tokens + pace.pair_s * work
+        first = FirstToken(prompt_tokens, fetched_tokens, seconds, inf, recompute_s, Reason.FETCH)
+        try:
+            self._store.report_first_token(first)
+        except KVDepotError as error:
+            self._warn("the depot cannot be told of first tokens", error)
+
+    def _warn(self, what: str, error: BaseException) -> None:
+        self._log.warning("%s: %s", what, error)

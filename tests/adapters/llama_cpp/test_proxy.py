@@ -16,9 +16,13 @@ from tests.support.waiting import until
 import kvdepot
 from kvdepot.adapters.llama_cpp import proxy, server_link
 from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
-from kvdepot.adapters.llama_cpp.prompt_timings import PromptTiming, read_timing
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
-from kvdepot.adapters.llama_cpp.server_link import LinkSettings, check_options
+from kvdepot.adapters.llama_cpp.server_link import (
+    LinkSettings,
+    PromptTiming,
+    check_options,
+    read_timing,
+)
 from kvdepot.core.audit import AuditFinding
 from kvdepot.errors import ModelError
 

@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.adapters.llama_cpp.prompt_timings import PromptTimings, read_timing
 from kvdepot.adapters.llama_cpp.sequence_state import (
     Tokens,
     read_slot_file,
@@ -34,12 +33,15 @@ from kvdepot.adapters.llama_cpp.server_link import (
     LinkSettings,
     LlamaServerLink,
     ServedModel,
+    read_timing,
     recognise,
 )
 from kvdepot.adapters.llama_cpp.slots import Slot, common
+from kvdepot.adapters.prefill_report import PrefillReport
 from kvdepot.core.depot import Depot
 from kvdepot.core.private import make_private_folder, open_private_file
 from kvdepot.errors import KVDepotError, ModelError
+from kvdepot.policy.fetching.speed_models import attention_work
 
 _logger = logging.getLogger("kvdepot.llama")
 CHAT: Final = frozenset({"/v1/chat/completions", "/chat/completions"})
@@ -142,8 +144,8 @@ class LlamaProxy:
         it is known whether that run can be served."""
         self._seen_s = 0.0
         self._tried: frozenset[int] = frozenset()
-        self._timings: dict[bytes, PromptTimings] = {}
-        """Of the model that is served, by its namespace."""
+        self._reports: dict[bytes, PrefillReport] = {}
+        """Of the models that were served, by their namespace."""
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._savers = ThreadPoolExecutor(_SAVERS, "kvdepot-llama-save")
@@ -156,8 +158,8 @@ class LlamaProxy:
         self._wake.set()
         self._watch.join()
         self._savers.shutdown()
-        for timings in self._timings.values():
-            timings.teller.wait(_TELL_LIMIT_S)
+        for report in self._reports.values():
+            report.teller.wait(_TELL_LIMIT_S)
 
     def status(self) -> dict[str, Any]:
         served = self._served
@@ -362,16 +364,24 @@ class LlamaProxy:
         ready.ended_s = time.monotonic()
         ready.ended.set()
         ready.served.slots.free(ready.slot)
-        timing = read_timing(tail) if good and ready.alone and self._under_way <= 1 else None
-        if timing is not None:
-            self._timings_of(ready.served).answered(timing, ready.restored, ready.took_s)
+        if good and ready.alone and self._under_way <= 1:
+            self._tell_timing(ready, tail)
 
-    def _timings_of(self, served: ServedModel) -> PromptTimings:
+    def _tell_timing(self, ready: Prepared, tail: bytes) -> None:
+        """What the server says of a prompt that it had to itself: others wait for each other."""
+        timing = read_timing(tail)
+        if timing is None or timing.prompt_s is None:
+            return
+        tag = ready.served.blocks.space.tag
         with self._changed:
-            tag = served.blocks.space.tag
-            if tag not in self._timings:
-                self._timings = {tag: PromptTimings(self._depot, tag)}
-            return self._timings[tag]
+            if tag not in self._reports:
+                self._reports[tag] = PrefillReport(self._depot, [tag], _logger)
+            report = self._reports[tag]
+        work = attention_work(timing.computed, timing.cached)
+        report.observe(timing.computed, work, timing.prompt_s)
+        whole = timing.computed + timing.cached
+        if 0 < ready.restored <= whole:
+            report.answered(whole, ready.restored, ready.took_s + timing.prompt_s)
 
     def look_for_shift(self, served: ServedModel | None, tail: bytes) -> None:
         """An answer that is longer than the context moved KV to other positions."""

@@ -9,6 +9,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import select
 import socket
 import threading
@@ -16,6 +17,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +53,9 @@ _FORBIDDEN: Final = {
 }
 """Options of a server whose KV does not depend on the tokens before it alone."""
 SLOT_FILE: Final = "kvdepot-"
+_TIMINGS: Final = re.compile(
+    rb'"(cache_n|prompt_n|prompt_ms|predicted_n)"\s*:\s*([0-9.eE+-]{1,32})'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +325,30 @@ def _probe(link: LlamaServerLink) -> tuple[list[dict[str, Any]], SequenceState]:
     for slot in slots:
         link.slot_action(slot["id"], "erase")
     return slots, state
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTiming:
+    """What an answer says of its prompt: tokens computed, in the slot before, and answered."""
+
+    computed: int
+    cached: int
+    predicted: int
+    prompt_s: float | None
+    """What computing took."""
+
+
+def read_timing(tail: bytes) -> PromptTiming | None:
+    """From the last bytes of an answer, its `timings`; None where they do not have it."""
+    try:
+        found = {name: float(value) for name, value in _TIMINGS.findall(tail)}
+        names = (b"prompt_n", b"cache_n", b"predicted_n")
+        computed, cached, predicted = (int(found[name]) for name in names)
+    except (KeyError, ValueError, OverflowError):
+        return None
+    took_ms = found.get(b"prompt_ms", 0.0)
+    prompt_s = took_ms / 1e3 if 0.0 < took_ms < inf else None
+    return PromptTiming(computed, cached, predicted, prompt_s)
 
 
 def resolves_here(host: str) -> bool:
