@@ -30,8 +30,7 @@ _STAGING_S: Final = 1.0
 _NOTE_TRIES: Final = 3
 _NOTE_TRIES_MAX: Final = 20
 _NOTE_PAUSE_S: Final = 0.01
-_NOTE_WAIT_S = 1.0
-"""How long to wait for a drive that is left alone for a moment, where no drive has a removal."""
+_NOTE_WAIT_S: Final = 1.0
 _NOTE_BYTES: Final = 32 << 10
 """Room that a note of removals can take."""
 _log = RateLimitedLog("kvdepot.store")
@@ -102,6 +101,8 @@ class RecordMover:
         self._state = state
         self._make_room = make_room
         self._make_soon = make_soon
+        self.note_wait_s = _NOTE_WAIT_S
+        """For a drive that is left alone for a moment, where no drive has a removal."""
 
     def copy_all(
         self,
@@ -198,8 +199,8 @@ class RecordMover:
         failed = tier.erase(removals) if removals else []
         used = sum(not tier.drive(drive).retired for drive in range(tier.drive_count()))
         began_s = state.clock.now()
-        deadline_s = began_s + _NOTE_WAIT_S
-        room_s = began_s + max(_NOTE_WAIT_S, target.config.write_timeout)
+        deadline_s = began_s + self.note_wait_s
+        room_s = began_s + max(self.note_wait_s, target.config.write_timeout)
         for tries in range(_NOTE_TRIES_MAX):
             if not failed:
                 return

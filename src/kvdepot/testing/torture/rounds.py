@@ -31,7 +31,7 @@ from typing import Any, Final, Literal
 from kvdepot.errors import ConfigError, DriveError, FormatError
 from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
-from kvdepot.store.move import copy_run, mirror
+from kvdepot.store.move import mirror
 from kvdepot.store.open import Mode
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import BOUNDARIES, FaultyFiles, Kill, Operation, kill_process
@@ -59,7 +59,6 @@ TRIALS: Final = 40
 HUNG_S: Final = 120.0
 _SOON_S: Final = 10.0
 MOMENTS: Final = ("before", "torn", "after", "without")
-_NOTE_WAIT_S: Final = copy_run._NOTE_WAIT_S
 
 
 @dataclass(slots=True)
@@ -388,7 +387,6 @@ class TorturedFiles(PowerFiles):
         super().__init__(random.Random(chance.getrandbits(64)), mix.engine, late=late)
         self._ledger = ledger
         self.store: Store | None = None
-        copy_run._NOTE_WAIT_S = _NOTE_WAIT_S
 
     def cut(self) -> None:
         """Without power no drive will take a removal: none is waited for from then on."""
@@ -400,7 +398,8 @@ class TorturedFiles(PowerFiles):
                     tell_end(self._ledger, self.store)
                 self._ledger.write("cut")
             super().cut()
-            copy_run._NOTE_WAIT_S = 0.0
+            if self.store is not None:
+                self.store.inspect().drives.mover.note_wait_s = 0.0
 
 
 def _play_cuts(world: World, ledger: Ledger, chance: random.Random) -> None:
