@@ -194,10 +194,12 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not wanted:
             return False
         held: list[LeasedPages] = []
-        with self._learning(rid, wanted) as seen:
-            ready = self._lease(wanted, held)
-            agreed = self._agreed(ready)
-            seen += [ready, agreed]
+        waited = self._decider is not None and self._is_below_memory(_kv_hashes(wanted))
+        begun_s = time.monotonic()
+        ready = self._lease(wanted, held)
+        agreed = self._agreed(ready)
+        timed_out = time.monotonic() - begun_s >= self._settings.load_timeout
+        self._learn(rid, wanted, there=agreed, waited=waited and (ready or timed_out))
         if not agreed:
             for one in held:
                 one.release()
@@ -324,22 +326,11 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if len(came) == len(keys) and all(came):
             self._decider.probed(probe, time.monotonic() - begun_s)
 
-    @contextmanager
-    def _learning(self, rid: str, wanted: Sequence[Any]) -> Iterator[list[bool]]:
-        """Tell how long the pages of a request took: whether they are here, and on all ranks."""
-        seen: list[bool] = []
+    def _learn(self, rid: str, wanted: Sequence[Any], *, there: bool, waited: bool) -> None:
+        """The pages of a request have come, or not; `waited`: for a tier below memory."""
         hashes = _kv_hashes(wanted)
-        if self._decider is None or not hashes:
-            yield seen
-            return
-        waited = self._is_below_memory(hashes)
-        begun_s = time.monotonic()
-        yield seen
-        ready, agreed = seen
-        timed_out = time.monotonic() - begun_s >= self._settings.load_timeout
-        self._decider.load_ended(
-            rid, hashes[0], there=agreed, waited=waited and (ready or timed_out)
-        )
+        if self._decider is not None and hashes:
+            self._decider.load_ended(rid, hashes[0], there=there, waited=waited)
 
     def _is_below_memory(self, hashes: Sequence[str]) -> bool:
         """Whether a page has to be waited for."""
