@@ -69,9 +69,9 @@ def test_four_processes_for_three_seconds(daemon: DaemonProcess, seed: int) -> N
 
 @pytest.mark.stress
 @pytest.mark.slow(longest=True)
-def test_four_processes_for_half_a_minute(daemon: DaemonProcess, seed: int) -> None:
+def test_four_processes_for_a_minute(daemon: DaemonProcess, seed: int) -> None:
     with kvdepot.open(daemon.address) as store:
-        totals(crowd_of(daemon, seed, 4, 30.0))
+        totals(crowd_of(daemon, seed, 4, 60.0))
         check_clean(store)
 
 

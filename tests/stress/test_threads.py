@@ -51,8 +51,8 @@ def test_six_threads_on_three_tiers(tmp_path: Path, seed: int, below: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.stress
-def test_eight_threads_for_half_a_minute(tmp_path: Path, seed: int) -> None:
-    stress(tmp_path, seed, threads=8, seconds=30.0)
+def test_eight_threads_for_a_minute(tmp_path: Path, seed: int) -> None:
+    stress(tmp_path, seed, threads=8, seconds=60.0)
 
 
 @pytest.mark.stress

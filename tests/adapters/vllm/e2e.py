@@ -398,11 +398,10 @@ def stages(run: Run) -> None:
 
 
 def depot_of(run: Run, name: str) -> Seen:
-    """Settings of a depot with a daemon of its own, and time for loads on a busy machine."""
+    """Settings of a depot with a daemon of its own."""
     disk = {"path": str(run.folder / name), "capacity": "2GiB"}
     socket = str(run.folder / f"{name}.sock")
-    limits = {"decide": False, "load_timeout": "60s"}
-    return {"dram": "512MiB", "ssd": disk, "socket": socket, **limits}
+    return {"dram": "512MiB", "ssd": disk, "socket": socket, "decide": False}
 
 
 def flush(sock: Path) -> None:
