@@ -110,7 +110,7 @@ class Layout:
 
     def blocks(self, tensors: KVTensors) -> list[Pieces]:
         if "page" in self.axes:
-            return [tensors.pages(ids) for ids in ([7, 2, 5], [0, 6, 3], [1, 9, 4])]
+            return [tensors.pages(ids) for ids in ([7, 2, 3], [0, 6, 5], [1, 9, 4])]
         return [tensors.span(0, 32), tensors.span(64, 96), tensors.span(32, 64)]
 
 
@@ -119,6 +119,9 @@ LAYOUTS = {
     "kv-page": Layout([(2, 10, 16, 8, 128)], "kv page token head dim", 4, BF16),
     "page-kv": Layout([(10, 2, 16, 8, 128)], "page kv token head dim", 4, FP16),
     "packed": Layout([(10, 6, 2, 16, 4, 64)], "page layer kv token head dim", 6, BF16, packed=True),
+    "rectangles": Layout(
+        [(16, 10, 16, 8, 256)], "layer page token head dim", 16, BF16, "token head dim", packed=True
+    ),
     "heads-first": Layout([(10, 2, 4, 16, 128)], "page kv head token dim", 3, BF16),
     "mla": Layout([(10, 64, 576)], "page token dim", 5, BF16),
     "mla-expanded": Layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdepot.native.ops import COPY, FILL, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
+from kvdepot.native.ops import COPY, FILL, RECTANGLE_DTYPE, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
 
 
 @pytest.fixture(params=["_native", "twin"])
@@ -193,3 +194,23 @@ def test_rows_may_run_backwards(native: ModuleType) -> None:
     memory, target = np.arange(12, dtype=np.uint8), np.zeros(6, np.uint8)
     native.gather(target, np.array([(memory.ctypes.data + 8, 3, 2, -4)], STRIDED_DTYPE))
     assert target.tolist() == [8, 9, 4, 5, 0, 1]
+
+
+def test_rectangles_end_at_the_first_refusal(native: ModuleType) -> None:
+    """The function gets all fields as they are; a code that is not 0 is passed on at once."""
+    seen: list[tuple[int, ...]] = []
+
+    def refuses_the_second(*fields: int) -> int:
+        seen.append(fields)
+        return 7 if len(seen) == 2 else 0
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, *(6 * [ctypes.c_size_t]), ctypes.c_int, ctypes.c_size_t)
+    function = kind(refuses_the_second)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    rectangles = np.arange(18, dtype=np.uint64).view(RECTANGLE_DTYPE)
+    assert native.copy_rectangles(address, rectangles, 2, 1 << 40) == 7
+    assert seen == [(0, 1, 2, 3, 4, 5, 2, 1 << 40), (6, 7, 8, 9, 10, 11, 2, 1 << 40)]
+    assert native.copy_rectangles(address, rectangles, 2, 0) == 0
+    assert len(seen) == 5
+    with pytest.raises(ValueError, match="whole number"):
+        native.copy_rectangles(address, b"x" * 47, 2, 0)

@@ -16,6 +16,7 @@ from kvdepot.native.ops import (
     HEAD_BYTES,
     IO_DTYPE,
     READ,
+    RECTANGLE_DTYPE,
     STRIDED_DTYPE,
     SYNC,
     TRANSFER_DTYPE,
@@ -44,6 +45,7 @@ __all__ = [
     "IO_DTYPE",
     "NAME",
     "READ",
+    "RECTANGLE_DTYPE",
     "STRIDED_DTYPE",
     "SYNC",
     "TRANSFER_DTYPE",
@@ -54,6 +56,7 @@ __all__ = [
     "address_of",
     "checksum",
     "chunk_checksums",
+    "copy_rectangles",
     "gather",
     "open_engine",
     "scatter",
@@ -65,6 +68,7 @@ __all__ = [
 address_of, uring_available = _chosen.address_of, _chosen.uring_available
 checksum, chunk_checksums = _chosen.checksum, _chosen.chunk_checksums
 transfer, gather, scatter = _chosen.transfer, _chosen.gather, _chosen.scatter
+copy_rectangles = _chosen.copy_rectangles
 
 
 def open_engine(

@@ -77,6 +77,10 @@ struct strided {
     uint64_t address, rows, row_bytes;
     int64_t stride;
 };
+/* Rows of `width` bytes, the next one a pitch after the start of the last, as cudaMemcpy2DAsync has it. */
+struct rectangle {
+    uint64_t target, target_pitch, source, source_pitch, width, height;
+};
 void gather_pieces(uint8_t *target, const struct strided *pieces, size_t count, int stream);
 void scatter_pieces(const struct strided *pieces, size_t count, const uint8_t *source, int stream);
 

@@ -186,6 +186,32 @@ static PyObject *native_scatter(PyObject *module, PyObject *args)
     return PyArg_ParseTuple(args, "OO", &pieces, &source) ? strided_copy(source, pieces, 0) : NULL;
 }
 
+/* The signature of cudaMemcpy2DAsync; 0 is success. */
+typedef int (*copy_rectangle)(uintptr_t target, size_t target_pitch, uintptr_t source, size_t source_pitch,
+                              size_t width, size_t height, int kind, uintptr_t stream);
+
+static PyObject *native_copy_rectangles(PyObject *module, PyObject *args)
+{
+    unsigned long long function, stream;
+    int kind, code = 0;
+    PyObject *object;
+    Py_buffer view;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KOiK", &function, &object, &kind, &stream) ||
+        hold_records(object, &view, 0, sizeof(struct rectangle)) < 0)
+        return NULL;
+    const struct rectangle *each = view.buf;
+    size_t count = (size_t)view.len / sizeof *each;
+    copy_rectangle copy = (copy_rectangle)(uintptr_t)function;
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t i = 0; i < count && !code; i++)
+        code = copy(each[i].target, each[i].target_pitch, each[i].source, each[i].source_pitch,
+                    each[i].width, each[i].height, kind, stream);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    return PyLong_FromLong(code);
+}
+
 static PyObject *native_uring_available(PyObject *module, PyObject *unused)
 {
     const char *reason;
@@ -512,6 +538,7 @@ static PyMethodDef functions[] = {
     {"transfer", native_transfer, METH_VARARGS, NULL},
     {"gather", native_gather, METH_VARARGS, NULL},
     {"scatter", native_scatter, METH_VARARGS, NULL},
+    {"copy_rectangles", native_copy_rectangles, METH_VARARGS, NULL},
     {"uring_available", native_uring_available, METH_NOARGS, NULL},
     {"select_simd", native_select_simd, METH_VARARGS, NULL},
     {"simd", native_simd, METH_NOARGS, NULL},

@@ -37,6 +37,11 @@ TRANSFER_DTYPE: Final = _record(
 STRIDED_DTYPE: Final = _record(*_unsigned("address", "rows", "row_bytes"), ("stride", "<i8"))
 """`rows` rows of `row_bytes`, the next one `stride` bytes after the start of the last."""
 
+RECTANGLE_DTYPE: Final = _record(
+    *_unsigned("target", "target_pitch", "source", "source_pitch", "width", "height")
+)
+"""`height` rows of `width` bytes, the next one a pitch after the start of the last."""
+
 IO_DTYPE: Final = _record(
     ("result", "<i8"),
     ("fd", "<i8"),

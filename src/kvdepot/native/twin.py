@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot.native.memory import Bytes, address_of, rows_at, view_at
-from kvdepot.native.ops import COPY, FILL, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
+from kvdepot.native.ops import (
+    COPY,
+    FILL,
+    RECTANGLE_DTYPE,
+    STRIDED_DTYPE,
+    TRANSFER_DTYPE,
+    VERIFY,
+)
 from kvdepot.native.twin_engine import TwinEngine as Engine
 from kvdepot.native.xxh3 import checksums_of, xxh3_64
 
@@ -112,3 +119,20 @@ def scatter(pieces: Any, source: Any) -> None:
         packed = whole[at : at + rows * row_bytes].reshape(rows, row_bytes)
         rows_at(address, rows, row_bytes, stride)[:] = packed
         at += rows * row_bytes
+
+
+_COPY_RECTANGLE: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int, *(6 * [ctypes.c_size_t]), ctypes.c_int, ctypes.c_size_t
+)
+
+
+def copy_rectangles(function: int, rectangles: Any, kind: int, stream: int) -> int:
+    """Call the device's `cudaMemcpy2DAsync`, whose address is `function`, for each of `rectangles`
+    (RECTANGLE_DTYPE). The first code that is not 0 ends it and is returned, else 0.
+    """
+    copy = _COPY_RECTANGLE(function)
+    for fields in _records(rectangles, RECTANGLE_DTYPE, writable=False).tolist():
+        code: int = copy(*fields, kind, stream)
+        if code:
+            return code
+    return 0

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdepot import native
 from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces, slices
 from kvdepot.errors import ConfigError
 
@@ -135,3 +136,67 @@ def test_words_fit_all_addresses_and_programs_cover_all_pieces(
     down, across = chosen.grid(count)
     assert (down - 1) * chosen.rows < count <= down * chosen.rows
     assert (across - 1) * chosen.columns < chosen.words <= across * chosen.columns
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 16), (8, 16), (0, 8)])
+def test_rectangles_fill_pages_and_payloads(start: int, stop: int) -> None:
+    """Pages 4 and 5 follow each other and cross together; 9 and 8 do not."""
+    layers, target = rows_of_pages(16), rows_of_pages(16, filled=False)
+    part = slice(start, stop)
+    for pages in ([2, 4, 5], [9, 8, 0]):
+        block = KVTensors(layers, "page token dim", order="token dim").pages(pages)
+        other = KVTensors(target, "page token dim", order="token dim").pages(pages)
+        payload = payloads([block])[0]
+        found = slices.rectangles(other, native.address_of(payload)[0], part)
+        assert found is not None
+        assert found["width"].tolist() == [ROW, 2 * ROW] if 4 in pages else [ROW] * 3
+        assert native.copy_rectangles(COPY_ROWS_AT, found, 1, 7) == 0
+        after = payloads([other])[0]
+        first, last = start * block.layer_bytes, stop * block.layer_bytes
+        assert after[first:last] == payload[first:last]
+        assert not any(after[:first]) and not any(after[last:])
+
+
+def test_no_rectangles_where_kernels_are_better() -> None:
+    even = rows_of_pages(16)
+    uneven = [*even[:5], *even[6:]]
+    short = [layer[:, :8].contiguous() for layer in even]
+    backwards = even[::-1]
+    for layers, part in (
+        (uneven, slice(None)),
+        (short, slice(None)),
+        (backwards, slice(None)),
+        (even, slice(0, 2)),
+    ):
+        block = KVTensors(layers, "page token dim", order="token dim").pages([1, 3])
+        assert slices.rectangles(block, 0, part) is None
+    assert (
+        slices.rectangles(KVTensors(even, "page token dim", order="token dim").pages([1, 3]), 0)
+        is not None
+    )
+
+
+ROW = slices.ROW_BYTES_MIN
+
+
+def rows_of_pages(layers: int, *, filled: bool = True) -> list[torch.Tensor]:
+    """Layers that lie evenly in one piece of memory, ten pages each."""
+    whole = torch.zeros(layers, 10, 16, ROW // 16, dtype=torch.uint8)
+    if filled:
+        whole.random_(1, 256)
+    return [*whole]
+
+
+def copy_rows(*rectangle: int) -> int:
+    """What the device's cudaMemcpy2DAsync does, with memory of this process."""
+    target, target_pitch, source, source_pitch, width, height, kind, stream = rectangle
+    assert (kind, stream) == (1, 7)
+    for row in range(height):
+        ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+    return 0
+
+
+COPY_ROWS = ctypes.CFUNCTYPE(ctypes.c_int, *(6 * [ctypes.c_size_t]), ctypes.c_int, ctypes.c_size_t)(
+    copy_rows
+)
+COPY_ROWS_AT = ctypes.cast(COPY_ROWS, ctypes.c_void_p).value or 0

@@ -1,15 +1,18 @@
-"""Tensors on a CUDA device: kernels gather and scatter there, the copy engine crosses the bus.
+"""Tensors on a CUDA device: the copy engine crosses the bus, from the pages themselves if it can.
 
-A kernel that reads host memory itself occupies multiprocessors for the whole transfer, and a copy
-for each page spends its time on starting copies. So a slice of many pieces is packed in a staging
-buffer on the device, which takes microseconds, and crosses the bus in one copy for each block.
+A copy of a rectangle takes one page in all layers, with no kernel beside the engine's: where layers
+lie evenly and pages are large, this is the way. Else a slice of many pieces is packed in a staging
+buffer by kernels, which takes microseconds, and crosses the bus in one copy for each block; a
+kernel that reads host memory itself would occupy multiprocessors for the whole transfer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from kvdepot import native
 from kvdepot.adapters.tensors import slices
 from kvdepot.adapters.tensors.kvtensors import (
     PIECE_BYTES_MAX,
@@ -40,10 +44,11 @@ _STREAM_PRIORITY: Final = -1
 """Before the model's: their kernels are short, and the bus idles until they have run.
 
 Kernels beside the engine's stream, of whatever priority, leave an H200 with decode steps 3.5 %
-longer until another process has used the device. cudaMemcpyBatchAsync runs none and costs no step,
-but starting its copies takes 1 to 2 µs a page in the engine's thread: with it users who came back
-were served in 0.80 of plain vLLM's time, with the kernels in 0.71.
+longer until another process has used the device; rectangles do not.
 """
+_TO_DEVICE: Final = 1
+_TO_HOST: Final = 2
+"""Kinds of cudaMemcpy2DAsync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +56,17 @@ class CudaOffloadTicket:
     """An offload under way; see `OffloadTicket`."""
 
     device: torch.device
-    read: torch.cuda.Event
-    done: torch.cuda.Event
+    events: Future[tuple[torch.cuda.Event, torch.cuda.Event]]
+    """When the blocks are read, and when the payloads are complete; known when all was started."""
 
     def wait(self) -> None:
-        _sleep_until(self.done, _LOOK_LAZILY_S)
+        _, done = self.events.result()
+        _sleep_until(done, _LOOK_LAZILY_S)
 
     def wait_read(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.read)
+        if self.events.exception() is None:
+            read, _ = self.events.result()
+            torch.cuda.current_stream(self.device).wait_event(read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +182,44 @@ class Mover(BlockMover):
             self._compile()
             lock = partial(_locked, device=self.device)
             self._memory = FollowedMemory(memory, lock, self._paused)
+        self._copy_rectangle = _copy_rectangle_address()
+        self._starter = ThreadPoolExecutor(1, "kvdepot-offload")
 
     def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> OffloadTicket:
         if not pieces and not views:
             return Done()
         ready = torch.cuda.current_stream(self.device).record_event()
+        places = _places(pieces, views, self.device, writable=True)
+        self._hosts(pieces, places)
+        # In a thread: starting many copies takes milliseconds, in which the engine goes on.
+        events = self._starter.submit(self._start_offload, pieces, places, ready)
+        return CudaOffloadTicket(self.device, events)
+
+    def _start_offload(
+        self, pieces: Sequence[Pieces], places: Sequence[int], ready: torch.cuda.Event
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         pipe = self._down
-        with pipe.use():
-            hosts = self._hosts(pieces, views, writable=True)
+        with torch.inference_mode(mode=False), torch.cuda.device(self.device), pipe.use():
+            hosts = self._hosts(pieces, places)
+            found = [slices.rectangles(*pair) for pair in zip(pieces, places, strict=True)]
+            if self._copy_rectangle and all(each is not None for each in found):
+                _keep_until_done(pieces, pipe.drain)
+                pipe.drain.wait_event(ready)
+                whole = np.concatenate([each for each in found if each is not None])
+                turned = whole.copy()
+                for end in ("", "_pitch"):
+                    turned[f"target{end}"] = whole[f"source{end}"]
+                    turned[f"source{end}"] = whole[f"target{end}"]
+                self._copy(turned, _TO_HOST, pipe.drain)
+                done = _recorded(pipe.drain)
+                return done, done
             _keep_until_done(pieces, pipe.fill)
             pipe.fill.wait_event(ready)
             # Some blocks at a time: the bus starts on the first ones while the rest is prepared.
             group = max(1, _GROUP_SLICES * self._slice_bytes // pieces[0].nbytes)
             for start in range(0, len(pieces), group):
                 self._offload(pieces[start : start + group], hosts[start : start + group])
-            return CudaOffloadTicket(self.device, _recorded(pipe.fill), _recorded(pipe.drain))
+            return _recorded(pipe.fill), _recorded(pipe.drain)
 
     def _offload(self, pieces: Sequence[Pieces], hosts: Sequence[torch.Tensor]) -> None:
         pipe, shape = self._down, slices.BatchShape.of(pieces)
@@ -208,14 +239,16 @@ class Mover(BlockMover):
         if not pieces and not views:
             return Done()
         ready = torch.cuda.current_stream(self.device).record_event()
-        pipe = self._up
+        places = _places(pieces, views, self.device, writable=False)
+        pipe, shape = self._up, slices.BatchShape.of(pieces)
+        layers = slices.choose_layers_per_step(shape, layers_per_step)
         with pipe.use():
-            hosts = self._hosts(pieces, views, writable=False)
-            shape = slices.BatchShape.of(pieces)
-            layers = slices.choose_layers_per_step(shape, layers_per_step)
+            hosts = self._hosts(pieces, places)
+            events = self._onboard_rectangles(pieces, places, layers, ready)
+            if events:
+                return CudaOnboardTicket(self.device, events, layers)
             _keep_until_done(pieces, pipe.drain)
             pipe.drain.wait_event(ready)
-            events = []
             for step in slices.steps(shape, layers, self._slice_bytes):
                 addresses = slices.address_table(pieces, step.layers)
                 # On the fill stream: it would wait behind that stream's copies otherwise.
@@ -231,6 +264,35 @@ class Mover(BlockMover):
                 events.append(_recorded(pipe.drain))
             return CudaOnboardTicket(self.device, events, layers)
 
+    def _onboard_rectangles(
+        self, pieces: Sequence[Pieces], places: Sequence[int], layers: int, ready: torch.cuda.Event
+    ) -> list[torch.cuda.Event]:
+        """An event for each step of so many layers; none where it cannot be done."""
+        steps = []
+        for start in range(0, pieces[0].layer_count, layers):
+            part = slice(start, start + layers)
+            pairs = zip(pieces, places, strict=True)
+            found = [slices.rectangles(*pair, part) for pair in pairs]
+            if not self._copy_rectangle or any(each is None for each in found):
+                return []
+            steps.append(np.concatenate([each for each in found if each is not None]))
+        stream = self._up.fill
+        _keep_until_done(pieces, stream)
+        stream.wait_event(ready)
+        events = []
+        for step in steps:
+            self._copy(step, _TO_DEVICE, stream)
+            events.append(_recorded(stream))
+        return events
+
+    def _copy(self, rectangles: slices.Rectangles, kind: int, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.device(self.device):
+            code = native.copy_rectangles(
+                self._copy_rectangle, rectangles, kind, stream.cuda_stream
+            )
+        if code:
+            raise RuntimeError(f"the device refused a copy: CUDA error {code}")
+
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """Nothing is under way, and nothing is given."""
@@ -240,23 +302,17 @@ class Mover(BlockMover):
             yield
 
     def close(self) -> None:
+        self._starter.shutdown()
         self._memory.stop()
         with self._down.lock, self._up.lock:
             self._down.close()
             self._up.close()
             self._memory.close()
 
-    def _hosts(
-        self, blocks: Sequence[Pieces], views: Sequence[Any], *, writable: bool
-    ) -> list[torch.Tensor]:
-        """The payloads as page-locked tensors; every mistake of the caller is found here."""
-        check_pairs(blocks, views)
-        hosts = []
-        for block, view in zip(blocks, views, strict=True):
-            check_device(block, self.device)
-            address = check_view(block, view, writable=writable)
-            hosts.append(self._memory.tensor(address, block.nbytes))
-        return hosts
+    def _hosts(self, blocks: Sequence[Pieces], places: Sequence[int]) -> list[torch.Tensor]:
+        """The payloads as tensors; BadBufferError if one is not in the page-locked memory."""
+        pairs = zip(blocks, places, strict=True)
+        return [self._memory.tensor(address, block.nbytes) for block, address in pairs]
 
     def _table(
         self, addresses: Addresses, shape: slices.BatchShape, stream: torch.cuda.Stream
@@ -283,6 +339,25 @@ class Mover(BlockMover):
             self._kernels.gather(table, staging, words, part)
             self._kernels.scatter(table, staging, words, part)
         pipe.synchronize()
+
+
+def _places(
+    blocks: Sequence[Pieces], views: Sequence[Any], device: torch.device, *, writable: bool
+) -> list[int]:
+    """The addresses of the payloads; every mistake of the caller is found here."""
+    check_pairs(blocks, views)
+    for block in blocks:
+        check_device(block, device)
+    pairs = zip(blocks, views, strict=True)
+    return [check_view(block, view, writable=writable) for block, view in pairs]
+
+
+def _copy_rectangle_address() -> int:
+    """Of the runtime's cudaMemcpy2DAsync; 0 where there is none, as on ROCm."""
+    with suppress(OSError, AttributeError):
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+        return ctypes.cast(runtime.cudaMemcpy2DAsync, ctypes.c_void_p).value or 0
+    return 0
 
 
 def _locked(memory: Sequence[memoryview], device: torch.device) -> LockedMemory:
