@@ -291,6 +291,15 @@ def test_first_tokens_later_than_computing_are_told() -> None:
     assert not alerts({"first_tokens": {**slow, "seconds": 20.0}})
 
 
+def test_a_full_disk_is_told() -> None:
+    drive = {"path": "/mnt/a", "healthy": True, "full": True}
+    (alert,) = alerts({"tiers": {"ssd": {"drives": [drive]}}})
+    assert alert.level == "warn"
+    assert "/mnt/a" in alert.what
+    assert "ssd.capacity" in alert.do
+    assert not alerts({"tiers": {"ssd": {"drives": [{**drive, "full": False}]}}})
+
+
 def test_the_text_is_what_prometheus_reads(tmp_path: Path) -> None:
     with kvdepot.open(**small(tmp_path / "kv")) as store:
         put(store, prompt(space_of(store), 1, 4))

@@ -175,7 +175,8 @@ def faults(args: argparse.Namespace) -> dict[str, Any]:
             made.effect.release()
         else:
             bench.store.flush(5.0)
-        seen[name]["healthy"] = bench.store.stats()["tiers"]["ssd"]["healthy"]
+        ssd = bench.store.stats()["tiers"]["ssd"]
+        seen[name]["told"] = not ssd["healthy"] or any(each["full"] for each in ssd["drives"])
         files.clear()
         bench.forget()
     shutil.rmtree(args.depot)

@@ -53,6 +53,13 @@ def _drives(stats: Stats) -> Iterator[Alert]:
                     f"look at the drive; it is tried again by itself. To give it up: "
                     f"kvdepot tiers drain {tier} {path}",
                 )
+            elif drive.get("full"):
+                yield Alert(
+                    "warn",
+                    f"{tier}: {path} has no room left on its file system; new blocks pass it by",
+                    f"something else fills it: make room, or lower {tier}.capacity; it is tried "
+                    "again by itself",
+                )
             elif (share := drive.get("of_profile")) and share < _SLOW_SHARE:
                 yield Alert(
                     "warn",

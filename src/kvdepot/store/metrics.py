@@ -540,6 +540,13 @@ METRICS: Final = (
         _by_drive("healthy"),
         "tiers.TIER.drives.healthy",
     ),
+    _gauge(
+        "drive_full",
+        "tier drive",
+        "1: its file system has no room left, below what the store may use.",
+        _by_drive("full"),
+        "tiers.TIER.drives.full",
+    ),
     _counter(
         "drive_errors",
         "tier drive",

@@ -204,8 +204,8 @@ def faults(run: Run) -> None:
     seen = run.scenario("faults", "faulty")
     for name in ("read errors", "stalled reads", "write errors", "no space", "directory deleted"):
         run.same(f"5 {name}", seen[name])
-    healthy = {name: seen[name]["healthy"] for name in ("write errors", "no space")}
-    run.point("5 health tells", not any(healthy.values()), healthy=healthy)
+    told = {name: seen[name]["told"] for name in ("write errors", "no space")}
+    run.point("5 a failing and a full disk are told", all(told.values()), told=told)
 
 
 def damage(depot: Path, chance: random.Random) -> None:

@@ -285,9 +285,11 @@ def test_a_disk_without_room_is_read_as_ever(
         assert load(tier, make_key(1), place)
     assert fault.hits, "it is asked now and then"
     assert sum("no room" in line for line in caplog.messages) == 1
+    assert [each["full"] for each in tier.describe_drives()] == [True]
     files.clear()
     until(lambda: tier.drive(0).takes_blocks)
     assert tier.append(0, [block(50)]) != [None]
+    assert [each["full"] for each in tier.describe_drives()] == [False]
 
 
 def test_two_keys_may_share_a_word(tmp_path: Path, files: FaultyFiles) -> None:

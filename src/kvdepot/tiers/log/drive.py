@@ -557,6 +557,7 @@ class Drive:
             "healthy": health.ok,
             "reason": health.reason,
             "errors": health.errors,
+            "full": not self._room_left.closed,
             "draining": self.draining,
             "drained": self.retired,
             "used_bytes": used,
