@@ -6,6 +6,7 @@ client is released, only after the last user has left: a call that copies, a lea
 So the daemon never reuses a slot that is still read or written here.
 """
 
+import fcntl
 import json
 import os
 import pwd
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.codec.record import VERSION as RECORD_VERSION
@@ -492,6 +494,26 @@ def connect(path: str, token: bytes, daemon_uid: int) -> tuple[Link, list[int]]:
     except DaemonError:
         connected.close()
         raise
+
+
+def lock_of(path: Path) -> Path:
+    """The file that the daemon on this socket has locked as long as it lives."""
+    return path.with_name(path.name + ".lock")
+
+
+def is_served(path: Path) -> bool:
+    """Whether a daemon lives that has this socket, whether it answers or not."""
+    try:
+        lock = os.open(lock_of(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _check_trusted(path: str, uid: int, daemon_uid: int) -> None:

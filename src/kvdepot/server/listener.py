@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from kvdepot.client.connections import lock_of
 from kvdepot.core.private import open_private_file
 from kvdepot.errors import ConfigError, DaemonError
 from kvdepot.wire.frames import Channel
@@ -22,7 +23,6 @@ from kvdepot.wire.frames import Channel
 _BACKLOG: Final = 64
 _PATH_BYTES_MAX: Final = 107
 _NEW: Final = ".new"
-_LOCK: Final = ".lock"
 
 
 class Listener:
@@ -99,7 +99,7 @@ class Listener:
 
 def _take_lock(path: Path) -> int:
     """A descriptor that has the lock, or DaemonError: a daemon is there."""
-    name = path.with_name(path.name + _LOCK)
+    name = lock_of(path)
     try:
         fd = open_private_file(name, os.O_RDWR | os.O_CREAT)
     except OSError as error:

@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 import torch
 from tests.support.page_locks import CudaStandIn
 from tests.support.toy_engine import OpenStore
+from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.adapters.audit import BlockAuditor
@@ -251,3 +252,112 @@ def test_the_time_of_a_load_runs_while_it_waits_for_a_thread(
     loader.close()
     assert store.given_s == [5.0, 2.0, 0.0]
     assert [one.end.late_blocks for one in loader.take()] == [1, 1, 1]
+
+
+class GatedStore:
+    """A store whose deliveries wait until they are let go, one by one; tells which have begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[BlockKey] = []
+        self.gates: dict[BlockKey, threading.Event] = {}
+
+    @contextmanager
+    def lease(self, keys: list[BlockKey]) -> Iterator["GatedLease"]:
+        yield GatedLease(self, keys[0], len(keys))
+
+
+class GatedLease:
+    def __init__(self, store: GatedStore, key: BlockKey, count: int) -> None:
+        self._store, self._key, self._count = store, key, count
+
+    def deliver(self, sink: object, *, beside: bool, timeout_s: float) -> list[Got]:
+        self._store.begun.append(self._key)
+        assert self._store.gates[self._key].wait(20.0)
+        return [Got(None, "absent")] * self._count
+
+
+class GatedLoads:
+    """A loader, and loads that are named by letters."""
+
+    def __init__(self) -> None:
+        self.store = GatedStore()
+        cache = cache_of(HostMover())
+        self.loader = Loader(self.store, [cache], ConnectorCounts(), 4)  # type: ignore[arg-type]
+
+    def submit(self, name: str, *, in_turn: bool = True, timeout_s: float = 60.0) -> None:
+        key = BlockKey(name.encode() * 32)
+        self.store.gates[key] = threading.Event()
+        job = LoadJob(name, "", ((key,),), (0,), 0, timeout_s=timeout_s, in_turn=in_turn)
+        self.loader.submit(job, [key])
+
+    def end(self, name: str) -> None:
+        self.store.gates[BlockKey(name.encode() * 32)].set()
+
+    def begun(self, names: str) -> bool:
+        """Whether these have begun, in this order, and no other; waits for them."""
+        until(lambda: len(self.store.begun) >= len(names))
+        time.sleep(0.05)
+        return [key[:1].decode() for key in self.store.begun] == list(names)
+
+    def over(self) -> list[str]:
+        """The next loads that are over; waits for one."""
+        return [one.job.request_id for one in self.finished()]
+
+    def finished(self) -> list[FinishedLoad]:
+        found: list[FinishedLoad] = []
+
+        def one_is_over() -> bool:
+            found.extend(self.loader.take())
+            return bool(found)
+
+        until(one_is_over)
+        return found
+
+
+def test_loads_from_drives_come_in_turn_and_memory_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_transfer, "_TURN_BYTES", LAYOUT.block_bytes)
+    loads = GatedLoads()
+    for name in "abc":
+        loads.submit(name)
+    assert loads.begun("a")
+    loads.submit("m", in_turn=False)
+    assert loads.begun("am")
+    loads.end("m")
+    assert loads.over() == ["m"]
+    loads.end("a")
+    assert loads.begun("amb")
+    loads.end("b")
+    assert loads.begun("ambc")
+    loads.end("c")
+    loads.loader.close()
+    assert sorted(loads.over()) == ["a", "b", "c"]
+
+
+def test_small_loads_from_drives_go_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_transfer, "_TURN_BYTES", 2 * LAYOUT.block_bytes)
+    loads = GatedLoads()
+    for name in "abc":
+        loads.submit(name)
+    assert loads.begun("ab")
+    for name in "abc":
+        loads.end(name)
+    loads.loader.close()
+
+
+def test_a_load_whose_turn_does_not_come_ends_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_transfer, "_TURN_BYTES", 1)
+    loads = GatedLoads()
+    loads.submit("a")
+    loads.submit("b", timeout_s=0.1)
+    (over,) = loads.finished()
+    assert over.job.request_id == "b"
+    assert (over.end.failed_block, over.end.late_blocks) == (0, 1)
+    assert over.failed_pages == frozenset({0})
+    loads.end("a")
+    assert loads.over() == ["a"]
+    assert loads.begun("a"), "nothing is read for one that is given up"
+    loads.loader.close()

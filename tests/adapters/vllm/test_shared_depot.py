@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("torch")
 
 from kvdepot.adapters.vllm import shared_depot
 from kvdepot.adapters.vllm.config import ConnectorConfig, read
+from kvdepot.client import connections
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import DaemonError, UnsafePathError
 
@@ -95,3 +97,24 @@ def test_a_daemon_is_started_once_and_stays(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(30) == 0
         shared_depot._daemons.remove(process)
+
+
+@pytest.mark.parametrize("daemon", ["never", "auto"])
+def test_a_daemon_that_is_too_busy_to_answer_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemon: str
+) -> None:
+    """As when several workers start side by side: one of them has just started it."""
+    monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.2)
+    config = settings(tmp_path, socket=str(tmp_path / "d.sock"), daemon=daemon)
+    assert config.socket is not None
+    assert not connections.is_served(config.socket)
+    process = shared_depot.start_daemon(config.socket, config)
+    assert connections.is_served(config.socket)
+    os.kill(process, signal.SIGSTOP)
+    later = threading.Timer(1.0, os.kill, (process, signal.SIGCONT))
+    later.start()
+    depot = shared_depot.open_depot(config, one_process=False)
+    later.join()
+    assert depot.store.stats()["blocks"] == 0
+    depot.close()
+    os.kill(process, signal.SIGTERM)

@@ -183,7 +183,7 @@ class Mover(BlockMover):
             lock = partial(_locked, device=self.device)
             self._memory = FollowedMemory(memory, lock, self._paused)
         self._copy_rectangle = _copy_rectangle_address()
-        self._starter = ThreadPoolExecutor(1, "kvdepot-offload")
+        self._starter = ThreadPoolExecutor(1, "kvdepot-bus")
 
     def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> OffloadTicket:
         if not pieces and not views:

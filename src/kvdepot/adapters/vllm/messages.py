@@ -4,12 +4,14 @@ vLLM pickles these at every step.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvdepot.adapters.vllm.groups import GroupRule
 from kvdepot.adapters.vllm.shards import WorkerShard
 from kvdepot.core.block import BlockKey
 
+DRIVES: Final = frozenset({"ssd", "hdd"})
+"""Tiers that are no faster for several loads side by side than for one after the other."""
 ShardKeys = tuple[tuple[BlockKey, ...], ...]
 """For each shard of each pipeline stage the keys of the same blocks."""
 
@@ -46,6 +48,8 @@ class LoadJob(TransferJob):
     """So many make up the load of the request."""
     shards: int = 0
     """The blocks were saved by so many shards; 0: as many as there are here."""
+    in_turn: bool = False
+    """It reads drives, after the loads that were asked of them before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ here. A save never waits for room: what does not fit is offered again later.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 
 from kvdepot.adapters.audit import BlockAuditor
 from kvdepot.adapters.tensors import BlockMover, KVTensors, OffloadTicket, Pieces
-from kvdepot.adapters.vllm.messages import LoadEnd, LoadJob, SaveJob, TierTime
+from kvdepot.adapters.vllm.messages import DRIVES, LoadEnd, LoadJob, SaveJob, TierTime
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.shards import HeadAxis, HeadPart, fill_heads
 from kvdepot.adapters.vllm.shared_depot import use_all_cores
@@ -34,6 +35,9 @@ _GROUP_BYTES: Final = 128 << 20
 """Given to the mover at a time: the bus starts on the first ones while the rest is prepared."""
 _WARM_BYTES: Final = 256 << 20
 """Of the pages that vLLM gives out first, so much is touched before the first load."""
+_TURN_BYTES: Final = 512 << 20
+"""Of loads from drives so much is under way side by side, or one: that keeps a drive busy. With
+more of them all would be over as late as the last."""
 _PAGE_AXES: Final = 3
 """Axes inside a page, as `KVTensors` is told of it."""
 
@@ -66,8 +70,25 @@ class FinishedLoad:
     failed_pages: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class AskedLoad:
+    """A load, from when it was asked for."""
+
+    job: LoadJob
+    keys: Sequence[BlockKey]
+    parts: Sequence[HeadPart]
+    deadline: float
+    start_after: Any
+    nbytes: int
+    end: "Future[LoadEnd]" = field(default_factory=Future)
+
+
 class Loader:
-    """Loads under way. `submit` and `take` belong to the engine's thread."""
+    """Loads under way. `submit` and `take` belong to the engine's thread.
+
+    Those that read drives come in turn, in threads of their own: what is in memory does not wait
+    for them.
+    """
 
     def __init__(
         self,
@@ -81,7 +102,15 @@ class Loader:
         self._counts = counts
         self._warnings = RateLimitedWarnings()
         self._threads = ThreadPoolExecutor(threads, "kvdepot-load", initializer=use_all_cores)
-        self._under_way: dict[tuple[str, int], tuple[LoadJob, Future[LoadEnd]]] = {}
+        self._drive_threads = ThreadPoolExecutor(
+            threads, "kvdepot-drive-load", initializer=use_all_cores
+        )
+        self._turns = threading.Lock()
+        self._in_turn: deque[AskedLoad] = deque()
+        """Loads from drives that have not begun; guarded by `_turns`, as is the next."""
+        self._drive_bytes = 0
+        """Of those that have begun."""
+        self._under_way: dict[tuple[str, int], AskedLoad] = {}
         """By request and group."""
         self._one_ended = threading.Event()
         self._thread_local = threading.local()
@@ -123,9 +152,50 @@ class Loader:
         Its time runs from now on, also while it waits for a thread.
         """
         deadline = time.monotonic() + job.timeout_s
-        future = self._threads.submit(self._load, job, keys, parts, deadline, self._start_after)
-        self._under_way[job.request_id, job.group] = job, future
-        future.add_done_callback(lambda _: self._one_ended.set())
+        nbytes = len(keys) * self._caches[job.group].block_bytes
+        load = AskedLoad(job, keys, parts, deadline, self._start_after, nbytes)
+        self._under_way[job.request_id, job.group] = load
+        load.end.add_done_callback(lambda _: self._one_ended.set())
+        if not job.in_turn:
+            self._threads.submit(self._run, load)
+            return
+        with self._turns:
+            self._in_turn.append(load)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin loads from drives whose turn has come."""
+        with self._turns:
+            while self._in_turn:
+                nbytes = self._in_turn[0].nbytes
+                if self._drive_bytes and self._drive_bytes + nbytes > _TURN_BYTES:
+                    return
+                self._drive_bytes += nbytes
+                self._drive_threads.submit(self._run, self._in_turn.popleft())
+
+    def _run(self, load: AskedLoad) -> None:
+        try:
+            end = self._load(load)
+        except BaseException as error:  # told by `take`
+            load.end.set_exception(error)
+        else:
+            load.end.set_result(end)
+        if load.job.in_turn:
+            with self._turns:
+                self._drive_bytes -= load.nbytes
+            self._begin_next()
+
+    def _give_up_overdue(self) -> None:
+        """End loads whose time is up before their turn has come."""
+        now = time.monotonic()
+        with self._turns:
+            overdue = [load for load in self._in_turn if load.deadline <= now]
+            for load in overdue:
+                self._in_turn.remove(load)
+        for load in overdue:
+            job, late = load.job, len(load.job.keys[0])
+            self._counts.missed(["late"] * late)
+            load.end.set_result(LoadEnd(job.request_id, job.first_block, (), late, job.timeout_s))
 
     def take(self, wait_s: float = 0.0) -> list[FinishedLoad]:
         """The loads that are over. Waits up to `wait_s` for the first if any are under way."""
@@ -134,14 +204,20 @@ class Loader:
         if wait_s:
             self._one_ended.wait(wait_s)
         self._one_ended.clear()
-        over = [name for name, (_, future) in self._under_way.items() if future.done()]
-        return [self._finished(*self._under_way.pop(name)) for name in over]
+        if self._in_turn:
+            self._give_up_overdue()
+        over = [name for name, load in self._under_way.items() if load.end.done()]
+        return [self._finished(self._under_way.pop(name)) for name in over]
 
     def close(self) -> None:
         """Wait for what is under way; each load has a deadline."""
+        with self._turns:
+            self._in_turn.clear()
         self._threads.shutdown()
+        self._drive_threads.shutdown()
 
-    def _finished(self, job: LoadJob, future: "Future[LoadEnd]") -> FinishedLoad:
+    def _finished(self, load: AskedLoad) -> FinishedLoad:
+        job, future = load.job, load.end
         error = future.exception()
         if error is not None:
             self._warnings.warn("a load failed, its blocks are recomputed", error)
@@ -154,15 +230,10 @@ class Loader:
         return FinishedLoad(job, end, frozenset(job.pages[max(start, job.present_pages) :]))
 
     @torch.no_grad()
-    def _load(
-        self,
-        job: LoadJob,
-        keys: Sequence[BlockKey],
-        parts: Sequence[HeadPart],
-        deadline: float,
-        start_after: Any,
-    ) -> LoadEnd:
+    def _load(self, load: AskedLoad) -> LoadEnd:
+        job, keys, parts = load.job, load.keys, load.parts
         started = time.monotonic()
+        waited_s = started - load.deadline + job.timeout_s
         arrived_s: dict[int, float] = {}
 
         def sink(arrivals: list[Arrival]) -> None:
@@ -176,16 +247,16 @@ class Loader:
         # While the bus is busy the processor's cores verify; only then is a block a success.
         cache = self._caches[job.group]
         beside = cache.mover.device.type == "cuda"
-        with self._own_stream(start_after), self._store.lease(keys) as lease:
-            left_s = max(0.0, deadline - time.monotonic())
+        with self._own_stream(load.start_after), self._store.lease(keys) as lease:
+            left_s = max(0.0, load.deadline - time.monotonic())
             got = lease.deliver(sink, beside=beside, timeout_s=left_s)
-            times = _times(got, arrived_s, cache.block_bytes)
+            times = _times(got, arrived_s, cache.block_bytes, waited_s)
             first, more_s = _nearly_there(got, time.monotonic() - started, job.recompute_s)
             if more_s:
                 rest = lease.deliver(sink, start=first, beside=beside, timeout_s=more_s)
                 got = [*got[:first], *rest]
         answers = [*got, *[Got(None, "absent")] * (len(keys or job.keys[0]) - len(got))]
-        self._counts.loaded(_times(got, arrived_s, cache.block_bytes))
+        self._counts.loaded(_times(got, arrived_s, cache.block_bytes, waited_s))
         self._counts.missed(answer.reason for answer in answers if not answer)
         failed = next((at for at, answer in enumerate(answers) if not answer), None)
         each = max(1, len(parts))
@@ -193,7 +264,7 @@ class Loader:
         late = -(-sum(answer.reason == "late" for answer in answers) // each)
         # What parts of blocks take says nothing of whole ones.
         learnt = () if parts else tuple(times)
-        return LoadEnd(job.request_id, block, learnt, late, time.monotonic() - started)
+        return LoadEnd(job.request_id, block, learnt, late, time.monotonic() - started + waited_s)
 
     def _fill_heads(self, job: LoadJob, arrivals: list[Arrival], parts: Sequence[HeadPart]) -> None:
         """Copy parts of other shards' blocks into pages, but for those that are left alone."""
@@ -256,12 +327,18 @@ def _nearly_there(got: Sequence[Got], elapsed_s: float, recompute_s: float) -> t
     return (late[0] if late else 0), worth_waiting_s(came, len(late), elapsed_s, recompute_s)
 
 
-def _times(got: Sequence[Got], arrived_s: Mapping[int, float], block_bytes: int) -> list[TierTime]:
-    """What came of each tier, and when the last of it was there."""
+def _times(
+    got: Sequence[Got], arrived_s: Mapping[int, float], block_bytes: int, waited_s: float
+) -> list[TierTime]:
+    """What came of each tier, and how long after it was asked for the last of it was there.
+
+    `waited_s`: for its turn, which only drives have.
+    """
     times = []
     for tier in sorted({answer.tier for answer in got if answer.tier is not None}):
         came = [arrived_s[at] for at, answer in enumerate(got) if answer.tier == tier]
-        times.append(TierTime(tier, len(came), block_bytes * len(came), max(came)))
+        seconds = max(came) + (waited_s if tier in DRIVES else 0.0)
+        times.append(TierTime(tier, len(came), block_bytes * len(came), seconds))
     return times
 
 

@@ -28,7 +28,7 @@ from kvdepot.adapters.vllm.identity import (
     namespaces_at,
     namespaces_of,
 )
-from kvdepot.adapters.vllm.messages import LoadJob, ShardFacts, StepPlan, StepReport
+from kvdepot.adapters.vllm.messages import DRIVES, LoadJob, ShardFacts, StepPlan, StepReport
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.queue_hints import QueueHints
 from kvdepot.adapters.vllm.requests import (
@@ -371,15 +371,23 @@ class ConnectorScheduler:
         loads = tracked.begin_load(external_tokens, tables)
         timeout_s = limit_s = self._config.load_timeout
         recompute_s = 0.0
-        if self._decider is not None and tracked.hit is not None:
+        tiers: Sequence[str] = ()
+        if tracked.hit is not None:
             stop = (tracked.hit.local_tokens + external_tokens) // self._block_tokens
             tiers = tracked.hit.tiers[: stop - tracked.hit.first_block]
+        if self._decider is not None and tracked.hit is not None:
             decision = self._decider.load_started(request_id, tiers)
             if decision is not None:
                 timeout_s = min(limit_s, decision.deadline_s)
                 recompute_s = min(limit_s - timeout_s, decision.saved_s)
         self._plan.loads += [
-            replace(load, timeout_s=timeout_s, recompute_s=recompute_s) for load in loads
+            replace(
+                load,
+                timeout_s=timeout_s,
+                recompute_s=recompute_s,
+                in_turn=not DRIVES.isdisjoint(tiers),
+            )
+            for load in loads
         ]
         end = loads[0].first_block + len(loads[0].keys[0])
         keys = tracked.group_keys[loads[0].group].keys(loads[0].first_block, end)
@@ -567,9 +575,18 @@ class ConnectorScheduler:
         assert tracked.hit is not None
         name = f"{PROBE}{tracked.request.request_id}"
         start = first - tracked.hit.first_block
-        decider.load_started(name, tracked.hit.tiers[start : start + blocks])
+        tiers = tracked.hit.tiers[start : start + blocks]
+        decider.load_started(name, tiers)
         keys = tracked.block_keys.keys(first, first + blocks)
-        return LoadJob(name, tracked.adapter, keys, (), first, timeout_s=self._config.load_timeout)
+        return LoadJob(
+            name,
+            tracked.adapter,
+            keys,
+            (),
+            first,
+            timeout_s=self._config.load_timeout,
+            in_turn=not DRIVES.isdisjoint(tiers),
+        )
 
     def _complete(self, tracked: TrackedRequest, scheduled: int) -> int:
         """Blocks that are complete after the step, and whose tokens are known.

@@ -13,6 +13,7 @@ import selectors
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Final
 
 import kvdepot
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
+from kvdepot.client.connections import DaemonAwayError, is_served
 from kvdepot.core.config_loader import to_toml
 from kvdepot.core.depot import Depot
 from kvdepot.core.private import (
@@ -32,6 +34,7 @@ from kvdepot.errors import ConfigError, DaemonError
 
 START_S: Final = 120.0
 """A large memory tier takes this long to be touched, a large disk tier to be read."""
+_LOOK_S: Final = 0.05
 _SHOWN_BYTES: Final = 2000
 
 
@@ -111,25 +114,39 @@ def _attach(path: Path, config: ConnectorConfig) -> Depot:
     settings in place of ours.
     """
 
-    def attach() -> Depot:
-        return kvdepot.open(f"unix:{path}", tenants=config.tenants, daemon_user=config.daemon_user)
-
     if config.daemon == "never":
-        return attach()
+        return _attach_to_busy(path, config)
     with contextlib.suppress(DaemonError):
-        return attach()
+        return _attach_to_busy(path, config)
     make_private_folder(path.parent)
     lock = open_private_file(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     try:
         # Of the processes that want to start a daemon, one at a time.
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            return attach()
+            return _attach_to_busy(path, config)
         except DaemonError:
             start_daemon(path, config)
-        return attach()
+        return _attach_to_busy(path, config)
     finally:
         os.close(lock)
+
+
+def _attach_to_busy(path: Path, config: ConnectorConfig) -> Depot:
+    """Attach to the daemon on a socket. One that is there but does not answer is given time: it
+    has just begun, or the machine is busy with engines that start.
+    """
+    until_s = time.monotonic() + START_S
+    while True:
+        try:
+            return kvdepot.open(
+                f"unix:{path}", tenants=config.tenants, daemon_user=config.daemon_user
+            )
+        except DaemonError as error:
+            away = isinstance(error.__cause__, DaemonAwayError)
+            if not away or not is_served(path) or time.monotonic() >= until_s:
+                raise
+        time.sleep(_LOOK_S)
 
 
 def start_daemon(path: Path, config: ConnectorConfig, timeout_s: float = START_S) -> int:
