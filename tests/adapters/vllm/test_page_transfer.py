@@ -233,7 +233,7 @@ class OneByOne:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def deliver(self, sink: object, *, beside: bool, timeout_s: float) -> list[Got]:
+    def deliver(self, sink: object, *, start: int, beside: bool, timeout_s: float) -> list[Got]:
         self.given_s.append(timeout_s)
         self.now_s += self._take_s
         return [Got(None, "late")]
@@ -270,7 +270,7 @@ class GatedLease:
     def __init__(self, store: GatedStore, key: BlockKey, count: int) -> None:
         self._store, self._key, self._count = store, key, count
 
-    def deliver(self, sink: object, *, beside: bool, timeout_s: float) -> list[Got]:
+    def deliver(self, sink: object, *, start: int, beside: bool, timeout_s: float) -> list[Got]:
         self._store.begun.append(self._key)
         assert self._store.gates[self._key].wait(20.0)
         return [Got(None, "absent")] * self._count

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvdepot.adapters.audit import BlockAuditor
-from kvdepot.adapters.tensors import BlockMover, KVTensors, OffloadTicket, Pieces
+from kvdepot.adapters.tensors import BlockMover, KVTensors, OffloadTicket, OnboardTicket, Pieces
 from kvdepot.adapters.vllm.messages import DRIVES, LoadEnd, LoadJob, SaveJob, TierTime
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.shards import HeadAxis, HeadPart, fill_heads
@@ -235,26 +235,42 @@ class Loader:
         started = time.monotonic()
         waited_s = started - load.deadline + job.timeout_s
         arrived_s: dict[int, float] = {}
+        tickets: list[OnboardTicket] = []
+        last: list[Arrival] = []
+
+        def arrived(arrivals: list[Arrival]) -> None:
+            now = time.monotonic() - started
+            arrived_s.update((one.index, now) for one in arrivals)
 
         def sink(arrivals: list[Arrival]) -> None:
+            nonlocal last
             if job.pages and parts:
                 self._fill_heads(job, arrivals, parts)
             elif job.pages:
-                self._scatter(job, arrivals)
-            now = time.monotonic() - started
-            arrived_s.update((one.index, now) for one in arrivals)
+                tickets.extend(self._scatter(job, arrivals))
+            # What stays where it is until the lease ends is on its way while the next is read.
+            if not all(one.lasting for one in arrivals):
+                _finish(tickets)
+            last = arrivals
+            arrived(arrivals)
+
+        def deliver(start: int, timeout_s: float) -> list[Got]:
+            try:
+                return lease.deliver(sink, start=start, beside=beside, timeout_s=timeout_s)
+            finally:
+                _finish(tickets)
+                arrived(last)
 
         # While the bus is busy the processor's cores verify; only then is a block a success.
         cache = self._caches[job.group]
         beside = cache.mover.device.type == "cuda"
         with self._own_stream(load.start_after), self._store.lease(keys) as lease:
             left_s = max(0.0, load.deadline - time.monotonic())
-            got = lease.deliver(sink, beside=beside, timeout_s=left_s)
+            got = deliver(0, left_s)
             times = _times(got, arrived_s, cache.block_bytes, waited_s)
             first, more_s = _nearly_there(got, time.monotonic() - started, job.recompute_s)
             if more_s:
-                rest = lease.deliver(sink, start=first, beside=beside, timeout_s=more_s)
-                got = [*got[:first], *rest]
+                got = [*got[:first], *deliver(first, more_s)]
         answers = [*got, *[Got(None, "absent")] * (len(keys or job.keys[0]) - len(got))]
         self._counts.loaded(_times(got, arrived_s, cache.block_bytes, waited_s))
         self._counts.missed(answer.reason for answer in answers if not answer)
@@ -278,8 +294,9 @@ class Loader:
         if cache.mover.device.type == "cuda":
             torch.cuda.current_stream(cache.mover.device).synchronize()
 
-    def _scatter(self, job: LoadJob, arrivals: list[Arrival]) -> None:
-        """Copy blocks into their pages. The first block may have pages that are left alone."""
+    def _scatter(self, job: LoadJob, arrivals: list[Arrival]) -> list[OnboardTicket]:
+        """Start to copy blocks into their pages. The first block may have pages that are left
+        alone."""
         cache = self._caches[job.group]
         tensors, mover = cache.tensors, cache.mover
         whole = [one for one in arrivals if one.index or not job.present_pages]
@@ -296,8 +313,7 @@ class Loader:
             if job.present_pages and not one.index:
                 rest = tensors.pages(job.pages[job.present_pages : cache.pages_per_block])
                 tickets.append(mover.onboard(*_tail_of_layers(one.view, rest)))
-        for ticket in tickets:
-            ticket.synchronize()
+        return tickets
 
     @contextmanager
     def _own_stream(self, start_after: Any) -> Iterator[None]:
@@ -314,6 +330,12 @@ class Loader:
         with torch.cuda.device(device), torch.cuda.stream(local.stream):
             local.stream.wait_event(start_after)
             yield
+
+
+def _finish(tickets: list[OnboardTicket]) -> None:
+    """Wait for copies, and forget them."""
+    while tickets:
+        tickets.pop(0).synchronize()
 
 
 def _nearly_there(got: Sequence[Got], elapsed_s: float, recompute_s: float) -> tuple[int, float]:
