@@ -47,7 +47,10 @@ class CudaStandIn(HostMover):
         lock = lambda views: LockedMemory(views, self.driver)  # noqa: E731
         self.memory = FollowedMemory(memory, lock, nullcontext, look_s=0.01)
 
-    def offload(self, pieces: Sequence[Any], views: Sequence[Any]) -> Any:
+    def mark(self) -> Any:
+        return "now"
+
+    def offload(self, pieces: Sequence[Any], views: Sequence[Any], *, after: Any = None) -> Any:
         self._check(views)
         return super().offload(pieces, views)
 

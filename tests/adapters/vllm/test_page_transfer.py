@@ -51,9 +51,9 @@ def keys_of(store: Depot) -> list[BlockKey]:
 def save(store: Depot, cache: PagedCache, keys: list[BlockKey]) -> int | None:
     auditor = BlockAuditor(store, AuditConfig(), "test", logging.getLogger("tests"))
     saver = Saver(store, [cache], ConnectorCounts(), auditor)
-    unsaved = saver.save(SaveJob("r", "", (tuple(keys),), tuple(range(len(keys))), 0), keys)
+    saver.save(SaveJob("r", "", (tuple(keys),), tuple(range(len(keys))), 0), keys)
     saver.close()
-    return unsaved
+    return next((block for _, block in saver.take_unsaved()), None)
 
 
 def load(

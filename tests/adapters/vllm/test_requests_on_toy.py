@@ -2,6 +2,7 @@
 
 import errno
 import random
+from typing import Any
 
 import pytest
 
@@ -52,16 +53,21 @@ def test_saves_that_are_over_are_let_go_step_by_step(
     open_store: OpenStore, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where vLLM waits for none of them too, as on a processor; one that failed is counted."""
-    engine = open_engine(open_store())
+    store = open_store()
+    engine = open_engine(store)
     (worker,) = engine.workers
-    saver = worker._saver
+    saver, reserve = worker._saver, store.reserve
     assert saver is not None
 
-    def fail(ticket: object, slots: Reservation, fresh: object) -> None:
-        slots.close()
+    def fail(*_: object) -> None:
         raise KVDepotError("no more")
 
-    monkeypatch.setattr(saver, "_seal", fail)
+    def reserve_in_vain(*given: Any, **more: Any) -> Reservation:
+        slots = reserve(*given, **more)
+        monkeypatch.setattr(type(slots), "seal", fail)
+        return slots
+
+    monkeypatch.setattr(store, "reserve", reserve_in_vain)
     for turn in range(3):
         engine.add(ToyRequest(f"{turn}", [turn, *PROMPT], 2))
 

@@ -46,9 +46,11 @@ class SlowMover(HostMover):
         self.go = threading.Event()
         self.tickets: list[SlowTicket] = []
         self.onboarded: list[int] = []
+        self.marks: list[Any] = []
         self.closed = 0
 
-    def offload(self, pieces: Sequence[Any], views: Sequence[Any]) -> Any:
+    def offload(self, pieces: Sequence[Any], views: Sequence[Any], *, after: Any = None) -> Any:
+        self.marks.append(after)
         super().offload(pieces, views)
         self.tickets.append(SlowTicket(self.go))
         return self.tickets[-1]
@@ -92,6 +94,48 @@ def test_a_step_is_ordered_behind_saves_only_when_pages_were_taken_back(
     engine.run()
     worker.preempt(StepPlan(preempted=True))
     assert mover.tickets[0].read_waits == 1, "its pages are not read any more"
+
+
+class DeviceMover(SlowMover):
+    """As on a device: a save is started in a thread, at a mark of the engine's stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def mark(self) -> Any:
+        self.made += 1
+        return self.made
+
+
+def test_a_save_on_a_device_is_started_beside_the_engine(
+    open_store: OpenStore, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine goes on while room is looked for; pages that are taken back wait until the copies
+    are started."""
+    store, mover, room = open_store(), DeviceMover(), threading.Event()
+    engine = engine_with(mover, open_engine(store))
+    worker, reserve = engine.workers[0], store.reserve
+
+    def slowly(*given: Any, **more: Any) -> Any:
+        assert room.wait(60.0)
+        return reserve(*given, **more)
+
+    monkeypatch.setattr(store, "reserve", slowly)
+    engine.add(ToyRequest("one", list(PROMPT), 3))
+    engine.step()
+    engine.step()
+    assert mover.made and not mover.tickets
+    taken_back = threading.Thread(target=worker.preempt, args=(StepPlan(preempted=True),))
+    taken_back.start()
+    taken_back.join(0.1)
+    assert taken_back.is_alive(), "the copies are not started"
+    room.set()
+    taken_back.join(60.0)
+    assert mover.marks == [*range(1, mover.made + 1)]
+    assert [ticket.read_waits for ticket in mover.tickets] == [1] * mover.made
+    mover.go.set()
+    engine.run()
 
 
 def test_pages_that_fall_out_of_a_window_are_yielded_at_every_step(

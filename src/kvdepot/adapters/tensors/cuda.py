@@ -12,7 +12,6 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,17 +55,14 @@ class CudaOffloadTicket:
     """An offload under way; see `OffloadTicket`."""
 
     device: torch.device
-    events: Future[tuple[torch.cuda.Event, torch.cuda.Event]]
-    """When the blocks are read, and when the payloads are complete; known when all was started."""
+    read: torch.cuda.Event
+    done: torch.cuda.Event
 
     def wait(self) -> None:
-        _, done = self.events.result()
-        _sleep_until(done, _LOOK_LAZILY_S)
+        _sleep_until(self.done, _LOOK_LAZILY_S)
 
     def wait_read(self) -> None:
-        if self.events.exception() is None:
-            read, _ = self.events.result()
-            torch.cuda.current_stream(self.device).wait_event(read)
+        torch.cuda.current_stream(self.device).wait_event(self.read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,23 +179,19 @@ class Mover(BlockMover):
             lock = partial(_locked, device=self.device)
             self._memory = FollowedMemory(memory, lock, self._paused)
         self._copy_rectangle = _copy_rectangle_address()
-        self._starter = ThreadPoolExecutor(1, "kvdepot-bus")
 
-    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> OffloadTicket:
+    def mark(self) -> torch.cuda.Event:
+        return _recorded(torch.cuda.current_stream(self.device))
+
+    def offload(
+        self, pieces: Sequence[Pieces], views: Sequence[Any], *, after: Any = None
+    ) -> OffloadTicket:
         if not pieces and not views:
             return Done()
-        ready = torch.cuda.current_stream(self.device).record_event()
+        ready = after or self.mark()
         places = _places(pieces, views, self.device, writable=True)
-        self._hosts(pieces, places)
-        # In a thread: starting many copies takes milliseconds, in which the engine goes on.
-        events = self._starter.submit(self._start_offload, pieces, places, ready)
-        return CudaOffloadTicket(self.device, events)
-
-    def _start_offload(
-        self, pieces: Sequence[Pieces], places: Sequence[int], ready: torch.cuda.Event
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         pipe = self._down
-        with torch.inference_mode(mode=False), torch.cuda.device(self.device), pipe.use():
+        with pipe.use():
             hosts = self._hosts(pieces, places)
             found = [slices.rectangles(*pair) for pair in zip(pieces, places, strict=True)]
             if self._copy_rectangle and all(each is not None for each in found):
@@ -212,14 +204,14 @@ class Mover(BlockMover):
                     turned[f"source{end}"] = whole[f"target{end}"]
                 self._copy(turned, _TO_HOST, pipe.drain)
                 done = _recorded(pipe.drain)
-                return done, done
+                return CudaOffloadTicket(self.device, done, done)
             _keep_until_done(pieces, pipe.fill)
             pipe.fill.wait_event(ready)
             # Some blocks at a time: the bus starts on the first ones while the rest is prepared.
             group = max(1, _GROUP_SLICES * self._slice_bytes // pieces[0].nbytes)
             for start in range(0, len(pieces), group):
                 self._offload(pieces[start : start + group], hosts[start : start + group])
-            return _recorded(pipe.fill), _recorded(pipe.drain)
+            return CudaOffloadTicket(self.device, _recorded(pipe.fill), _recorded(pipe.drain))
 
     def _offload(self, pieces: Sequence[Pieces], hosts: Sequence[torch.Tensor]) -> None:
         pipe, shape = self._down, slices.BatchShape.of(pieces)
@@ -238,7 +230,7 @@ class Mover(BlockMover):
     ) -> OnboardTicket:
         if not pieces and not views:
             return Done()
-        ready = torch.cuda.current_stream(self.device).record_event()
+        ready = self.mark()
         places = _places(pieces, views, self.device, writable=False)
         pipe, shape = self._up, slices.BatchShape.of(pieces)
         layers = slices.choose_layers_per_step(shape, layers_per_step)
@@ -302,7 +294,6 @@ class Mover(BlockMover):
             yield
 
     def close(self) -> None:
-        self._starter.shutdown()
         self._memory.stop()
         with self._down.lock, self._up.lock:
             self._down.close()

@@ -54,8 +54,16 @@ class BlockMover(Protocol):
     device: torch.device
 
     @abstractmethod
-    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> OffloadTicket:
-        """Copy each block into its view, as the caller's current stream leaves it.
+    def mark(self) -> Any:
+        """This point of the caller's current stream, for `offload` in another thread; None where
+        tensors are in host memory."""
+
+    @abstractmethod
+    def offload(
+        self, pieces: Sequence[Pieces], views: Sequence[Any], *, after: Any = None
+    ) -> OffloadTicket:
+        """Copy each block into its view, as the caller's current stream leaves it, or as it was
+        at the mark `after`.
 
         The views belong to the mover until `wait` of the ticket has returned, also when the caller
         no longer wants them. The tensors may be dropped, but not written on other streams.
@@ -119,7 +127,9 @@ class HostMover(BlockMover):
 
     device = _CPU
 
-    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any]) -> Done:
+    def mark(self) -> None: ...
+
+    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any], *, after: Any = None) -> Done:
         return _copy(
             pieces, views, lambda records, view: native.gather(view, records), writable=True
         )

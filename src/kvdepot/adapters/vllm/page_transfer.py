@@ -372,8 +372,29 @@ def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], l
     return views, [rest.layers(layer, layer + 1) for layer in range(rest.layer_count)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StartedSave:
+    """A save, from when it was asked for."""
+
+    request_id: str
+    ticket: "Future[OffloadTicket | None]" = field(default_factory=Future)
+    """Known when its copies were started; None: there are none."""
+    over: "Future[None]" = field(default_factory=Future)
+    """When it reads no page any more, and its blocks are in the depot."""
+
+    def end(self) -> None:
+        """There is nothing to copy."""
+        self.ticket.set_result(None)
+        self.over.set_result(None)
+
+
 class Saver:
-    """Saves under way. All methods belong to the engine's thread."""
+    """Saves under way. The methods without an underscore belong to the engine's thread.
+
+    On a device they are started in a thread: to find room for many blocks and to start their copies
+    takes tens of milliseconds, in which the engine goes on. On a processor a save has read its
+    pages when `save` returns.
+    """
 
     def __init__(
         self,
@@ -387,15 +408,44 @@ class Saver:
         self._counts = counts
         self._auditor = auditor
         self._warnings = RateLimitedWarnings()
-        self._thread = ThreadPoolExecutor(1, "kvdepot-save", initializer=use_all_cores)
-        self._reading: dict[Future[None], tuple[str, OffloadTicket]] = {}
-        """Saves that may still read pages, and their requests."""
+        self._starting = ThreadPoolExecutor(1, "kvdepot-save", initializer=use_all_cores)
+        self._sealing = ThreadPoolExecutor(1, "kvdepot-seal", initializer=use_all_cores)
+        self._reading: list[StartedSave] = []
+        """Those that may still read pages."""
+        self._unsaved: deque[tuple[SaveJob, int]] = deque()
 
-    def save(self, job: SaveJob, keys: Sequence[BlockKey]) -> int | None:
-        """Save the blocks; returns the first one of the group that found no room, if any.
+    def save(self, job: SaveJob, keys: Sequence[BlockKey]) -> None:
+        """Save the blocks. `keys` are this shard's."""
+        save = StartedSave(job.request_id)
+        self._reading.append(save)
+        mark = self._caches[job.group].mover.mark()
+        if mark is None:
+            self._start(save, job, keys, None)
+        else:
+            self._starting.submit(self._start, save, job, keys, mark)
 
-        `keys` are this shard's.
-        """
+    def take_unsaved(self) -> list[tuple[SaveJob, int]]:
+        """Of saves that were started since the last call, the first block of the group that found
+        no room, where there is one."""
+        return [self._unsaved.popleft() for _ in range(len(self._unsaved))]
+
+    def _start(self, save: StartedSave, job: SaveJob, keys: Sequence[BlockKey], mark: Any) -> None:
+        try:
+            unsaved = self._begin(save, job, keys, mark)
+        except BaseException as error:
+            self._warnings.warn("a save failed", error)
+            self._counts.add("failed_saves")
+            unsaved = job.first_block
+        if unsaved is not None:
+            self._unsaved.append((job, unsaved))
+        if not save.ticket.done():
+            save.end()
+
+    @torch.no_grad()
+    def _begin(
+        self, save: StartedSave, job: SaveJob, keys: Sequence[BlockKey], mark: Any
+    ) -> int | None:
+        """Find room and start the copies; returns the first block that is not saved, if any."""
         try:
             tokens = np.frombuffer(job.tokens, "<u4") if job.tokens else None
             slots = self._store.reserve(keys, timeout_s=0.0, token_ids=tokens)
@@ -412,7 +462,7 @@ class Saver:
         fresh = [at for at in range(fits) if outcomes[at] is Put.STORED]
         if not fresh:
             slots.close()
-        elif not self._copy(job, slots, fresh):
+        elif not self._copy(save, job, slots, fresh, mark):
             return job.first_block
         return job.first_block + fits if fits < len(keys) else None
 
@@ -431,8 +481,10 @@ class Saver:
                 slots.close()
             self._warnings.warn("a block could not be audited", error)
             return
-        future = self._thread.submit(self._compare, ticket, slots, key, cache.layout)
-        self._reading[future] = job.request_id, ticket
+        over = self._sealing.submit(self._compare, ticket, slots, key, cache.layout)
+        save = StartedSave(job.request_id, over=over)
+        save.ticket.set_result(ticket)
+        self._reading.append(save)
 
     def _compare(
         self, ticket: OffloadTicket, slots: Reservation, key: BlockKey, layout: KVLayout
@@ -447,25 +499,30 @@ class Saver:
 
     def reading_requests(self) -> set[str]:
         """The requests whose pages saves may still read."""
-        for future in [future for future in self._reading if future.done()]:
-            self._finish(future)
-        return {request_id for request_id, _ in self._reading.values()}
+        for save in [save for save in self._reading if save.over.done()]:
+            self._finish(save)
+        return {save.request_id for save in self._reading}
 
     def order_stream_after_reads(self) -> None:
         """What the current stream does next comes after all saves so far have read their pages."""
-        for _, ticket in self._reading.values():
-            ticket.wait_read()
+        for save in self._reading:
+            ticket = save.ticket.result()
+            if ticket is not None:
+                ticket.wait_read()
 
     def wait(self) -> None:
         """Return when no page is read any more."""
-        for future in list(self._reading):
-            self._finish(future)
+        for save in list(self._reading):
+            self._finish(save)
 
     def close(self) -> None:
         self.wait()
-        self._thread.shutdown()
+        self._starting.shutdown()
+        self._sealing.shutdown()
 
-    def _copy(self, job: SaveJob, slots: Reservation, fresh: list[int]) -> bool:
+    def _copy(
+        self, save: StartedSave, job: SaveJob, slots: Reservation, fresh: list[int], mark: Any
+    ) -> bool:
         """Start the copies. False: they cannot be made now, and the slots are given back.
 
         As after a daemon's restart, until the mover has locked the new daemon's memory.
@@ -473,24 +530,32 @@ class Saver:
         cache = self._caches[job.group]
         pieces = [cache.block(job.pages, at) for at in fresh]
         try:
-            ticket = cache.mover.offload(pieces, [slots.view(at) for at in fresh])
+            views = [slots.view(at) for at in fresh]
+            ticket = cache.mover.offload(pieces, views, after=mark)
         except (KVDepotError, RuntimeError) as error:
             slots.close()
             self._warnings.warn("a save could not be started", error)
             self._counts.add("failed_saves")
             return False
-        future = self._thread.submit(self._seal, ticket, slots, fresh)
-        self._reading[future] = job.request_id, ticket
+        save.ticket.set_result(ticket)
+        self._sealing.submit(self._seal, save, ticket, slots, fresh)
         return True
 
-    def _seal(self, ticket: OffloadTicket, slots: Reservation, fresh: list[int]) -> None:
-        with slots:
-            ticket.wait()
-            slots.seal(fresh)
+    def _seal(
+        self, save: StartedSave, ticket: OffloadTicket, slots: Reservation, fresh: list[int]
+    ) -> None:
+        try:
+            with slots:
+                ticket.wait()
+                slots.seal(fresh)
+        except BaseException as error:  # told by `_finish`
+            save.over.set_exception(error)
+        else:
+            save.over.set_result(None)
 
-    def _finish(self, future: "Future[None]") -> None:
-        del self._reading[future]
-        error = future.exception()
+    def _finish(self, save: StartedSave) -> None:
+        self._reading.remove(save)
+        error = save.over.exception()
         if error is not None:
             self._warnings.warn("a save failed", error)
             self._counts.add("failed_saves")

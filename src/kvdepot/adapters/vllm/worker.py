@@ -23,6 +23,7 @@ from kvdepot.adapters.vllm.identity import (
 from kvdepot.adapters.vllm.messages import (
     LoadEnd,
     LoadJob,
+    SaveJob,
     ShardFacts,
     StepPlan,
     StepReport,
@@ -180,12 +181,19 @@ class ConnectorWorker:
                 for key in keys:
                     self._saver.audit(job, key)
                 continue
-            unsaved = self._saver.save(job, keys) if keys else job.first_block
-            if unsaved is not None:
-                block = self._request_block(job.group, unsaved)
-                first = self._report.unsaved.get(job.request_id, block)
-                self._report.unsaved[job.request_id] = min(first, block)
+            if keys:
+                self._saver.save(job, keys)
+            else:
+                self._unsaved(job, job.first_block)
+        for job, block in self._saver.take_unsaved():
+            self._unsaved(job, block)
         self._awaited.update(plan.awaited)
+
+    def _unsaved(self, job: SaveJob, group_block: int) -> None:
+        """Blocks of a request from this one of a group on are not in the depot."""
+        block = self._request_block(job.group, group_block)
+        first = self._report.unsaved.get(job.request_id, block)
+        self._report.unsaved[job.request_id] = min(first, block)
 
     def finished(self, plan: StepPlan) -> FinishedTransfers:
         """What is over since the last step."""
