@@ -154,6 +154,11 @@ def test_rectangles_fill_pages_and_payloads(start: int, stop: int) -> None:
         after = payloads([other])[0]
         first, last = start * block.layer_bytes, stop * block.layer_bytes
         assert after[first:last] == payload[first:last]
+        empty = bytearray(len(payload))
+        there = slices.rectangles(block, native.address_of(empty)[0], part)
+        assert there is not None
+        assert native.copy_rectangles(COPY_ROWS_AT, slices.turned(there), 1, 7) == 0
+        assert empty[first:last] == payload[first:last]
         assert not any(after[:first]) and not any(after[last:])
 
 

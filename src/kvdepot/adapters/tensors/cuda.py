@@ -191,18 +191,13 @@ class Mover(BlockMover):
         ready = after or self.mark()
         places = _places(pieces, views, self.device, writable=True)
         pipe = self._down
-        with pipe.use():
+        with torch.cuda.device(self.device), pipe.use():
             hosts = self._hosts(pieces, places)
-            found = [slices.rectangles(*pair) for pair in zip(pieces, places, strict=True)]
-            if self._copy_rectangle and all(each is not None for each in found):
+            rectangles = self._rectangles(pieces, places)
+            if rectangles is not None:
                 _keep_until_done(pieces, pipe.drain)
                 pipe.drain.wait_event(ready)
-                whole = np.concatenate([each for each in found if each is not None])
-                turned = whole.copy()
-                for end in ("", "_pitch"):
-                    turned[f"target{end}"] = whole[f"source{end}"]
-                    turned[f"source{end}"] = whole[f"target{end}"]
-                self._copy(turned, _TO_HOST, pipe.drain)
+                self._copy(slices.turned(rectangles), _TO_HOST, pipe.drain)
                 done = _recorded(pipe.drain)
                 return CudaOffloadTicket(self.device, done, done)
             _keep_until_done(pieces, pipe.fill)
@@ -262,12 +257,10 @@ class Mover(BlockMover):
         """An event for each step of so many layers; none where it cannot be done."""
         steps = []
         for start in range(0, pieces[0].layer_count, layers):
-            part = slice(start, start + layers)
-            pairs = zip(pieces, places, strict=True)
-            found = [slices.rectangles(*pair, part) for pair in pairs]
-            if not self._copy_rectangle or any(each is None for each in found):
+            step = self._rectangles(pieces, places, slice(start, start + layers))
+            if step is None:
                 return []
-            steps.append(np.concatenate([each for each in found if each is not None]))
+            steps.append(step)
         stream = self._up.fill
         _keep_until_done(pieces, stream)
         stream.wait_event(ready)
@@ -276,6 +269,18 @@ class Mover(BlockMover):
             self._copy(step, _TO_DEVICE, stream)
             events.append(_recorded(stream))
         return events
+
+    def _rectangles(
+        self, pieces: Sequence[Pieces], places: Sequence[int], layers: slice = slice(None)
+    ) -> slices.Rectangles | None:
+        """Of all blocks; None where one has to go through staging buffers."""
+        found: list[slices.Rectangles] = []
+        for block, place in zip(pieces, places, strict=True):
+            some = slices.rectangles(block, place, layers) if self._copy_rectangle else None
+            if some is None:
+                return None
+            found.append(some)
+        return np.concatenate(found)
 
     def _copy(self, rectangles: slices.Rectangles, kind: int, stream: torch.cuda.Stream) -> None:
         with torch.cuda.device(self.device):

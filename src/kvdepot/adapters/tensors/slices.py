@@ -44,7 +44,7 @@ def rectangles(block: Pieces, payload: int, layers: slice = _ALL) -> Rectangles 
     """These layers of a block as rectangles: their place on the device, and in the payload at this
     address. None: they are not worth it, or none.
 
-    The fields are those of a copy to the device; for one from it they change places.
+    The fields are those of a copy to the device; see `turned`.
     """
     addresses, piece_bytes = block.addresses[layers], block.piece_bytes
     height, count = addresses.shape
@@ -64,6 +64,15 @@ def rectangles(block: Pieces, payload: int, layers: slice = _ALL) -> Rectangles 
     found["source"], found["source_pitch"] = at + starts * piece_bytes, block.layer_bytes
     found["width"], found["height"] = widths, height
     return found
+
+
+def turned(rectangles: Rectangles) -> Rectangles:
+    """The same rectangles, copied the other way."""
+    back = rectangles.copy()
+    for end in ("", "_pitch"):
+        back[f"target{end}"] = rectangles[f"source{end}"]
+        back[f"source{end}"] = rectangles[f"target{end}"]
+    return back
 
 
 @dataclass(frozen=True, slots=True)
