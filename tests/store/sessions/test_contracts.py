@@ -200,7 +200,7 @@ class TestDrives:
     @staticmethod
     def two(path: Path) -> Store:
         paths = [str(path / "a" / "kv"), str(path / "b" / "kv")]
-        quick = {"retry_initial": 0.01, "retry_max": 0.05, "write_timeout": 0.3}
+        quick = {"retry_initial": 0.01, "retry_max": 0.05, "write_timeout": 3.0}
         ssd = {"path": paths, "capacity": 4 << 20, "segment": 256 << 10, **quick}
         return opened(path, ssd=ssd)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -157,7 +158,7 @@ class Loader:
         self._under_way[job.request_id, job.group] = load
         load.end.add_done_callback(lambda _: self._one_ended.set())
         if not job.in_turn:
-            self._threads.submit(self._run, load)
+            self._threads.submit(self._load, load).add_done_callback(partial(_pass_on, load.end))
             return
         with self._turns:
             self._in_turn.append(load)
@@ -171,19 +172,15 @@ class Loader:
                 if self._drive_bytes and self._drive_bytes + nbytes > _TURN_BYTES:
                     return
                 self._drive_bytes += nbytes
-                self._drive_threads.submit(self._run, self._in_turn.popleft())
+                load = self._in_turn.popleft()
+                done = self._drive_threads.submit(self._load, load)
+                done.add_done_callback(partial(self._turn_over, load))
 
-    def _run(self, load: AskedLoad) -> None:
-        try:
-            end = self._load(load)
-        except BaseException as error:  # told by `take`
-            load.end.set_exception(error)
-        else:
-            load.end.set_result(end)
-        if load.job.in_turn:
-            with self._turns:
-                self._drive_bytes -= load.nbytes
-            self._begin_next()
+    def _turn_over(self, load: AskedLoad, done: "Future[LoadEnd]") -> None:
+        _pass_on(load.end, done)
+        with self._turns:
+            self._drive_bytes -= load.nbytes
+        self._begin_next()
 
     def _give_up_overdue(self) -> None:
         """End loads whose time is up before their turn has come."""
@@ -332,6 +329,15 @@ class Loader:
             yield
 
 
+def _pass_on(asked: "Future[Any]", done: "Future[Any]") -> None:
+    """What was asked for is over, as `done` is: with its error, if it has one."""
+    error = done.exception()
+    if error is not None:
+        asked.set_exception(error)
+    else:
+        asked.set_result(done.result())
+
+
 def _finish(tickets: list[OnboardTicket]) -> None:
     """Wait for copies, and forget them."""
     while tickets:
@@ -420,22 +426,24 @@ class Saver:
         self._reading.append(save)
         mark = self._caches[job.group].mover.mark()
         if mark is None:
-            self._start(save, job, keys, None)
+            self._started(save, job, self._begin(save, job, keys, None))
         else:
-            self._starting.submit(self._start, save, job, keys, mark)
+            begun = self._starting.submit(self._begin, save, job, keys, mark)
+            begun.add_done_callback(partial(self._begun, save, job))
 
     def take_unsaved(self) -> list[tuple[SaveJob, int]]:
         """Of saves that were started since the last call, the first block of the group that found
         no room, where there is one."""
         return [self._unsaved.popleft() for _ in range(len(self._unsaved))]
 
-    def _start(self, save: StartedSave, job: SaveJob, keys: Sequence[BlockKey], mark: Any) -> None:
-        try:
-            unsaved = self._begin(save, job, keys, mark)
-        except BaseException as error:
+    def _begun(self, save: StartedSave, job: SaveJob, begun: "Future[int | None]") -> None:
+        error = begun.exception()
+        if error is not None:
             self._warnings.warn("a save failed", error)
             self._counts.add("failed_saves")
-            unsaved = job.first_block
+        self._started(save, job, begun.result() if error is None else job.first_block)
+
+    def _started(self, save: StartedSave, job: SaveJob, unsaved: int | None) -> None:
         if unsaved is not None:
             self._unsaved.append((job, unsaved))
         if not save.ticket.done():
@@ -538,20 +546,14 @@ class Saver:
             self._counts.add("failed_saves")
             return False
         save.ticket.set_result(ticket)
-        self._sealing.submit(self._seal, save, ticket, slots, fresh)
+        sealed = self._sealing.submit(self._seal, ticket, slots, fresh)
+        sealed.add_done_callback(partial(_pass_on, save.over))
         return True
 
-    def _seal(
-        self, save: StartedSave, ticket: OffloadTicket, slots: Reservation, fresh: list[int]
-    ) -> None:
-        try:
-            with slots:
-                ticket.wait()
-                slots.seal(fresh)
-        except BaseException as error:  # told by `_finish`
-            save.over.set_exception(error)
-        else:
-            save.over.set_result(None)
+    def _seal(self, ticket: OffloadTicket, slots: Reservation, fresh: list[int]) -> None:
+        with slots:
+            ticket.wait()
+            slots.seal(fresh)
 
     def _finish(self, save: StartedSave) -> None:
         self._reading.remove(save)
