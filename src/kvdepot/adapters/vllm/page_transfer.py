@@ -166,15 +166,18 @@ class Loader:
 
     def _begin_next(self) -> None:
         """Begin loads from drives whose turn has come."""
+        begun: list[AskedLoad] = []
         with self._turns:
             while self._in_turn:
                 nbytes = self._in_turn[0].nbytes
                 if self._drive_bytes and self._drive_bytes + nbytes > _TURN_BYTES:
-                    return
+                    break
                 self._drive_bytes += nbytes
-                load = self._in_turn.popleft()
-                done = self._drive_threads.submit(self._load, load)
-                done.add_done_callback(partial(self._turn_over, load))
+                begun.append(self._in_turn.popleft())
+        # Without the lock: one that is over at once calls back in this thread.
+        for load in begun:
+            done = self._drive_threads.submit(self._load, load)
+            done.add_done_callback(partial(self._turn_over, load))
 
     def _turn_over(self, load: AskedLoad, done: "Future[LoadEnd]") -> None:
         _pass_on(load.end, done)
