@@ -372,10 +372,10 @@ class Engine:
             start = (len(memory) - nbytes) // 4096 * 4096
             return memory[start : start + nbytes]
 
-        def wrong(loader: Any, job: Any, arrivals: Any) -> None:
+        def wrong(loader: Any, job: Any, arrivals: Any) -> Any:
             if kind in ("", kinds[job.group]):
                 arrivals = [replace(one, view=end_of_memory(len(one.view))) for one in arrivals]
-            right(loader, job, arrivals)
+            return right(loader, job, arrivals)
 
         Loader._scatter = wrong  # type: ignore[method-assign,assignment]
         return {}

@@ -310,10 +310,11 @@ def garbled_drafts(bench: Bench) -> Iterator[None]:
     groups = bench.core.scheduler.kv_cache_config.kv_cache_groups
     rules = [group.rule for group in worker_of(bench).facts.groups]
 
-    def garbage(loader: Any, job: Any, arrivals: Any) -> None:
-        good(loader, job, arrivals)
+    def garbage(loader: Any, job: Any, arrivals: Any) -> Any:
+        tickets = good(loader, job, arrivals)
         for name in draft_layers(bench).intersection(groups[rules[job.group].table].layer_names):
             layers[name].kv_cache[list(job.pages)] = 3.0
+        return tickets
 
     Loader._scatter = garbage  # type: ignore[method-assign,assignment]
     try:

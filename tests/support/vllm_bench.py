@@ -210,10 +210,10 @@ def garbled(bench: Bench, kind: str = "") -> Iterator[None]:
     good = Loader._scatter
     kinds = [group.rule.kind for group in worker_of(bench).facts.groups]
 
-    def garbage(loader: Any, job: Any, arrivals: Any) -> None:
+    def garbage(loader: Any, job: Any, arrivals: Any) -> Any:
         if kind in ("", kinds[job.group]):
             arrivals = [replace(one, view=wrong(one.view)) for one in arrivals]
-        good(loader, job, arrivals)
+        return good(loader, job, arrivals)
 
     def wrong(view: memoryview) -> memoryview:
         kept = min(4096, len(view) // 2)
