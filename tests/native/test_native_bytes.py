@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvdepot.native.ops import COPY, FILL, RECTANGLE_DTYPE, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
+from kvdepot.native.twin import CopyRectangle
 
 
 @pytest.fixture(params=["_native", "twin"])
@@ -204,8 +205,7 @@ def test_rectangles_end_at_the_first_refusal(native: ModuleType) -> None:
         seen.append(fields)
         return 7 if len(seen) == 2 else 0
 
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, *(6 * [ctypes.c_size_t]), ctypes.c_int, ctypes.c_size_t)
-    function = kind(refuses_the_second)
+    function = CopyRectangle(refuses_the_second)
     address = ctypes.cast(function, ctypes.c_void_p).value
     rectangles = np.arange(18, dtype=np.uint64).view(RECTANGLE_DTYPE)
     assert native.copy_rectangles(address, rectangles, 2, 1 << 40) == 7

@@ -77,11 +77,12 @@ struct strided {
     uint64_t address, rows, row_bytes;
     int64_t stride;
 };
-/* Rows of `width` bytes, the next one a pitch after the start of the last, as cudaMemcpy2DAsync has it. */
+void gather_pieces(uint8_t *target, const struct strided *pieces, size_t count, int stream);
+void scatter_pieces(const struct strided *pieces, size_t count, const uint8_t *source, int stream);
+
+/* Rows of `width` bytes, the next one a pitch after the start of the last: cudaMemcpy2DAsync's. */
 struct rectangle {
     uint64_t target, target_pitch, source, source_pitch, width, height;
 };
-void gather_pieces(uint8_t *target, const struct strided *pieces, size_t count, int stream);
-void scatter_pieces(const struct strided *pieces, size_t count, const uint8_t *source, int stream);
 
 #endif

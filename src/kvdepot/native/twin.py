@@ -121,16 +121,17 @@ def scatter(pieces: Any, source: Any) -> None:
         at += rows * row_bytes
 
 
-_COPY_RECTANGLE: Final = ctypes.CFUNCTYPE(
+CopyRectangle: Final = ctypes.CFUNCTYPE(
     ctypes.c_int, *(6 * [ctypes.c_size_t]), ctypes.c_int, ctypes.c_size_t
 )
+"""The type of cudaMemcpy2DAsync."""
 
 
 def copy_rectangles(function: int, rectangles: Any, kind: int, stream: int) -> int:
     """Call the device's `cudaMemcpy2DAsync`, whose address is `function`, for each of `rectangles`
     (RECTANGLE_DTYPE). The first code that is not 0 ends it and is returned, else 0.
     """
-    copy = _COPY_RECTANGLE(function)
+    copy = CopyRectangle(function)
     for fields in _records(rectangles, RECTANGLE_DTYPE, writable=False).tolist():
         code: int = copy(*fields, kind, stream)
         if code:

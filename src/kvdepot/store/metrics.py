@@ -543,7 +543,7 @@ METRICS: Final = (
     _gauge(
         "drive_full",
         "tier drive",
-        "1: its file system has no room left, below what the store may use.",
+        "1: its file system has no room left, although the store may use more of it.",
         _by_drive("full"),
         "tiers.TIER.drives.full",
     ),

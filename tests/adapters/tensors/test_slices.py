@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvdepot import native
 from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces, slices
 from kvdepot.errors import ConfigError
+from kvdepot.native.twin import CopyRectangle
 
 LAYERS, PAGES, PAGE, DIM = 5, 24, 3, 4
 BLOCK_PAGES = 2
@@ -201,7 +202,5 @@ def copy_rows(*rectangle: int) -> int:
     return 0
 
 
-COPY_ROWS = ctypes.CFUNCTYPE(ctypes.c_int, *(6 * [ctypes.c_size_t]), ctypes.c_int, ctypes.c_size_t)(
-    copy_rows
-)
+COPY_ROWS = CopyRectangle(copy_rows)
 COPY_ROWS_AT = ctypes.cast(COPY_ROWS, ctypes.c_void_p).value or 0

@@ -375,8 +375,8 @@ class ConnectorScheduler:
         if tracked.hit is not None:
             stop = (tracked.hit.local_tokens + external_tokens) // self._block_tokens
             tiers = tracked.hit.tiers[: stop - tracked.hit.first_block]
-        if self._decider is not None and tracked.hit is not None:
-            decision = self._decider.load_started(request_id, tiers)
+            decider = self._decider
+            decision = decider.load_started(request_id, tiers) if decider is not None else None
             if decision is not None:
                 timeout_s = min(limit_s, decision.deadline_s)
                 recompute_s = min(limit_s - timeout_s, decision.saved_s)

@@ -117,7 +117,7 @@ def _attach(path: Path, config: ConnectorConfig) -> Depot:
     if config.daemon == "never":
         return _attach_to_busy(path, config)
     with contextlib.suppress(DaemonError):
-        return _attach_to_busy(path, config)
+        return _attach_once(path, config)
     make_private_folder(path.parent)
     lock = open_private_file(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     try:
@@ -132,6 +132,10 @@ def _attach(path: Path, config: ConnectorConfig) -> Depot:
         os.close(lock)
 
 
+def _attach_once(path: Path, config: ConnectorConfig) -> Depot:
+    return kvdepot.open(f"unix:{path}", tenants=config.tenants, daemon_user=config.daemon_user)
+
+
 def _attach_to_busy(path: Path, config: ConnectorConfig) -> Depot:
     """Attach to the daemon on a socket. One that is there but does not answer is given time: it
     has just begun, or the machine is busy with engines that start.
@@ -139,9 +143,7 @@ def _attach_to_busy(path: Path, config: ConnectorConfig) -> Depot:
     until_s = time.monotonic() + START_S
     while True:
         try:
-            return kvdepot.open(
-                f"unix:{path}", tenants=config.tenants, daemon_user=config.daemon_user
-            )
+            return _attach_once(path, config)
         except DaemonError as error:
             away = isinstance(error.__cause__, DaemonAwayError)
             if not away or not is_served(path) or time.monotonic() >= until_s:
