@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.crowd import DRAM, Crowd, check_after, settings
+from tests.support.crowd import BUSY, DRAM, Crowd, check_after, settings
 
 import kvdepot
 
@@ -17,8 +17,8 @@ def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "
     tree["cxl"] = {"capacity": 2 * DRAM, "path": device, "prefault": False}
     with kvdepot.open(**tree) as store:
         crowd = Crowd(store, seed)
-        crowd.run(threads, seconds)
-        check_after(store, crowd, folder, ["get_cxl", "demoted", "evicted_cxl"])
+        crowd.run(threads, seconds, [*BUSY, "get_cxl", "demoted", "evicted_cxl"])
+        check_after(store, crowd, folder)
         assert store.stats()["tiers"]["cxl"]["used_bytes"] <= 2 * DRAM
         assert not any(len(store.match([key])) for key in crowd.removed)
     with kvdepot.open(**tree) as store:

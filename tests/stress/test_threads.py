@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tests.support.crowd import Crowd, check_after, settings
+from tests.support.crowd import BUSY, Crowd, check_after, settings
 
 import kvdepot
 from kvdepot.testing.images import payload_for
@@ -19,8 +19,8 @@ from kvdepot.testing.images import payload_for
 def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "") -> None:
     with kvdepot.open(**settings(folder, below)) as store:
         crowd = Crowd(store, seed)
-        crowd.run(threads, seconds)
-        check_after(store, crowd, folder, ["get_hdd" if below else "get_ssd"])
+        crowd.run(threads, seconds, [*BUSY, "get_hdd" if below else "get_ssd"])
+        check_after(store, crowd, folder)
         assert crowd.removed
         assert not any(len(store.match([key])) for key in crowd.removed)
     with kvdepot.open(**settings(folder, below)) as store:
