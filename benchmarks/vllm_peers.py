@@ -44,6 +44,9 @@ PAGES = 28
 MEMORY_BYTES = 256 << 20
 SETTLE_S = 5.0
 """For saves in the background, the same in all arms."""
+REST_S = 2.0
+"""Before each round of an arm: a worker of vLLM turns on its core for a second after its last
+request, and all arms have the same core."""
 ANSWER = 16
 IN_FLIGHT = 2
 Bar = tuple[str, str, float]
@@ -279,6 +282,7 @@ def measure(args: argparse.Namespace, arms: list[Arm]) -> dict[str, dict[str, li
             takes_part = [arm for arm in arms if turn < rounds_of(arm.name, part, rounds)]
             shift = turn % len(takes_part)
             for arm in takes_part[shift:] + takes_part[:shift]:
+                time.sleep(REST_S)
                 started, cpu_s = time.perf_counter(), arm.worker_cpu_s()
                 seen = PARTS[part](arm, fresh + turn if part == "turns" else fresh)
                 kept = {name: seen[name] for name in ("seconds", "cached")}

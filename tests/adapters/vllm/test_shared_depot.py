@@ -2,12 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
+
+import torch
 
 from kvdepot.adapters.vllm import shared_depot
 from kvdepot.adapters.vllm.config import ConnectorConfig, read
@@ -97,6 +101,29 @@ def test_a_daemon_is_started_once_and_stays(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(30) == 0
         shared_depot._daemons.remove(process)
+
+
+def test_a_daemon_is_not_pinned_to_the_core_of_the_engine_that_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does on a CPU: OpenMP is preloaded and pins what it is loaded into."""
+    openmp = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+    cores = os.sched_getaffinity(0)
+    if not openmp.exists() or len(cores) < 2:
+        pytest.skip("needs torch's libgomp and two cores")
+    monkeypatch.setenv("LD_PRELOAD", str(openmp))
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", str(min(cores)))
+    look = "import os; print(len(os.sched_getaffinity(0)))"
+    pinned = subprocess.run([sys.executable, "-c", look], capture_output=True, check=True)
+    assert pinned.stdout == b"1\n", "else this shows nothing"
+    config = settings(tmp_path, socket=str(tmp_path / "d.sock"))
+    assert config.socket is not None
+    process = shared_depot.start_daemon(config.socket, config)
+    try:
+        assert os.sched_getaffinity(process) >= cores
+    finally:
+        os.kill(process, signal.SIGTERM)
+        assert shared_depot._daemons.pop().wait(30) == 0
 
 
 @pytest.mark.parametrize("daemon", ["never", "auto"])

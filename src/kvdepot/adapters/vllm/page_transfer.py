@@ -256,14 +256,13 @@ class Loader:
 
         def deliver(start: int, timeout_s: float) -> list[Got]:
             try:
-                return lease.deliver(sink, start=start, beside=beside, timeout_s=timeout_s)
+                return lease.deliver(sink, start=start, beside=True, timeout_s=timeout_s)
             finally:
                 _finish(tickets)
                 arrived(last)
 
-        # While the bus is busy the processor's cores verify; only then is a block a success.
+        # While blocks are copied others verify them; only then is a block a success.
         cache = self._caches[job.group]
-        beside = cache.mover.device.type == "cuda"
         with self._own_stream(load.start_after), self._store.lease(keys) as lease:
             left_s = max(0.0, load.deadline - time.monotonic())
             got = deliver(0, left_s)

@@ -36,7 +36,9 @@ START_S: Final = 120.0
 """A large memory tier takes this long to be touched, a large disk tier to be read."""
 _LOOK_S: Final = 0.05
 _SHOWN_BYTES: Final = 2000
-
+_PINNING: Final = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+"""vLLM sets one of these on a CPU and preloads OpenMP, which pins every process that it is loaded
+into: a daemon with them would wait for the core on which the engine computes."""
 
 _lock = threading.Lock()
 _open: dict[str, Depot] = {}
@@ -164,6 +166,7 @@ def start_daemon(path: Path, config: ConnectorConfig, timeout_s: float = START_S
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in _PINNING},
         )
     use_all_cores(process.pid)
     said = _first_line(process, timeout_s)
