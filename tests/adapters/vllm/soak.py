@@ -242,8 +242,11 @@ def wait_for(done: Callable[[], bool], what: str) -> None:
 
 
 def sizes(processes: list[int]) -> Sizes:
-    """Resident memory, threads, descriptors, and shared memory that is mapped, of all together."""
-    found = Counter(memory_bytes=0, threads=0, descriptors=0, shared_bytes=0)
+    """Resident memory, threads, descriptors, and shared memory that is mapped, of all together.
+
+    How many descriptors are sockets and segments is told, and has no limit of its own.
+    """
+    found = Counter(memory_bytes=0, threads=0, descriptors=0, shared_bytes=0, sockets=0, segments=0)
     for process in processes:
         entry = Path(f"/proc/{process}")
         with contextlib.suppress(OSError):
@@ -251,7 +254,12 @@ def sizes(processes: list[int]) -> Sizes:
             told = dict(line.split(":", 1) for line in lines)
             found["memory_bytes"] += int(told["VmRSS"].split()[0]) * 1024
             found["threads"] += int(told["Threads"])
-            found["descriptors"] += len(list((entry / "fd").iterdir()))
+            for descriptor in (entry / "fd").iterdir():
+                found["descriptors"] += 1
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    target = os.readlink(descriptor)
+                    found["sockets"] += target.startswith("socket:")
+                    found["segments"] += "/segment-" in target
             for line in (entry / "maps").read_text().splitlines():
                 if "/memfd:" in line or "/dev/shm/" in line:
                     first, last = line.split(" ", 1)[0].split("-")
