@@ -75,6 +75,14 @@ def with_latent_prefixes() -> None:
     CpuPlatform.check_and_update_config = classmethod(changed)
 
 
+def without_amx() -> None:
+    """vLLM takes kernels for AMX where the processor announces it: those for latent attention take
+    bfloat16 only, and a virtual machine may refuse what it announces. All machines go one way."""
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
 def is_asked_in_turn(args: argparse.Namespace) -> bool:
     """Of latent attention on a processor answers depend on what is computed beside them, without
     kvdepot too (log-probabilities by 0.002, seen with vLLM 0.32)."""
@@ -89,6 +97,7 @@ def dtype_of(args: argparse.Namespace) -> str:
 
 def group_bench(args: argparse.Namespace, **more: Any) -> Bench:
     """A vLLM whose chunks are smaller than most prompts."""
+    without_amx()
     without_inner_checkpoints()
     with_latent_prefixes()
     more = {"enable_prefix_caching": True, "dtype": dtype_of(args), **more}
