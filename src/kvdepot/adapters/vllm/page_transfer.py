@@ -261,7 +261,7 @@ class Loader:
                 _finish(tickets)
                 arrived(last)
 
-        # While blocks are copied others verify them; only then is a block a success.
+        # Other threads verify blocks while they are copied; only then is a block a success.
         cache = self._caches[job.group]
         with self._own_stream(load.start_after), self._store.lease(keys) as lease:
             left_s = max(0.0, load.deadline - time.monotonic())
