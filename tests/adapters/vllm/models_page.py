@@ -1,6 +1,6 @@
 """The page of supported models: `python tests/adapters/vllm/models_page.py --write`.
 
-Has `support/tried_models.py` try each architecture that vLLM has, and makes docs/models.md of what
+Has `tried_models.py` try each architecture that vLLM has, and makes docs/models.md of what
 was seen, which is kept in RESULTS: a later call tries what is not in there, `--anew` everything,
 `--page-only` nothing.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.vllm_environments import NEWEST, NO_DEPENDENCIES, python_with
+from tests.e2e.vllm_environments import NEWEST, NO_DEPENDENCIES, python_with
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "models.md"
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"to {PAGE.relative_to(ROOT)}")
     args = parser.parse_args()
     if not args.page_only:
-        script = ROOT / "tests" / "support" / "tried_models.py"
+        script = ROOT / "tests" / "e2e" / "tried_models.py"
         command = [str(python_with(args.release)), str(script), str(args.results)]
         command += ["--limit", str(args.limit), *(["--anew"] if args.anew else [])]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

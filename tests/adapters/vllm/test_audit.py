@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.support.misplaced import keys_in
+from tests.support.swapped_payloads import keys_in
 from tests.support.toy_engine import (
     FULL_PAGES,
     PAGE_TOKENS,

@@ -42,6 +42,7 @@ from kvdepot.adapters.sglang.config import LINKER_SETTING, read_linker
 from kvdepot.adapters.sglang.device_pages import DevicePages, LeasedPages
 from kvdepot.adapters.sglang.identity import identify
 from kvdepot.adapters.sglang.load_decision import LoadDecider
+from kvdepot.adapters.sglang.loaded_weights import WEIGHTS
 from kvdepot.adapters.sglang.pages import usable_lengths
 from kvdepot.adapters.sglang.storage import tail_pages
 from kvdepot.adapters.tensors import open_mover
@@ -103,6 +104,7 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 storage, server_args, self._settings, __version__, LINKER_SETTING
             )
             self._identity.known_weights(self._settings)  # begins to read them
+            WEIGHTS.begin()
             self._depot = self._settings.open(_processes(), LINKER_SETTING)
         except KVDepotError as error:
             hint = f"; hint: {error.hint}" if error.hint else ""

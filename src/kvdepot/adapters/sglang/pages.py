@@ -20,6 +20,7 @@ import torch
 from kvdepot.adapters.audit import AuditedHits
 from kvdepot.adapters.sglang.config import HiCacheSettings
 from kvdepot.adapters.sglang.identity import PageIdentity
+from kvdepot.adapters.sglang.loaded_weights import WEIGHTS
 from kvdepot.adapters.tensors.kvtensors import DTYPES
 from kvdepot.core.block import BlockKey, Put
 from kvdepot.core.config import AuditConfig
@@ -71,8 +72,10 @@ class PoolPages:
     def ready(
         self, identity: PageIdentity, settings: HiCacheSettings, pool: str, rank: str = ""
     ) -> bool:
-        """Whether its namespace is known; not as long as the weights are being read. `rank` of a
-        pool that is divided where the KV is not."""
+        """Whether its namespace is known; not as long as the weights are being read, and not after
+        SGLang has changed them. `rank` of a pool that is divided where the KV is not."""
+        if WEIGHTS.changed_by:
+            return False
         if self._space is None:
             weights = identity.known_weights(settings)
             if not weights:

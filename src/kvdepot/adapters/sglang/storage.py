@@ -20,6 +20,7 @@ from sglang.version import __version__  # type: ignore[import-not-found]
 import kvdepot
 from kvdepot.adapters.sglang.config import read
 from kvdepot.adapters.sglang.identity import identify
+from kvdepot.adapters.sglang.loaded_weights import WEIGHTS
 from kvdepot.adapters.sglang.pages import HostPages, usable_lengths
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import AuditConfig
@@ -39,6 +40,7 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
             self._settings = read(extra)
             self._identity = identify(storage_config, _arguments(), self._settings, __version__)
             self._identity.known_weights(self._settings)  # begins to read them
+            WEIGHTS.begin()
             ranks = ("tp_size", "pp_size", "attn_cp_size")
             processes = 1
             for name in ranks:

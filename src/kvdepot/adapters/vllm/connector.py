@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: igno
     KVConnectorStats,
 )
 from vllm.lora.worker_manager import WorkerLoRAManager  # type: ignore[import-not-found]
+from vllm.v1.executor.abstract import Executor  # type: ignore[import-not-found]
 
 from kvdepot.adapters.vllm import config
 from kvdepot.adapters.vllm.groups import grain_tokens, layer_groups
@@ -123,6 +124,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 drafts_ahead=drafts_ahead(engine),
             )
             self._part = ConnectorScheduler(settings, depot, facts, loads=loads, saves=saves)
+            self._part.weights.watch(Executor.get_class(engine), parallel)
         else:
             self._part = ConnectorWorker(engine, cache, settings, depot)
             if getattr(engine, "lora_config", None) is not None:
@@ -244,6 +246,18 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: Mapping[tuple[int, int], ShardFacts]
     ) -> None:
         self.scheduler_side.set_workers(metadata.values())
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Learn of each reset of vLLM's own prefix cache, also where ours is not reset."""
+        reset = gpu_block_pool.reset_prefix_cache
+
+        def reset_and_tell() -> bool:
+            done = bool(reset())
+            if done:
+                self.scheduler_side.prefix_cache_was_reset()
+            return done
+
+        gpu_block_pool.reset_prefix_cache = reset_and_tell
 
     def reset_cache(self) -> bool:
         return self.scheduler_side.reset()

@@ -18,7 +18,7 @@ import kvdepot
 from kvdepot.adapters.tensors.kvtensors import DTYPES, KVTensors
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
 from kvdepot.adapters.vllm.groups import EngineGroup, block_tokens, grain_tokens, pages_per_block
-from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts, WorkerRank
+from kvdepot.adapters.vllm.messages import START, Generation, GroupFacts, ShardFacts, WorkerRank
 from kvdepot.adapters.vllm.shards import WorkerShard
 from kvdepot.adapters.vllm.weights import WeightsDigest, digest_of, weight_files
 from kvdepot.core.layout import KVLayout
@@ -125,44 +125,51 @@ def _layout(group: EngineGroup, tensors: KVTensors, grain: int) -> KVLayout:
     return KVLayout.opaque(nbytes, tokens, tensors.layer_count, dtype=dtype)
 
 
-def namespaces_of(facts: ShardFacts, config: ConnectorConfig, adapter: str) -> list[Namespace]:
+def namespaces_of(
+    facts: ShardFacts, config: ConnectorConfig, adapter: str, generation: Generation = START
+) -> list[Namespace]:
     """The namespaces of a worker's blocks under one adapter, one for each group. ModelError while
     the weights are not known."""
     places = [[(each.shard.rank, each.shard.size)] for each in facts.groups]
-    return [spaces[0] for spaces in _namespaces(facts, config, adapter, places)]
+    return [spaces[0] for spaces in _namespaces(facts, config, (adapter, generation), places)]
 
 
 def namespaces_at(
-    facts: ShardFacts, config: ConnectorConfig, adapter: str, size: int
+    facts: ShardFacts,
+    config: ConnectorConfig,
+    adapter: str,
+    size: int,
+    generation: Generation = START,
 ) -> list[list[Namespace]]:
     """The namespaces of all shards where there are `size` of them, for each group."""
     places = [
         [(0, 1)] if each.shard.whole else [(rank, size) for rank in range(size)]
         for each in facts.groups
     ]
-    return _namespaces(facts, config, adapter, places)
+    return _namespaces(facts, config, (adapter, generation), places)
 
 
 def _namespaces(
     facts: ShardFacts,
     config: ConnectorConfig,
-    adapter: str,
+    model: tuple[str, Generation],
     places: Sequence[Sequence[tuple[int, int]]],
 ) -> list[list[Namespace]]:
     """For each group the namespaces of these shards, each given by its rank and their number."""
-    weights = known_weights(facts, config)
+    adapter, generation = model
+    weights = known_weights(facts, config, generation)
     if not weights:
         raise ModelError(f"the weights are not known: {_reason(facts, config)}")
     tenant = config.tenants.get(config.tenant)
     secret = tenant.secret() if tenant is not None else b""
-    model = fingerprint({"config": facts.config}, weights)
+    computed_with = fingerprint({"config": facts.config}, weights)
 
     def space(group: GroupFacts, rank: int, size: int) -> Namespace:
         layout, extra = _resized(group, size)
         return Namespace(
             model=facts.model,
             layout=layout,
-            fingerprint=model,
+            fingerprint=computed_with,
             shard_rank=rank,
             shard_size=size,
             adapter=adapter,
@@ -216,9 +223,19 @@ def _check_alike(one: object, other: object, names: Iterable[str]) -> None:
         raise ModelError(f"workers differ in {', '.join(unlike)}")
 
 
-def known_weights(facts: ShardFacts, config: ConnectorConfig) -> str:
-    """What names the weights, the draft model's too; empty as long as they are being read. Does
-    not wait."""
+def known_weights(
+    facts: ShardFacts, config: ConnectorConfig, generation: Generation = START
+) -> str:
+    """What names the weights, the draft model's too, and a reset since; empty as long as they are
+    being read. Does not wait."""
+    if generation.weights:
+        weights = f"{generation.weights}, {facts.draft}"
+    else:
+        weights = _weights_of_start(facts, config)
+    return f"{weights}, reset {generation.reset}" if weights and generation.reset else weights
+
+
+def _weights_of_start(facts: ShardFacts, config: ConnectorConfig) -> str:
     weights = facts.weights or _digest(facts, config).known()
     if not facts.draft or not weights:
         return weights

@@ -17,6 +17,20 @@ ShardKeys = tuple[tuple[BlockKey, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine computes blocks with, beside what it was started with. Blocks of different
+    generations are never taken for each other."""
+
+    weights: str = ""
+    """What names the weights that are loaded; empty: they are those of the start."""
+    reset: str = ""
+    """What names the time since the engine's last reset; empty: there was none."""
+
+
+START: Final = Generation()
+
+
+@dataclass(frozen=True, slots=True)
 class TransferJob:
     """Consecutive blocks of one KV group of a request, and the pages that they fill."""
 
@@ -30,6 +44,8 @@ class TransferJob:
     """Which block of the group the first key is."""
     group: int = 0
     """Which of the groups in ShardFacts."""
+    generation: Generation = field(default=START, kw_only=True)
+    """Of the namespace that the keys belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,8 @@ class StepPlan:
     """Blocks to be brought into memory only to measure how long it takes."""
     idle: bool = False
     """The step computes nothing."""
+    generation: Generation = START
+    """That of the step. Loads of an earlier one that end now have failed."""
     preempted: bool = False
     """Pages were taken from requests that go on later; the step may write to them."""
     new_tokens: int = 0

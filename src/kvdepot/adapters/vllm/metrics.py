@@ -23,6 +23,8 @@ COUNTERS: Final = {
     "resharded_tokens": ("", "of these, from blocks of another tensor-parallel size"),
     "failed_loads": ("", "loads of which a part was recomputed"),
     "failed_saves": ("", "saves that ended with an error"),
+    "weight_changes": ("", "changes of the loaded weights, seen before a step"),
+    "resets": ("outcome", "resets of the engine's cache in the depot: done, or failed"),
 }
 """Name, label and meaning."""
 GAUGES: Final = {

@@ -44,6 +44,7 @@ HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
     "build_connector_meta": ("scheduler_output",),
     "update_connector_output": ("connector_output",),
     "set_xfer_handshake_metadata_pp_aware": ("metadata",),
+    "bind_gpu_block_pool": ("gpu_block_pool",),
     "reset_cache": (),
     "shutdown": (),
     "build_kv_connector_stats": ("data",),
@@ -80,7 +81,9 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank": (),
     "vllm.distributed.parallel_state:get_tensor_model_parallel_world_size": (),
     "vllm.lora.worker_manager:WorkerLoRAManager": (),
+    "vllm.v1.core.block_pool:BlockPool": ("reset_prefix_cache",),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
+    "vllm.v1.executor.abstract:Executor": ("get_class", "collective_rpc"),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "num_scheduled_tokens",
         "finished_req_ids",

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvdepot.adapters.vllm.groups import GroupRule, pages_per_block
-from kvdepot.adapters.vllm.messages import LoadJob, SaveJob, ShardKeys
+from kvdepot.adapters.vllm.messages import START, Generation, LoadJob, SaveJob, ShardKeys
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Match, NamespaceHandle
 from kvdepot.core.keys import encode, token_bytes, without_link
@@ -238,6 +238,8 @@ class TrackedRequest:
     """What another machine is to commit; None: nothing is waited for, or no more."""
     made: dict[int, set[int]] = field(default_factory=dict)
     """Of each group of windows or states the blocks that were saved, not loaded."""
+    generation: Generation = START
+    """What its keys are of."""
 
     @property
     def block_keys(self) -> RequestKeys:
@@ -310,6 +312,7 @@ class TrackedRequest:
             group,
             present,
             shards=shards,
+            generation=self.generation,
         )
 
     def load_ended(self, failed_block: int | None) -> None:
@@ -384,7 +387,7 @@ class TrackedRequest:
         at = self.audited
         if at is None or not self.offered <= at < complete:
             return []
-        jobs, name = [], self.request.request_id
+        jobs = []
         for group, rule in enumerate(self.groups.rules):
             ratio, keys = pages_per_block(rule, self.block_tokens), self.group_keys[group]
             blocks = range(at, at + 1)
@@ -398,7 +401,7 @@ class TrackedRequest:
                 pages = tuple(tables[rule.table][block * ratio : (block + 1) * ratio])
                 if NULL_PAGE not in pages:
                     mine = keys.keys(block, block + 1)
-                    jobs.append(SaveJob(name, self.adapter, mine, pages, block, group, audit=True))
+                    jobs.append(self._save_job(mine, pages, block, group, audit=True))
         return jobs
 
     def _is_kept(self, end: int) -> bool:
@@ -473,10 +476,16 @@ class TrackedRequest:
                 end += 1
             pages = tuple(page for at in range(first, end) for page in blocks[at])
             keys = self.group_keys[group].keys(first, end)
-            name = self.request.request_id
-            tokens = self._tokens(group, first, end)
-            jobs.append(SaveJob(name, self.adapter, keys, pages, first, group, tokens))
+            jobs.append(
+                self._save_job(keys, pages, first, group, tokens=self._tokens(group, first, end))
+            )
         return jobs
+
+    def _save_job(
+        self, keys: ShardKeys, pages: tuple[int, ...], first: int, group: int, **more: Any
+    ) -> SaveJob:
+        name, of = self.request.request_id, self.generation
+        return SaveJob(name, self.adapter, keys, pages, first, group, generation=of, **more)
 
     def _tokens(self, group: int, first: int, end: int) -> bytes:
         """Token ids of blocks of the first group, for routers: they follow one group alone."""

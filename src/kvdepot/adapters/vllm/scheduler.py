@@ -6,7 +6,9 @@ Never touches bytes. Learns of the workers when they have registered their pages
 before the first request.
 """
 
+import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +30,16 @@ from kvdepot.adapters.vllm.identity import (
     namespaces_at,
     namespaces_of,
 )
-from kvdepot.adapters.vllm.messages import DRIVES, LoadJob, ShardFacts, StepPlan, StepReport
+from kvdepot.adapters.vllm.loaded_weights import WatchedWeights
+from kvdepot.adapters.vllm.messages import (
+    DRIVES,
+    START,
+    Generation,
+    LoadJob,
+    ShardFacts,
+    StepPlan,
+    StepReport,
+)
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.queue_hints import QueueHints
 from kvdepot.adapters.vllm.requests import (
@@ -50,6 +61,7 @@ from kvdepot.core.namespace import Namespace
 from kvdepot.errors import KVDepotError
 from kvdepot.policy.fetching.speed_models import PrefillPace, drive_profiles
 
+_logger = logging.getLogger("vllm.kvdepot")
 _SLOWEST_FIRST: Final = ("object", "plugin", "hdd", "ssd", "cxl", "dram")
 _FASTEST: Final = "dram"
 _LOOK_S: Final = 0.02
@@ -121,6 +133,16 @@ class ConnectorScheduler:
         self._answered: list[str] = []
         self._loading: dict[str, frozenset[BlockKey]] = {}
         self._block_tokens = 0
+        self.weights = WatchedWeights()
+        self._generation = START
+        self._unplaced: dict[str, EngineRequest] = {}
+        """Requests that have computed nothing, and whose generation is not known yet."""
+        self._left: set[str] = set()
+        """Requests that are served no more, and whose pages may still be read by saves."""
+        self._computed = False
+        """vLLM's own prefix cache may have something."""
+        self._stale = False
+        """It may have what other weights computed."""
 
     def set_workers(self, workers: Iterable[ShardFacts]) -> None:
         """ModelError if the workers do not make up one model."""
@@ -137,10 +159,12 @@ class ConnectorScheduler:
         """Whether the weights are known, so that there is a namespace for them."""
         if "" in self._spaces:
             return True
-        if not self._facts or not known_weights(self._facts[0], self._config):
+        if not self._facts:
+            return False
+        if not known_weights(self._facts[0], self._config, self._generation):
             return False
         spaces = self._spaces_of("")
-        if self._config.decide:
+        if self._config.decide and self._decider is None:
             kinds = zip(self._groups.rules, self._shards, strict=True)
             full = sum(shards for rule, shards in kinds if rule.kind == "full")
             size = sum(space.block_bytes for space in spaces[: full or None])
@@ -161,6 +185,8 @@ class ConnectorScheduler:
         if self._groups.rules[0].kind != "full":
             return
         spaces = [each[: self._shards[0]] for each in self._spaces.values()]
+        if not spaces:
+            return
         share = spaces[0][0].namespace.shard_size / len(self._facts)
         token_s = pace.token_s + pace.step_s / max(1, self._engine.chunk_tokens)
         tags = [space.tag for group in spaces for space in group]
@@ -171,6 +197,16 @@ class ConnectorScheduler:
         reason = _unserved(request)
         if reason or not self._facts:
             self.counts.add("unserved_requests", 1, reason or "no_pages")
+        elif self.weights.in_question:
+            self._unplaced[request.request_id] = request
+        else:
+            self._place(request)
+
+    def _place(self, request: EngineRequest) -> None:
+        """Follow a request that has computed nothing, in the current generation."""
+        if self.weights.name is None or self._stale:
+            reason = "stale_prefix_cache" if self._stale else "weights_unknown"
+            self.counts.add("unserved_requests", 1, reason)
             return
         try:
             if not self._is_ready():
@@ -187,7 +223,8 @@ class ConnectorScheduler:
             RequestKeys.of(list(islice(left, count)), request, chained=rule.kind == "full")
             for count, rule in zip(self._shards, self._groups.rules, strict=True)
         ]
-        tracked = TrackedRequest(request, adapter, self._groups, tuple(keys))
+        of = self._generation
+        tracked = TrackedRequest(request, adapter, self._groups, tuple(keys), generation=of)
         if self._config.wait and self._loads and self._groups.rules[0].kind == "full":
             tracked.awaited = AwaitedBlocks(time.monotonic() + self._config.wait)
         self._tracked[request.request_id] = tracked
@@ -199,6 +236,9 @@ class ConnectorScheduler:
         None: another request is loading the same blocks, to be found in vLLM soon; or another
         machine is about to commit some (`wait` of the settings).
         """
+        self._settle()
+        if request.request_id in self._unplaced:
+            self._place(self._unplaced.pop(request.request_id))
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
             return 0
@@ -411,9 +451,51 @@ class ConnectorScheduler:
             at = end
         return counts
 
+    def _settle(self) -> None:
+        """Before vLLM computes: take the weights that it has loaded for those of the generation."""
+        if not self.weights.in_question:
+            return
+        before, weights = self.weights.name, self.weights.settle()
+        if weights == before:
+            return
+        if weights is None:
+            self._begin_generation(replace(self._generation, weights="unknown"))
+            return
+        self._begin_generation(replace(self._generation, weights=weights))
+        self.counts.add("weight_changes")
+        self._stale = self._engine.shares_pages and self._computed
+        if self._stale:
+            _logger.warning(
+                "kvdepot: nothing is served or saved before reset_prefix_cache(): vLLM's own prefix"
+                " cache may have what other weights computed"
+            )
+
+    def _begin_generation(self, generation: Generation) -> None:
+        """From now on blocks are of this one. Requests that have computed something are served no
+        more: what they compute next depends on it."""
+        self._generation = generation
+        self._spaces.clear()
+        self._other_spaces.clear()
+        for name, tracked in list(self._tracked.items()):
+            self._queue_hints.begun(name)
+            if self._decider is not None:
+                self._decider.forget(name)
+            if name not in self._loading and not tracked.request.num_computed_tokens:
+                self._unplaced[name] = tracked.request
+            if tracked.saved:
+                self._left.add(name)
+        self._tracked.clear()
+
+    def prefix_cache_was_reset(self) -> None:
+        """vLLM has nothing left in its own prefix cache."""
+        self._computed = self._stale = False
+
     def plan(self, output: StepOutput) -> StepPlan:
+        self._settle()
         plan, self._plan = self._plan, StepPlan()
+        plan.generation = self._generation
         plan.idle = not output.num_scheduled_tokens
+        self._computed = self._computed or not plan.idle
         plan.preempted = bool(output.preempted_req_ids)
         scheduled = output.num_scheduled_tokens
         step = [
@@ -478,37 +560,40 @@ class ConnectorScheduler:
 
     def finish(self, request: EngineRequest, tables: PageTables) -> bool:
         """A request is over. True: its pages are kept until the workers report it sent."""
+        self._unplaced.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if self._decider is not None and request.num_tokens > request.num_prompt_tokens:
             self._tell_first_token(self._decider.answered(request.request_id))
         elif self._decider is not None:
             self._decider.forget(request.request_id)
-        if tracked is None:
-            return False
-        awaited = self._plan_last_save(tracked, tables)
-        self._queue_hints.finished(request, tracked, awaited=awaited)
-        return awaited
+        left = request.request_id in self._left and not self._facts[0].saves_settle_at_once
+        self._left.discard(request.request_id)
+        awaited = tracked is not None and self._plan_last_save(tracked, tables)
+        if left and not awaited:
+            self._plan.awaited.append(request.request_id)
+        if tracked is not None:
+            self._queue_hints.finished(request, tracked, awaited=awaited)
+        return awaited or left
 
     def saves_ended(self, request_ids: Iterable[str]) -> None:
         """Saves of these requests are over on all workers."""
         self._queue_hints.saved(request_ids)
 
     def reset(self) -> bool:
-        """Remove everything that this model has in the depot. False: that was not possible."""
-        spaces = [space for each in self._spaces.values() for space in each]
+        """Use nothing any more that is in the depot now, and leave it to the other engines. False:
+        the depot does not answer, so that it is not known what it does with the blocks."""
+        self._begin_generation(replace(self._generation, reset=uuid.uuid4().hex))
         try:
-            for adapter in self._spaces:
-                for shards in other_sizes([group.shard for group in self._facts[0].groups]):
-                    groups = self._spaces_at(adapter, shards)
-                    spaces += [space for group in groups for space in group]
-            for space in spaces:
-                self._depot.store.remove_namespace(space)
+            self._depot.store.audits.known()
         except KVDepotError as error:
-            self._warnings.warn("the depot cannot be emptied", error)
+            self.counts.add("resets", 1, "failed")
+            _logger.warning("kvdepot: a reset was not confirmed: %s", str(error))
             return False
-        for tracked in self._tracked.values():
-            tracked.forget(0)
-            tracked.other_keys = None
+        self.counts.add("resets", 1, "done")
+        _logger.info(
+            "kvdepot: reset: this engine uses no block from before, and shares none with other"
+            " engines until it is started again; theirs are left alone (kvdepot remove)"
+        )
         return True
 
     def close(self) -> None:
@@ -586,6 +671,7 @@ class ConnectorScheduler:
             first,
             timeout_s=self._config.load_timeout,
             in_turn=not DRIVES.isdisjoint(tiers),
+            generation=tracked.generation,
         )
 
     def _complete(self, tracked: TrackedRequest, scheduled: int) -> int:
@@ -601,7 +687,8 @@ class ConnectorScheduler:
 
     def _spaces_of(self, adapter: str) -> list[NamespaceHandle]:
         if adapter not in self._spaces:
-            workers = [namespaces_of(each, self._config, adapter) for each in self._facts]
+            config, of = self._config, self._generation
+            workers = [namespaces_of(each, config, adapter, of) for each in self._facts]
             groups = [_distinct(spaces) for spaces in zip(*workers, strict=True)]
             handles = [self._depot.store.register(space) for group in groups for space in group]
             self._shards = [len(group) for group in groups]
@@ -613,7 +700,7 @@ class ConnectorScheduler:
         the depot has them, or has nothing of them."""
         if (adapter, shards) not in self._other_spaces:
             stages = [
-                namespaces_at(each, self._config, adapter, shards)
+                namespaces_at(each, self._config, adapter, shards, self._generation)
                 for each in self._facts
                 if each.place.rank == 0
             ]

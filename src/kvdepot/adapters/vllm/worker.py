@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,8 @@ from kvdepot.adapters.vllm.identity import (
     shard_facts,
 )
 from kvdepot.adapters.vllm.messages import (
+    START,
+    Generation,
     LoadEnd,
     LoadJob,
     SaveJob,
@@ -78,9 +80,9 @@ class ConnectorWorker:
         self._depot = depot
         self.counts = ConnectorCounts()
         self._warnings = RateLimitedWarnings()
-        self._tags: dict[tuple[str, int], list[list[bytes]]] = {}
-        """Of the namespaces in use, for each adapter and number of shards (0: as here): for each
-        group those of its shards, or only this worker's."""
+        self._tags: dict[tuple[str, Generation, int], list[list[bytes]]] = {}
+        """Of the namespaces in use, for each adapter, generation and number of shards (0: as here):
+        for each group those of its shards, or only this worker's."""
         self.loaded = LoadedAdapters()
         self._facts: ShardFacts | None = None
         self._loader: Loader | None = None
@@ -106,7 +108,7 @@ class ConnectorWorker:
         self._facts = shard_facts(self._engine, self._cache, groups, self._config, place)
         store = self._depot.store
         if known_weights(self._facts, self._config):
-            self._use("")
+            self._use("", START)
         device = groups[0].tensors.device
         mover = self._mover = open_mover(lambda: store.memory, device)
         self._drops_pages = any(each.group.rule.kind != "full" for each in groups)
@@ -205,6 +207,8 @@ class ConnectorWorker:
         finished = FinishedTransfers(self._awaited - reading)
         self._awaited &= reading
         for one in self._loader.take(_IDLE_WAIT_S if plan.idle else 0.0):
+            if one.job.generation != plan.generation:
+                one = _failed(one)
             parts = self._parts.setdefault(one.job.request_id, [])
             parts.append(one)
             if len(parts) == one.job.jobs:
@@ -268,19 +272,21 @@ class ConnectorWorker:
                 part.close()
         self._depot.close()
 
-    def _use(self, adapter: str, shards: int = 0) -> None:
+    def _use(self, adapter: str, generation: Generation, shards: int = 0) -> None:
         """Register namespaces that are new: this worker's, or of so many shards."""
-        store = self._depot.store
+        store, facts, config = self._depot.store, self.facts, self._config
         if shards:
-            groups = namespaces_at(self.facts, self._config, adapter, shards)
+            groups = namespaces_at(facts, config, adapter, shards, generation)
         else:
-            groups = [[space] for space in namespaces_of(self.facts, self._config, adapter)]
+            groups = [[space] for space in namespaces_of(facts, config, adapter, generation)]
         handles = [[store.register(space) for space in spaces] for spaces in groups]
         if not shards:
             number = store.audits.producer(producer_of(self.facts))
             for (space,) in handles:
                 space.made_by(number)
-        self._tags[adapter, shards] = [[space.tag for space in spaces] for spaces in handles]
+        self._tags[adapter, generation, shards] = [
+            [space.tag for space in spaces] for spaces in handles
+        ]
         for space in (space for spaces in handles for space in spaces):
             _logger.info(
                 "kvdepot: blocks of %d tokens, %s each, namespace %s; the depot has %d blocks",
@@ -305,8 +311,8 @@ class ConnectorWorker:
         try:
             if job.adapter and not self.loaded.has(job.adapter.rpartition(" ")[2]):
                 raise ModelError("vLLM has loaded other weights as this LoRA")
-            if (job.adapter, shards) not in self._tags:
-                self._use(job.adapter, shards)
+            if (job.adapter, job.generation, shards) not in self._tags:
+                self._use(job.adapter, job.generation, shards)
             return self._pick(job, shards)
         except KVDepotError as error:
             self._warnings.warn("an adapter has no place in the depot", error)
@@ -316,7 +322,7 @@ class ConnectorWorker:
     def _pick(self, job: TransferJob, shards: int) -> Sequence[BlockKey]:
         """Of a job's keys those that this worker needs, by their namespaces."""
         by_tag = {keys[0][:TAG_BYTES]: keys for keys in job.keys if keys}
-        tags = self._tags[job.adapter, shards][job.group]
+        tags = self._tags[job.adapter, job.generation, shards][job.group]
         if len(tags) > 1:
             parts = parts_of(self.facts.groups[job.group].shard, shards)
             tags = [tags[part.rank] for part in parts]
@@ -324,6 +330,14 @@ class ConnectorWorker:
             raise ModelError("the scheduler has other namespaces than this worker")
         lists = [by_tag[tag] for tag in tags]
         return lists[0] if len(lists) == 1 else list(interleaved(lists))
+
+
+def _failed(load: FinishedLoad) -> FinishedLoad:
+    """A load that brought what other weights computed, or what was there before a reset: as if it
+    had brought nothing."""
+    job = load.job
+    end = replace(load.end, failed_block=job.first_block)
+    return replace(load, end=end, failed_pages=frozenset(job.pages[job.present_pages :]))
 
 
 class StepTimer:

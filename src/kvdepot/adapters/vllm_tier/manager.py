@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 from vllm.config import VllmConfig  # type: ignore[import-not-found]
+from vllm.v1.executor.abstract import Executor  # type: ignore[import-not-found]
 from vllm.v1.kv_offload.base import (  # type: ignore[import-not-found]
     Locality,
     LookupResult,
@@ -22,6 +23,7 @@ from vllm.v1.kv_offload.tiering.base import (  # type: ignore[import-not-found]
 from vllm.version import __version__  # type: ignore[import-not-found]
 
 import kvdepot
+from kvdepot.adapters.vllm.loaded_weights import WatchedWeights
 from kvdepot.adapters.vllm_tier.chunks import (
     ChunkJob,
     ChunkTransfers,
@@ -60,9 +62,10 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         try:
             self._settings = read(settings)
+            engine = engine_config(VllmConfig)
             self._identity = identify(
                 offloading_spec,
-                engine_config(VllmConfig),
+                engine,
                 self._settings,
                 self.block_size_bytes,
                 __version__,
@@ -79,6 +82,16 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
         self._chunk_tokens = {group: tokens for group, tokens, _ in self._identity.groups}
         self._spaces: dict[int, NamespaceHandle] = {}
+        self._weights = WatchedWeights()
+        self._requests: set[str] = set()
+        self._emptied = False
+        """vLLM has emptied its CPU tier, and no request has come since."""
+        self._used = False
+        """Requests may have left something in it since it was emptied while there were none."""
+        self._stale = False
+        """It may have what other weights computed."""
+        if engine is not None:
+            self._weights.watch(Executor.get_class(engine), engine.parallel_config)
         self._transfers = ChunkTransfers(
             self._depot, self._settings.load_timeout, self._settings.load_threads
         )
@@ -95,6 +108,9 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
         return self._depot
 
     def on_new_request(self, req_context: Any) -> Any:
+        self._settle()
+        self._requests.add(req_context.req_id)
+        self._used, self._emptied = True, False
         return RequestOffloadingContext(policy=_POLICIES[self._settings.policy])
 
     def lookup(self, key: Any, req_context: Any) -> Any:
@@ -127,6 +143,8 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         self._failed.pop(req_context.req_id, None)
+        self._requests.discard(req_context.req_id)
+        self._begin_anew()
 
     def take_events(self) -> Iterable[Any]:
         if self._events:
@@ -134,7 +152,15 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
             yield from events
 
     def drain_jobs(self) -> None:
+        """vLLM empties its CPU tier: it calls this before, and at no other time."""
         self._transfers.drain()
+        self._emptied = True
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """If nothing is left of what was computed before: no chunk, and no request."""
+        if self._emptied and not self._requests:
+            self._used = self._stale = False
 
     def shutdown(self) -> None:
         """Write down what waits, and let go of vLLM's memory. May be called twice."""
@@ -143,10 +169,28 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
         self._rows = None
         self._depot.close()
 
+    def _settle(self) -> None:
+        """Take the weights that are loaded for those of the chunks that come."""
+        if not self._weights.in_question:
+            return
+        before = self._weights.name
+        if self._weights.settle() == before:
+            return
+        self._spaces.clear()
+        self._stale = self._used
+        if self._stale:
+            _logger.warning(
+                "kvdepot: nothing is served or saved before reset_prefix_cache(reset_connector="
+                "True): vLLM's CPU tier may have what other weights computed"
+            )
+
     def _ready(self) -> bool:
         """Whether the weights are known, and so the namespaces."""
+        self._settle()
+        if self._stale or self._weights.name is None:
+            return False
         if not self._spaces:
-            weights = self._identity.known_weights(self._settings)
+            weights = self._weights.name or self._identity.known_weights(self._settings)
             if weights:
                 spaces = self._identity.namespaces(self._settings, weights)
                 self._spaces = {group: self._depot.register(one) for group, one in spaces.items()}
