@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.support import wrong_producers, zoo
+from tests.support import tiny_transformers, wrong_producers
 
 from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.core.config import AuditConfig
@@ -43,8 +43,8 @@ def assert_no_alarm(store: Store, compared: int) -> None:
 
 @pytest.mark.parametrize("fault", wrong_producers.FAULTS)
 def test_finds_each_fault(fault: str, memory: Store) -> None:
-    model = zoo.build(zoo.llama())
-    ids = zoo.tokens(PROMPT)
+    model = tiny_transformers.build(tiny_transformers.llama())
+    ids = tiny_transformers.tokens(PROMPT)
     with attached(model, memory) as served:
         wrong_producers.put(
             memory, space_of(served), ids, wrong_producers.FAULTS[fault](model, ids)
@@ -75,10 +75,10 @@ def test_finds_each_fault(fault: str, memory: Store) -> None:
     ],
 )
 def test_no_alarm_for_what_is_right(name: str, dtype: torch.dtype, memory: Store) -> None:
-    model = zoo.build(zoo.SERVED[name](), dtype=dtype)
+    model = tiny_transformers.build(tiny_transformers.SERVED[name](), dtype=dtype)
     with attached(model, memory, AuditConfig(share=1)) as served:
         for seed in range(2):
-            ids = zoo.tokens(PROMPT, seed=seed)
+            ids = tiny_transformers.tokens(PROMPT, seed=seed)
             expected = ask(served, ids)
             for _ in range(2):
                 answer = ask(served, ids)
@@ -87,8 +87,8 @@ def test_no_alarm_for_what_is_right(name: str, dtype: torch.dtype, memory: Store
 
 
 def test_an_audited_hit_computes_one_block_more(memory: Store) -> None:
-    model = zoo.build(zoo.llama())
-    ids = zoo.tokens(PROMPT)
+    model = tiny_transformers.build(tiny_transformers.llama())
+    ids = tiny_transformers.tokens(PROMPT)
     with attached(model, memory) as served:
         ask(served, ids)
         computed = []
@@ -100,8 +100,10 @@ def test_an_audited_hit_computes_one_block_more(memory: Store) -> None:
 
 
 def test_a_batch(memory: Store) -> None:
-    model = zoo.build(zoo.llama())
-    batch = zoo.padded([zoo.tokens(PROMPT, seed=1), zoo.tokens(40, seed=2)])
+    model = tiny_transformers.build(tiny_transformers.llama())
+    batch = tiny_transformers.padded(
+        [tiny_transformers.tokens(PROMPT, seed=1), tiny_transformers.tokens(40, seed=2)]
+    )
     with attached(model, memory, AuditConfig(share=1)) as served:
         expected = model.generate(**batch, **GREEDY, pad_token_id=0)
         for _ in range(3):
@@ -111,8 +113,8 @@ def test_a_batch(memory: Store) -> None:
 
 
 def test_blocks_say_what_has_made_them(memory: Store) -> None:
-    model = zoo.build(zoo.llama())
-    ids = zoo.tokens(PROMPT)
+    model = tiny_transformers.build(tiny_transformers.llama())
+    ids = tiny_transformers.tokens(PROMPT)
     with attached(model, memory) as served:
         ask(served, ids)
         key = space_of(served).keys(ids[0].numpy())[0]

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.support.zoo import build, gpt2, llama, tokens, transformers
+from tests.support.tiny_transformers import build, gpt2, llama, tokens, transformers
 
 from kvdepot.adapters.hf import attach
 from kvdepot.adapters.hf.identity import weights_digest
@@ -147,6 +147,106 @@ def test_a_weight_written_in_place_makes_it_another_model(memory: Store) -> None
         assert fetched(depot_model) == 80
 
 
+def weight_of(model: Any) -> Any:
+    return model.model.layers[0].self_attn.k_proj.weight
+
+
+def step(model: Any, **options: Any) -> None:
+    """One step of an optimizer, large enough to change answers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def merge(model: Any) -> None:
+    """As PEFT merges an adapter into a weight."""
+    delta = torch.full_like(weight_of(model), 0.05)
+    weight_of(model).data += delta
+
+
+def other_weights() -> dict[str, Any]:
+    other: dict[str, Any] = build(llama(), seed=8).state_dict()
+    return other
+
+
+WAYS: dict[str, Any] = {
+    "an optimizer's step": step,
+    "a step of a fused optimizer": lambda model: step(model, fused=True),
+    "load_state_dict": lambda model: model.load_state_dict(other_weights()),
+    "weights assigned": lambda model: model.load_state_dict(other_weights(), assign=True),
+    "a copy behind torch's back": lambda model: weight_of(model).data.copy_(
+        weight_of(build(llama(), seed=8)).data
+    ),
+    "an adapter merged": merge,
+    "numpy": lambda model: weight_of(model).detach().numpy().__imul__(1.5),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_changed_weights_are_another_model_until_they_return(memory: Store, way: str) -> None:
+    model = build(llama())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        fetched(depot_model)
+        assert fetched(depot_model) == 80
+        WAYS[way](model)
+        assert fetched(depot_model) == 0
+        assert fetched(depot_model) == 80
+        model.load_state_dict(before)
+        assert fetched(depot_model) == 80, "nothing of the changed model is under the old name"
+
+
+def test_a_buffer_that_is_saved_with_the_weights_counts(memory: Store) -> None:
+    model = build(llama())
+    model.register_buffer("steering", torch.zeros(64))
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        before = depot_model.fingerprint
+        model.steering.data.fill_(0.5)
+        fetched(depot_model)
+        assert depot_model.fingerprint != before
+
+
+class ChangesWeights(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Writes to a weight in the middle of an answer."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 8:
+            weight_of(self.model).data.mul_(1.5)
+        return scores
+
+
+def test_what_was_computed_while_weights_changed_is_not_saved(memory: Store) -> None:
+    model = build(llama())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        processors = transformers.LogitsProcessorList([ChangesWeights(model)])
+        answer = depot_model.generate(
+            IDS, do_sample=False, max_new_tokens=40, logits_processor=processors
+        )
+        assert depot_model.flush()
+        model.load_state_dict(before)
+        assert fetched(depot_model, answer) == 80, "the prompt alone, computed before the change"
+
+
+def test_a_change_that_no_sign_shows_is_found_when_asked_to(memory: Store) -> None:
+    model = build(llama())
+    weight = model.model.embed_tokens.weight.data.view(-1)
+    with attach(model, memory, block_tokens=BLOCK) as depot_model:
+        before, number = depot_model.fingerprint, float(weight[16])
+        weight[16] = number + 0.5  # behind the first numbers that signs look at
+        assert depot_model._parts.binding.still_holds(model)
+        assert depot_model.refresh_identity() != before
+        weight[16] = number
+        assert depot_model.refresh_identity() == before
+
+
 def test_weights_replaced_and_cast_are_noticed(memory: Store) -> None:
     model = build(llama())
     with attach(model, memory, block_tokens=BLOCK) as depot_model:
@@ -168,7 +268,15 @@ def test_a_revision_does_not_outlive_the_weights(memory: Store) -> None:
             model.lm_head.weight.mul_(2)
         with pytest.raises(ModelError, match="have changed") as caught:
             depot_model.generate(IDS, **GREEDY)
-        assert "attach it again" in caught.value.hint
+        assert "refresh_identity" in caught.value.hint
+        with pytest.raises(ModelError, match="attached with a revision"):
+            depot_model.refresh_identity()
+        depot_model.refresh_identity("abd")
+        assert fetched(depot_model) == 0
+        with torch.no_grad():
+            model.lm_head.weight.div_(2)
+        depot_model.refresh_identity("abc")
+        assert fetched(depot_model) == 80
 
 
 class Adapted(torch.nn.Linear):

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.support.zoo import SERVED, build, llama, tokens
+from tests.support.tiny_transformers import SERVED, build, llama, tokens
 
 import kvdepot
 from kvdepot.adapters.hf import DepotModel, attach

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.support.zoo import build, gpt2, llama, padded, tokens, transformers
+from tests.support.tiny_transformers import build, gpt2, llama, padded, tokens, transformers
 
 from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.store.store import Store

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.support.zoo import SERVED, build, tokens
+from tests.support.tiny_transformers import SERVED, build, tokens
 
 from kvdepot.adapters.hf import attach
 from kvdepot.adapters.hf.prefill_meter import PrefillMeter

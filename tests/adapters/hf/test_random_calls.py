@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.support.zoo import SERVED, build, padded, tokens
+from tests.support.tiny_transformers import SERVED, build, padded, tokens
 
 from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.store.store import Store

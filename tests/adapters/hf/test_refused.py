@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.support.zoo import _MLA, _SIZES, build, gemma3, llama, tokens, transformers
+from tests.support.tiny_transformers import _MLA, _SIZES, build, gemma3, llama, tokens, transformers
 
 import kvdepot.adapters.hf
 from kvdepot.adapters.hf import attach

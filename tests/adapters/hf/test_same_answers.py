@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.support.zoo import SERVED, build, llama, padded, tokens, transformers
+from tests.support.tiny_transformers import SERVED, build, llama, padded, tokens, transformers
 
 from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.store.store import Store

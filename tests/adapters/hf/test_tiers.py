@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 from tests.support.page_locks import CudaStandIn
-from tests.support.zoo import SERVED, build, padded, tokens
+from tests.support.tiny_transformers import SERVED, build, padded, tokens
 
 from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.adapters.hf import model as hf_model

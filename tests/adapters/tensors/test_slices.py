@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvdepot import native
 from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces, slices
 from kvdepot.errors import ConfigError
-from kvdepot.native.twin import CopyRectangle
+from kvdepot.native.fallback import CopyRectangle
 
 LAYERS, PAGES, PAGE, DIM = 5, 24, 3, 4
 BLOCK_PAGES = 2

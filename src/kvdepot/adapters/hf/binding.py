@@ -109,6 +109,7 @@ class Binding:
         return self.groups[0].block_tokens
 
     def still_holds(self, model: PreTrainedModel) -> bool:
+        """Whether the model is in the state that this binding is of, as far as signs show."""
         return signs_of(model, self.tuners) == self.signs
 
 
@@ -117,6 +118,9 @@ def bind(model: PreTrainedModel, store: Depot, options: Options) -> Binding:
     shapes = probe(model)
     layers = _by_kind(shapes)
     block_tokens = options.block_tokens or _default_block_tokens(layers)
+    tuners = tuple(tuner_layers(model))
+    # Before the weights are read: what is written meanwhile shows at the next look.
+    signs = signs_of(model, tuners)
     identity = model_fingerprint(model, options.revision)
     # Weights that are fingerprinted need no telling name, and may move to another folder.
     path = str(getattr(model.config, "_name_or_path", "") or "")
@@ -136,7 +140,6 @@ def bind(model: PreTrainedModel, store: Depot, options: Options) -> Binding:
         )
         for group in layers
     ]
-    tuners = tuple(tuner_layers(model))
     producer = _producer(model, shapes[0], identity)
     number = store.audits.producer(producer)
     for group in groups:
@@ -148,7 +151,7 @@ def bind(model: PreTrainedModel, store: Depot, options: Options) -> Binding:
         _tokens_max(model.config),
         bool(getattr(model.config, "rope_parameters", None)),
         tuners,
-        signs_of(model, tuners),
+        signs,
         producer,
     )
 

@@ -1,5 +1,9 @@
 """Who a model is: what makes its KV its own, and cheap signs that it has become another.
 
+Signs are taken at every call and before every save. torch counts most writes to a weight; it does
+not count those through `.data` and numpy, nor those of its fused optimizers, so signs also hold
+some of each weight's content. A write that is not counted and misses that content is not seen.
+
 The identity covers the config and all weights, adapters included. It does not cover the attention
 implementation (eager, sdpa, flash), which changes rounding but not what the KV means: KV computed
 with one is used with another.
@@ -41,6 +45,9 @@ _NOT_KV: Final = frozenset(
     }
 )
 """Of the config, what does not change K and V, or is told better by the weights."""
+_PLACES: Final = 16
+_RUN: Final = 16
+"""Of a weight, the places that signs look at, and the numbers at each: one line of a cache."""
 _ADAPTER_FIELDS: Final = (
     "active_adapter",
     "active_adapters",
@@ -121,13 +128,47 @@ def tuner_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def signs_of(model: PreTrainedModel, tuners: Sequence[torch.nn.Module]) -> Signs:
-    """Cheap: taken at every call. Equal signs, equal KV, unless written behind torch's back."""
+    """Cheap: taken at every call. Equal signs, equal KV, but for what the module's text names."""
+    weights = _kept_tensors(model)
     # How often torch wrote to each in place; weights made in inference mode do not say.
-    weights = tuple(
+    places = tuple(
         (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
-        for weight in model.parameters()
+        for weight in weights
     )
-    return Signs(hash(weights), adapter_state(tuners))
+    return Signs(hash((places, _some_content(weights))), adapter_state(tuners))
+
+
+def _kept_tensors(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The tensors that `weights_digest` covers: parameters, and buffers that are saved with them.
+
+    Buffers that are not saved, such as rotary frequencies, come from the config, and some models
+    replace them from call to call.
+    """
+    buffers = (
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+    return [*model.parameters(), *buffers]
+
+
+def _some_content(weights: Sequence[torch.Tensor]) -> bytes:
+    """Bytes from places all over every weight. Empty for types that cannot be read as bytes."""
+    try:
+        pieces = [_some_of(weight.detach()) for weight in weights if weight.numel()]
+        return torch.cat(pieces).cpu().numpy().tobytes() if pieces else b""
+    except (NotImplementedError, RuntimeError):
+        return b""
+
+
+def _some_of(weight: torch.Tensor) -> torch.Tensor:
+    flat = weight.reshape(-1)  # a copy only where a weight does not lie in one piece
+    count = flat.numel()
+    if count > _PLACES * _RUN:
+        step = (count - _RUN) // (_PLACES - 1)
+        flat = flat.as_strided((_PLACES, _RUN), (step, 1), flat.storage_offset())
+    return flat.contiguous().view(-1).view(torch.uint8)
 
 
 def adapter_state(tuners: Sequence[torch.nn.Module]) -> str:

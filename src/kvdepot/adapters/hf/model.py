@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -139,6 +140,22 @@ class DepotModel:
         groups = self._current().binding.groups
         return sum(self._store.session(name, group.keys(token_ids), state) for group in groups)
 
+    def refresh_identity(self, revision: str | None = None) -> str:
+        """Find out again who the model is; returns its identity. `revision` names the weights that
+        it has now.
+
+        Most changes of weights are noticed without it, see docs/transformers.md for those that are
+        not. ModelError where the model was attached with a revision and none is given.
+        """
+        if revision is None and self._options.revision is not None:
+            raise ModelError(
+                "the model was attached with a revision, which no longer names its weights",
+                hint="refresh_identity(revision) with what names them now",
+            )
+        self._options = replace(self._options, revision=revision)
+        self._bind_again()
+        return self.fingerprint
+
     def flush(self, timeout_s: float | None = _FLUSH_TIMEOUT_S) -> bool:
         """Wait until all that was computed so far is in the depot's memory; `store.flush` waits
         for the disk. False: time ran out."""
@@ -198,20 +215,23 @@ class DepotModel:
 
     def _current(self) -> ModelParts:
         """The parts, made anew where the model has become another."""
-        before = self._parts.binding
-        if not before.still_holds(self.wrapped):
+        if not self._parts.binding.still_holds(self.wrapped):
             if self._options.revision is not None:
                 raise ModelError(
                     "the model's weights or adapters have changed since it was attached",
-                    hint="attach it again with the revision it has now, or with none",
+                    hint="name them: refresh_identity(revision), or attach it without a revision",
                 )
-            self.flush()
-            binding = bind(self.wrapped, self._store, self._options)
-            if binding.device != before.device:
-                self._mover.close()
-                self._mover = open_mover(lambda: self._store.memory, binding.device)
-            self._parts = self._new_parts(binding)
+            self._bind_again()
         return self._parts
+
+    def _bind_again(self) -> None:
+        self.flush()
+        device = self._parts.binding.device
+        binding = bind(self.wrapped, self._store, self._options)
+        if binding.device != device:
+            self._mover.close()
+            self._mover = open_mover(lambda: self._store.memory, binding.device)
+        self._parts = self._new_parts(binding)
 
     def _pass(self, reason: str, call: Callable[[], Any]) -> Any:
         self._finish(CallStats(passed=reason))

@@ -137,6 +137,8 @@ class ServedCall:
             rows = self._sequence_rows(sequences, ends, int(static.get_seq_length()))
         else:
             rows = self._prompt_rows(self._columns)
+        if not self._is_same_model():
+            return
         job = OffloadJob(rows, self._snapshots(static), self._event())
         future = self._offloader.submit(job)
         if future is not None:
@@ -226,7 +228,13 @@ class ServedCall:
             return columns
         return min(columns, self._binding.tokens_max + min(prompt.pad for prompt in self._prompts))
 
+    def _is_same_model(self) -> bool:
+        """Whether the weights are those of the call's begin: others' KV has another name."""
+        return self._binding.still_holds(self._model)
+
     def _submit(self, cache: DepotCache, rows: list[OffloadRow]) -> bool:
+        if not self._is_same_model():
+            return False
         first = None if self._prepared is None else self._prepared.close
         job = OffloadJob(rows, self._snapshots(cache), self._event(), first)
         return self._offloader.submit(job) is not None
