@@ -32,10 +32,14 @@ class FakeLlama(ThreadingHTTPServer):
         self.seen: list[tuple[str, Any]] = []
         """Requests: paths and bodies."""
         self.states = MadeState(streams=count)
+        self.adapters: list[dict[str, Any]] = []
+        """Its LoRAs."""
         self.delay_s = 0.0
         """How long after a request has come its slot is still what it was."""
         self.forgets = 0
         """How many saves are never answered."""
+        self.keys: set[str] = set()
+        """API keys, without which POST requests are refused; empty: none is needed."""
         self.hold = threading.Event()
         """Streams wait for it in the middle."""
         self.thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
@@ -55,7 +59,8 @@ class FakeLlama(ThreadingHTTPServer):
         slot = request.get("id_slot", -1)
         content = self.contents[slot]
         known = 0
-        while known < min(len(content), len(tokens) - 1) and content[known] == tokens[known]:
+        reusable = min(len(content), len(tokens) - 1) if request.get("cache_prompt", True) else 0
+        while known < reusable and content[known] == tokens[known]:
             known += 1
         count = request.get("n_predict", request.get("max_tokens", 4))
         self.contents[slot] = tokens + [33] * (count - 1)
@@ -66,6 +71,9 @@ class FakeLlama(ThreadingHTTPServer):
             "predicted_n": count,
         }
         return {"content": f"{known}", "slot": slot, "timings": timings}
+
+    def seen_completions(self) -> list[Any]:
+        return [body for path, body in self.seen if path == "/completion"]
 
     def act(self, slot: int, action: str, filename: str) -> dict[str, Any]:
         path = self.slots / filename
@@ -97,7 +105,7 @@ class _FakeHandler(BaseHTTPRequestHandler):
         known: dict[str, Any] = {
             "/props": {"model_path": str(self.server.model), "build_info": "b1"},
             "/slots": slots,
-            "/lora-adapters": [],
+            "/lora-adapters": self.server.adapters,
         }
         self.reply(200, known.get(self.path, {"path": self.path}))
 
@@ -107,6 +115,10 @@ class _FakeHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
         self.server.seen.append((self.path, body))
+        key = self.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.server.keys and key not in self.server.keys:
+            self.reply(401, {"error": {"message": "Invalid API Key"}})
+            return
         if any(part in self.path for part in self.server.refused):
             self.reply(501, {"error": {"message": "not today"}})
             return
@@ -118,6 +130,10 @@ class _FakeHandler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             self.reply(200, self.server.act(int(number), action, body.get("filename", "")))
+        elif self.path == "/lora-adapters":
+            for change in body:
+                self.server.adapters[change["id"]]["scale"] = change["scale"]
+            self.reply(200, {"success": True})
         elif self.path == "/tokenize":
             self.reply(200, {"tokens": [ord(letter) for letter in body["content"]]})
         elif self.path == "/apply-template":

@@ -1,4 +1,5 @@
-"""A small model with sliding windows for llama.cpp, of random weights, as a GGUF file."""
+"""A small model with sliding windows for llama.cpp, and LoRAs for SmolLM2-135M, of random weights,
+as GGUF files."""
 
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,24 @@ def _add_weights(writer: Any) -> None:
         for name, shape in shapes.items():
             weight = chance.standard_normal(shape, np.float32) / 8
             writer.add_tensor(f"blk.{layer}.{name}.weight", weight)
+
+
+def write_lora(target: Path, seed: int, rank: int = 4) -> None:
+    """For all layers of SmolLM2-135M: their K and V are others with it."""
+    import gguf
+
+    chance = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
+    for layer in range(30):
+        for name in ("attn_k", "attn_v"):
+            into = chance.standard_normal((rank, 576), np.float32) / 8
+            out = chance.standard_normal((192, rank), np.float32) / 8
+            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_a", into)
+            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_b", out)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -75,10 +75,13 @@ class LlamaServer:
         self.kill()
 
 
-def ask(url: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 300.0) -> Any:
-    """One request and its answer, as JSON."""
+def ask(url: str, path: str, body: Any = None, timeout_s: float = 300.0, key: str = "") -> Any:
+    """One request and its answer, as JSON. `key` is the API key."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url + path, data, headers)
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         return json.loads(answer.read())
 

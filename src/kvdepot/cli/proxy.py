@@ -7,11 +7,10 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kvdepot
 from kvdepot.adapters.llama_cpp.blocks import BLOCK_TOKENS
-from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings
 from kvdepot.cli import output
@@ -19,7 +18,10 @@ from kvdepot.cli.arguments import add_store_settings, count, explained, parse_se
 from kvdepot.cli.directories import models_folder
 from kvdepot.core import config
 from kvdepot.core.depot import Depot
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, ExtraMissingError
+
+if TYPE_CHECKING:
+    from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -110,6 +112,10 @@ def share(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
+    except ImportError as error:
+        raise ExtraMissingError("llama", str(error.name)) from error
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     settings = LinkSettings(
         args.upstream,
@@ -146,7 +152,7 @@ def open_depot(args: argparse.Namespace) -> Depot:
     return kvdepot.open(f"unix:{args.socket}")
 
 
-def serve(server: ProxyServer, args: argparse.Namespace) -> None:
+def serve(server: "ProxyServer", args: argparse.Namespace) -> None:
     """Answer clients until a signal comes; a second one ends the process at once."""
 
     def stop(*_: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.support.llama_states import MadeState
 
 import kvdepot
+from kvdepot.adapters.llama_cpp import blocks as blocks_module
 from kvdepot.adapters.llama_cpp.blocks import SequenceBlocks, gguf_digest, gguf_files
 from kvdepot.adapters.llama_cpp.sequence_state import Rows, StateLayout, read_state
 from kvdepot.core.config import AuditConfig
@@ -212,3 +213,67 @@ def test_a_type_that_is_not_understood() -> None:
     layout = StateLayout(4, False, (), (Rows(99, 4),), ())
     with pytest.raises(ValueError, match="99"):
         layout.numbers(bytes(4), 1)
+
+
+def test_users_have_namespaces_of_their_own(depot: Depot) -> None:
+    """Their token ids, which routers may be told, are not kept."""
+    made = MadeState(cells=16)
+    tokens = list(range(16))
+    state = read_state(made.state(), 4)
+    with depot:
+        assert isinstance(depot, kvdepot.Store)
+        shared = open_blocks(depot, made)
+        one, other = (shared.variant(user, "") for user in (b"one", b"other"))
+        for blocks in (shared, one, other):
+            assert blocks.known(tokens) == 0
+            assert blocks.store(tokens, state) == 2
+            assert load(blocks, tokens) == (16, made.state())
+        assert shared.variant(b"one", "") is one
+        assert shared.variant(b"", "") is shared
+        assert len({blocks.space.tag for blocks in (shared, one, other)}) == 3
+        assert shared.tags == [blocks.space.tag for blocks in (shared, one, other)]
+        assert depot.token_ids(shared.space.keys(tokens)) == [tokens[:8], tokens[8:]]
+        assert depot.token_ids(one.space.keys(tokens)) == [[], []]
+
+
+def test_users_have_a_namespace_for_each_set_of_loras(depot: Depot) -> None:
+    made = MadeState(cells=16)
+    tokens = list(range(16))
+    state = read_state(made.state(), 4)
+    with depot:
+        assert isinstance(depot, kvdepot.Store)
+        off = open_blocks(depot, made, adapter="off")
+        names = [(user, adapter) for user in (b"", b"one", b"other") for adapter in ("off", "on")]
+        for user, adapter in names:
+            blocks = off.variant(user, adapter)
+            assert blocks.known(tokens) == 0, (user, adapter)
+            assert blocks.store(tokens, state) == 2
+            kept = [tokens[:8], tokens[8:]] if not user else [[], []]
+            assert depot.token_ids(blocks.space.keys(tokens)) == kept
+        assert off.variant(b"", "off") is off
+        assert off.tags == [off.variant(*name).space.tag for name in names]
+        assert len(set(off.tags)) == len(names)
+
+
+def test_a_users_namespace_depends_on_the_tenants_secret_too() -> None:
+    made = MadeState(cells=16)
+    tags = set()
+    for secret in ("11" * 16, "22" * 16):
+        dram = {"capacity": "8MiB", "prefault": False, "huge_pages": "never"}
+        with kvdepot.open(dram=dram, tenants={"t": {"secret_hex": secret}}) as depot:
+            tags.add(open_blocks(depot, made, tenant="t").variant(b"one", "").space.tag)
+    assert len(tags) == 2
+
+
+def test_users_that_were_forgotten_find_their_blocks(
+    depot: Depot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks_module, "_VARIANTS_MAX", 3)
+    made = MadeState(cells=16)
+    with depot:
+        shared = open_blocks(depot, made)
+        shared.variant(b"0", "").store(list(range(16)), read_state(made.state(), 4))
+        for number in range(1, 9):
+            shared.variant(b"%d" % number, "")
+            assert len(shared.tags) <= 4
+        assert shared.variant(b"0", "").known(list(range(16))) == 16

@@ -9,13 +9,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import h11
 import pytest
 from tests.support.fake_llama import FakeLlama
 from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.adapters.llama_cpp import proxy, server_link
-from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
+from kvdepot.adapters.llama_cpp.http_relay import ProxyServer, api_key
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import (
     LinkSettings,
@@ -41,19 +42,27 @@ class Front:
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.server.server_address[1], timeout=60)
 
-    def ask(self, path: str, body: Any = None, method: str = "") -> tuple[int, Any]:
+    def ask(self, path: str, body: Any = None, method: str = "", key: str = "") -> tuple[int, Any]:
         connection = self.connection()
         content = None if body is None else json.dumps(body)
-        connection.request(method or ("GET" if body is None else "POST"), path, content)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request(method or ("GET" if body is None else "POST"), path, content, headers)
         response = connection.getresponse()
         answer = response.status, json.loads(response.read() or b"{}")
         connection.close()
         return answer
 
-    def complete(self, prompt: object, **more: Any) -> Any:
-        status, answer = self.ask("/completion", {"prompt": prompt, **more})
+    def complete(self, prompt: object, key: str = "", **more: Any) -> Any:
+        status, answer = self.ask("/completion", {"prompt": prompt, **more}, key=key)
         assert status == 200
         return answer
+
+    def complete_streamed(self, prompt: str, key: str) -> None:
+        connection = self.connection()
+        body = json.dumps({"prompt": prompt, "stream": True})
+        connection.request("POST", "/completion", body, {"Authorization": f"Bearer {key}"})
+        assert connection.getresponse().read()
+        connection.close()
 
     def until_ready(self) -> None:
         until(lambda: bool(self.proxy.status()["ready"]))
@@ -261,13 +270,69 @@ def test_another_server_is_another_namespace(
     server.close()
 
 
-def test_a_request_with_its_own_lora_ends_it(start: Start, fake: FakeLlama) -> None:
+def load_lora(fake: FakeLlama, folder: Path, **more: Any) -> None:
+    path = folder / "lora.gguf"
+    path.write_bytes(b"lora")
+    fake.adapters = [{"id": 0, "path": str(path), "scale": 1.0, **more}]
+
+
+def test_a_request_is_sent_with_the_loras_that_its_blocks_are_named_by(
+    start: Start, fake: FakeLlama, tmp_path: Path
+) -> None:
+    load_lora(fake, tmp_path)
+    front = start()
+    front.until_ready()
+    assert front.complete(TEXT)["content"] == "0"
+    front.until_stored(len(TEXT) // 16)
+    assert fake.seen_completions()[-1]["lora"] == [{"id": 0, "scale": 1.0}]
+    own = [{"id": 0, "scale": 0.5}]
+    assert front.complete(TEXT, lora=own)["content"] == "0", "what the slot has is not used"
+    assert fake.seen_completions()[-1]["lora"] == own
+    front.until_stored(2 * (len(TEXT) // 16))
+    assert int(front.complete(TEXT)["content"]) == len(TEXT) // 16 * 16
+    fake.adapters[0]["scale"] = 0.0
+    assert front.complete(TEXT)["content"] == "0"
+    assert fake.seen_completions()[-1]["lora"] == [{"id": 0, "scale": 0.0}]
+    assert front.proxy.status()["failed"] == 0
+
+
+def test_what_a_servers_own_cache_gave_a_slot_is_not_stored(
+    start: Start, fake: FakeLlama, tmp_path: Path
+) -> None:
+    """It may be of other LoRAs."""
+    load_lora(fake, tmp_path)
+    front = start()
+    front.until_ready()
+    front.complete(TEXT[:32])
+    front.until_stored(2)
+    plain = fake.complete
+
+    def from_a_cache(request: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+        fake.contents[request["id_slot"]] = tokens[:-1]
+        return plain(request, tokens)
+
+    fake.complete = from_a_cache  # type: ignore[method-assign]
+    front.complete(TEXT)
+    until(lambda: front.proxy.counters.saved_slots == 2)
+    assert front.proxy.counters.stored_blocks == 2
+
+
+def test_an_activated_lora_is_refused(start: Start, fake: FakeLlama, tmp_path: Path) -> None:
+    load_lora(fake, tmp_path, alora_invocation_tokens=[5])
+    front = start()
+    until(lambda: "activated LoRA" in front.proxy.status()["reason"])
+    assert "content" in front.complete(TEXT)
+
+
+def test_a_lora_that_the_server_does_not_have_changes_nothing(
+    start: Start, fake: FakeLlama
+) -> None:
     front = start()
     front.until_ready()
     front.complete(TEXT, lora=[{"id": 0, "scale": 1.0}])
-    assert "LoRA" in front.proxy.status()["reason"]
-    front.complete(TEXT)
-    assert fake.seen[-1][1] == {"prompt": TEXT}
+    front.until_stored(len(TEXT) // 16)
+    erase(fake)
+    assert front.proxy.status()["ready"]
 
 
 def test_a_shifted_context_ends_it(start: Start, fake: FakeLlama) -> None:
@@ -299,7 +364,7 @@ def test_a_chunked_request_is_read(start: Start, fake: FakeLlama) -> None:
     pieces = iter([b'{"prompt": ', b'"x"}'])
     connection.request("POST", "/completion", pieces, encode_chunked=True)
     assert connection.getresponse().status == 200
-    assert fake.seen[-1] == ("/completion", {"prompt": "x"}) or "id_slot" in fake.seen[-1][1]
+    assert "x" in [body["prompt"] for path, body in fake.seen if path == "/completion"]
     connection.close()
 
 
@@ -351,3 +416,193 @@ def test_an_answer_without_timings_tells_nothing() -> None:
     assert read_timing(whole.replace(b"8.5", b"1e999")) == PromptTiming(4, 3, 2, None)
     for bad in (b"", whole.replace(b"3", b"1e999"), whole.replace(b"4", b"-+"), whole[:30]):
         assert read_timing(bad) is None
+
+
+BLOCKS = len(TEXT) // 16
+"""Blocks of TEXT, of which each letter is a token."""
+
+
+def test_users_with_other_api_keys_share_no_kv(start: Start, fake: FakeLlama) -> None:
+    """Neither in slots, which the server has, nor from the depot; each user hits its own."""
+    front = start()
+    front.until_ready()
+    for stored, key in enumerate(("alice", "bob", ""), 1):
+        assert front.complete(TEXT, key)["content"] == "0"
+        front.until_stored(stored * BLOCKS)
+    erase(fake)
+    second = start()  # knows of no slot's content
+    second.until_ready()
+    assert second.complete(TEXT + "?", "carol")["content"] == "0"
+    for key in ("alice", "bob", ""):
+        assert int(second.complete(TEXT + "?", key)["content"]) >= BLOCKS * 16
+    assert second.proxy.status()["failed"] == 0
+
+
+def test_a_user_finds_what_it_left_in_a_slot(start: Start, fake: FakeLlama) -> None:
+    """Two users take turns in two slots, with a prompt too short for a block of the depot."""
+    front = start()
+    front.until_ready()
+    for _ in range(2):
+        fresh = [front.complete("a short one", key)["slot"] for key in ("alice", "bob")]
+        assert sorted(fresh) == [0, 1]
+    assert front.complete("a short one, too", "alice")["content"] == str(len("a short one"))
+    assert front.complete("a short one, too", "carol")["content"] == "0"
+
+
+@pytest.mark.parametrize("wish", [{"id_slot": 0}, {"n": 2}])
+def test_a_request_that_is_passed_on_uses_no_slot_of_another_user(
+    wish: dict[str, int], start: Start, fake: FakeLlama
+) -> None:
+    """The server chooses its slot, or the client does."""
+    front = start()
+    front.until_ready()
+    for number in range(2):
+        assert front.complete(f"{number}{TEXT}", "alice")["slot"] == number
+    front.until_stored(2 * BLOCKS)
+    for number in range(2):
+        prompt = f"{number}{TEXT}?"
+        assert front.complete(prompt, "bob", **wish)["content"] == "0"
+        # The server has the prompt now, for bob: alice does not find it, but what is her own.
+        assert front.complete(prompt, "alice")["content"] == str(BLOCKS * 16)
+
+
+def test_a_user_keeps_its_slots_while_it_is_alone(start: Start, fake: FakeLlama) -> None:
+    """A request that is passed on uses what the server has, and does not disturb the user's own."""
+    front = start()
+    front.until_ready()
+    short = "a short one"
+    slot = front.complete(short, "alice")["slot"]
+    passed_on = front.complete(short + ", too", "alice", id_slot=slot)
+    assert passed_on["content"] == str(len(short))
+    assert front.ask("/tokenize", {"content": "x"}, key="bob")[0] == 200, "uses no slot"
+    assert front.complete(short + ", too", "alice")["content"] == str(len(short) + 4)
+
+
+def test_a_refused_request_disturbs_the_slots_of_others(start: Start, fake: FakeLlama) -> None:
+    """It is sent again without a slot, and the server chooses one."""
+    front = start()
+    front.until_ready()
+    front.complete("a short one", "alice")
+    fake.refused = {"/completion"}
+    assert front.ask("/completion", {"prompt": "another"}, key="bob")[0] == 501
+    fake.refused = set()
+    assert front.complete("a short one, too", "alice")["content"] == "0"
+
+
+@pytest.mark.parametrize(("other", "loras"), [("bob", False), ("alice", True)])
+def test_a_slot_that_another_request_may_have_used_is_not_stored(
+    other: str, loras: bool, start: Start, fake: FakeLlama, tmp_path: Path
+) -> None:
+    """It continues alice's prompt in her slot before the slot is saved: another user's request, or
+    one with scales of LoRAs that the proxy does not know."""
+    if loras:
+        load_lora(fake, tmp_path)
+    front = start()
+    front.until_ready()
+    fake.hold.clear()
+    streamed = Thread(target=front.complete_streamed, args=(TEXT, "alice"))
+    streamed.start()
+    until(lambda: ("/completion", True) in [(p, b.get("stream")) for p, b in fake.seen])
+    front.complete(TEXT + " and what only bob knows, in some blocks", other, id_slot=0)
+    fake.hold.set()
+    streamed.join()
+    until(lambda: "another request" in front.proxy.counters.last_failure)
+    assert front.proxy.counters.stored_blocks == 0
+
+
+def test_a_change_of_scales_leaves_requests_that_are_under_way_alone(
+    start: Start, fake: FakeLlama, tmp_path: Path
+) -> None:
+    """They were sent with scales of their own: their slots are stored."""
+    load_lora(fake, tmp_path)
+    front = start()
+    front.until_ready()
+    fake.hold.clear()
+    streamed = Thread(target=front.complete_streamed, args=(TEXT, "alice"))
+    streamed.start()
+    until(lambda: any(body.get("stream") for body in fake.seen_completions()))
+    assert front.ask("/lora-adapters", [{"id": 0, "scale": 0.5}])[0] == 200
+    fake.contents[fake.seen_completions()[-1]["id_slot"]] = [ord(letter) for letter in TEXT]
+    fake.hold.set()
+    streamed.join()
+    until(lambda: front.proxy.counters.saved_slots + front.proxy.counters.failed == 1)
+    counted = front.proxy.counters.as_dict()
+    assert (counted["stored_blocks"], counted["last_failure"]) == (BLOCKS, "")
+
+
+def test_kv_is_used_for_the_same_user_and_scales_only(
+    start: Start, fake: FakeLlama, tmp_path: Path
+) -> None:
+    """Two users take turns with one prompt, and a LoRA's scale changes between their requests."""
+    load_lora(fake, tmp_path)
+    front = start()
+    front.until_ready()
+    seen: set[tuple[str, float]] = set()
+    for scale in (1.0, 0.5, 1.0, 0.5):
+        assert front.ask("/lora-adapters", [{"id": 0, "scale": scale}])[0] == 200
+        for key in ("alice", "bob"):
+            cached = BLOCKS * 16 if (key, scale) in seen else 0
+            assert front.complete(TEXT, key)["content"] == str(cached), (key, scale)
+            assert fake.seen_completions()[-1]["lora"] == [{"id": 0, "scale": scale}]
+            seen.add((key, scale))
+            front.until_stored(len(seen) * BLOCKS)
+    assert front.proxy.status()["failed"] == 0
+
+
+@pytest.mark.parametrize("odd", [{"lora": [{"id": 0, "scale": 10**400}]}, {"prompt": [10**30]}])
+def test_numbers_that_are_too_large_are_passed_on(
+    odd: dict[str, Any], start: Start, fake: FakeLlama, tmp_path: Path
+) -> None:
+    load_lora(fake, tmp_path)
+    front = start()
+    front.until_ready()
+    fake.refused = {"/completion"}
+    body = {"prompt": TEXT, **odd}
+    assert front.ask("/completion", body) == (501, {"error": {"message": "not today"}})
+    assert fake.seen[-1] == ("/completion", body)
+    assert "too large" in front.proxy.status()["last_failure"]
+
+
+@pytest.mark.parametrize("loras", [False, True])
+def test_what_another_left_in_a_slot_is_not_stored_in_place_of_equal_tokens(
+    loras: bool, start: Start, fake: FakeLlama, tmp_path: Path
+) -> None:
+    """The slot has alice's KV of the same prompt, and of her long answer, until bob's begins."""
+    if loras:
+        load_lora(fake, tmp_path)
+    front = start()
+    front.until_ready()
+    slot = front.complete(TEXT, "alice", n_predict=40)["slot"]
+    alices = (len(TEXT) + 39) // 16
+    front.until_stored(alices)
+    assert front.complete("short", "alice")["slot"] != slot
+    fake.delay_s = 0.2
+    assert front.complete(TEXT, "bob", n_predict=1)["slot"] == slot
+    until(lambda: front.proxy.counters.as_dict()["stored_blocks"] > alices)
+    assert front.proxy.counters.stored_blocks == alices + BLOCKS
+
+
+def test_a_key_that_the_server_refuses_makes_no_namespace(start: Start, fake: FakeLlama) -> None:
+    front = start()
+    front.until_ready()
+    fake.keys = {"alice"}
+    for prompt in (TEXT, [1, 2, 3] * 20):
+        for key in ("mallory", ""):
+            assert front.ask("/completion", {"prompt": prompt}, key=key)[0] == 401
+    served = front.proxy.served()
+    assert served is not None
+    assert len(served.blocks.tags) == 1
+    assert front.ask("/completion", {"prompt": TEXT}, key="alice")[0] == 200
+    assert len(served.blocks.tags) == 2
+
+
+def test_the_key_is_where_llama_server_looks_for_it() -> None:
+    def key(*headers: tuple[str, str]) -> bytes:
+        return api_key(h11.Request(method="GET", target="/", headers=[("Host", "x"), *headers]))
+
+    assert key() == b""
+    assert key(("Authorization", "Bearer k")) == b"k"
+    assert key(("authorization", "k")) == b"k"
+    assert key(("X-Api-Key", "k")) == b"k"
+    assert key(("X-Api-Key", "other"), ("Authorization", "Bearer k")) == b"k"
+    assert key(("Authorization", "Bearer k"), ("Authorization", "Bearer other")) == b"k"

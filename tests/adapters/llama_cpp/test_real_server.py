@@ -6,7 +6,7 @@ computes at once, and only then are greedy tokens the same whatever was restored
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +14,12 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from tests.support.llama_models import write_window_model
+from tests.support.llama_models import write_lora, write_window_model
 from tests.support.llama_server import LlamaServer, ask
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.adapters.demo import smollm2
+from kvdepot.adapters.hf import smollm2
 from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings
@@ -29,6 +29,12 @@ pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
 
 DOCUMENT = "The lighthouse keeper counts ships, gulls and storms, and writes them into a book. " * 2
+LETTER = (
+    "Dear Anna, the ferry was late again and I walked home along the harbour in the rain. Your aunt"
+    " has sold her bakery to a young couple from the north, who want to keep the old oven. On"
+    " Friday we shall paint the boat, if Karl remembers to buy brushes; he says green, I say blue."
+    " Write soon and tell me how your exam went, what you eat, and whether"
+)
 KINDS: dict[str, dict[str, Any]] = {
     "f16, split": {"n_parallel": 2},
     "q8_0, unified": {
@@ -44,11 +50,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def answer(url: str, question: str) -> tuple[str, int]:
+def answer(url: str, question: str, key: str = "", **more: Any) -> tuple[str, int]:
     """What it says, and how many tokens of the prompt were not computed."""
     messages = [{"role": "user", "content": DOCUMENT + question}]
-    body = {"messages": messages, "max_tokens": 6, "temperature": 0}
-    found = ask(url, "/v1/chat/completions", body)
+    body = {"messages": messages, "max_tokens": 6, "temperature": 0, **more}
+    found = ask(url, "/v1/chat/completions", body, key=key)
     return found["choices"][0]["message"]["content"], found["timings"]["cache_n"]
 
 
@@ -121,6 +127,132 @@ def test_conversations_that_end_together_wait_for_no_save(slots: Path, depot: De
             found = list(threads.map(lambda question: answer(url, question), questions))
         assert len(found) == len(questions)
         until(lambda: not list(slots.glob("kvdepot-*")))
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_users_share_no_kv(unified: bool, slots: Path, depot: Depot) -> None:
+    """Each gets the same answer with its own KV: in slots, from the depot, and when the server
+    chooses the slot itself."""
+    settings = {"n_ctx": 1024, "n_ubatch": 1, "n_parallel": 2, "kv_unified": unified}
+    model, question = smollm2.gguf_file(), "What does the keeper count?"
+    with (
+        LlamaServer(model, slots, **settings) as server,
+        proxy_before(server, slots, depot) as (proxy, url),
+    ):
+        until(lambda: bool(proxy.status()["ready"]))
+        cold, cached = answer(url, question, "alice")
+        assert cached == 0
+        until(lambda: proxy.status()["stored_blocks"] >= 3)
+        assert answer(url, question, "bob") == (cold, 0)
+        until(lambda: proxy.status()["stored_blocks"] >= 6)
+        assert answer(url, question, "carol", n_probs=1, id_slot=0) == (cold, 0)
+        assert answer(url, question, "carol", id_slot=1) == (cold, 0)
+        for key in ("alice", "bob"):
+            again, cached = answer(url, question, key)
+            assert (again, cached >= 48) == (cold, True)
+        server.kill()
+        with LlamaServer(model, slots, port=server.port, **settings):
+            until(lambda: bool(proxy.status()["ready"]))
+            assert answer(url, question, "dave") == (cold, 0)
+            for key in ("alice", "bob"):
+                again, cached = answer(url, question, key)
+                assert (again, cached >= 48) == (cold, True)
+            assert proxy.status()["failed"] == 0
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lora") / "lora.gguf"
+    write_lora(path, seed=7)
+    until(lambda: time.time() > path.stat().st_ctime + 2)  # see window_model
+    return path
+
+
+def say(url: str, key: str = "", **more: Any) -> tuple[str, int]:
+    """How the letter goes on, and how many tokens of the prompt were not computed."""
+    body = {"prompt": LETTER, "n_predict": 8, "temperature": 0, **more}
+    found = ask(url, "/completion", body, key=key)
+    return found["content"], found["timings"]["cache_n"]
+
+
+def cold_answers(url: str, scales: Sequence[float]) -> dict[float, str]:
+    """What a server without a cache says, with each scale of its LoRA."""
+    found = {
+        scale: say(url, cache_prompt=False, lora=[{"id": 0, "scale": scale}])[0] for scale in scales
+    }
+    assert len(set(found.values())) == len(scales)
+    return found
+
+
+def set_scale(url: str, scale: float) -> None:
+    ask(url, "/lora-adapters", [{"id": 0, "scale": scale}])
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_adapters_that_change_while_the_server_runs(
+    unified: bool, slots: Path, depot: Depot, lora: Path
+) -> None:
+    """By /lora-adapters, by a request's own `lora`, and behind the proxy's back. Every answer is
+    that of a server without a cache, and KV of one scale is used for that scale alone."""
+    settings = {"n_ctx": 1024, "n_ubatch": 1, "n_parallel": 2, "kv_unified": unified, "lora": lora}
+    model = smollm2.gguf_file()
+    with (
+        LlamaServer(model, slots, **settings) as server,
+        proxy_before(server, slots, depot) as (proxy, url),
+    ):
+        until(lambda: bool(proxy.status()["ready"]))
+        cold = cold_answers(server.url, (1.0, 0.5, 0.0))
+
+        def first(scale: float, **more: Any) -> None:
+            before = proxy.status()["stored_blocks"]
+            assert say(url, **more) == (cold[scale], 0)
+            until(lambda: proxy.status()["stored_blocks"] >= before + 4)
+
+        def again(scale: float, **more: Any) -> None:
+            text, cached = say(url, **more)
+            assert (text, cached >= 64) == (cold[scale], True)
+
+        first(1.0)
+        set_scale(url, 0.0)
+        first(0.0)
+        first(0.5, lora=[{"id": 0, "scale": 0.5}])
+        again(0.0)
+        set_scale(url, 1.0)
+        again(1.0)
+        again(0.5, lora=[{"id": 0, "scale": 0.5}])
+        set_scale(server.url, 0.0)
+        again(0.0)
+        again(1.0, lora=[{"id": 0, "scale": 1.0}])
+        assert proxy.status()["failed"] == 0
+        server.kill()
+        with LlamaServer(model, slots, port=server.port, **settings):
+            until(lambda: bool(proxy.status()["ready"]))
+            again(1.0)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_users_share_no_kv_while_adapters_change(
+    unified: bool, slots: Path, depot: Depot, lora: Path
+) -> None:
+    """Every answer is that of a server without a cache. KV is used for the same user with the same
+    scale alone."""
+    settings = {"n_ctx": 1024, "n_ubatch": 1, "n_parallel": 2, "kv_unified": unified, "lora": lora}
+    with (
+        LlamaServer(smollm2.gguf_file(), slots, **settings) as server,
+        proxy_before(server, slots, depot) as (proxy, url),
+    ):
+        until(lambda: bool(proxy.status()["ready"]))
+        cold = cold_answers(server.url, (1.0, 0.0))
+        seen: set[tuple[str, float]] = set()
+        for scale in (1.0, 0.0, 1.0, 0.0):
+            set_scale(url, scale)
+            for key in ("alice", "bob"):
+                text, cached = say(url, key)
+                assert text == cold[scale], (key, scale)
+                assert cached >= 64 if (key, scale) in seen else cached == 0, (key, scale)
+                seen.add((key, scale))
+                until(lambda: proxy.status()["stored_blocks"] >= 4 * len(seen))
+        assert proxy.status()["failed"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 import kvdepot
-from kvdepot.adapters.demo import smollm2
+from kvdepot.adapters.hf import smollm2
 from kvdepot.adapters.llama_cpp import SequenceCache
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError

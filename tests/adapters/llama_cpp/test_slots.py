@@ -5,7 +5,7 @@ import threading
 import numpy as np
 from tests.support.waiting import until
 
-from kvdepot.adapters.llama_cpp.slots import Slot, Slots, common
+from kvdepot.adapters.llama_cpp.slots import Owner, Slot, Slots, common
 
 
 def tokens(*numbers: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -14,32 +14,32 @@ def tokens(*numbers: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
 
 def test_the_slot_with_most_of_the_prompt_else_the_oldest() -> None:
     slots = Slots([0, 1, 2])
-    first = slots.take(tokens(1, 2, 3))
+    first = slots.take(tokens(1, 2, 3), Owner())
     first.tokens = tokens(1, 2, 3)
     slots.free(first)
-    assert slots.take(tokens(9)).number != first.number
-    assert slots.take(tokens(1, 2, 4)) is first
+    assert slots.take(tokens(9), Owner()).number != first.number
+    assert slots.take(tokens(1, 2, 4), Owner()) is first
 
 
 def test_a_slot_whose_save_takes_long_is_passed_over() -> None:
     slots = Slots([0, 1], saved_s=0.01)
-    slot = slots.take(tokens(1, 2))
+    slot = slots.take(tokens(1, 2), Owner())
     slot.tokens = tokens(1, 2)
     slots.hold(slot)
     slots.free(slot)
-    assert slots.take(tokens(1, 2, 3)) is not slot
+    assert slots.take(tokens(1, 2, 3), Owner()) is not slot
 
 
 def test_a_slot_that_is_being_saved_is_waited_for() -> None:
     slots = Slots([0, 1], saved_s=600.0)
-    slot = slots.take(tokens(1, 2))
+    slot = slots.take(tokens(1, 2), Owner())
     slot.tokens = tokens(1, 2)
     slots.hold(slot)
     slots.free(slot)
     taken: list[Slot] = []
-    thread = threading.Thread(target=lambda: taken.append(slots.take(tokens(1, 2, 3))))
+    thread = threading.Thread(target=lambda: taken.append(slots.take(tokens(1, 2, 3), Owner())))
     thread.start()
-    assert slots.take(tokens(7)) is not slot
+    assert slots.take(tokens(7), Owner()) is not slot
     assert not taken
     slots.free(slot)
     thread.join()
@@ -48,7 +48,7 @@ def test_a_slot_that_is_being_saved_is_waited_for() -> None:
 
 def test_shared_slots_begin_one_after_the_other() -> None:
     slots = Slots([0, 1], shared=True)
-    one, other = slots.take(tokens(1)), slots.take(tokens(2))
+    one, other = slots.take(tokens(1), Owner()), slots.take(tokens(2), Owner())
     slots.begin_launch(one)
     began = threading.Event()
 
@@ -68,10 +68,10 @@ def test_shared_slots_begin_one_after_the_other() -> None:
 
 def test_a_launch_makes_idle_shared_slots_empty() -> None:
     slots = Slots([0, 1], shared=True)
-    idle = slots.take(tokens(1, 2))
+    idle = slots.take(tokens(1, 2), Owner())
     idle.tokens = tokens(1, 2)
     slots.free(idle)
-    slots.begin_launch(slots.take(tokens(5)))
+    slots.begin_launch(slots.take(tokens(5), Owner()))
     assert not len(idle.tokens)
 
 

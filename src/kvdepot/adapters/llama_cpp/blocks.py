@@ -5,10 +5,13 @@ of the state, and a probe, a short prompt of fixed tokens that the engine itself
 digest of its K and V covers what no file shows, rope settings, control vectors and the build.
 """
 
+import copy
 import hashlib
 import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +37,8 @@ PROBE_TOKENS: Final = tuple(range(256, 280))
 """Ordinary tokens of every vocabulary."""
 _WAVE_BYTES: Final = 64 << 20
 _logger: Final = logging.getLogger("kvdepot.llama")
+_VARIANTS_MAX: Final = 1024
+"""Namespaces that are remembered; they are registered again after that."""
 _PARTS: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
@@ -103,8 +108,37 @@ class SequenceBlocks:
             layout=layout.block_layout(block_tokens), tenant=tenant, extra=extra, **identity
         )
         producer = _producer(layout, dict(extra), self.space.namespace.fingerprint)
-        self.space.made_by(depot.audits.producer(producer))
+        self._producer = depot.audits.producer(producer)
+        self.space.made_by(self._producer)
         self._hits = AuditedHits(depot, audit or AuditConfig(), producer, _logger)
+        self._lock = threading.Lock()
+        self._variants: dict[tuple[bytes, str], SequenceBlocks] = {}
+        self.tags = [self.space.tag]
+        """The namespaces of these blocks and of the variants that have been asked for."""
+        self._keeps_ids = True
+
+    def variant(self, user: bytes, adapter: str) -> "SequenceBlocks":
+        """The blocks of one user with the LoRAs that `adapter` names. Returns these blocks if there
+        is no user and the LoRAs are theirs. The namespace is keyed with `user`, a digest of a
+        secret of the user. A user's blocks are stored without token ids, which the depot may tell
+        to routers. Call it on the blocks that were constructed, not on a variant. Thread-safe."""
+        namespace = self.space.namespace
+        if not user and adapter == namespace.adapter:
+            return self
+        with self._lock:
+            if (user, adapter) not in self._variants:
+                if len(self._variants) >= _VARIANTS_MAX:
+                    self._variants.clear()
+                    del self.tags[1:]
+                made = copy.copy(self)
+                made.space = self._depot.register(
+                    replace(namespace, adapter=adapter, secret=user + namespace.secret)
+                )
+                made.space.made_by(self._producer)
+                made._keeps_ids = not user
+                self._variants[user, adapter] = made
+                self.tags.append(made.space.tag)
+            return self._variants[user, adapter]
 
     def known(self, tokens: Sequence[int] | Tokens) -> int:
         """How many leading tokens the depot has; up to a block that is to be compared."""
@@ -183,7 +217,7 @@ class SequenceBlocks:
         while first < len(keys):
             part = keys[first : first + wave]
             ids = tokens[first * size : (first + len(part)) * size]
-            with self._depot.reserve(part, token_ids=ids) as slots:
+            with self._depot.reserve(part, token_ids=ids if self._keeps_ids else None) as slots:
                 fresh = [at for at, put in enumerate(slots.outcomes) if put is Put.STORED]
                 for at in fresh:
                     start = (first + at) * size - state.first

@@ -1,47 +1,83 @@
-"""The HTTP side of the proxy: clients' requests to llama-server, its answers as they come."""
+"""The HTTP side of the proxy: passes requests of clients to llama-server, and its answers back.
+
+h11 parses and frames every message on both sides. A request is read to its end before it is
+answered. If its framing is malformed, the answer is an error and the connection is closed: no byte
+after such a request is read as a request.
+"""
 
 import contextlib
-import http.client
 import json
 import logging
 import select
 import socket
-from collections.abc import Callable
+import socketserver
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
+
+import h11
 
 from kvdepot.adapters.llama_cpp.proxy import CHAT, COMPLETION, LlamaProxy, Prepared
 
 _logger = logging.getLogger("kvdepot.llama")
-STATUS: Final = "/kvdepot/status"
-_ADAPTERS: Final = "/lora-adapters"
+STATUS: Final = b"/kvdepot/status"
 _HOP_BY_HOP: Final = frozenset(
     {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
     }
 )
+_HEAD_MAX: Final = 1 << 16
 _BODY_MAX: Final = 1 << 30
 _PIECE: Final = 1 << 16
 _TAIL: Final = 1 << 14
 """The timings of an answer are in its last bytes."""
+_LINGER_S: Final = 1.0
+_LINGER_READS: Final = 64
 
 
 class _ClientGone(Exception):
     """The client closed its connection before it had its answer."""
 
 
-class ProxyServer(ThreadingHTTPServer):
+class _Refused(Exception):
+    """A request that is answered with an error, after which the connection is closed."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Peer:
+    """One end of an HTTP connection: a socket and its h11 state."""
+
+    def __init__(self, sock: socket.socket, role: type[h11.CLIENT] | type[h11.SERVER]) -> None:
+        self.socket = sock
+        self.http = h11.Connection(role, max_incomplete_event_size=_HEAD_MAX)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def receive(self) -> Any:
+        """The next h11 event. Raises OSError and h11.RemoteProtocolError."""
+        while (event := self.http.next_event()) is h11.NEED_DATA:
+            if self.http.they_are_waiting_for_100_continue:
+                self.send(h11.InformationalResponse(status_code=100, headers=[]))
+            self.http.receive_data(self.socket.recv(_PIECE))
+        return event
+
+    def send(self, *events: h11.Event) -> None:
+        self.socket.sendall(b"".join(self.http.send(event) or b"" for event in events))
+
+
+class ProxyServer(socketserver.ThreadingTCPServer):
     """Listens for clients; one thread for each connection."""
 
+    allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
 
@@ -52,184 +88,214 @@ class ProxyServer(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no error of ours."""
-        _logger.debug("a connection from %s has ended", client_address, exc_info=True)
+        """Any error but that a client went away is one of the proxy's own."""
+        _logger.exception("the proxy failed to answer %s", client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(socketserver.BaseRequestHandler):
     """One connection of a client."""
 
-    protocol_version = "HTTP/1.1"
     server: ProxyServer
-    disable_nagle_algorithm = True
-    wbufsize = 0
+    _client: _Peer
+    _request: h11.Request | None
+    """The request that is being answered; None before its head has been read."""
 
-    def log_message(self, format: str, *args: Any) -> None:
-        _logger.debug(format, *args)
+    def handle(self) -> None:
+        self._client = _Peer(self.request, h11.SERVER)
+        http = self._client.http
+        try:
+            while self._serve_next() and http.our_state is http.their_state is h11.DONE:
+                http.start_next_cycle()
+        except h11.RemoteProtocolError as error:
+            self._fail(error.error_status_hint, f"malformed request: {error}")
+        except _Refused as error:
+            self._fail(error.status, str(error))
+        except OSError as error:
+            _logger.debug("a client went away: %s", error)
 
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        if name.startswith("do_"):
-            return self._serve
-        raise AttributeError(name)
+    def finish(self) -> None:
+        """Read what the client still sends: if the socket were closed with unread bytes, the kernel
+        would reset the connection, and the client might lose the answer."""
+        with contextlib.suppress(OSError):
+            self.request.shutdown(socket.SHUT_WR)
+            self.request.settimeout(_LINGER_S)
+            for _ in range(_LINGER_READS):
+                if not self.request.recv(_PIECE):
+                    break
 
-    def _serve(self) -> None:
+    def _serve_next(self) -> bool:
+        """Read one request and answer it. Returns False if there is no further request."""
+        self._request = None
+        request = self._client.receive()
+        if not isinstance(request, h11.Request):
+            return False
+        self._request = request
+        body = self._read_body(request)
         proxy = self.server.proxy
-        path = self.path.partition("?")[0]
+        path = request.target.partition(b"?")[0]
         if path == STATUS:
             self._answer(HTTPStatus.OK, proxy.status())
-            return
-        body = self._read_body()
-        if body is None:
-            return
+            return True
         proxy.counters.add(requests=1)
-        if self.command != "POST":
-            self._pass_on(body)
-        elif path in CHAT or path in COMPLETION:
-            with proxy.passing():
-                self._complete(path, body)
-        else:
-            served = proxy.served() if path == _ADAPTERS else None
-            if served is not None:
-                served.spoiled = "LoRAs were changed while llama-server ran: restart it"
-            with proxy.passing():
-                tail, _ = self._pass_on(body)
-            proxy.look_for_shift(proxy.served(), tail)
+        if request.method != b"POST":
+            self._pass_on(request, body)
+            return True
+        with proxy.passing():
+            self._post(request, path.decode(), body)
+        return True
 
-    def _complete(self, path: str, body: bytes) -> None:
-        proxy = self.server.proxy
-        ready = proxy.prepare(path, body)
+    def _read_body(self, request: h11.Request) -> bytes:
+        """The request's body, to its end."""
+        headers = dict(request.headers)
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            raise _Refused(HTTPStatus.BAD_REQUEST, "Content-Length beside Transfer-Encoding")
+        if request.method == b"CONNECT":
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "CONNECT is not supported")
+        expected, body = int(headers.get(b"content-length", b"0")), bytearray()
+        while expected <= _BODY_MAX:
+            event = self._client.receive()
+            if not isinstance(event, h11.Data):
+                return bytes(body)
+            body += event.data
+            expected = max(expected, len(body))
+        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body exceeds {_BODY_MAX} bytes")
+
+    def _post(self, request: h11.Request, path: str, body: bytes) -> None:
+        """Pass on a request that may use a slot."""
+        proxy, key = self.server.proxy, api_key(request)
+        plain = proxy.keep_apart(key, body)
+        ready = proxy.prepare(path, body, key) if path in CHAT | COMPLETION else None
         if ready is None:
-            tail, _ = self._pass_on(body)
+            proxy.disturb(path, key)
+            tail, _ = self._pass_on(request, plain)
             proxy.look_for_shift(proxy.served(), tail)
             return
         tail, good = b"", False
         try:
-            tail, good = self._pass_on(ready.body, ready, body)
+            tail, good = self._pass_on(request, plain, ready)
         finally:
             proxy.finish(ready, tail, good=good)
 
     def _pass_on(
-        self, body: bytes, ready: Prepared | None = None, instead: bytes = b""
+        self, request: h11.Request, body: bytes, ready: Prepared | None = None
     ) -> tuple[bytes, bool]:
-        """Send a request to the server and its answer to the client; if the server refuses one that
-        was made `ready`, send `instead`. Returns the last bytes of the answer, and whether it was
-        good and whole."""
-        connection = self.server.proxy.link.connection(None)
-        with contextlib.closing(connection):
-            try:
-                response = self._ask(connection, body, ready)
-                if response.status >= HTTPStatus.BAD_REQUEST and ready is not None:
-                    response.read()
-                    return self._pass_on(instead)[0], False
-            except _ClientGone:
-                self.close_connection = True
-                return b"", False
-            except (OSError, http.client.HTTPException) as error:
-                url = self.server.proxy.link.settings.url
-                text = f"llama-server at {url} did not answer: {error!r}"
-                self._fail(HTTPStatus.BAD_GATEWAY, text)
-                return b"", False
-            return self._relay(connection, response)
+        """Send a request to the server and its answer to the client. If the server refuses one that
+        is `ready`, send it with `body` and without a slot. Returns the last bytes of the answer,
+        and whether the server answered the ready request well and completely."""
+        proxy = self.server.proxy
+        link = proxy.link
+        try:
+            with socket.create_connection((link.host, link.port)) as connected:
+                server = _Peer(connected, h11.CLIENT)
+                response = self._ask(server, request, body, ready)
+                if ready is None or response.status_code < HTTPStatus.BAD_REQUEST:
+                    return self._relay(server, response)
+        except _ClientGone:
+            return b"", False
+        except (OSError, h11.RemoteProtocolError) as error:
+            text = f"llama-server at {link.settings.url} did not answer: {error!r}"
+            self._fail(HTTPStatus.BAD_GATEWAY, text)
+            return b"", False
+        proxy.disturb("", api_key(request))
+        return self._pass_on(request, body)[0], False
 
     def _ask(
-        self, connection: http.client.HTTPConnection, body: bytes, ready: Prepared | None
-    ) -> http.client.HTTPResponse:
-        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():
-            if name.lower() not in _HOP_BY_HOP | {"content-length", "expect"}:
-                connection.putheader(name, value)
-        if body or self.command in ("POST", "PUT", "PATCH"):
-            connection.putheader("Content-Length", str(len(body)))
-        connection.endheaders(body or None)
+        self, server: _Peer, request: h11.Request, body: bytes, ready: Prepared | None
+    ) -> h11.Response:
+        """Send a request, and wait for the head of the answer."""
         if ready is not None:
-            upstream = connection.sock
-            self.server.proxy.launched(ready, lambda: bool(select.select([upstream], [], [], 0)[0]))
-        self._wait(connection)
-        return connection.getresponse()
+            body = ready.body
+        headers = _end_to_end(request, {b"content-length", b"expect"})
+        if not any(name.lower() == b"host" for name, _ in headers):  # HTTP/1.0
+            headers.append((b"Host", self.server.proxy.link.host.encode()))
+        if body or request.method in (b"POST", b"PUT", b"PATCH"):
+            headers.append((b"Content-Length", b"%d" % len(body)))
+        start = h11.Request(method=request.method, target=request.target, headers=headers)
+        server.send(start, h11.Data(data=body), h11.EndOfMessage())
+        if ready is not None:
+            self.server.proxy.launched(ready, lambda: _has_begun(server.socket))
+        self._wait(server.socket)
+        while isinstance(response := server.receive(), h11.InformationalResponse):
+            pass
+        if not isinstance(response, h11.Response):
+            raise h11.RemoteProtocolError("the connection ended without an answer")
+        return response
 
-    def _wait(self, connection: http.client.HTTPConnection) -> None:
-        """Until the server has sent something. A client that closes its connection ends it."""
-        upstream, client = connection.sock, self.connection
-        watched = [upstream, client]
-        while True:
-            readable, _, _ = select.select(watched, [], [])
-            if upstream in readable:
-                return
+    def _wait(self, upstream: socket.socket) -> None:
+        """Wait until the server has sent something. Raises _ClientGone if the client closes its
+        connection before."""
+        client, poll = self._client.socket, select.poll()
+        poll.register(upstream, select.POLLIN)
+        poll.register(client, select.POLLIN)
+        while upstream.fileno() not in dict(poll.poll()):
             if not client.recv(1, socket.MSG_PEEK):
                 raise _ClientGone
-            watched = [upstream]  # it has sent its next request already
+            poll.unregister(client)  # it has already sent its next request
 
-    def _relay(
-        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
-    ) -> tuple[bytes, bool]:
-        self.send_response_only(response.status, response.reason)
-        for name, value in response.getheaders():
-            if name.lower() not in _HOP_BY_HOP:
-                self.send_header(name, value)
-        length = response.getheader("content-length")
-        empty = self.command == "HEAD" or response.status in (204, 304)
-        chunked = length is None and not empty and self.request_version != "HTTP/1.0"
-        if chunked:
-            self.send_header("Transfer-Encoding", "chunked")
-        elif length is None:
-            self.close_connection = True
-            self.send_header("Connection", "close")
+    def _relay(self, server: _Peer, response: h11.Response) -> tuple[bytes, bool]:
+        # Chunks that beat a Content-Length may not be as long as it says.
+        chunked = any(name == b"transfer-encoding" for name, _ in response.headers)
+        headers = _end_to_end(response, {b"content-length"} if chunked else set())
+        start = h11.Response(
+            status_code=response.status_code, headers=headers, reason=response.reason
+        )
         tail = b""
         try:
-            self.end_headers()
-            while not empty and (piece := response.read1(_PIECE)):
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
-                tail = (tail + piece)[-_TAIL:]
-            if chunked:
-                self.wfile.write(b"0\r\n\r\n")
-        except (OSError, http.client.HTTPException):
-            # Either side went away: the other sees it too.
-            self.close_connection = True
+            self._client.send(start)
+            while isinstance(event := server.receive(), h11.Data):
+                self._client.send(event)
+                tail = (tail + bytes(event.data))[-_TAIL:]
+            self._client.send(h11.EndOfMessage())
+        except (OSError, h11.ProtocolError):
+            # One side went away in the middle of the answer: the other's connection is closed too.
             return tail, False
-        whole = length is None or response.length in (None, 0)
-        self.close_connection |= not whole
-        return tail, whole and response.status == HTTPStatus.OK
+        return tail, response.status_code == HTTPStatus.OK
 
-    def _read_body(self) -> bytes | None:
-        """The request's body; None if it makes no sense, which the client is told."""
-        try:
-            if "chunked" in self.headers.get("transfer-encoding", "").lower():
-                return self._read_chunks()
-            length = int(self.headers.get("content-length", "0"))
-            body = self.rfile.read(length) if 0 <= length <= _BODY_MAX else None
-        except (ValueError, http.client.HTTPException):
-            self._fail(HTTPStatus.BAD_REQUEST, "the length of the request makes no sense")
-            return None
-        if body is None:
-            self._fail(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request has {length} bytes")
-        elif len(body) < length:
-            body = None
-            self.close_connection = True
-        return body
-
-    def _read_chunks(self) -> bytes:
-        content = b""
-        while size := int(self.rfile.readline(1 << 10).partition(b";")[0], 16):
-            if not 0 < size <= _BODY_MAX - len(content):
-                raise ValueError(size)
-            content += self.rfile.read(size)
-            self.rfile.readline(1 << 10)
-        while self.rfile.readline(1 << 16).strip():
-            pass
-        return content
-
-    def _fail(self, status: HTTPStatus, message: str) -> None:
-        self.close_connection = True
+    def _fail(self, status: int, message: str) -> None:
+        """Answer with an error, after which the connection is closed."""
         error = {"code": int(status), "message": message, "type": "proxy_error"}
         with contextlib.suppress(OSError):
-            self._answer(status, {"error": error})
+            self._answer(status, {"error": error}, [(b"Connection", b"close")])
 
-    def _answer(self, status: HTTPStatus, value: dict[str, Any]) -> None:
+    def _answer(
+        self, status: int, value: dict[str, Any], more: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
         content = json.dumps(value).encode()
-        self.send_response_only(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(content)
+        headers = [
+            (b"Content-Type", b"application/json"),
+            (b"Content-Length", b"%d" % len(content)),
+            *(more or []),
+        ]
+        if self._request is not None and self._request.method == b"HEAD":
+            content = b""
+        self._client.send(
+            h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase),
+            h11.Data(data=content),
+            h11.EndOfMessage(),
+        )
+
+
+def api_key(request: h11.Request) -> bytes:
+    """The API key of a request, where llama-server looks for it; empty if there is none."""
+    headers = dict(reversed(list(request.headers)))  # the first of several counts
+    found = headers.get(b"authorization") or headers.get(b"x-api-key") or b""
+    return bytes(found).removeprefix(b"Bearer ")
+
+
+def _end_to_end(
+    message: h11.Request | h11.Response, without: set[bytes]
+) -> list[tuple[bytes, bytes]]:
+    """The headers of a message that are not about this one connection."""
+    dropped = _HOP_BY_HOP | without
+    for name, value in message.headers:
+        if name == b"connection":
+            dropped |= {option.strip().lower() for option in value.split(b",")}
+    raw = message.headers.raw_items()
+    return [(name, value) for name, value in raw if name.lower() not in dropped]
+
+
+def _has_begun(upstream: socket.socket) -> bool:
+    """Whether the server has begun to answer."""
+    poll = select.poll()
+    poll.register(upstream, select.POLLIN)
+    return bool(poll.poll(0))

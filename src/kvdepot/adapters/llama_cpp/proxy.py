@@ -4,9 +4,14 @@ Every request is passed on, and every answer as it comes. Of a completion the pr
 the server; the longest prefix that the depot has is written to a slot file and restored, and the
 request names that slot. Afterwards the slot is saved and its new blocks are stored. Whatever fails
 of this, the request is passed on as it came.
+
+Users are told apart by their API keys. Each has a namespace of the depot for each set of scales of
+the server's LoRAs. A request uses what is in a slot only if the same user left it there, and on a
+server with LoRAs only what has just been restored to the slot.
 """
 
 import contextlib
+import hashlib
 import http.client
 import json
 import logging
@@ -17,11 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
+from kvdepot.adapters.llama_cpp.blocks import SequenceBlocks
 from kvdepot.adapters.llama_cpp.sequence_state import (
     Tokens,
     read_slot_file,
@@ -36,7 +42,7 @@ from kvdepot.adapters.llama_cpp.server_link import (
     read_timing,
     recognise,
 )
-from kvdepot.adapters.llama_cpp.slots import Slot, common
+from kvdepot.adapters.llama_cpp.slots import Owner, Slot, common
 from kvdepot.adapters.prefill_report import PrefillReport
 from kvdepot.core.depot import Depot
 from kvdepot.core.private import make_private_folder, open_private_file
@@ -46,6 +52,9 @@ from kvdepot.policy.fetching.speed_models import attention_work
 _logger = logging.getLogger("kvdepot.llama")
 CHAT: Final = frozenset({"/v1/chat/completions", "/chat/completions"})
 COMPLETION: Final = frozenset({"/completion", "/completions", "/v1/completions"})
+_SLOTLESS: Final = frozenset({"/apply-template", "/detokenize", "/lora-adapters", "/tokenize"})
+"""Requests that use no slot. Completions are sent with their own scales of LoRAs: a change by
+`/lora-adapters` does not concern those that are under way."""
 _LOOK_S: Final = 0.25
 _RETRY_S: Final = 10.0
 _DRAIN_S: Final = 2.0
@@ -66,6 +75,8 @@ FAILURES: Final = (
     ValueError,
     KeyError,
     TypeError,
+    OverflowError,
+    RecursionError,
 )
 """What may go wrong between the proxy, the server and the depot: the request goes on without."""
 
@@ -106,6 +117,9 @@ class Prepared:
     """A request that has a slot."""
 
     served: ServedModel
+    owner: Owner
+    blocks: SequenceBlocks
+    """The owner's."""
     slot: Slot
     tokens: Tokens
     body: bytes
@@ -116,6 +130,10 @@ class Prepared:
     """To look them up and to restore them."""
     alone: bool
     """The server has no other request."""
+    reuses: bool
+    """It may use what is in the slot."""
+    mixed: bool = False
+    """Its slot may have KV of other LoRAs."""
     ended: threading.Event = field(default_factory=threading.Event)
     """The client has its answer, or is gone."""
     ended_s: float = math.inf
@@ -139,6 +157,8 @@ class LlamaProxy:
         self._under_way = 0
         """Requests that the server has; no probe meanwhile. `_changed` guards it."""
         self._probing = False
+        self._users: set[bytes] = set()
+        """The first two users of slots. `_changed` guards it."""
         self._seen: frozenset[int] = frozenset()
         """The sockets of the run of the server that was looked at last, since `_seen_s`; `_tried`:
         it is known whether that run can be served."""
@@ -173,11 +193,12 @@ class LlamaProxy:
             "block_tokens": self.link.settings.block_tokens,
             "block_bytes": space.block_bytes if space else 0,
             **self.counters.as_dict(),
-            **self._audits(space.namespace.tag.hex() if space else ""),
+            **self._audits(served.blocks.tags if served is not None else []),
         }
 
-    def _audits(self, namespace: str) -> dict[str, Any]:
-        """What the depot knows of audits; `quarantined`: nothing of this model is served."""
+    def _audits(self, tags: list[bytes]) -> dict[str, Any]:
+        """What the depot knows of audits; `quarantined`: nothing of this model is served, to at
+        least one user."""
         try:
             known = self._depot.audits.known()
         except KVDepotError:
@@ -185,7 +206,9 @@ class LlamaProxy:
         return {
             "audited_blocks": known["compared"],
             "mismatched_blocks": known["mismatched"],
-            "quarantined": namespace in [one["namespace"] for one in known["quarantined"]],
+            "quarantined": any(
+                bytes.fromhex(one["namespace"]) in tags for one in known["quarantined"]
+            ),
         }
 
     def _watch_server(self) -> None:
@@ -260,9 +283,30 @@ class LlamaProxy:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def prepare(self, path: str, body: bytes) -> Prepared | None:
+    def keep_apart(self, key: bytes, body: bytes) -> bytes:
+        """The body of a request that the server gives a slot of its own choice. Once the proxy has
+        seen a second user such a request uses nothing that is in the slot."""
+        with self._changed:
+            if len(self._users) < 2:
+                self._users.add(user_of(key))
+            several = len(self._users) > 1
+        if several:
+            with contextlib.suppress(ValueError, RecursionError):
+                request = json.loads(body)
+                if isinstance(request, dict):
+                    return json.dumps({**request, "cache_prompt": False}).encode()
+        return body
+
+    def disturb(self, path: str, key: bytes) -> None:
+        """A request is passed on for which the server chooses the slot. On a server with LoRAs the
+        scales that the request is computed with are not known."""
+        served = self._served
+        if served is not None and path not in _SLOTLESS:
+            served.slots.disturb(None if served.adapters else Owner(user_of(key)))
+
+    def prepare(self, path: str, body: bytes, key: bytes) -> Prepared | None:
         """Give a completion its slot, with the longest known prefix in it; None: pass it on as it
-        is. What fails is counted."""
+        is. What fails is counted. `key` is the API key of the request."""
         served = self.served()
         if served is None:
             return None
@@ -271,15 +315,25 @@ class LlamaProxy:
         began_s = time.monotonic()
         try:
             request = json.loads(body)
-            if _chooses_adapter(request):
-                served.spoiled = "a request has chosen its own LoRA: restart llama-server"
             if not _has_one_prompt(request):
                 return None
-            tokens = self._tokenize(path, request)
-            slot = served.slots.take(tokens)
+            tokens = self._tokenize(path, request, key)
+            owner = Owner(user_of(key), served.adapters.in_force(self.link, request))
+            blocks = served.blocks_of(owner)
+            slot = served.slots.take(tokens, owner)
             served.slots.begin_launch(slot)
-            restored = self._restore(served, slot, tokens)
-            named = {**request, "id_slot": slot.number, "n_cache_reuse": 0}
+            if served.adapters:
+                # The server's own caches may have put KV of other LoRAs there.
+                slot.tokens = tokens[:0]
+            restored = self._restore(served, owner, blocks, slot, tokens)
+            own = served.slots.leave(slot, slot.tokens, owner) and len(slot.tokens) > 0
+            named = {
+                **request,
+                **served.adapters.pinned(owner.scales),
+                "id_slot": slot.number,
+                "n_cache_reuse": 0,
+                "cache_prompt": own,
+            }
         except FAILURES as error:
             self.counters.fail("a request goes on without the depot", error)
             if slot is not None:
@@ -289,7 +343,8 @@ class LlamaProxy:
             return None
         self.counters.add(completions=1)
         body, took_s = json.dumps(named).encode(), time.monotonic() - began_s
-        return Prepared(served, slot, tokens, body, restored, took_s, self._under_way <= 1)
+        alone = self._under_way <= 1
+        return Prepared(served, owner, blocks, slot, tokens, body, restored, took_s, alone, own)
 
     def launched(self, ready: Prepared, answered: Callable[[], bool]) -> None:
         """The server has been sent a request: wait until it has begun, where that would empty other
@@ -310,7 +365,7 @@ class LlamaProxy:
 
     def _may_add(self, ready: Prepared) -> bool:
         """Whether a request may fill a block that the depot lacks."""
-        blocks = ready.served.blocks
+        blocks = ready.blocks
         request = json.loads(ready.body)
         limits = [
             request.get(name) for name in ("n_predict", "max_tokens", "max_completion_tokens")
@@ -321,22 +376,34 @@ class LlamaProxy:
         size = blocks.block_tokens
         return total is None or total // size > blocks.known(ready.tokens) // size
 
-    def _tokenize(self, path: str, request: dict[str, Any]) -> Tokens:
-        if path in CHAT:
-            text = self.link.call("/apply-template", request)["prompt"]
-        else:
-            text = request["prompt"]
-        return np.asarray(self.link.tokenize(text) if isinstance(text, str) else text, np.int32)
+    def _tokenize(self, path: str, request: dict[str, Any], key: bytes) -> Tokens:
+        """The tokens of a prompt. The server is asked with the API key of the request, also about a
+        prompt of tokens: for a key that it refuses no namespace is made."""
+        link = LlamaServerLink(replace(self.link.settings, api_key=key.decode("latin-1")))
+        prompt = link.call("/apply-template", request) if path in CHAT else request
+        text = prompt["prompt"]
+        tokens = link.tokenize(text if isinstance(text, str) else "")
+        return np.asarray(tokens if isinstance(text, str) else text, np.int32)
 
-    def _restore(self, served: ServedModel, slot: Slot, tokens: Tokens) -> int:
+    def _restore(
+        self,
+        served: ServedModel,
+        owner: Owner,
+        blocks: SequenceBlocks,
+        slot: Slot,
+        tokens: Tokens,
+    ) -> int:
         """Bring a longer prefix into a slot than it has, if the depot knows one; its tokens."""
         warm = common(slot.tokens, tokens)
-        if served.blocks.known(tokens) < warm + served.blocks.block_tokens:
+        if blocks.known(tokens) < warm + blocks.block_tokens:
             return 0
+        if slot.scales != owner.scales:
+            pinned = served.adapters.pinned(owner.scales)
+            self.link.choose_adapters(slot.number, int(tokens[0]), pinned)
         with self.link.slot_file() as path, contextlib.ExitStack() as mapped:
 
             def make(cells: int, nbytes: int) -> memoryview:
-                head = slot_file_head(served.blocks.layout, tokens[:cells])
+                head = slot_file_head(blocks.layout, tokens[:cells])
                 flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
                 file = mapped.enter_context(os.fdopen(open_private_file(path, flags), "r+b"))
                 os.truncate(file.fileno(), len(head) + nbytes)
@@ -345,7 +412,7 @@ class LlamaProxy:
                 return memoryview(mmap.mmap(file.fileno(), 0))[len(head) :]
 
             busy = self._under_way > 1
-            cells = served.blocks.load(tokens, served.streams, make, busy=busy)
+            cells = blocks.load(tokens, served.streams, make, busy=busy)
             if not cells:
                 return 0
             slot.tokens = tokens[:0]
@@ -359,7 +426,9 @@ class LlamaProxy:
     def finish(self, ready: Prepared, tail: bytes, *, good: bool) -> None:
         """A request has ended; its slot is free when it is saved."""
         self.look_for_shift(ready.served, tail)
-        ready.slot.tokens = ready.tokens if good else ready.tokens[:0]
+        ready.mixed = bool(ready.served.adapters) and not (good and _is_pure(ready, tail))
+        left = ready.tokens if good else ready.tokens[:0]
+        ready.served.slots.leave(ready.slot, left, ready.owner)
         ready.served.slots.end_launch(ready.slot)
         ready.ended_s = time.monotonic()
         ready.ended.set()
@@ -372,10 +441,11 @@ class LlamaProxy:
         timing = read_timing(tail)
         if timing is None or timing.prompt_s is None:
             return
-        tag = ready.served.blocks.space.tag
+        blocks = ready.served.blocks
+        tag = blocks.space.tag
         with self._changed:
             if tag not in self._reports:
-                self._reports[tag] = PrefillReport(self._depot, [tag], _logger)
+                self._reports[tag] = PrefillReport(self._depot, blocks.tags, _logger)
             report = self._reports[tag]
         work = attention_work(timing.computed, timing.cached)
         report.observe(timing.computed, work, timing.prompt_s)
@@ -403,11 +473,14 @@ class LlamaProxy:
                     tokens, state = read_slot_file(content)
                     if common(tokens, ready.tokens) < min(len(tokens), len(ready.tokens)):
                         raise ModelError("another client has used the slot")
-                    slot.tokens = np.array(tokens)
+                    saved = np.array(tokens)
+                    if not served.slots.leave(slot, saved, ready.owner):
+                        raise ModelError("another request may have used the slot")
                 finally:
                     ready.ended.wait()
                     served.slots.free(slot)
-                stored = 0 if served.spoiled else served.blocks.store(slot.tokens, state)
+                usable = not ready.mixed and not served.spoiled
+                stored = ready.blocks.store(saved, state) if usable else 0
             self.counters.add(saved_slots=1, stored_blocks=stored)
         except FAILURES as error:
             self.counters.fail("a slot was not stored", error)
@@ -415,6 +488,9 @@ class LlamaProxy:
     def _save_when_done(self, ready: Prepared, files: contextlib.ExitStack) -> Any:
         """The slot's file, saved after the request: one that came before it is not enough."""
         patience_s = _FORGOTTEN_S
+        if not ready.reuses:
+            # Until the request begins, the slot has KV of another owner, perhaps of equal tokens.
+            ready.ended.wait()
         while True:
             ended, asked_s = ready.ended.is_set(), time.monotonic()
             # One file for each try: a save that was given up may still be written.
@@ -438,8 +514,16 @@ class LlamaProxy:
             ready.ended.wait(_LAUNCH_LOOK_S)
 
 
-def _chooses_adapter(request: object) -> bool:
-    return isinstance(request, dict) and bool(request.get("lora"))
+def user_of(key: bytes) -> bytes:
+    """A digest of an API key, which names its user; empty for requests without a key."""
+    return hashlib.blake2b(key, digest_size=32, person=b"kvdepot-llama").digest() if key else b""
+
+
+def _is_pure(ready: Prepared, tail: bytes) -> bool:
+    """Whether the server has used no KV but what the depot gave the slot: it may put a prompt from
+    a cache of its own in the place of what was restored."""
+    timing = read_timing(tail)
+    return not ready.restored or (timing is not None and timing.cached <= ready.restored)
 
 
 def _has_one_prompt(request: object) -> bool:
@@ -447,7 +531,7 @@ def _has_one_prompt(request: object) -> bool:
     wish of its own about slots."""
     if not isinstance(request, dict) or request.get("cache_prompt", True) is not True:
         return False
-    if request.get("id_slot", -1) != -1 or request.get("n", 1) != 1 or request.get("lora"):
+    if request.get("id_slot", -1) != -1 or request.get("n", 1) != 1:
         return False
     if request.get("n_cmpl", 1) != 1:
         return False

@@ -24,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.adapters.file_digests import process_start_ns
+from kvdepot.adapters.llama_cpp.adapters import ServerAdapters, load_adapters
 from kvdepot.adapters.llama_cpp.blocks import (
     BLOCK_TOKENS,
     PROBE_TOKENS,
@@ -32,7 +33,7 @@ from kvdepot.adapters.llama_cpp.blocks import (
     probe_digest,
 )
 from kvdepot.adapters.llama_cpp.sequence_state import SequenceState, read_slot_file
-from kvdepot.adapters.llama_cpp.slots import Slots
+from kvdepot.adapters.llama_cpp.slots import Owner, Slots
 from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
@@ -160,6 +161,17 @@ class LlamaServerLink:
         finally:
             path.unlink(missing_ok=True)
 
+    def choose_adapters(self, slot: int, token: int, pinned: dict[str, Any]) -> None:
+        """Have a slot's last request be one with these LoRAs."""
+        request = {
+            "prompt": [token],
+            "n_predict": 0,
+            "id_slot": slot,
+            "cache_prompt": False,
+            **pinned,
+        }
+        self.call("/completion", request, _SLOT_S)
+
     def save_slot(
         self,
         slot: int,
@@ -247,8 +259,13 @@ class ServedModel:
     slot_tokens: int
     """How many tokens a slot has room for."""
     sockets: frozenset[int]
+    adapters: ServerAdapters = field(default_factory=ServerAdapters)
     spoiled: str = ""
     """Why nothing is stored or restored any more in this run."""
+
+    def blocks_of(self, owner: Owner) -> SequenceBlocks:
+        """The blocks of a user, with the LoRAs at the scales that are in force for a request."""
+        return self.blocks.variant(owner.user, self.adapters.name(owner.scales))
 
 
 def recognise(
@@ -274,9 +291,10 @@ def recognise(
         path = Path(os.readlink(f"/proc/{process}/cwd")) / path
     began_ns = process_start_ns(process)
     fingerprint = gguf_digest(path, settings.memo, began_ns)
-    adapter = _adapters(link, settings.memo, began_ns)
+    adapters = load_adapters(link, settings.memo, began_ns)
+    off = (0.0,) * len(adapters.digests)
     with quiet():
-        slots, state = _probe(link)
+        slots, state = _probe(link, adapters.pinned(off))
     blocks = SequenceBlocks(
         depot,
         state.layout,
@@ -284,7 +302,7 @@ def recognise(
         tenant=settings.tenant,
         model=path.name,
         fingerprint=fingerprint,
-        adapter=adapter,
+        adapter=adapters.name(off),
         audit=settings.audit,
         extra=(
             ("engine", "llama.cpp"),
@@ -293,19 +311,13 @@ def recognise(
         ),
     )
     found = Slots([slot["id"] for slot in slots], shared=state.streams == 1)
-    return ServedModel(link, blocks, found, state.streams, int(slots[0]["n_ctx"]), sockets)
+    room = int(slots[0]["n_ctx"])
+    return ServedModel(link, blocks, found, state.streams, room, sockets, adapters)
 
 
-def _adapters(link: LlamaServerLink, memo: Path | None, began_ns: int) -> str:
-    """The LoRAs that apply to every request, by their bytes."""
-    found = []
-    for adapter in link.call("/lora-adapters"):
-        digest = gguf_digest(Path(str(adapter["path"])), memo, began_ns)
-        found.append(f"{digest}×{adapter['scale']}")
-    return " ".join(found)
-
-
-def _probe(link: LlamaServerLink) -> tuple[list[dict[str, Any]], SequenceState]:
+def _probe(
+    link: LlamaServerLink, without_adapters: dict[str, Any]
+) -> tuple[list[dict[str, Any]], SequenceState]:
     """Compute the probe, and empty all slots. The slots, and the probe's state."""
     slots = link.call("/slots")
     if any(slot["is_processing"] for slot in slots):
@@ -316,6 +328,7 @@ def _probe(link: LlamaServerLink) -> tuple[list[dict[str, Any]], SequenceState]:
         "temperature": 0,
         "id_slot": 0,
         "cache_prompt": False,
+        **without_adapters,
     }
     link.call("/completion", request, _SLOT_S)
     with link.slot_file() as path:

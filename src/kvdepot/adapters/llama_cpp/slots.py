@@ -1,19 +1,30 @@
 """The slots of a llama-server: which request has which, and what is in them.
 
-What is believed to be in a slot only chooses one: the server itself compares tokens.
+What is believed to be in a slot chooses one, and says whether the request may use what is there: it
+may if the same user left it, with the same scales of LoRAs. The server itself compares tokens.
 """
 
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvdepot.adapters.llama_cpp.adapters import Scales
 from kvdepot.adapters.llama_cpp.sequence_state import Tokens
 
 _SAVED_S: Final = 2.0
+
+
+class Owner(NamedTuple):
+    """Whose KV it is: KV is shared only between requests with an equal owner."""
+
+    user: bytes = b""
+    """A digest of the API key; empty without one."""
+    scales: Scales = ()
+    """Of the LoRAs that it was computed with."""
 
 
 @dataclass(slots=True)
@@ -22,7 +33,12 @@ class Slot:
 
     number: int
     tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
-    """What is believed to be in it."""
+    """What is believed to be in it; empty if `owner` is None."""
+    owner: Owner | None = None
+    """Whose tokens these are; None: not known. Changed under the lock of `Slots`."""
+    scales: Scales = ()
+    """Of the last request that was sent to it; empty: not known. The server empties a slot for a
+    request with other scales. Changed under the lock of `Slots`."""
     used: int = 0
     """When it was last taken, by count."""
     holders: int = 0
@@ -49,8 +65,9 @@ class Slots:
         self._uses = 0
         self._launching: Slot | None = None
 
-    def take(self, tokens: Tokens) -> Slot:
-        """The slot with most of the prompt in it; among equals the one that was used least lately.
+    def take(self, tokens: Tokens, owner: Owner) -> Slot:
+        """The slot in which `owner` has most of the prompt; among equals the one that was used
+        longest ago. If it was another owner's, nothing is believed to be in it.
 
         Waits while all are busy, as the server would, and a while for one that is being saved.
         """
@@ -64,12 +81,31 @@ class Slots:
                     if not slot.answering and (patient or not slot.holders)
                 ]
                 if free:
-                    best = max(free, key=lambda slot: (common(slot.tokens, tokens), -slot.used))
+                    best = max(free, key=lambda slot: (_shared(slot, tokens, owner), -slot.used))
                     if not best.holders:
                         self._uses += 1
+                        if best.owner != owner:
+                            best.owner, best.tokens = owner, tokens[:0]
                         best.holders, best.answering, best.used = 1, True, self._uses
                         return best
                 self._changed.wait(self._saved_s if patient else None)
+
+    def leave(self, slot: Slot, tokens: Tokens, owner: Owner) -> bool:
+        """Note what the request that has a slot has left in it. Returns False, and nothing is
+        believed to be in it, if a request of another owner may have used it meanwhile."""
+        with self._changed:
+            own = slot.owner == owner
+            slot.tokens = tokens if own else tokens[:0]
+            slot.scales = owner.scales if own else ()
+            return own
+
+    def disturb(self, owner: Owner | None) -> None:
+        """The server chooses the slot of a request of `owner`; None: the owner is not known. The
+        server may have chosen any slot, so nothing is known of other owners' slots any more."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.owner != owner:
+                    slot.owner, slot.tokens, slot.scales = None, slot.tokens[:0], ()
 
     def hold(self, slot: Slot) -> None:
         """The slot is to be saved, too, before it is free."""
@@ -104,6 +140,10 @@ class Slots:
             if self._launching is slot:
                 self._launching = None
                 self._changed.notify_all()
+
+
+def _shared(slot: Slot, tokens: Tokens, owner: Owner) -> int:
+    return common(slot.tokens, tokens) if slot.owner == owner else 0
 
 
 def common(one: Tokens, other: Tokens) -> int:
