@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.vllm_environments import NEWEST
+from tests.e2e.vllm_environments import NEWEST
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
@@ -76,7 +76,7 @@ ENGINES = {
     "vllm": EngineUnderTest(
         "vLLM, connector",
         "guides/vllm.md",
-        "tests/adapters/vllm/e2e.py --json",
+        "tests/e2e/vllm_connector.py --json",
         {},
         {},
         {
@@ -92,7 +92,7 @@ ENGINES = {
     "tiers": EngineUnderTest(
         "vLLM, below its CPU tier",
         "guides/vllm-tiers.md",
-        "tests/adapters/vllm_tier/e2e.py --json contract restarts",
+        "tests/e2e/vllm_tiers.py --json contract restarts",
         {},
         {},
         {
@@ -109,7 +109,7 @@ ENGINES = {
     "sglang": EngineUnderTest(
         "SGLang, HiCache",
         "guides/sglang.md",
-        "tests/adapters/sglang/e2e.py --json",
+        "tests/e2e/sglang_engine.py --json",
         {"MHA": r"(?i)\bmha", "MLA": r"(?i)\bmla"},
         {},
         {
@@ -128,7 +128,7 @@ ENGINES = {
     "llama": EngineUnderTest(
         "llama.cpp, proxy",
         "guides/llama-cpp.md",
-        "tests/adapters/llama_cpp/e2e.py --json",
+        "tests/e2e/llama_proxy.py --json",
         {"SmolLM2": "cold"},
         {"f16": r"\bf16", "q8_0": "q8_0", "q4_0": "q4_0"},
         {

@@ -53,6 +53,6 @@ def test_an_engine_without_a_run_says_so() -> None:
 def test_parts_that_were_run_are_named() -> None:
     result = {"version": "1", "date": "2026-11-16", "points": {"audit: a": True}, "parts": "audit"}
     text = page({"vllm": result}, 0)
-    assert "`python tests/adapters/vllm/e2e.py --json audit`" in text
-    assert "`python tests/adapters/llama_cpp/e2e.py --json`" in text
+    assert "`python tests/e2e/vllm_connector.py --json audit`" in text
+    assert "`python tests/e2e/llama_proxy.py --json`" in text
     assert "| 1 of 1 | – | – | audit |" in text

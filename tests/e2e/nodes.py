@@ -24,11 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.e2e_points import Points, scratch
-from tests.support.machines import Machines
+from tests.e2e.e2e_points import Points, scratch
+from tests.e2e.machines import Machines
+from tests.e2e.vllm_servers import Server, kill_daemon
 from tests.support.nats_broker import NatsBroker
 from tests.support.s3_servers import SeaweedServer
-from tests.support.vllm_servers import Server, kill_daemon
 
 from kvdepot.core.config import ObjectConfig
 from kvdepot.tiers.object.bucket import Bucket, BucketError, open_bucket
@@ -57,7 +57,7 @@ class NodeProcess:
         site, told = self._site, self._site.folder / f"{self.name}.json"
         settings = {"settings": site.settings(self.name), "skew_s": SKEW_S[self.name], "seed": 7}
         told.write_text(json.dumps(settings))
-        program = str(ROOT / "tests" / "support" / "site_node.py")
+        program = str(ROOT / "tests" / "e2e" / "site_node.py")
         with (site.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 site.machines.command(self.name, [sys.executable, program, str(told)]),
@@ -385,8 +385,8 @@ def main() -> int:
         if not args.parts or "site" in args.parts:
             site(points, folder, args.rounds, args.outage)
         if not args.parts or "vllm" in args.parts:
-            from tests.adapters.vllm.e2e import find_model
-            from tests.support.vllm_environments import NEWEST, python_with
+            from tests.e2e.vllm_connector import find_model
+            from tests.e2e.vllm_environments import NEWEST, python_with
 
             python = args.python or python_with(NEWEST)
             vllm(points, folder, python, find_model(args.model))

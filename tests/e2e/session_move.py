@@ -29,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvdepot
-from kvdepot.adapters.demo import smollm2
+from kvdepot.adapters.hf import smollm2
 from kvdepot.adapters.hf.model import DepotModel, attach
 from kvdepot.cli.directories import models_folder
 

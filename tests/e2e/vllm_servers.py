@@ -116,6 +116,13 @@ class Server:
         """Empty vLLM's own prefix cache."""
         self._call("/reset_prefix_cache", {})
 
+    def post(self, path: str, body: Any = None) -> tuple[int, str]:
+        """The status of the answer, and what it says."""
+        try:
+            return 200, self._call(path, {} if body is None else body)
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
     def metrics(self) -> dict[str, float]:
         """kvdepot's counters, and vLLM's for external hits, by name and labels."""
         found = {}

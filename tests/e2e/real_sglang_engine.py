@@ -1,6 +1,6 @@
 """A whole SGLang engine on a CPU with the linker. Run by a Python that has SGLang.
 
-    python tests/support/real_sglang_engine.py --model DIR --depot DIR --out FILE [--socket FILE]
+    python tests/e2e/real_sglang_engine.py --model DIR --depot DIR --out FILE [--socket FILE]
 
 Asks two prompts that share a beginning, and the first again after SGLang has emptied its cache;
 with the socket of a daemon the first many times, each hit audited.

@@ -1,10 +1,10 @@
 """kvdepot as a tier below vLLM's own CPU tier, in a real vLLM. Run by vLLM's Python.
 
-    python tests/support/real_vllm_tier.py SCENARIO --model DIR --depot DIR --out FILE
+    python tests/e2e/real_vllm_tier.py SCENARIO --model DIR --depot DIR --out FILE
 
 `contract` drives vLLM's own tiering manager, without a model, through what its filesystem tier
 promises and more; `ask` runs a model. On a CPU vLLM's worker is `cpu_tiering_spec.py`'s. Writes one
-JSON object with what was seen; judging is `tests/adapters/vllm_tier/e2e.py`'s.
+JSON object with what was seen; judging is `tests/e2e/vllm_tiers.py`'s.
 """
 
 import argparse
@@ -248,6 +248,39 @@ def restart(folder: Path) -> None:
     Path(str(folder) + ".secret").chmod(0o600)
     with world(tier_settings(folder, **secret)) as seen:
         assert seen.onboard(keys) == ["MISS"] * 8, "another tenant's"
+
+
+def other_weights(folder: Path) -> None:
+    """Weights that change in place: nothing before vLLM's CPU tier is emptied, then their own
+    chunks; the first weights find theirs again."""
+    keys, loaded = chain(7, 6), ["first"]
+    with world(tier_settings(folder)) as seen:
+
+        def load(weights: str) -> None:
+            seen.tier._weights.about_to_call("reload_weights", None, lambda _: list(loaded))
+            loaded[0] = weights
+
+        def blocks() -> int:
+            count: int = seen.tier.depot.stats()["blocks"]
+            return count
+
+        seen.offload(keys[:4])
+        load("second")
+        seen.offload(keys[4:])  # the CPU tier has chunks of the first weights
+        assert blocks() == 4, "nothing is saved meanwhile"
+        running = seen.request("running")
+        seen.forget()
+        assert seen.onboard(keys[:4]) == ["MISS"] * 4, "one that began before still runs"
+        seen.manager.on_request_finished(running)
+        seen.forget()
+        assert seen.onboard(keys[:4]) == ["MISS"] * 4, "the first weights' chunks"
+        seen.offload(keys)
+        assert blocks() == 10
+        seen.forget()
+        assert seen.onboard(keys) == ["HIT"] * 6
+        load("first")
+        seen.forget()
+        assert seen.onboard(keys) == ["HIT"] * 4 + ["MISS"] * 2
 
 
 def damaged(folder: Path) -> None:
@@ -499,6 +532,7 @@ CONTRACT: tuple[Callable[[Path], None], ...] = (
     empty,
     round_trip,
     restart,
+    other_weights,
     damaged,
     first_damaged,
     absent_load,
@@ -548,7 +582,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "spec_name": "CpuTieringSpec",
-                "spec_module_path": "tests.support.cpu_tiering_spec",
+                "spec_module_path": "tests.e2e.cpu_tiering_spec",
                 "cpu_bytes_to_use": args.cpu_bytes,
                 "secondary_tiers": tiers[args.tier],
             },

@@ -1,6 +1,6 @@
 """Scenarios on a real vLLM and a real model, each in a process of its own. Run by vLLM's Python.
 
-    python tests/support/real_vllm.py SCENARIO --model DIR --depot DIR [--reference FILE] --out FILE
+    python tests/e2e/real_vllm.py SCENARIO --model DIR --depot DIR [--reference FILE] --out FILE
 
 Writes one JSON object with what was seen; judging is `e2e.py`'s. Not imported by pytest.
 With `--serve` it reads such arguments from its input instead, a JSON list a line, and forks a
@@ -23,10 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.audited_vllm import AUDITED
-from tests.support.real_vllm_groups import GROUP_SCENARIOS
-from tests.support.throttled import throttled
-from tests.support.vllm_bench import (
+from tests.e2e.audited_vllm import AUDITED
+from tests.e2e.real_vllm_groups import GROUP_SCENARIOS
+from tests.e2e.real_vllm_weights import WEIGHTS
+from tests.e2e.throttled import throttled
+from tests.e2e.vllm_bench import (
     PAGE,
     SAID,
     TOPICS,
@@ -301,7 +302,7 @@ def resharded(args: argparse.Namespace) -> dict[str, Any]:
 
 def tiny_model(args: argparse.Namespace) -> dict[str, Any]:
     """Makes a small random model of the kind `--extra` at `--depot`; `--model` is a tokenizer's."""
-    from tests.support.tiny_models import make
+    from tests.e2e.tiny_models import make
 
     make(args.extra, Path(args.model), Path(args.depot))
     return {}
@@ -369,6 +370,7 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         throttled,
         refused,
         *AUDITED,
+        *WEIGHTS,
     )
 }
 SCENARIOS |= GROUP_SCENARIOS

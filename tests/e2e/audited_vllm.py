@@ -10,8 +10,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.support.misplaced import keys_in, misplace
-from tests.support.vllm_bench import Bench, compare, full, write
+from tests.e2e.vllm_bench import Bench, compare, full, write
+from tests.support.swapped_payloads import keys_in, swap_payloads
 from tests.support.waiting import until
 
 ROUNDS = 5
@@ -99,7 +99,7 @@ def audited_again(args: argparse.Namespace) -> dict[str, Any]:
     seen["hits again"] = compare(bench.ask_in_turn(prompts), wanted)
     before = audits(bench, len(prompts))
     seen["false alarms"] = before["mismatched"]
-    seen["misplaced"] = misplace(bench.store, keys_in(bench.store))
+    seen["misplaced"] = swap_payloads(bench.store, keys_in(bench.store))
     bench.forget()
     seen["hit"] = bench.ask(prompts[-1:])[0]["cached"]
     seen["audits"] = audits(bench, before["compared"] + 1)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.vllm_bench import (
+from tests.e2e.vllm_bench import (
     Bench,
     compare,
     dense_bytes,
@@ -230,7 +230,7 @@ def drafts(args: argparse.Namespace) -> dict[str, Any]:
     """A draft model beside the model: what it proposes after vLLM's own hit, after the depot's,
     and with garbage in its own layers only. `--extra` is vLLM's speculative_config.
     """
-    from tests.support.tried_models import prepare
+    from tests.e2e.tried_models import prepare
 
     prepare()  # weights are random, and large enough that KV matters
     sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 8, "max_model_len": 1200}

@@ -1,6 +1,6 @@
 """A whole SGLang engine on a GPU with the linker. Run by a Python that has SGLang and its kernels.
 
-    python tests/support/real_sglang_gpu.py --model DIR --depot DIR --out FILE [--forgetful FILE]
+    python tests/e2e/real_sglang_gpu.py --model DIR --depot DIR --out FILE [--forgetful FILE]
 
 Asks long prompts: computed or loaded from the drive, found by SGLang's own tree, loaded from
 memory. Makes the model when it is missing: half the layers of Llama 3's 8B with random weights, as

@@ -1,6 +1,6 @@
 """SGLang's own cache controller and host pools on a depot. Run by a Python that has SGLang.
 
-    python tests/support/real_sglang.py --depot DIR --out FILE
+    python tests/e2e/real_sglang.py --depot DIR --out FILE
 
 Page backup, hit query and page transfer are SGLang's, on its host pools of every layout. There is
 no device: host pools and controller are made without their constructors, which want one. The linker
