@@ -40,8 +40,10 @@ def attached(store: kvdepot.Depot) -> set[int]:
     return {session["pid"] for session in store.stats()["daemon"]["sessions"]}
 
 
-def crowd_of(daemon: DaemonProcess, seed: int, count: int, seconds: float) -> list[ClientProcess]:
-    clients = [ClientProcess("crowd", daemon.address, seed + n, seconds) for n in range(count)]
+def random_clients(
+    daemon: DaemonProcess, seed: int, count: int, seconds: float
+) -> list[ClientProcess]:
+    clients = [ClientProcess("random", daemon.address, seed + n, seconds) for n in range(count)]
     return [client.ready() for client in clients]
 
 
@@ -60,7 +62,7 @@ def totals(clients: Sequence[ClientProcess]) -> tuple[Counter[str], Counter[str]
 @pytest.mark.slow
 def test_four_processes_for_three_seconds(daemon: DaemonProcess, seed: int) -> None:
     with kvdepot.open(daemon.address) as store:
-        done, away = totals(crowd_of(daemon, seed, 4, 3.0))
+        done, away = totals(random_clients(daemon, seed, 4, 3.0))
         assert all(done[verb] for verb in ("put", "get", "lease", "deliver", "fill", "remove"))
         assert away == {"attached": 4, "lost": 0, "away": 0}
         check_clean(store)
@@ -71,7 +73,7 @@ def test_four_processes_for_three_seconds(daemon: DaemonProcess, seed: int) -> N
 @pytest.mark.slow(longest=True)
 def test_four_processes_for_a_minute(daemon: DaemonProcess, seed: int) -> None:
     with kvdepot.open(daemon.address) as store:
-        totals(crowd_of(daemon, seed, 4, 60.0))
+        totals(random_clients(daemon, seed, 4, 60.0))
         check_clean(store)
 
 
@@ -80,9 +82,9 @@ def test_four_processes_for_a_minute(daemon: DaemonProcess, seed: int) -> None:
 def test_clients_killed_under_load(daemon: DaemonProcess, seed: int) -> None:
     rng, pause = random.Random(seed), threading.Event()
     with kvdepot.open(daemon.address) as store:
-        (steady,) = crowd_of(daemon, seed, 1, 6.0)
+        (steady,) = random_clients(daemon, seed, 1, 6.0)
         for turn in range(4):
-            clients = crowd_of(daemon, seed + 10 * turn, 3, 30.0)
+            clients = random_clients(daemon, seed + 10 * turn, 3, 30.0)
             pause.wait(rng.uniform(0.6, 1.2))
             for client in clients:
                 client.kill()
@@ -97,7 +99,7 @@ def test_the_daemon_killed_under_load(start_daemon: StartDaemon, tmp_path: Path,
     ssd = {"path": str(tmp_path / "roomy"), "capacity": ROOMY, "segment": 4 << 20}
     daemon = start_daemon(ssd=ssd)
     clients = [ClientProcess("diary", daemon.address, number).ready() for number in range(3)]
-    crowd = crowd_of(daemon, seed, 1, 10.0)
+    others = random_clients(daemon, seed, 1, 10.0)
     for _ in range(3):
         pause.wait(rng.uniform(0.8, 1.6))
         daemon.kill()
@@ -107,7 +109,7 @@ def test_the_daemon_killed_under_load(start_daemon: StartDaemon, tmp_path: Path,
         assert eventually(lambda: pids <= attached(store)), "they came back by themselves"
         pause.wait(0.5)
         said: list[Any] = [line for client in clients for line in client.kill()]
-        assert sum(totals(crowd)[0].values()) > 0, "and it never saw a wrong byte"
+        assert sum(totals(others)[0].values()) > 0, "and it never saw a wrong byte"
         flushed = [line["number"] for line in said if "number" in line]
         assert len(flushed) > 10
         assert not store.stats()["counters"]["evicted_ssd"], "all of it fits"

@@ -25,15 +25,35 @@ from kvdepot.wire.frames import FrameKind
 from kvdepot.wire.messages import Hinted, Seconds
 
 CRAWLING = {"read_bandwidth": "100kB", "write_bandwidth": "100MB", "seek": "5ms"}
+FAST = {"read_bandwidth": "1GB", "write_bandwidth": "1GB"}
 BLOCKS = 10
 
 
-def on_the_hard_drive(folder: Path, number: int = 1) -> list[BlockKey]:
+def on_the_hard_drive(folder: Path) -> list[BlockKey]:
     """A prompt that lies on the hard drive only."""
     with kvdepot.open(**settings(folder, hdd={"write_mode": "pass-through"})) as store:
-        keys = prompt(space_of(store), number, BLOCKS)
+        keys = prompt(space_of(store), 1, BLOCKS)
         assert all(put(store, keys))
     return keys
+
+
+def emulated(folder: Path, options: dict[str, str], **plugin: Any) -> dict[str, Any]:
+    """Settings with an emulated drive in the place of the hard drive."""
+    tree = settings(folder, dram={"capacity": "16MiB"})
+    del tree["hdd"]
+    name = "kvdepot.testing.emulation:emulated_drive"
+    path = str(folder / "emulated")
+    table = {"name": name, "path": path, "capacity": "32MiB", "options": options}
+    return {**tree, "plugin": {**table, **plugin}}
+
+
+def on_the_emulated_drive(folder: Path) -> list[list[BlockKey]]:
+    """Two prompts that lie on the emulated drive only."""
+    with kvdepot.open(**emulated(folder, FAST, write_mode="pass-through")) as store:
+        found = [prompt(space_of(store), number, BLOCKS) for number in (1, 2)]
+        for keys in found:
+            assert all(put(store, keys))
+    return found
 
 
 def hinting(store: Depot) -> list[int]:
@@ -119,8 +139,8 @@ def test_a_hint_is_called_off_by_its_client_or_with_it(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
     """The first is being read; the others wait for their turn."""
-    busy, keys = on_the_hard_drive(tmp_path), on_the_hard_drive(tmp_path, 2)
-    daemon = start_daemon(**settings(tmp_path, hdd={"emulate": CRAWLING}))
+    busy, keys = on_the_emulated_drive(tmp_path)
+    daemon = start_daemon(**emulated(tmp_path, CRAWLING))
     with kvdepot.open(daemon.address) as store:
         space_of(store)
         store.hint(busy[-1:], 60.0)
@@ -134,15 +154,14 @@ def test_a_hint_is_called_off_by_its_client_or_with_it(
             assert answer is not None and Hinted.parse(answer.body).wanted == BLOCKS
             assert max(hinting(store)) == 1
         assert eventually(lambda: hinting(store) == [0])
-        assert store.match(keys).tiers == ("hdd",) * BLOCKS
+        assert store.match(keys).tiers == ("plugin",) * BLOCKS
         assert store.check(deep=False)
 
 
 @pytest.mark.slow
 def test_hints_of_a_client_are_limited(start_daemon: StartDaemon, tmp_path: Path) -> None:
-    busy, keys = on_the_hard_drive(tmp_path), on_the_hard_drive(tmp_path, 2)
-    slow = settings(tmp_path, hdd={"emulate": CRAWLING}, dram={"capacity": "16MiB"})
-    daemon = start_daemon(**slow)
+    busy, keys = on_the_emulated_drive(tmp_path)
+    daemon = start_daemon(**emulated(tmp_path, CRAWLING))
     with kvdepot.open(daemon.address) as store:
         space_of(store)
         hints = [store.hint(busy, 60.0), *[store.hint(keys[-1:], 60.0) for _ in range(70)]]

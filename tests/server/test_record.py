@@ -68,7 +68,7 @@ def test_closing_writes_what_is_left(tmp_path: Path) -> None:
 
 
 def test_of_a_daemon_by_command(start_daemon: StartDaemon, tmp_path: Path, capsys: Seen) -> None:
-    daemon = start_daemon(**small(tmp_path))
+    daemon = start_daemon()
     path, done = tmp_path / "trace.jsonl", threading.Event()
 
     def ask() -> None:
@@ -97,7 +97,7 @@ def test_of_a_daemon_by_command(start_daemon: StartDaemon, tmp_path: Path, capsy
 def test_hints_say_what_is_in_the_way(tmp_path: Path) -> None:
     taken = tmp_path / "taken.jsonl"
     taken.touch()
-    with kvdepot.open(**small(tmp_path)) as store:
+    with kvdepot.open(**small(tmp_path / "kv")) as store:
         with pytest.raises(ConfigError) as told:
             store.record(tmp_path / "no" / "folder" / "trace.jsonl")
         assert told.value.hint.startswith(f"mkdir -p {tmp_path / 'no' / 'folder'}")

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -268,3 +269,10 @@ def test_it_tells_routers_of_its_blocks_when_asked_to(start_daemon: StartDaemon)
                 return router.held("CPU") == {tuple(ids[:TOKENS]), tuple(ids[TOKENS:])}
 
             until(told)
+
+
+def test_a_file_beside_the_socket_that_is_no_socket_is_left(tmp_path: Path) -> None:
+    (tmp_path / "d.sock.new").write_bytes(b"theirs")
+    with closing(Listener(tmp_path / "d.sock")) as listener, pytest.raises(DaemonError):
+        listener.listen()
+    assert (tmp_path / "d.sock.new").read_bytes() == b"theirs"

@@ -1,15 +1,15 @@
-"""Two users on one machine: a daemon, its clients, and a neighbour who is neither."""
+"""Two users on one machine: a daemon, its clients, and a user who is neither."""
 
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.neighbour import (
-    NEIGHBOURS,
-    as_neighbour,
-    needs_neighbour,
-    neighbour_running,
+from tests.support.other_user import (
+    OTHER_USERS,
+    as_other_user,
+    needs_other_user,
+    other_user_running,
     shared_folder,
 )
 
@@ -46,11 +46,11 @@ def public() -> Iterator[Path]:
         yield Path(folder)
 
 
-@needs_neighbour
-@pytest.mark.parametrize("uid", NEIGHBOURS)
-def test_nothing_is_said_to_a_neighbours_daemon(public: Path, uid: int) -> None:
+@needs_other_user
+@pytest.mark.parametrize("uid", OTHER_USERS)
+def test_nothing_is_said_to_another_users_daemon(public: Path, uid: int) -> None:
     path = public / "depot.sock"
-    with neighbour_running(LISTEN, path, uid=uid) as heard:
+    with other_user_running(LISTEN, path, uid=uid) as heard:
         assert heard() == "listening"
         with pytest.raises(DaemonError, match="is run by user") as caught:
             kvdepot.open(f"unix:{path}")
@@ -58,23 +58,23 @@ def test_nothing_is_said_to_a_neighbours_daemon(public: Path, uid: int) -> None:
         assert heard() == "0", "it was told something"
 
 
-@needs_neighbour
-def test_a_neighbours_daemon_is_used_where_it_is_named(public: Path) -> None:
-    path, uid = public / "depot.sock", NEIGHBOURS[0]
-    with neighbour_running(LISTEN, path, uid=uid) as heard:
+@needs_other_user
+def test_another_users_daemon_is_used_where_it_is_named(public: Path) -> None:
+    path, uid = public / "depot.sock", OTHER_USERS[0]
+    with other_user_running(LISTEN, path, uid=uid) as heard:
         assert heard() == "listening"
         with pytest.raises(DaemonError, match="no daemon answers"):
             kvdepot.open(f"unix:{path}", daemon_user=str(uid))
         assert int(heard()) > 0
 
 
-@needs_neighbour
+@needs_other_user
 def test_commands_trust_the_daemon_of_the_user_whom_the_environment_names(
     public: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, uid = public / "depot.sock", NEIGHBOURS[0]
+    path, uid = public / "depot.sock", OTHER_USERS[0]
     command = ["tiers", "list", "--socket", str(path)]
-    with neighbour_running(LISTEN, path, uid=uid) as heard:
+    with other_user_running(LISTEN, path, uid=uid) as heard:
         assert heard() == "listening"
         monkeypatch.setenv("KVDEPOT_DAEMON_USER", str(uid))
         assert main(command) == 2
@@ -82,31 +82,31 @@ def test_commands_trust_the_daemon_of_the_user_whom_the_environment_names(
         assert int(heard()) > 0
 
 
-@needs_neighbour
-@pytest.mark.parametrize("uid", NEIGHBOURS)
-def test_a_daemon_serves_no_neighbour_whatever_the_sockets_mode(public: Path, uid: int) -> None:
+@needs_other_user
+@pytest.mark.parametrize("uid", OTHER_USERS)
+def test_a_daemon_serves_no_other_user_whatever_the_sockets_mode(public: Path, uid: int) -> None:
     with DaemonProcess(public, small(public / "kv")) as daemon:
         assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o600
-        assert "Permission denied" in as_neighbour(GREET, daemon.socket, uid=uid)
+        assert "Permission denied" in as_other_user(GREET, daemon.socket, uid=uid)
         daemon.socket.chmod(0o777)
-        assert as_neighbour(GREET, daemon.socket, uid=uid) == "REFUSED 0"
+        assert as_other_user(GREET, daemon.socket, uid=uid) == "REFUSED 0"
         with kvdepot.open(daemon.address) as store:
             assert store.stats()["daemon"]["counters"]["refused"] == 1
 
 
-@needs_neighbour
+@needs_other_user
 def test_a_daemon_serves_its_group(public: Path) -> None:
-    member, other = NEIGHBOURS
+    member, other = OTHER_USERS
     with DaemonProcess(public, small(public / "kv"), "--group", "nogroup") as daemon:
-        assert as_neighbour(GREET, daemon.socket, uid=member) == "WELCOME 2"
+        assert as_other_user(GREET, daemon.socket, uid=member) == "WELCOME 2"
         daemon.socket.chmod(0o777)
-        assert as_neighbour(GREET, daemon.socket, uid=other) == "REFUSED 0"
+        assert as_other_user(GREET, daemon.socket, uid=other) == "REFUSED 0"
 
 
-@needs_neighbour
-def test_a_neighbours_lock_and_socket_are_not_used(public: Path) -> None:
+@needs_other_user
+def test_another_users_lock_and_socket_are_not_used(public: Path) -> None:
     path = public / "depot.sock"
-    as_neighbour("Path(sys.argv[1]).touch(0o666)", f"{path}.lock")
+    as_other_user("Path(sys.argv[1]).touch(0o666)", f"{path}.lock")
     with pytest.raises(UnsafePathError, match="belongs to user"):
         Listener(path)
 

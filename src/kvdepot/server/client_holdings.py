@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,7 +56,9 @@ class ClientLimits:
 class ServerCounters:
     """What happened so far, counted. Thread-safe."""
 
-    NAMES: Final = ("sessions", "connections", "requests", "refused", "malformed", "limited")
+    NAMES: Final = (
+        "sessions", "connections", "requests", "refused", "malformed", "limited", "failed",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,12 +133,14 @@ class ClientHoldings:
             slots, self._slots = self._slots, {}
             hints, self._hints = self._hints, {}
             spaces, self._spaces = self._spaces, set()
-        self._mapped.unregister(spaces)
-        for hint in hints.values():
-            hint.cancel()
-        for hold in holds.values():
-            self._mapped.release(hold)
-        self._mapped.abandon([offer for part in slots.values() for offer in part.values()])
+        with ExitStack() as rest:  # each of them, whatever another one raises
+            rest.callback(self._mapped.unregister, spaces)
+            for hint in hints.values():
+                rest.callback(hint.cancel)
+            for hold in holds.values():
+                rest.callback(self._mapped.release, hold)
+            left = [offer for part in slots.values() for offer in part.values()]
+            rest.callback(self._mapped.abandon, left)
         return True
 
     def hang_up(self, how: Callable[[Channel], None] = Channel.hang_up) -> None:

@@ -64,23 +64,26 @@ class Connection:
         """The loop has seen that a frame has come, or the end. Does not block."""
         try:
             frame = self.channel.receive_now()
-            if frame is None:
-                self._daemon.run_in_thread(self, self.end)
-            elif frame.kind in QUICK:
+            if frame is not None and frame.kind in QUICK:
                 self._serve(frame)
-            else:
-                self._daemon.run_in_thread(self, partial(self.serve_frames, frame))
-        except (WireError, *_BROKEN) as error:  # BlockingIOError: it does not read its answers
-            self._daemon.run_in_thread(self, partial(self._drop_client, error))
+                return
+            job = self.end if frame is None else partial(self.serve_frames, frame)
+        except Exception as error:  # see _drop_client
+            job = partial(self._drop_client, error)
+        self._daemon.run_in_thread(self, job)
 
     def end(self) -> None:
         """Close, and release what the client holds if this was its last connection."""
-        self.channel.cut()
-        if self._client is not None and self._client.leave(self.channel):
-            self._daemon.forget(self._client)
-            _log.info("client gone: process %d", self._pid)
-        self.channel.close()
-        self._daemon.ended(self)
+        gone = True
+        try:
+            self.channel.cut()
+            gone = self._client is not None and self._client.leave(self.channel)
+        finally:  # a daemon that stops waits for all connections
+            if self._client is not None and gone:
+                self._daemon.forget(self._client)
+                _log.info("client gone: process %d", self._pid)
+            self.channel.close()
+            self._daemon.ended(self)
 
     def serve_frames(self, frame: Frame | None = None) -> None:
         """Serve a frame, or greet a new client, then what follows soon; then back to the loop.
@@ -97,7 +100,7 @@ class Connection:
                 self.channel.is_patient = False
                 self._daemon.return_to_loop(self)
                 return
-        except (WireError, *_BROKEN) as error:
+        except Exception as error:  # see _drop_client
             self._drop_client(error)
         else:
             self.end()
@@ -117,12 +120,20 @@ class Connection:
         self._handler.serve(frame)
 
     def _drop_client(self, error: Exception) -> None:
-        """Hang up, and give the client time to let go of memory that will be used again."""
+        """Hang up, and give the client time to let go of memory that will be used again.
+
+        Whatever a handler raises comes here: the client would wait for ever for an answer. What it
+        asked for may be half done, so its whole session ends and all that it holds is released.
+        """
         if isinstance(error, WireError):
             self._daemon.counters.count("malformed")
             _log.warning("malformed frame from process %d, disconnected: %s", self._pid, error)
-        else:
+        elif isinstance(error, _BROKEN):
             _log.info("process %d disconnected: %s", self._pid, error)
+        else:
+            self._daemon.counters.count("failed")
+            said = "a request of process %d failed by a bug in kvdepot, disconnected"
+            _log.error(said, self._pid, cause=error)
         if self._client is not None:
             self._client.hang_up()
             self.channel.drain(LINGER_S)

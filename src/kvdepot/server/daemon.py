@@ -262,7 +262,10 @@ class WorkerThreads:
     def _work(self, first: Job) -> None:
         job: Job | None = first
         while job is not None:
-            job()
+            try:
+                job()
+            except Exception as error:  # this thread is counted on, whatever a job does
+                _log.error("a job of the daemon failed by a bug in kvdepot", cause=error)
             with self._lock:
                 if self._closed:
                     return

@@ -82,6 +82,7 @@ class Listener:
 
     def _bind(self) -> None:
         new = self.path.with_name(self.path.name + _NEW)
+        _check_replaceable(new)
         with contextlib.suppress(FileNotFoundError):
             new.unlink()
         before = os.umask(0o777 & ~self._mode)

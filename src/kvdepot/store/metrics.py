@@ -1,84 +1,70 @@
-"""The metrics of a store: one table, which makes the Prometheus text and docs/metrics.md.
+"""The metrics of a store, as one table. docs/metrics.md is made from it.
 
-Every metric is read from what `stats` answers, so that a store of this process and that of a daemon
-have the same ones. A metric that a store has no values for is left out.
+Each metric has a source: the place in `stats` that its values come from. A store in this process
+and a daemon have the same `stats`, and so the same metrics. A metric without values is left out.
+`kvdepot.server.http.exposition` writes the values as Prometheus text.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvdepot.core.depot import Depot
-
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_BOUNDS: Final = range(4, 27, 2)
-"""Powers of two of microseconds that end the buckets shown: 16 µs to 67 s."""
 Stats = Mapping[str, Any]
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Values of the labels, and the value."""
+_LABEL: Final = re.compile(r"(?P<prefix>\w*)\{(?P<name>\w+)(?::(?P<choices>[^}]+))?\}")
+_UNITS: Final = ("seconds", "bytes", "blocks", "tokens", "joules", "ratio")
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One line of the table."""
+    """One row of the table.
+
+    `source` is a path in `stats`, with its parts separated by dots. A part in braces is a label:
+
+    - `{tier}` stands for each tier of the store, and counts 0 where a tier has no entry;
+    - `get_{tier}` stands for the entries `get_dram`, `get_ssd` and so on, as far as they exist;
+    - `{drive}` stands for each item of a list, and its value is the item's `path`;
+    - `put_{outcome:stored,present}` stands for the entries `put_stored` and `put_present`;
+    - `{reason:wear=bypassed}` stands for the entry `bypassed`, with the value `wear`;
+    - any other label stands for each entry.
+
+    A list or a table at the end of the path counts its items.
+    """
 
     name: str
     kind: str
     """counter, gauge or histogram."""
-    labels: tuple[str, ...]
-    help: str
-    read: Callable[[Stats], Any]
-    """Its Samples; of a histogram (labels, counts by power of two of microseconds, sum)."""
     source: str
-    """Where in `stats` it comes from."""
+    help: str
+    labels: tuple[str, ...] = ()
+    reader: Callable[[Stats], Any] | None = None
+    """Reads what no path can say. The reader of a histogram gives (labels, counts by power of two
+    of microseconds, sum).
+    """
+
+    def read(self, stats: Stats) -> Any:
+        """The samples of this metric."""
+        if self.reader is not None:
+            return self.reader(stats)
+        return _samples(stats, self.source.split("."), stats.get("tiers", {}))
 
     @property
     def unit(self) -> str:
-        """As the name says it."""
+        """The unit at the end of the name; empty if the metric has none."""
         name = self.name.removesuffix("_total")
-        units = ("seconds", "bytes", "blocks", "tokens", "joules", "ratio")
-        return next((unit for unit in units if name.endswith(f"_{unit}")), "")
-
-
-def render(stats: Stats) -> str:
-    """The Prometheus text for what `stats` has answered."""
-    lines: list[str] = []
-    for metric in METRICS:
-        samples = list(_lines(metric, stats))
-        if samples:
-            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-            lines += samples
-    return "\n".join([*lines, ""])
-
-
-def metrics(store: Depot) -> str:
-    """The metrics of a store as Prometheus text: docs/metrics.md has the list."""
-    return render(store.stats())
+        return next((unit for unit in _UNITS if name.endswith(f"_{unit}")), "")
 
 
 def values(stats: Stats) -> dict[str, float]:
-    """All counters and gauges by name and labels, as in the text."""
-    plain = (metric for metric in METRICS if metric.kind != "histogram")
+    """All counters and gauges by name and labels, as in the Prometheus text."""
     return {
         metric.name + _labels(metric.labels, found): value
-        for metric in plain
+        for metric in METRICS
+        if metric.kind != "histogram"
         for found, value in metric.read(stats)
     }
-
-
-def _lines(metric: Metric, stats: Stats) -> Iterator[str]:
-    if metric.kind != "histogram":
-        for found, value in metric.read(stats):
-            yield f"{metric.name}{_labels(metric.labels, found)} {_number(value)}"
-        return
-    names = (*metric.labels, "le")
-    for found, counts, total in metric.read(stats):
-        for power in _BOUNDS:
-            label = _labels(names, (*found, _number(2**power / 1e6)))
-            yield f"{metric.name}_bucket{label} {sum(counts[: power + 1])}"
-        yield f"{metric.name}_bucket{_labels(names, (*found, '+Inf'))} {sum(counts)}"
-        yield f"{metric.name}_sum{_labels(metric.labels, found)} {_number(total)}"
-        yield f"{metric.name}_count{_labels(metric.labels, found)} {sum(counts)}"
 
 
 def _labels(names: Iterable[str], found: Iterable[str]) -> str:
@@ -90,86 +76,38 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(float(value))
-
-
-def _one(*path: str) -> Callable[[Stats], Samples]:
-    """The value at that path; nothing where it is not."""
-
-    def read(stats: Stats) -> Samples:
-        found: Any = stats
-        for name in path:
-            if name not in found:
-                return
-            found = found[name]
+def _samples(found: Any, path: Sequence[str], tiers: Iterable[str]) -> Samples:
+    if path:
+        for labels, child in _children(found, path[0], tiers):
+            for more, value in _samples(child, path[1:], tiers):
+                yield (*labels, *more), value
+    elif isinstance(found, list | dict):
+        yield (), float(len(found))
+    elif found is not None:
         yield (), float(found)
 
-    return read
 
-
-def _counted(*pairs: tuple[tuple[str, ...], str]) -> Callable[[Stats], Samples]:
-    """Counters of the store, each with its labels."""
-
-    def read(stats: Stats) -> Samples:
-        counters = stats.get("counters", {})
-        return [(labels, float(counters[name])) for labels, name in pairs if name in counters]
-
-    return read
-
-
-def _by_tier(*path: str) -> Callable[[Stats], Samples]:
-    """A value of each tier that has it."""
-
-    def read(stats: Stats) -> Samples:
-        for tier, facts in stats.get("tiers", {}).items():
-            found: Any = facts
-            for name in path:
-                found = found.get(name) if isinstance(found, Mapping) else None
-            if found is not None:
-                yield (tier,), float(found)
-
-    return read
-
-
-def _counted_by_tier(prefix: str) -> Callable[[Stats], Samples]:
-    """The store's counters of that name, for the tiers that the store has."""
-
-    def read(stats: Stats) -> Samples:
-        counters, tiers = stats.get("counters", {}), stats.get("tiers", {})
-        names = ((tier, f"{prefix}_{tier}") for tier in tiers)
-        return [((tier,), float(counters[name])) for tier, name in names if name in counters]
-
-    return read
-
-
-def _traffic_by_tier(name: str) -> Callable[[Stats], Samples]:
-    def read(stats: Stats) -> Samples:
-        found = stats.get("traffic", {}).get(name, {})
-        return [((tier,), float(found.get(tier, 0))) for tier in stats.get("tiers", {})]
-
-    return read
-
-
-def _by_drive(*path: str) -> Callable[[Stats], Samples]:
-    """A value of each drive that has it."""
-
-    def read(stats: Stats) -> Samples:
-        for tier, facts in stats.get("tiers", {}).items():
-            for drive in facts.get("drives", ()):
-                found: Any = drive
-                for name in path:
-                    found = found.get(name) if isinstance(found, Mapping) else None
-                if found is not None:
-                    yield (tier, str(drive.get("path", ""))), float(found)
-
-    return read
-
-
-def _lookups(stats: Stats) -> Samples:
-    for call, found in stats.get("traffic", {}).get("lookups", {}).items():
-        for outcome in ("full", "partial", "none"):
-            yield (call, outcome), float(found[outcome])
+def _children(found: Any, part: str, tiers: Iterable[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What one part of a path leads to, with the value of its label."""
+    label = _LABEL.fullmatch(part)
+    if isinstance(found, list):
+        for one in found:
+            yield (str(one.get("path", "")),), one
+    elif not isinstance(found, Mapping):
+        return
+    elif label is None:
+        if part in found:
+            yield (), found[part]
+    elif label["choices"]:
+        for choice in label["choices"].split(","):
+            value, _, key = choice.partition("=")
+            yield (value,), found.get(key or label["prefix"] + value)
+    elif label["name"] == "tier":
+        for tier in tiers:
+            yield (tier,), found.get(label["prefix"] + tier, None if label["prefix"] else 0)
+    else:
+        for value, child in found.items():
+            yield (value,), child
 
 
 def _looked_up(stats: Stats) -> Samples:
@@ -198,14 +136,38 @@ def _latency(stage: str) -> Callable[[Stats], Any]:
     return read
 
 
+def _audited(stats: Stats) -> Samples:
+    audit = stats.get("audit")
+    if audit is not None:
+        yield ("matched",), float(audit["compared"] - audit["mismatched"])
+        yield ("mismatched",), float(audit["mismatched"])
+
+
+def _events(stats: Stats) -> Samples:
+    for name, count in stats.get("events", {}).items():
+        if name not in ("endpoint", "replay", "blocks"):
+            yield (name,), float(count)
+
+
+def _site_hints(stats: Stats) -> Samples:
+    for name, count in stats.get("site", {}).get("hints", {}).items():
+        if name != "open":
+            yield (name,), float(count)
+
+
+def _build(stats: Stats) -> Samples:
+    if "daemon" in stats:
+        yield (stats["daemon"]["version"],), 1.0
+
+
 def served_tokens(stats: Stats) -> float:
-    """Tokens of the blocks that were served: prefill that was not needed."""
-    return float(sum(stats.get("traffic", {}).get("served_tokens", {}).values()))
+    """Tokens of the blocks that were given back: the engine did not compute them."""
+    return float(stats.get("ledger", {}).get("tokens", 0.0))
 
 
 def hit_ratio(stats: Stats) -> float | None:
-    """Of the blocks looked up, how many were there: by matches or, where there were none, leases;
-    None before the first.
+    """The share of looked-up blocks that were there. Counts matches or, without any, leases; None
+    before the first lookup.
     """
     lookups = stats.get("traffic", {}).get("lookups", {})
     for call in ("match", "lease"):
@@ -216,44 +178,29 @@ def hit_ratio(stats: Stats) -> float | None:
 
 
 def gpu_seconds_saved(stats: Stats) -> float | None:
-    """Since the start, by the prefill speed that engines report or that is assumed; None where
-    none is known.
-    """
+    """Seconds of prefill saved since the start; None while no prefill speed is known."""
     found: float | None = stats.get("ledger", {}).get("gpu_s")
     return found
 
 
 def joules_saved(stats: Stats) -> float | None:
-    """By the power of the GPUs that is assumed besides."""
+    """Energy saved, by `ledger.gpu_watts`; None while the power or the speed is not known."""
     watts = stats.get("ledger", {}).get("assumed", {}).get("gpu_watts")
     seconds = gpu_seconds_saved(stats)
     return seconds * watts if seconds is not None and watts else None
 
 
-def _by_tenant(name: str) -> Callable[[Stats], Samples]:
-    def read(stats: Stats) -> Samples:
-        tenants = stats.get("ledger", {}).get("tenants", {})
-        return [((tenant,), float(account[name])) for tenant, account in tenants.items()]
-
-    return read
-
-
-def _first_tokens(name: str) -> Callable[[Stats], Samples]:
-    """A sum over compared first tokens; none where no engine told of any."""
-
-    def read(stats: Stats) -> Samples:
-        told = stats.get("first_tokens", {})
-        return [((), float(told[name]))] if told.get("compared") else []
-
-    return read
+def derived(stats: Stats) -> dict[str, float | None]:
+    """The figures that people look at first."""
+    return {
+        "hit_ratio": hit_ratio(stats),
+        "tokens": served_tokens(stats),
+        "gpu_seconds": gpu_seconds_saved(stats),
+        "joules": joules_saved(stats),
+    }
 
 
-def _each(counts: Mapping[str, float]) -> Samples:
-    """Every count, by its name as the label."""
-    return [((name,), float(count)) for name, count in counts.items()]
-
-
-def _derived(value: Callable[[Stats], float | None]) -> Callable[[Stats], Samples]:
+def _one(value: Callable[[Stats], float | None]) -> Callable[[Stats], Samples]:
     def read(stats: Stats) -> Samples:
         found = value(stats)
         return [] if found is None else [((), found)]
@@ -261,608 +208,346 @@ def _derived(value: Callable[[Stats], float | None]) -> Callable[[Stats], Sample
     return read
 
 
-def _audited(stats: Stats) -> Samples:
-    audit = stats.get("audit")
-    if audit is not None:
-        yield ("matched",), float(audit["compared"] - audit["mismatched"])
-        yield ("mismatched",), float(audit["mismatched"])
+def _row(name: str, kind: str, source: str, text: str) -> Metric:
+    parts = (_LABEL.fullmatch(part) for part in source.split("."))
+    labels = tuple(part["name"] for part in parts if part is not None)
+    return Metric(name, kind, source, text, labels)
 
 
-def _counter(name: str, labels: str, text: str, read: Any, source: str) -> Metric:
-    return Metric(f"kvdepot_{name}_total", "counter", tuple(labels.split()), text, read, source)
+def _counter(name: str, source: str, text: str) -> Metric:
+    return _row(f"kvdepot_{name}_total", "counter", source, text)
 
 
-def _gauge(name: str, labels: str, text: str, read: Any, source: str) -> Metric:
-    return Metric(f"kvdepot_{name}", "gauge", tuple(labels.split()), text, read, source)
+def _gauge(name: str, source: str, text: str) -> Metric:
+    return _row(f"kvdepot_{name}", "gauge", source, text)
 
 
-def _histogram(name: str, labels: str, text: str, stage: str) -> Metric:
+def _histogram(name: str, labels: tuple[str, ...], text: str, stage: str) -> Metric:
     source = f"traffic.latencies, stage {stage}"
-    told = tuple(labels.split())
-    return Metric(f"kvdepot_{name}_seconds", "histogram", told, text, _latency(stage), source)
+    return Metric(f"kvdepot_{name}_seconds", "histogram", source, text, labels, _latency(stage))
 
 
 METRICS: Final = (
     _counter(
         "lookups",
-        "call outcome",
+        "traffic.lookups.{call}.{outcome:full,partial,none}",
         "Lookups of prompts: every block was there, the first ones, or none.",
-        _lookups,
-        "traffic.lookups",
     ),
-    _counter(
-        "lookup_blocks",
-        "call outcome",
-        "Blocks that lookups asked for: found or absent.",
-        _looked_up,
+    Metric(
+        "kvdepot_lookup_blocks_total",
+        "counter",
         "traffic.lookups",
+        "Blocks that lookups asked for: found or absent.",
+        ("call", "outcome"),
+        _looked_up,
     ),
     _counter(
         "matched_blocks",
-        "tier",
+        "traffic.matched.{tier}",
         "Blocks found by matches, by the fastest tier that has them.",
-        _traffic_by_tier("matched"),
-        "traffic.matched",
     ),
-    _gauge(
-        "hit_ratio",
-        "",
-        "Share of the blocks looked up that were there, since the start.",
-        _derived(hit_ratio),
+    Metric(
+        "kvdepot_hit_ratio",
+        "gauge",
         "traffic.lookups",
+        "Share of the blocks looked up that were there, since the start.",
+        (),
+        _one(hit_ratio),
     ),
     _counter(
-        "get_blocks",
-        "tier",
-        "Blocks given back, by the tier that they came from.",
-        _counted_by_tier("get"),
-        "counters.get_TIER",
+        "get_blocks", "counters.get_{tier}", "Blocks given back, by the tier that they came from."
     ),
     _counter(
-        "get_missed_blocks",
-        "",
-        "Blocks that were asked for and not given back.",
-        _one("counters", "get_miss"),
-        "counters.get_miss",
+        "get_missed_blocks", "counters.get_miss", "Blocks that were asked for and not given back."
     ),
     _counter(
         "get_bytes",
-        "tier",
+        "traffic.served_bytes.{tier}",
         "Bytes given back, by the tier that they came from.",
-        _traffic_by_tier("served_bytes"),
-        "traffic.served_bytes",
     ),
     _counter(
         "get_tokens",
-        "tier",
+        "ledger.tiers.{tier}",
         "Tokens of the blocks given back; each of N shards of a model counts as one Nth.",
-        _traffic_by_tier("served_tokens"),
-        "traffic.served_tokens",
     ),
     _counter(
         "put_blocks",
-        "outcome",
+        "counters.put_{outcome:stored,present,throttled,refused}",
         "Blocks offered to the store, by what became of them.",
-        _counted(
-            (("stored",), "put_stored"),
-            (("present",), "put_present"),
-            (("throttled",), "put_throttled"),
-            (("refused",), "put_refused"),
-        ),
-        "counters.put_OUTCOME",
     ),
     _counter(
         "deferred_blocks",
-        "",
-        "Of the blocks stored: taken while too much waited to be written.",
-        _one("counters", "put_deferred"),
         "counters.put_deferred",
+        "Of the blocks stored: taken while too much waited to be written.",
     ),
+    _counter("put_bytes", "counters.put_bytes", "Bytes of the blocks that were stored."),
+    _counter("written_blocks", "counters.written", "Blocks written from memory to drives."),
     _counter(
-        "put_bytes",
-        "",
-        "Bytes of the blocks that were stored.",
-        _one("counters", "put_bytes"),
-        "counters.put_bytes",
-    ),
-    _counter(
-        "written_blocks",
-        "",
-        "Blocks written from memory to drives.",
-        _one("counters", "written"),
-        "counters.written",
-    ),
-    _counter(
-        "written_bytes",
-        "",
-        "Bytes of these blocks, as they lie on drives.",
-        _one("counters", "written_bytes"),
-        "counters.written_bytes",
+        "written_bytes", "counters.written_bytes", "Bytes of these blocks, as they lie on drives."
     ),
     _counter(
         "write_failed_blocks",
-        "",
-        "Blocks that could not be written to a drive.",
-        _one("counters", "write_failed"),
         "counters.write_failed",
+        "Blocks that could not be written to a drive.",
     ),
     _counter(
         "moved_blocks",
-        "move",
+        "counters.{move:promote=promoted,demote=demoted,prefetch=hinted}",
         "Blocks copied between tiers and drives.",
-        _counted(
-            (("promote",), "promoted"),
-            (("demote",), "demoted"),
-            (("mirror",), "mirrored"),
-            (("prefetch",), "hinted"),
-        ),
-        "counters.promoted, demoted, mirrored, hinted",
     ),
     _counter(
         "rewritten_blocks",
-        "tier",
+        "counters.moved_{tier}",
         "Blocks written again because their segment was reclaimed or their drive drained.",
-        _counted_by_tier("moved"),
-        "counters.moved_TIER",
     ),
     _counter(
         "reclaimed_segments",
-        "",
-        "Segments of drives that were made free.",
-        _one("counters", "reclaimed_segments"),
         "counters.reclaimed_segments",
+        "Segments of drives that were made free.",
     ),
-    _counter(
-        "evicted_blocks",
-        "tier reason",
+    Metric(
+        "kvdepot_evicted_blocks_total",
+        "counter",
+        "counters.evicted_{tier}, traffic.drained_away",
         "Copies dropped from a tier: to make room, or with a drained drive.",
+        ("tier", "reason"),
         _evicted,
-        "counters.evicted_TIER, traffic.drained_away",
     ),
-    _counter(
-        "removed_blocks",
-        "",
-        "Blocks that callers removed.",
-        _one("counters", "removed"),
-        "counters.removed",
-    ),
+    _counter("removed_blocks", "counters.removed", "Blocks that callers removed."),
     _counter(
         "removals_unrecorded",
-        "",
-        "Removals that could not be written down: the blocks may come back after a restart.",
-        _one("counters", "removal_unrecorded"),
         "counters.removal_unrecorded",
+        "Removals that could not be written down: the blocks may come back after a restart.",
     ),
     _counter(
         "corrupt_blocks",
-        "",
-        "Copies dropped because their checksum or identity did not match; none was served.",
-        _one("counters", "quarantined"),
         "counters.quarantined",
+        "Copies dropped because their checksum or identity did not match; none was served.",
     ),
     _counter(
         "read_problem_blocks",
-        "problem",
-        "Reads of blocks that failed, were late, or were saved by a second drive.",
-        _counted(
-            (("failed",), "read_failed"), (("late",), "read_late"), (("mirror",), "get_mirror")
-        ),
-        "counters.read_failed, read_late, get_mirror",
+        "counters.read_{problem:failed,late}",
+        "Reads of blocks that failed or were late.",
     ),
     _counter(
         "admission_refused_blocks",
-        "reason",
+        "counters.{reason:wear=bypassed,thrashing=held_below}",
         "Blocks kept off the fastest drives: not worth the wear, or the tier thrashes.",
-        _counted((("wear",), "bypassed"), (("thrashing",), "held_below")),
-        "counters.bypassed, held_below",
     ),
-    _histogram("get_duration", "", "Time of a call that gets blocks.", "get"),
-    _histogram("put_duration", "", "Time of a call that puts blocks.", "put"),
-    _histogram("reserve_duration", "", "Time of a call that reserves memory.", "reserve"),
-    _histogram("read_duration", "tier", "Time to read one wave of blocks from a drive.", "read"),
-    _histogram("write_duration", "tier", "Time to append one run of blocks to a drive.", "write"),
-    _histogram("request_duration", "request", "Time of a client's request.", "request"),
-    _gauge("blocks", "", "Blocks that the store knows.", _one("blocks"), "blocks"),
-    _gauge(
-        "tier_blocks",
-        "tier",
-        "Blocks that a tier has.",
-        _by_tier("blocks"),
-        "tiers.TIER.blocks",
+    _histogram("get_duration", (), "Time of a call that gets blocks.", "get"),
+    _histogram("put_duration", (), "Time of a call that puts blocks.", "put"),
+    _histogram("reserve_duration", (), "Time of a call that reserves memory.", "reserve"),
+    _histogram("read_duration", ("tier",), "Time to read one wave of blocks from a drive.", "read"),
+    _histogram(
+        "write_duration", ("tier",), "Time to append one run of blocks to a drive.", "write"
     ),
-    _gauge(
-        "tier_used_bytes",
-        "tier",
-        "Room that blocks take.",
-        _by_tier("used_bytes"),
-        "tiers.TIER.used_bytes",
-    ),
-    _gauge(
-        "tier_capacity_bytes",
-        "tier",
-        "Room that there is.",
-        _by_tier("capacity_bytes"),
-        "tiers.TIER.capacity_bytes",
-    ),
-    _gauge(
-        "tier_mirrored_blocks",
-        "tier",
-        "Blocks that are on two drives.",
-        _by_tier("mirrored"),
-        "tiers.TIER.mirrored",
-    ),
-    _gauge(
-        "tier_healthy",
-        "tier",
-        "1: all drives of the tier work.",
-        _by_tier("healthy"),
-        "tiers.TIER.healthy",
-    ),
+    _histogram("request_duration", ("request",), "Time of a client's request.", "request"),
+    _gauge("blocks", "blocks", "Blocks that the store knows."),
+    _gauge("tier_blocks", "tiers.{tier}.blocks", "Blocks that a tier has."),
+    _gauge("tier_used_bytes", "tiers.{tier}.used_bytes", "Room that blocks take."),
+    _gauge("tier_capacity_bytes", "tiers.{tier}.capacity_bytes", "Room that there is."),
+    _gauge("tier_healthy", "tiers.{tier}.healthy", "1: all drives of the tier work."),
     _gauge(
         "tier_thrashing",
-        "tier",
+        "tiers.{tier}.thrashing",
         "1: promotion to the tier is held back, since it only pushes out what is in use.",
-        _by_tier("thrashing"),
-        "tiers.TIER.thrashing",
     ),
     _gauge(
-        "write_queue_blocks",
-        "tier",
-        "Blocks that wait to be written.",
-        _by_tier("write_queue", "blocks"),
-        "tiers.TIER.write_queue",
+        "write_queue_blocks", "tiers.{tier}.write_queue.blocks", "Blocks that wait to be written."
     ),
-    _gauge(
-        "write_queue_bytes",
-        "tier",
-        "Bytes that wait to be written.",
-        _by_tier("write_queue", "bytes"),
-        "tiers.TIER.write_queue",
-    ),
+    _gauge("write_queue_bytes", "tiers.{tier}.write_queue.bytes", "Bytes that wait to be written."),
     _gauge(
         "write_queue_oldest_seconds",
-        "tier",
+        "tiers.{tier}.write_queue.oldest_s",
         "How long the oldest of them has waited.",
-        _by_tier("write_queue", "oldest_s"),
-        "tiers.TIER.write_queue",
     ),
     _gauge(
         "write_queue_limit_bytes",
-        "",
-        "When this much waits in all, new blocks are written later.",
-        _one("dirty_limit_bytes"),
         "dirty_limit_bytes",
+        "When this much waits in all, new blocks are written later.",
     ),
-    _gauge(
-        "drive_healthy",
-        "tier drive",
-        "1: the drive takes part.",
-        _by_drive("healthy"),
-        "tiers.TIER.drives.healthy",
-    ),
+    _gauge("drive_healthy", "tiers.{tier}.drives.{drive}.healthy", "1: the drive takes part."),
     _gauge(
         "drive_full",
-        "tier drive",
+        "tiers.{tier}.drives.{drive}.full",
         "1: its file system has no room left, although the store may use more of it.",
-        _by_drive("full"),
-        "tiers.TIER.drives.full",
     ),
-    _counter(
-        "drive_errors",
-        "tier drive",
-        "Errors of the drive.",
-        _by_drive("errors"),
-        "tiers.TIER.drives.errors",
-    ),
+    _counter("drive_errors", "tiers.{tier}.drives.{drive}.errors", "Errors of the drive."),
     _gauge(
         "drive_used_bytes",
-        "tier drive",
+        "tiers.{tier}.drives.{drive}.used_bytes",
         "Room that blocks take on the drive.",
-        _by_drive("used_bytes"),
-        "tiers.TIER.drives.used_bytes",
     ),
     _gauge(
         "drive_capacity_bytes",
-        "tier drive",
+        "tiers.{tier}.drives.{drive}.capacity_bytes",
         "Room that the store may use on the drive.",
-        _by_drive("capacity_bytes"),
-        "tiers.TIER.drives.capacity_bytes",
     ),
     _gauge(
-        "drive_draining",
-        "tier drive",
-        "1: the drive is being emptied.",
-        _by_drive("draining"),
-        "tiers.TIER.drives.draining",
+        "drive_draining", "tiers.{tier}.drives.{drive}.draining", "1: the drive is being emptied."
     ),
     _gauge(
         "drive_read_bytes_per_second",
-        "tier drive",
+        "tiers.{tier}.drives.{drive}.read_bytes_per_s",
         "Speed of the drive, as measured last.",
-        _by_drive("read_bytes_per_s"),
-        "tiers.TIER.drives.read_bytes_per_s",
     ),
     _counter(
         "drive_written_bytes",
-        "tier drive",
+        "tiers.{tier}.drives.{drive}.written.bytes",
         "Bytes written to the drive since the start: its wear.",
-        _by_drive("written", "bytes"),
-        "tiers.TIER.drives.written.bytes",
     ),
     _gauge(
         "endurance_daily_bytes",
-        "tier drive",
+        "tiers.{tier}.drives.{drive}.written.daily_bytes",
         "Bytes that may be written to the drive in a day.",
-        _by_drive("written", "daily_bytes"),
-        "tiers.TIER.drives.written.daily_bytes",
     ),
     _gauge(
         "endurance_left_bytes",
-        "tier drive",
+        "tiers.{tier}.drives.{drive}.written.level_bytes",
         "Bytes that may be written to the drive now.",
-        _by_drive("written", "level_bytes"),
-        "tiers.TIER.drives.written.level_bytes",
     ),
-    _gauge(
-        "leased_blocks",
-        "",
-        "Blocks that callers hold a lease on.",
-        _one("leased"),
-        "leased",
-    ),
-    _gauge(
-        "staging_used_bytes",
-        "",
-        "Memory of blocks on their way between tiers.",
-        _one("staging_bytes"),
-        "staging_bytes",
-    ),
-    _gauge("index_bytes", "", "Memory of the index.", _one("index_bytes"), "index_bytes"),
-    _gauge(
-        "sessions",
-        "",
-        "Sessions that are remembered.",
-        _one("sessions", "remembered"),
-        "sessions.remembered",
-    ),
+    _gauge("leased_blocks", "leased", "Blocks that callers hold a lease on."),
+    _gauge("staging_used_bytes", "staging_bytes", "Memory of blocks on their way between tiers."),
+    _gauge("index_bytes", "index_bytes", "Memory of the index."),
+    _gauge("sessions", "sessions.remembered", "Sessions that are remembered."),
     _counter(
         "sessions_forgotten",
-        "",
-        "Sessions forgotten because there were too many.",
-        _one("sessions", "forgotten"),
         "sessions.forgotten",
+        "Sessions forgotten because there were too many.",
     ),
-    _gauge(
-        "contracts",
-        "",
-        "Contracts of retention in force.",
-        _one("sessions", "contracts"),
-        "sessions.contracts",
-    ),
+    _gauge("contracts", "sessions.contracts", "Contracts of retention in force."),
     _counter(
         "contract_events",
-        "event",
+        "sessions.contracts_{event:granted,refused,ended}",
         "Contracts granted, requests refused, and contracts ended.",
-        lambda stats: [
-            ((event,), float(stats["sessions"][f"contracts_{event}"]))
-            for event in ("granted", "refused", "ended")
-            if f"contracts_{event}" in stats.get("sessions", {})
-        ],
-        "sessions.contracts_EVENT",
     ),
     _gauge(
         "contract_blocks",
-        "",
-        "Blocks under contract, as counted some seconds ago.",
-        _one("sessions", "contract_blocks"),
         "sessions.contract_blocks",
+        "Blocks under contract, as counted some seconds ago.",
     ),
-    _gauge(
-        "contract_bytes",
-        "",
-        "Bytes of their records.",
-        _one("sessions", "contract_bytes"),
-        "sessions.contract_bytes",
-    ),
+    _gauge("contract_bytes", "sessions.contract_bytes", "Bytes of their records."),
     _gauge(
         "contract_missing_blocks",
-        "",
-        "Blocks under contract that no durable tier has any more; above 0 is a broken promise.",
-        _one("sessions", "contract_missing_blocks"),
         "sessions.contract_missing_blocks",
+        "Blocks under contract that no durable tier has any more; above 0 is a broken promise.",
     ),
-    _counter(
-        "audited_blocks",
-        "outcome",
-        "Blocks that an engine has computed again: as they are kept, or not (mismatched).",
-        _audited,
+    Metric(
+        "kvdepot_audited_blocks_total",
+        "counter",
         "audit.compared, audit.mismatched",
+        "Blocks that an engine has computed again: as they are kept, or not (mismatched).",
+        ("outcome",),
+        _audited,
     ),
     _gauge(
         "quarantined_namespaces",
-        "",
-        "Namespaces of which nothing is served, since an audit failed.",
-        lambda stats: [((), float(len(stats["audit"]["quarantined"])))] if "audit" in stats else [],
         "audit.quarantined",
+        "Namespaces of which nothing is served, since an audit failed.",
     ),
-    _counter(
+    Metric(
+        "kvdepot_events_total",
+        "counter",
         "events",
-        "event",
         "What routers were told: blocks stored, removed, not told (silent), all cleared; batches, "
         "replays, subscriptions, failures.",
-        lambda stats: [
-            ((name,), float(count))
-            for name, count in stats.get("events", {}).items()
-            if name not in ("endpoint", "replay", "blocks")
-        ],
-        "events",
+        ("event",),
+        _events,
     ),
-    _gauge(
-        "events_announced_blocks",
-        "",
-        "Blocks that routers know of.",
-        _one("events", "blocks"),
-        "events.blocks",
-    ),
+    _gauge("events_announced_blocks", "events.blocks", "Blocks that routers know of."),
     _histogram(
         "first_token_duration",
-        "",
+        (),
         "Time to the first token of prompts of which the depot had something, as engines tell it.",
         "first_token",
     ),
     _counter(
         "decisions",
-        "decision",
+        "first_tokens.decisions.{decision}",
         "What engines decided for these prompts: to fetch, to recompute, or parts of both.",
-        lambda stats: _each(stats.get("first_tokens", {}).get("decisions", {})),
-        "first_tokens.decisions",
     ),
     _counter(
         "first_tokens_compared",
-        "",
-        "First tokens of which engines had predicted the time; the next three are about these.",
-        _first_tokens("compared"),
         "first_tokens.compared",
+        "First tokens of which engines had predicted the time; the next three are about these.",
     ),
     _counter(
         "first_token_measured_seconds",
-        "",
-        "Sum of their times, as measured: with kvdepot.",
-        _first_tokens("seconds"),
         "first_tokens.seconds",
+        "Sum of their times, as measured: with kvdepot.",
     ),
     _counter(
         "first_token_predicted_seconds",
-        "",
-        "Sum of their times, as predicted when it was decided.",
-        _first_tokens("predicted_seconds"),
         "first_tokens.predicted_seconds",
+        "Sum of their times, as predicted when it was decided.",
     ),
     _counter(
         "first_token_recompute_seconds",
-        "",
-        "Sum of the times predicted for computing the whole prompts: without kvdepot.",
-        _first_tokens("recompute_seconds"),
         "first_tokens.recompute_seconds",
+        "Sum of the times predicted for computing the whole prompts: without kvdepot.",
     ),
     _counter(
         "gpu_saved_seconds",
-        "",
+        "ledger.gpu_s",
         "Prefill that was not needed: tokens given back, by the prefill speed that engines report, "
         "else by the assumed one.",
-        _derived(gpu_seconds_saved),
-        "ledger.gpu_s",
     ),
-    _counter(
-        "gpu_saved_joules",
-        "",
-        "The same, by the assumed power of the GPUs.",
-        _derived(joules_saved),
+    Metric(
+        "kvdepot_gpu_saved_joules_total",
+        "counter",
         "ledger.gpu_s, ledger.assumed",
+        "The same, by the assumed power of the GPUs.",
+        (),
+        _one(joules_saved),
     ),
     _gauge(
         "assumed_prefill_tokens_per_second",
-        "",
+        "ledger.assumed.prefill_tokens_per_s",
         "The prefill speed that savings are computed with where engines report none.",
-        _one("ledger", "assumed", "prefill_tokens_per_s"),
-        "ledger.assumed",
     ),
     _counter(
         "tenant_gpu_saved_seconds",
-        "tenant",
-        "GPU seconds saved for a tenant since the store was made; tenants beyond 64 are one.",
-        _by_tenant("gpu_s"),
-        "ledger.tenants.TENANT.gpu_s",
+        "ledger.tenants.{tenant}.gpu_s",
+        "GPU seconds saved for a tenant since the start; tenants after the first 64 are one.",
     ),
     _counter(
         "tenant_saved_tokens",
-        "tenant",
-        "Tokens given back to a tenant since the store was made.",
-        _by_tenant("tokens"),
-        "ledger.tenants.TENANT.tokens",
+        "ledger.tenants.{tenant}.tiers.{tier}",
+        "Tokens given back to a tenant since the start, by the tier that they came from.",
     ),
-    _counter(
-        "tenant_held_byte_hours",
-        "tenant tier",
-        "Bytes times hours that a tenant's blocks took on a tier, counted every minute.",
-        lambda stats: [
-            ((tenant, tier), float(hours))
-            for tenant, account in stats.get("ledger", {}).get("tenants", {}).items()
-            for tier, hours in account["byte_hours"].items()
-        ],
-        "ledger.tenants.TENANT.byte_hours",
-    ),
-    _gauge(
-        "site_connected",
-        "",
-        "Whether the NATS server of the site is reached.",
-        _one("site", "connected"),
-        "site.connected",
-    ),
+    _gauge("site_connected", "site.connected", "Whether the NATS server of the site is reached."),
     _counter(
         "site_messages",
-        "event",
+        "site.messages.{event}",
         "Messages between the stores of a site: sent, received, refused as nonsense, dropped; and "
         "connections made.",
-        lambda stats: _each(stats.get("site", {}).get("messages", {})),
-        "site.messages",
     ),
-    _counter(
-        "site_hints",
-        "event",
-        "Hints of the site: prompts followed, sessions passed on to another node, unknown here.",
-        lambda stats: _each(
-            {
-                name: count
-                for name, count in stats.get("site", {}).get("hints", {}).items()
-                if name != "open"
-            }
-        ),
+    Metric(
+        "kvdepot_site_hints_total",
+        "counter",
         "site.hints",
+        "Hints of the site: prompts followed, sessions passed on to another node, unknown here.",
+        ("event",),
+        _site_hints,
     ),
     _gauge(
         "site_open_hints",
-        "",
-        "Prompts hinted at of which not all has come to the shared tier yet.",
-        _one("site", "hints", "open"),
         "site.hints.open",
+        "Prompts hinted at of which not all has come to the shared tier yet.",
     ),
-    _gauge(
-        "clients",
-        "",
-        "Processes attached to the daemon.",
-        lambda stats: [((), float(len(found)))] if (found := _clients(stats)) is not None else [],
-        "daemon.sessions",
-    ),
+    _gauge("clients", "daemon.sessions", "Processes attached to the daemon."),
     _counter(
         "client_events",
-        "event",
+        "daemon.counters.{event}",
         "What clients did: attached, connected, asked, were refused, sent nonsense, hit a limit.",
-        lambda stats: [
-            ((name,), float(count))
-            for name, count in stats.get("daemon", {}).get("counters", {}).items()
-        ],
-        "daemon.counters",
     ),
-    _gauge(
-        "uptime_seconds",
-        "",
-        "How long the daemon has been running.",
-        _one("daemon", "uptime_s"),
-        "daemon.uptime_s",
-    ),
-    _gauge(
-        "build_info",
-        "version",
-        "Always 1; the label is the version of the daemon.",
-        lambda stats: [
-            ((stats["daemon"]["version"],), 1.0) for _ in range(bool(stats.get("daemon")))
-        ],
+    _gauge("uptime_seconds", "daemon.uptime_s", "How long the daemon has been running."),
+    Metric(
+        "kvdepot_build_info",
+        "gauge",
         "daemon.version",
+        "Always 1; the label is the version of the daemon.",
+        ("version",),
+        _build,
     ),
 )
-
-
-def _clients(stats: Stats) -> list[Any] | None:
-    found: list[Any] | None = stats.get("daemon", {}).get("sessions")
-    return found

@@ -1,13 +1,14 @@
 """The HTTP API as an operator's script meets it, and as an attacker does."""
 
 import asyncio
-import json
 import logging
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,12 +20,11 @@ from tests.support.waiting import until
 import kvdepot
 from kvdepot.cli.report.page import Origin, page
 from kvdepot.errors import ConfigError
-from kvdepot.server.http.api import ENDPOINTS
 from kvdepot.server.http.changes import ChangeRunner, ChangeRunningError
 from kvdepot.server.http.guard import BODY_BYTES_MAX, AccessRules, Guard, RateLimit
 from kvdepot.server.http.service import HttpSettings
 from kvdepot.store.metrics import values
-from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, small, space_of
+from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, small, space_of, tiers
 
 TOKEN = "0123456789abcdef-token"
 
@@ -46,12 +46,34 @@ def daemon(tmp_path: Path) -> Iterator[HttpDaemon]:
 def test_health_readiness_and_the_document(open_daemon: HttpDaemon) -> None:
     assert open_daemon.get("/healthz").json == {"ok": True}
     assert open_daemon.get("/readyz").json == {"ready": True}
-    paths = open_daemon.get("/openapi.json").json["paths"]
-    assert {"/", "/metrics", "/healthz", "/readyz", "/openapi.json"} <= set(paths)
-    for endpoint in ENDPOINTS:
-        assert endpoint.method.lower() in paths[endpoint.path]
+    document = open_daemon.get("/openapi.json").json
+    assert document["info"]["version"] == kvdepot.__version__
+    paths = document["paths"]
+    assert {"/metrics", "/healthz", "/readyz", "/api/stats"} <= set(paths)
+    taken = paths["/api/hints"]["post"]
+    assert taken["security"] == [{"token": []}] and "422" not in taken["responses"]
+    for path in ("/docs", "/redoc"):
+        assert open_daemon.get(path).status == 404, "they would load scripts from other hosts"
     open_daemon.daemon._stopping = True
     assert open_daemon.get("/readyz").status == 503
+
+
+def test_a_head_is_that_of_the_answer(open_daemon: HttpDaemon) -> None:
+    parts = urlsplit(open_daemon.url)
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=60) as peer:
+        for path, status in (("/healthz", 200), ("/nowhere", 404)):
+            whole = open_daemon.get(path)
+            peer.sendall(f"HEAD {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += peer.recv(65536)
+            lines, _, rest = head.decode().partition("\r\n\r\n")
+            assert lines.startswith(f"HTTP/1.1 {status} ") and whole.status == status
+            assert f"content-length: {len(whole.body)}" in lines.lower().splitlines()
+            assert rest == ""
+        # What comes next begins with the next answer: no body lies between.
+        peer.sendall(b"GET /readyz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert peer.recv(9) == b"HTTP/1.1 "
 
 
 def test_metrics_are_those_of_the_store(open_daemon: HttpDaemon) -> None:
@@ -72,11 +94,15 @@ def test_metrics_are_those_of_the_store(open_daemon: HttpDaemon) -> None:
 
 
 def test_reading_needs_no_token_on_loopback_changing_does(open_daemon: HttpDaemon) -> None:
-    for endpoint in ENDPOINTS:
-        path = endpoint.path.format(tier="ssd", session="chat")
-        reply = open_daemon.ask(endpoint.method, path, None if endpoint.method == "GET" else {})
-        open_to_all = endpoint.method == "GET" and not endpoint.private
-        assert reply.status == (200 if open_to_all else 403), endpoint.path
+    seen = set()
+    for path, methods in open_daemon.get("/openapi.json").json["paths"].items():
+        for method in methods:
+            asked = path.format(tier="ssd", session="chat")
+            reply = open_daemon.ask(method.upper(), asked, None if method == "get" else {})
+            open_to_all = method == "get" and not path.endswith("/export")
+            assert reply.status == (200 if open_to_all else 403), path
+            seen.add(method)
+    assert seen == {"get", "post", "put"}
 
 
 def test_names_of_sessions_are_for_those_with_the_token(
@@ -92,6 +118,11 @@ def test_names_of_sessions_are_for_those_with_the_token(
         listed = reply.json["sessions"][0]
         assert (listed["blocks"], listed["turns"], listed["tiers"]) == (3, 1, {"dram": 3})
         assert ("alice" in one.get("/api/overview").text) is not hidden
+        assert tiers(one.store, keys) == ["dram"] * 3
+        one.store.session("alice's chat", keys)
+        ledger = one.get("/api/ledger")
+        assert ledger.json["sessions"][0]["tokens"] == 3 * TOKENS
+        assert ("alice" in ledger.text) is not hidden
 
 
 def test_without_the_right_token_nothing_is_told(daemon: HttpDaemon) -> None:
@@ -145,22 +176,37 @@ def test_tiers_are_changed(daemon: HttpDaemon, tmp_path: Path) -> None:
 
 BAD: list[tuple[str, str, Any, str]] = [
     ("POST", "/api/tiers/ssd/drives", {"path": "relative"}, "must be absolute"),
-    ("POST", "/api/tiers/ssd/drives", {}, "path: is missing"),
-    ("POST", "/api/tiers/ssd/drives", {"path": 3}, "path: is not text"),
+    ("POST", "/api/tiers/ssd/drives", {}, "path: Field required"),
+    ("POST", "/api/tiers/ssd/drives", {"path": 3}, "path: Input should be a valid string"),
     ("POST", "/api/tiers/ssd/drain", {"path": "/a\0b"}, "cannot be printed"),
     ("POST", "/api/tiers/ssd/drain", {"path": "/nowhere"}, "/nowhere"),
     ("POST", "/api/tiers/dram/drain", {"path": "/nowhere"}, "memory cannot change"),
     ("PUT", "/api/tiers/ssd/capacity", {"capacity": "much"}, "much"),
-    ("PUT", "/api/tiers/ssd/write-mode", {"mode": "often"}, "is not one of"),
-    ("PUT", "/api/tiers/ssd/write-mode", {"mode": "back", "x": 1}, "is not a field"),
+    ("PUT", "/api/tiers/ssd/write-mode", {"mode": "often"}, "mode: Input should be '"),
+    ("PUT", "/api/tiers/ssd/write-mode", {"mode": "write-back", "x": 1}, "x: Extra inputs are not"),
     ("POST", "/api/hints", {"deadline_s": 1}, "either a session or keys"),
-    ("POST", "/api/hints", {"deadline_s": 1, "keys": ["zz"]}, "is not of the form"),
-    ("POST", "/api/hints", {"deadline_s": True, "session": "a"}, "is not a number"),
-    ("POST", "/api/hints", {"deadline_s": -1, "session": "a"}, "is not from 0"),
-    ("POST", "/api/sessions/state", {"session": "x", "state": "gone"}, "is not one of"),
-    ("GET", "/api/sessions?limit=0", None, "is not from 1"),
-    ("GET", "/api/sessions?limit=x", None, "is not a integer"),
-    ("GET", "/api/sessions?what=x", None, "is not a field"),
+    (
+        "POST",
+        "/api/hints",
+        {"deadline_s": 1, "keys": ["zz"]},
+        "keys.0: String should match",
+    ),
+    (
+        "POST",
+        "/api/hints",
+        {"deadline_s": True, "session": "a"},
+        "should be a valid number",
+    ),
+    ("POST", "/api/hints", {"deadline_s": -1, "session": "a"}, "greater than or equal to 0"),
+    (
+        "POST",
+        "/api/sessions/state",
+        {"session": "x", "state": "gone"},
+        "should be 'alive'",
+    ),
+    ("GET", "/api/sessions?limit=0", None, "greater than or equal to 1"),
+    ("GET", "/api/sessions?limit=x", None, "limit: Input should be a valid integer"),
+    ("GET", "/api/sessions?what=x", None, "what: Extra inputs are not"),
 ]
 
 
@@ -185,6 +231,8 @@ def test_bodies_are_json_objects_of_bounded_size(daemon: HttpDaemon) -> None:
     assert daemon.ask("POST", "/api/hints", b"{}", content_type="text/plain").status == 415
     large = b'{"session": "' + b"a" * BODY_BYTES_MAX + b'"}'
     assert daemon.ask("POST", "/api/hints", large, **json_type).status == 413
+    pieces = (large[at : at + 4096] for at in range(0, len(large), 4096))
+    assert daemon.ask("POST", "/api/hints", pieces, **json_type).status == 413, "in chunks"
 
 
 def test_sessions_are_told_of_and_hinted_at(daemon: HttpDaemon) -> None:
@@ -331,9 +379,3 @@ def test_it_ends_with_the_daemon(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         ask(url, "GET", "/healthz")
     until(lambda: not any("kvdepot-http" in one.name for one in threading.enumerate()))
-
-
-def test_the_document_is_json() -> None:
-    from kvdepot.server.http.schemas import openapi
-
-    assert json.loads(json.dumps(openapi()))["info"]["version"] == kvdepot.__version__

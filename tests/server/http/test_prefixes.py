@@ -102,7 +102,10 @@ def test_routers_with_the_token_may_ask_as_often_as_they_like() -> None:
     async def app(*_: Any) -> None: ...
 
     guard = Guard(app, AccessRules(token=TOKEN.encode()), clock=lambda: 0.0)
-    headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+    headers = [
+        (b"authorization", f"Bearer {TOKEN}".encode()),
+        (b"content-type", b"application/json"),
+    ]
 
     def status(path: str, sent: list[tuple[bytes, bytes]]) -> int:
         from starlette.datastructures import Headers

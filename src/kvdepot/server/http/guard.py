@@ -3,7 +3,8 @@
 Without a token the server listens on the loopback address only, and everyone on the machine may
 read; nothing can be changed, and names of sessions are hidden. With a token all but the page itself
 and the health checks need it. A request for another host name is refused: it comes from a page of
-another site that has pointed its name here.
+another site that has pointed its name here. Bodies are JSON of a bounded size; only archives of
+sessions may be larger.
 """
 
 import hmac
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +24,8 @@ RATE: Final = 50.0
 OPEN: Final = frozenset({"/", "/dashboard.css", "/dashboard.js", "/healthz", "/readyz"})
 """Paths that need no token: they tell nothing of the store."""
 UNCOUNTED: Final = frozenset({"/healthz", "/readyz"})
+IMPORT_PATH: Final = "/api/sessions/import"
+"""Takes an archive: its size is limited by the ArchiveMover."""
 PREFIX_PATH: Final = "/api/prefix"
 """Routers ask here for every request: with the token as often as they like."""
 HEADERS: Final = {
@@ -64,7 +68,9 @@ class RateLimit:
 
 
 class Guard:
-    """ASGI middleware; `scope["state"]["trusted"]` tells the rest whether the token was right."""
+    """ASGI middleware. `scope["state"]` tells the rest whether the token was right (`trusted`), and
+    whether only the head of the answer is wanted (`head_only`).
+    """
 
     def __init__(
         self, app: ASGIApp, rules: AccessRules, clock: Callable[[], float] = time.monotonic
@@ -75,6 +81,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
 
         async def send_safely(message: Message) -> None:
@@ -87,8 +94,14 @@ class Guard:
         refusal = self._refusal(scope, Headers(scope=scope))
         if refusal is not None:
             await refusal(scope, receive, send_safely)
-        else:
-            await self._app(scope, receive, send_safely)
+            return
+        scope["state"]["head_only"] = scope["method"] == "HEAD"
+        if scope["method"] == "HEAD":
+            # FastAPI has no routes for HEAD. The server keeps its own scope, and drops the body.
+            scope = {**scope, "method": "GET"}
+        if scope["path"] != IMPORT_PATH:
+            receive = _bounded(receive)
+        await self._app(scope, receive, send_safely)
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """Why a request is not served; None: it is."""
@@ -111,7 +124,7 @@ class Guard:
                 "changes need a token",
                 "start with --http-token-file FILE, or use kvdepot tiers",
             )
-        return None if trusted else _unknown()
+        return _refused_body(path, headers) if trusted else _unknown()
 
     def _is_trusted(self, headers: Headers) -> bool:
         kind, _, given = headers.get("authorization", "").partition(" ")
@@ -129,6 +142,29 @@ def refusal(
 def _unknown() -> JSONResponse:
     hint = "send Authorization: Bearer TOKEN, as in the file given with --http-token-file"
     return refusal(401, "a token is needed", hint, {"www-authenticate": "Bearer"})
+
+
+def _refused_body(path: str, headers: Headers) -> JSONResponse | None:
+    """Why the body of a request is not read; None: it is."""
+    media = "application/octet-stream" if path == IMPORT_PATH else "application/json"
+    if headers.get("content-type", "").partition(";")[0].strip() != media:
+        return refusal(415, f"the body must be {media}")
+    return None
+
+
+def _bounded(receive: Receive) -> Receive:
+    """Ends a request whose body has more than BODY_BYTES_MAX with 413."""
+    left = BODY_BYTES_MAX
+
+    async def counted() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise HTTPException(413, f"the body has more than {BODY_BYTES_MAX} bytes")
+        return message
+
+    return counted
 
 
 def _host_of(header: str) -> str:

@@ -1,38 +1,41 @@
 """The HTTP server of a daemon: one thread with an event loop, and two for what may block."""
 
-import asyncio
 import ipaddress
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
-from starlette.applications import Starlette
+from anyio.to_thread import current_default_thread_limiter
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+import kvdepot
 from kvdepot.errors import ConfigError, KVDepotError, StateError, StoreClosedError
 from kvdepot.server.daemon import Daemon
-from kvdepot.server.http.api import ENDPOINTS, Api, ApiCall, Endpoint, NotThereError
-from kvdepot.server.http.archives import ARCHIVE_BYTES_MAX, MEDIA, ArchiveMover
+from kvdepot.server.http import api
+from kvdepot.server.http.archives import ARCHIVE_BYTES_MAX, ArchiveMover
 from kvdepot.server.http.changes import ChangeRunningError
-from kvdepot.server.http.events import RecentEvents
-from kvdepot.server.http.guard import BODY_BYTES_MAX, RATE, AccessRules, Guard, refusal
-from kvdepot.server.http.schemas import checked_values, openapi, parse_body
-from kvdepot.store.metrics import CONTENT_TYPE, render
+from kvdepot.server.http.guard import RATE, AccessRules, Guard, refusal
 
 _TOKEN_BYTES_MIN: Final = 16
 _CONNECTIONS_MAX: Final = 64
 _STOP_S: Final = 5.0
+_THREADS: Final = 2
+"""Threads for calls that may block, beside those of archives."""
+_NAME_SHOWN: Final = 100
+"""Characters of a field's name in an error: the name may be the sender's own."""
 _HERE: Final = "kvdepot.server.http"
 _PAGE: Final[dict[str, tuple[str, list[tuple[str, str]]]]] = {
     "/": ("text/html; charset=utf-8", [(_HERE, "page/index.html")]),
@@ -128,11 +131,7 @@ class HttpService:
 
     def __init__(self, daemon: Daemon, settings: HttpSettings) -> None:
         settings.check()
-        self._daemon = daemon
-        self._events = RecentEvents()
-        self._api = Api(daemon, self._events)
-        self._threads = ThreadPoolExecutor(2, "kvdepot-http-call")
-        self._archives = ArchiveMover(settings.archive_bytes_max)
+        self._served = api.Served(daemon, ArchiveMover(settings.archive_bytes_max))
         self._socket = settings.listen()
         self.port: int = self._socket.getsockname()[1]
         scheme = "https" if settings.cert_file else "http"
@@ -140,14 +139,14 @@ class HttpService:
         self.url = f"{scheme}://{host}:{self.port}"
         token = settings.token()
         hosts = set() if token else {"localhost", "127.0.0.1", "::1", settings.host}
-        app = Guard(self._app(), AccessRules(token, frozenset(hosts), settings.requests_per_s))
+        rules = AccessRules(token, frozenset(hosts), settings.requests_per_s)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app,
+                Guard(make_app(self._served), rules),
                 http="h11",
                 loop="asyncio",
                 ws="none",
-                lifespan="off",
+                lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -169,7 +168,7 @@ class HttpService:
     def start(self) -> None:
         """Serve from now on, in a thread."""
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        self._events.attach()
+        self._served.events.attach()
         self._thread.start()
 
     def stop(self) -> None:
@@ -178,91 +177,51 @@ class HttpService:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self._socket.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._archives.close()
-        self._events.detach()
+        self._served.archives.close()
+        self._served.events.detach()
 
     def _run(self) -> None:
         self._server.run(sockets=[self._socket])
 
-    def _app(self) -> Starlette:
-        routes = [
-            Route("/healthz", _plain(lambda: {"ok": True})),
-            Route("/readyz", self._ready),
-            Route("/metrics", self._metrics),
-            Route("/openapi.json", _plain(openapi)),
-        ]
-        for path, (media, files) in _PAGE.items():
-            parts = [resources.files(at).joinpath(name).read_bytes() for at, name in files]
-            routes.append(Route(path, _static(b"".join(parts), media)))
-        for endpoint in ENDPOINTS:
-            answer = partial(self._answer, endpoint)
-            routes.append(Route(endpoint.route, answer, methods=[endpoint.method]))
-        handlers = {HTTPException: _refused, KVDepotError: _failed, OSError: _failed}
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False
-        return app
 
-    async def _call(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+class Refusal(BaseModel):
+    """Why a request was not served, and what to do."""
 
-    async def _ready(self, _: Request) -> Response:
-        if self._daemon.is_stopping:
-            return JSONResponse({"ready": False, "why": "the daemon stops"}, 503)
-        return JSONResponse({"ready": True})
-
-    async def _metrics(self, _: Request) -> Response:
-        text = await self._call(lambda: render(self._api.stats()))
-        return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE})
-
-    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """Check a request against the endpoint's fields, and answer it."""
-        values = checked_values(endpoint.fields, dict(request.path_params), "path")
-        values |= checked_values(endpoint.fields, dict(request.query_params), "query")
-        trusted = bool(request.state.trusted)
-        if endpoint.private and not trusted:
-            raise HTTPException(403, "this needs a token: start with --http-token-file FILE")
-        if endpoint.archive:
-            return await self._move_archive(endpoint, request, values)
-        if endpoint.method != "GET":
-            values |= checked_values(endpoint.fields, parse_body(await _body(request)), "body")
-        call = ApiCall(values, trusted)
-        found = await self._call(lambda: endpoint.answer(self._api, call))
-        running = endpoint.method != "GET" and found.get("state") == "running"
-        return JSONResponse(found, 202 if running else 200)
-
-    async def _move_archive(
-        self, endpoint: Endpoint, request: Request, values: dict[str, Any]
-    ) -> Response:
-        api = self._api
-        if endpoint.method != "GET":
-            take = lambda source: endpoint.answer(api, ApiCall(values, True, source))  # noqa: E731
-            return JSONResponse(await self._archives.upload(request, take))
-        if request.method == "HEAD":
-            return Response(media_type=MEDIA)
-        call = ApiCall(values, True)
-        return await self._archives.download(lambda: endpoint.answer(api, call))
+    error: str
+    hint: str = ""
 
 
-async def _body(request: Request) -> bytes:
-    """The body of a request, as far as it is not too large."""
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise HTTPException(415, "the body must be application/json")
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > BODY_BYTES_MAX:
-            raise HTTPException(413, f"the body has more than {BODY_BYTES_MAX} bytes")
-        parts.append(part)
-    return b"".join(parts)
+def make_app(served: api.Served) -> FastAPI:
+    """The paths and the errors, without the Guard."""
+    app = FastAPI(
+        title="kvdepot",
+        version=kvdepot.__version__,
+        description="Watch and change a daemon's store. docs/daemon.md",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_limited_threads,
+        responses={"4XX": {"model": Refusal}, "5XX": {"model": Refusal}},
+        exception_handlers={
+            HTTPException: _refused,
+            RequestValidationError: _malformed,
+            KVDepotError: _failed,
+            OSError: _failed,
+        },
+    )
+    app.state.served = served
+    for path, (media, files) in _PAGE.items():
+        parts = [resources.files(at).joinpath(name).read_bytes() for at, name in files]
+        app.router.routes.append(Route(path, _static(b"".join(parts), media)))
+    for router in (api.health, api.router, api.changes):
+        app.include_router(router)
+    return app
 
 
-def _plain(answer: Callable[[], Mapping[str, Any]]) -> Callable[[Request], Any]:
-    async def handle(_: Request) -> Response:
-        return JSONResponse(dict(answer()))
-
-    return handle
+@asynccontextmanager
+async def _limited_threads(_: FastAPI) -> AsyncIterator[None]:
+    current_default_thread_limiter().total_tokens = _THREADS
+    yield
 
 
 def _static(content: bytes, media: str) -> Callable[[Request], Any]:
@@ -277,13 +236,21 @@ async def _refused(_: Request, error: Exception) -> Response:
     return refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
 
 
+async def _malformed(_: Request, error: Exception) -> Response:
+    """Names the first field that is wrong, and not what was sent."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"][1:]))[:_NAME_SHOWN] or str(first["loc"][0])
+    return refusal(400, f"{place}: {first['msg']}", "GET /openapi.json has the fields")
+
+
 async def _failed(_: Request, error: Exception) -> Response:
     if isinstance(error, StateError):
         _log.error("a bug in kvdepot: %s", error)
         return refusal(500, "a bug in kvdepot: see the daemon's log")
     if isinstance(error, StoreClosedError):
         return refusal(503, "the daemon stops")
-    if isinstance(error, NotThereError):
+    if isinstance(error, api.NotThereError):
         return refusal(404, str(error), error.hint)
     if isinstance(error, ChangeRunningError):
         return refusal(409, str(error), error.hint)

@@ -43,7 +43,8 @@ function element(kind, options = {}, ...children) {
 }
 
 function metric(name, labels, value, show) {
-  const inside = Object.entries(labels).map(([key, text]) => `${key}="${text}"`).join(",");
+  // In the order of /metrics: by name.
+  const inside = Object.entries(labels).sort().map(([key, text]) => `${key}="${text}"`).join(",");
   const full = inside ? `${name}{${inside}}` : name;
   return element("span", { "data-metric": full, "data-value": String(value) }, show(value));
 }
@@ -157,7 +158,7 @@ function showLadder(stats, seconds) {
       metric("kvdepot_tier_blocks", labels, tier.blocks, whole), " blocks, gave ",
       metric("kvdepot_get_blocks_total", labels, stats.counters[`get_${name}`] || 0, whole), " (",
       metric("kvdepot_get_bytes_total", labels, stats.traffic.served_bytes[name] || 0, bytes), ", ",
-      metric("kvdepot_get_tokens_total", labels, stats.traffic.served_tokens[name] || 0, whole),
+      metric("kvdepot_get_tokens_total", labels, stats.ledger.tiers[name] || 0, whole),
       " tokens)",
     ];
     if (tier.write_queue) {
