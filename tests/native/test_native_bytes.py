@@ -1,4 +1,4 @@
-"""Checksums, copies and addresses: known answers and refusals, for the C extension and its twin."""
+"""Checksums, copies, addresses: known answers and refusals, of the C extension and its fallback."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdepot.native.fallback import CopyRectangle
 from kvdepot.native.ops import COPY, FILL, RECTANGLE_DTYPE, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
-from kvdepot.native.twin import CopyRectangle
 
 
-@pytest.fixture(params=["_native", "twin"])
+@pytest.fixture(params=["_native", "fallback"])
 def native(request: pytest.FixtureRequest) -> ModuleType:
     try:
         return importlib.import_module(f"kvdepot.native.{request.param}")

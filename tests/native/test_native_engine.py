@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
-import importlib
 import mmap
 import os
 import termios
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvdepot import native
+from kvdepot.native import fallback
 from kvdepot.native.ops import IO_DTYPE, READ, SYNC, WRITE
 
 SPLIT = 4096
@@ -33,12 +33,17 @@ OpenEngine = Callable[..., Any]
 
 
 @pytest.fixture(params=["uring", "threads", "python"])
-def open_engine(request: pytest.FixtureRequest) -> Iterator[OpenEngine]:
+def open_engine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OpenEngine]:
     kind, opened = request.param, []
     if kind != "python" and native.NAME != "c":
         pytest.skip("kvdepot.native._native is not built")
     if kind == "uring" and not native.uring_available()[0]:
         pytest.skip(native.uring_available()[1])
+
+    if kind == "python":
+        monkeypatch.setattr(os, "preadv", read_also_pipes)
 
     def open_one(**settings: int) -> Any:
         opened.append(native.open_engine(kind, **{"depth": 4, "split_bytes": SPLIT, **settings}))
@@ -47,6 +52,26 @@ def open_engine(request: pytest.FixtureRequest) -> Iterator[OpenEngine]:
     yield open_one
     for engine in opened:
         engine.close()
+
+
+def read_also_pipes(
+    fd: int,
+    buffers: Any,
+    offset: int,
+    preadv: Callable[[int, Any, int], int] = os.preadv,
+) -> int:
+    """Tests delay I/O with pipes, which have no offsets; the C engines read them as they are."""
+    try:
+        return preadv(fd, buffers, offset)
+    except OSError as error:
+        if error.errno != errno.ESPIPE:
+            raise
+        return os.readv(fd, buffers)
+
+
+def skip_without_c(engine: Any) -> None:
+    if engine.kind == "python":
+        pytest.skip("this holds for the C engines alone")
 
 
 @pytest.fixture
@@ -151,14 +176,14 @@ def test_a_late_op_is_pending_until_it_has_really_finished(
     late, punctual = np.zeros(4, np.uint8), np.ones(SPLIT, np.uint8)
     engine = open_engine()
     for limit_s in LIMITS_S:
-        ops = batch(move(READ, pipe[0], late), move(READ, file, punctual))
+        ops = batch(move(READ, file, punctual), move(READ, pipe[0], late))
         pending = engine.run(ops, limit_s)
-        if ops["result"][1] == 0:
+        if ops["result"][0] == 0:
             break
         os.write(pipe[1], b"next")
         assert pending.wait(LONG_S)
         drain(pipe[0])
-    assert ops["result"].tolist() == [-errno.ETIMEDOUT, 0]
+    assert ops["result"].tolist() == [0, -errno.ETIMEDOUT]
     assert not punctual.any()
     assert not pending.wait(0.0)
     assert not pending.wait(0.01)
@@ -166,9 +191,28 @@ def test_a_late_op_is_pending_until_it_has_really_finished(
     assert pending.wait(LONG_S)
     assert pending.wait(0.0)
     assert late.tobytes() == b"late"
-    assert ops["result"].tolist() == [-errno.ETIMEDOUT, 0]
+    assert ops["result"].tolist() == [0, -errno.ETIMEDOUT]
     ops = batch(move(READ, file, punctual))
     assert engine.run(ops, LONG_S) is None
+
+
+def test_a_late_op_does_not_delay_the_ones_after_it(
+    open_engine: OpenEngine, pipe: tuple[int, int], file: int
+) -> None:
+    os.pwrite(file, bytes(SPLIT), 0)
+    engine = open_engine()
+    skip_without_c(engine)
+    late, punctual = np.zeros(4, np.uint8), np.ones(SPLIT, np.uint8)
+    for limit_s in LIMITS_S:
+        ops = batch(move(READ, pipe[0], late), move(READ, file, punctual))
+        pending = engine.run(ops, limit_s)
+        os.write(pipe[1], b"late")
+        assert pending.wait(LONG_S)
+        if ops["result"][1] == 0:
+            break
+        drain(pipe[0])
+    assert ops["result"].tolist() == [-errno.ETIMEDOUT, 0]
+    assert not punctual.any()
 
 
 def test_nothing_is_copied_after_the_deadline(
@@ -268,20 +312,24 @@ def test_run_refuses_bad_buffers_and_timeouts(open_engine: OpenEngine) -> None:
 def test_an_engine_refuses_senseless_settings(
     open_engine: OpenEngine, settings: dict[str, int]
 ) -> None:
+    skip_without_c(open_engine())
     with pytest.raises(ValueError, match="must be"):
         open_engine(**settings)
 
 
+@pytest.mark.skipif(native.NAME != "c", reason="kvdepot.native._native is not built")
 def test_unknown_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown engine kind"):
         native.open_engine("aio")
 
 
-def test_the_twin_has_no_rings() -> None:
-    twin = importlib.import_module("kvdepot.native.twin")
-    with pytest.raises(OSError, match="not built"):
-        twin.Engine("uring")
-    assert not twin.uring_available()[0]
+@pytest.mark.parametrize("kind", ["auto", "uring", "threads", "python"])
+def test_without_the_extension_every_kind_is_python(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "NAME", "python")
+    assert native.open_engine(kind).kind == "python"
+    assert not fallback.uring_available()[0]
 
 
 def test_a_closed_engine_refuses(open_engine: OpenEngine) -> None:

@@ -1,15 +1,15 @@
-"""Checksums, copies and I/O: the C extension where it is built, else its numpy twin.
+"""Checksums, copies and I/O: the C extension where it is built, else Python and numpy.
 
 `NAME` says which ("c" or "python"). Both give the same results; a property test holds them to it.
 In C, work on 64 KiB or more releases the interpreter lock. Addresses are plain integers: the caller
-keeps the memory alive. What each function does is said in twin.py.
+keeps the memory alive. What each function does is said in fallback.py.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvdepot.native import twin
+from kvdepot.native import fallback
 from kvdepot.native.ops import (
     COPY,
     FILL,
@@ -24,6 +24,7 @@ from kvdepot.native.ops import (
     WRITE,
 )
 from kvdepot.native.protocol import Engine, PendingOps
+from kvdepot.native.python_engine import PythonEngine
 
 if TYPE_CHECKING:
     from kvdepot.native import _native as _chosen
@@ -35,7 +36,7 @@ else:
 
         NAME = "c"
     except ImportError:
-        _chosen = twin
+        _chosen = fallback
         NAME = "python"
 
 __all__ = [
@@ -77,11 +78,11 @@ def open_engine(
     """An engine of kind "uring", "threads" or "python"; "auto" takes the first of them that works.
 
     `depth` pieces of at most `split_bytes` are in flight for each call of `run`; `threads` is for
-    the kinds that have them. OSError when "uring" is not allowed; without the extension "threads"
-    is the Python engine too.
+    "threads". OSError when "uring" is not allowed. Without the extension every kind is "python",
+    which moves one op of a batch at a time.
     """
     if kind == "python" or NAME == "python":
-        return twin.Engine("python" if kind == "auto" else kind, depth, threads, split_bytes)
+        return PythonEngine()
     if kind == "auto":
         kind = "uring" if uring_available()[0] else "threads"
     return _chosen.Engine(kind, depth, threads, split_bytes)

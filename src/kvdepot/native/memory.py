@@ -53,3 +53,13 @@ def address_of(buffer: Any, writable: bool = False) -> tuple[int, int]:
     if writable and readonly:
         raise BufferError("the buffer is read-only")
     return (address if nbytes else 0), nbytes
+
+
+def records_at(buffer: Any, dtype: np.dtype[np.void], *, writable: bool) -> npt.NDArray[np.void]:
+    """The records of a contiguous buffer; the caller keeps it. ValueError for a part of one."""
+    view = view_at(*address_of(buffer, writable=writable))
+    if view.nbytes % dtype.itemsize:
+        raise ValueError(
+            f"{view.nbytes} bytes are not a whole number of records of {dtype.itemsize} bytes"
+        )
+    return view.view(dtype)

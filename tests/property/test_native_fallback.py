@@ -1,4 +1,4 @@
-"""The C extension equals its twin: any length, alignment, strides, every instruction set."""
+"""The C extension equals its fallback: any length, alignment, strides, every instruction set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.native import twin
+from kvdepot.native import fallback
 from kvdepot.native.ops import FILL, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
 
 c = pytest.importorskip("kvdepot.native._native", exc_type=ImportError)
@@ -37,7 +37,7 @@ def simd(request: pytest.FixtureRequest) -> Iterator[str]:
 @given(start=starts, nbytes=lengths)
 def test_checksums_are_equal(simd: str, start: int, nbytes: int) -> None:
     data = MEMORY[start : start + nbytes]
-    assert c.checksum(data) == twin.checksum(data)
+    assert c.checksum(data) == fallback.checksum(data)
 
 
 @given(start=starts, nbytes=lengths)
@@ -51,7 +51,9 @@ def test_every_short_length_is_that_of_xxhash(simd: str) -> None:
     xxhash = pytest.importorskip("xxhash")
     for nbytes in range(2100):
         data = MEMORY[nbytes : 2 * nbytes]
-        assert c.checksum(data) == twin.checksum(data) == xxhash.xxh3_64_intdigest(data.tobytes())
+        assert (
+            c.checksum(data) == fallback.checksum(data) == xxhash.xxh3_64_intdigest(data.tobytes())
+        )
 
 
 @given(start=starts, nbytes=st.integers(0, 200_000), chunk_bytes=st.integers(100, 70_000))
@@ -59,7 +61,7 @@ def test_chunk_checksums_are_equal(simd: str, start: int, nbytes: int, chunk_byt
     data = MEMORY[start : start + nbytes]
     tables = [np.zeros(-(-nbytes // chunk_bytes), np.uint64) for _ in range(2)]
     c.chunk_checksums(data, chunk_bytes, tables[0])
-    twin.chunk_checksums(data, chunk_bytes, tables[1])
+    fallback.chunk_checksums(data, chunk_bytes, tables[1])
     assert np.array_equal(tables[0], tables[1])
 
 
@@ -107,11 +109,11 @@ def test_transfers_are_equal(
     entries = -(-nbytes // chunk_bytes) if chunk_bytes else 0
     table = np.zeros(entries, np.uint64)
     if mode == VERIFY and entries:
-        twin.chunk_checksums(source, chunk_bytes, table)
+        fallback.chunk_checksums(source, chunk_bytes, table)
         if harm is not None:
             source[harm % nbytes] ^= 1 << harm % 8
     outcomes = []
-    for native in (c, twin):
+    for native in (c, fallback):
         room, own_table = Guarded(nbytes, skew), table.copy()
         ops = transfer_op(source, room.inner, own_table, chunk_bytes, mode, copy=copy)
         native.transfer(ops)
@@ -147,7 +149,7 @@ def test_gather_and_scatter_are_equal(simd: str, data: st.DataObject) -> None:
         at += rows * pitch
     total = sum(rows * row_bytes for rows, row_bytes, _ in shapes)
     results = []
-    for native in (c, twin):
+    for native in (c, fallback):
         packed, spread = Guarded(total, 3), np.zeros(at, np.uint8)
         there = [(address + piece[0], *piece[1:]) for piece in pieces]
         native.gather(packed.inner, np.array(there, STRIDED_DTYPE))
@@ -185,6 +187,6 @@ def test_a_batch_is_its_ops_one_by_one(simd: str, nbytes: int, chunk_bytes: int)
     c.transfer(ops)
     for source, target, table in zip(sources, targets, tables, strict=True):
         expected = np.zeros_like(table)
-        twin.chunk_checksums(source, chunk_bytes, expected)
+        fallback.chunk_checksums(source, chunk_bytes, expected)
         assert np.array_equal(target, source)
         assert np.array_equal(table, expected)

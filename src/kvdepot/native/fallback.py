@@ -1,4 +1,4 @@
-"""The results of the C extension, in numpy: for machines without a compiler, and as its oracle."""
+"""What the C extension does, in numpy: for machines without a compiler."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import errno
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from kvdepot.native.memory import Bytes, address_of, rows_at, view_at
+from kvdepot.native.memory import Bytes, address_of, records_at, rows_at, view_at
 from kvdepot.native.ops import (
     COPY,
     FILL,
@@ -18,10 +17,9 @@ from kvdepot.native.ops import (
     TRANSFER_DTYPE,
     VERIFY,
 )
-from kvdepot.native.twin_engine import TwinEngine as Engine
 from kvdepot.native.xxh3 import checksums_of, xxh3_64
 
-__all__ = ["Engine", "address_of"]
+__all__ = ["address_of"]
 
 
 def uring_available() -> tuple[bool, str]:
@@ -32,15 +30,6 @@ def uring_available() -> tuple[bool, str]:
 def _held(buffer: Any, *, writable: bool = False) -> Bytes:
     address, nbytes = address_of(buffer, writable=writable)
     return view_at(address, nbytes)
-
-
-def _records(buffer: Any, dtype: np.dtype[np.void], *, writable: bool) -> npt.NDArray[np.void]:
-    view = _held(buffer, writable=writable)
-    if view.nbytes % dtype.itemsize:
-        raise ValueError(
-            f"{view.nbytes} bytes are not a whole number of records of {dtype.itemsize} bytes"
-        )
-    return view.view(dtype)
 
 
 def checksum(buffer: Any) -> int:
@@ -69,17 +58,18 @@ def transfer(ops: Any, threads: int = 1) -> None:
     Afterwards every `result` is 0, or -EBADMSG for a VERIFY that found another checksum; its target
     is then undefined. In C a batch of 1 MiB or more is stored past the cache.
     """
-    records = _records(ops, TRANSFER_DTYPE, writable=True)
+    records = records_at(ops, TRANSFER_DTYPE, writable=True)
     for index, mode in enumerate(records["mode"]):
         if mode > VERIFY:
             raise ValueError(f"op {index} has mode {mode}, which is none of 0, 1, 2")
     for index, fields in enumerate(records.tolist()):
-        records[index]["result"] = _transfer_one(*fields[1:])
+        records[index]["result"] = transfer_one(*fields[1:])
 
 
-def _transfer_one(
+def transfer_one(
     source: int, target: int, nbytes: int, chunk_bytes: int, table: int, mode: int
 ) -> int:
+    """One record of TRANSFER_DTYPE; its result."""
     if mode != COPY and chunk_bytes and nbytes:
         sums = checksums_of(view_at(source, nbytes), chunk_bytes)
         entries = view_at(table, sums.nbytes).view("<u8")
@@ -93,7 +83,7 @@ def _transfer_one(
 
 
 def _pieces(pieces: Any, nbytes: int) -> list[tuple[int, int, int, int]]:
-    records = _records(pieces, STRIDED_DTYPE, writable=False)
+    records = records_at(pieces, STRIDED_DTYPE, writable=False)
     shapes = [(int(a), int(n), int(row), int(stride)) for a, n, row, stride in records.tolist()]
     if sum(rows * row_bytes for _, rows, row_bytes, _ in shapes) != nbytes:
         raise ValueError("the pieces do not add up to the buffer")
@@ -132,7 +122,7 @@ def copy_rectangles(function: int, rectangles: Any, kind: int, stream: int) -> i
     (RECTANGLE_DTYPE). The first code that is not 0 ends it and is returned, else 0.
     """
     copy = CopyRectangle(function)
-    for fields in _records(rectangles, RECTANGLE_DTYPE, writable=False).tolist():
+    for fields in records_at(rectangles, RECTANGLE_DTYPE, writable=False).tolist():
         code: int = copy(*fields, kind, stream)
         if code:
             return code
