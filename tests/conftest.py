@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -19,6 +20,12 @@ from typing import Any, TextIO
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Failed comparisons in these modules show both sides, and CI sees which of them compared blocks.
+_SUPPORT = {f"tests.support.{path.stem}" for path in Path(__file__).parent.glob("support/*.py")}
+pytest.register_assert_rewrite("kvdepot.testing", *(_SUPPORT - sys.modules.keys()))
+
+from tests.support.failures import HangError
 from tests.support.forked_daemons import ForkServer
 from tests.support.order_of_tests import longest_first
 
@@ -172,10 +179,12 @@ def no_leftover_threads() -> Iterator[None]:
     for thread in leftover(before):
         thread.join(max(0.0, deadline - time.monotonic()))
     left = [thread.name for thread in leftover(before)]
-    assert not left, f"threads still running after the test: {left}"
+    if left:
+        raise HangError(f"threads still running after the test: {left}")
     while (native := native_threads() - native_before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not native, f"native threads still running after the test: {sorted(native)}"
+    if native:
+        raise HangError(f"native threads still running after the test: {sorted(native)}")
 
 
 def leftover(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         UnsafePathError,
         WireError,
     )
-    from kvdepot.store.metrics import metrics
     from kvdepot.store.store import Store
 
 __version__ = "0.2.0"
@@ -84,7 +83,6 @@ _HOMES = {
     "Put": "core.block",
     "Store": "store.store",
     "fingerprint": "core.namespace",
-    "metrics": "store.metrics",
     "model_layout": "core.hf_config",
     "BadBufferError": "errors",
     "ConfigError": "errors",
@@ -120,6 +118,21 @@ def open(config: "str | os.PathLike[str] | Config | None" = None, **settings: An
     from kvdepot.store.open import open_store
 
     return open_store(config, **settings)
+
+
+def metrics(store: "Depot") -> str:
+    """The metrics of a store as Prometheus text; docs/metrics.md has the list. Needs the extra
+    `http`, else ExtraMissingError.
+    """
+    import importlib
+
+    try:
+        exposition = importlib.import_module("kvdepot.server.http.exposition")
+    except ModuleNotFoundError as error:
+        from kvdepot.errors import ExtraMissingError
+
+        raise ExtraMissingError("http", str(error.name)) from error
+    return str(exposition.render(store.stats()))
 
 
 if not TYPE_CHECKING:  # type checkers take a module's __getattr__ for leave to name anything

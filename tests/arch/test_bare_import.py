@@ -60,6 +60,20 @@ def test_help_does_not_load_numpy() -> None:
     assert "doctor" in result.stdout
 
 
+def test_metrics_without_their_extra_name_it_and_stats_do_not_need_it() -> None:
+    code = (
+        "import kvdepot\n"
+        "from kvdepot.store.metrics import values\n"
+        "with kvdepot.open(dram={'capacity': '2MiB', 'prefault': False}) as store:\n"
+        "    assert values(store.stats())['kvdepot_blocks'] == 0\n"
+        "    try:\n        kvdepot.metrics(store)\n"
+        "    except kvdepot.ExtraMissingError as error:\n        print(error.hint)\n"
+    )
+    result = run_bare(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "pip install 'kvdepot[http]'\n"
+
+
 def test_http_without_its_extra_names_it(tmp_path: Path) -> None:
     given = ["serve", "--socket", str(tmp_path / "s"), "--set", "dram=2MiB"]
     code = (
@@ -69,3 +83,12 @@ def test_http_without_its_extra_names_it(tmp_path: Path) -> None:
     result = run_bare(code)
     assert result.returncode == 2
     assert "hint: pip install 'kvdepot[http]'" in result.stderr
+
+
+def test_the_proxy_without_its_extra_names_it(tmp_path: Path) -> None:
+    given = ["proxy", "llama-server", "--slots", str(tmp_path / "slots")]
+    result = run_bare(f"from kvdepot.cli.main import main\nraise SystemExit(main({given!r}))\n")
+    assert result.returncode == 2
+    assert "error: h11 is not installed" in result.stderr
+    assert "hint: pip install 'kvdepot[llama]'" in result.stderr
+    assert not (tmp_path / "slots").exists()

@@ -11,6 +11,7 @@ from kvdepot.cli.main import UsageError, build_parser
 
 FILE = re.compile(r"`((?:src/kvdepot/)?[a-z_]+/[a-z_/]+\.py)[:`]")
 VAGUE = re.compile(r"(?<!\")\b(?:somebody|nobody|whoever|anybody|everybody|someone|anyone)\b", re.I)
+WORD_ROW = re.compile(r"^\| (?!word \|)([^|`]+) \| ", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -75,3 +76,29 @@ def test_messages_in_the_troubleshooting_tables_are_ours() -> None:
     for message in messages:
         for part in filter(None, map(str.strip, message.split("…"))):
             assert part in source, part
+
+
+def words_of(glossary: str) -> list[str]:
+    """The words that the glossary defines; a row may define several, separated by commas."""
+    rows = WORD_ROW.findall(glossary)
+    return [word.strip() for row in rows for word in row.split(",")]
+
+
+def test_words_of_the_glossary_are_used_in_the_source() -> None:
+    """In code, comments or messages. `write back` is also write_back, write-back and WriteBack."""
+    paths = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".c", ".h")]
+    source = plain_words("".join(path.read_text() for path in paths))
+    words = words_of((ROOT / "docs" / "glossary.md").read_text())
+    assert len(words) > 60
+    assert [word for word in words if f" {plain_words(word)}" not in source] == []
+
+
+def plain_words(text: str) -> str:
+    """Lower-case words with one space between them; the parts of names are words."""
+    apart = re.sub(r"(?<=[a-z])(?=[A-Z])|[\W_]+", " ", text)
+    return re.sub(r" +", " ", apart).lower().strip()
+
+
+def test_words_of_a_glossary_are_found() -> None:
+    text = "| word | meaning |\n|---|---|\n| head, tail | the first, the last |\n| KV cache | a |\n"
+    assert words_of(text) == ["head", "tail", "KV cache"]

@@ -1,22 +1,16 @@
 """House rules that a linter does not know, checked as tests.
 
-Limits may be lowered, never raised, without a line in docs/decisions/.
+Limits may be lowered, never raised, without a line in docs/decisions/. The limits of classes,
+protocols, imports and files are in test_limits.py.
 """
 
 import ast
-import gc
 import re
 from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import pytest
+from tests.support.source_tree import ROOT, SRC, Function, Module, imported, modules
 
-ROOT = Path(__file__).parents[2]
-SRC = ROOT / "src" / "kvdepot"
-FILE_LINES_MAX = 1000  # against accidents; how long a file should be is a matter of judgement
-FUNCTION_LINES_MAX = 60
 ARGUMENTS_MAX = 7
 # native/build.py runs by itself, where the package cannot be installed.
 # The last one only hands it on, to a daemon.
@@ -28,9 +22,8 @@ MAKES_FILES = {
     "tiers/device/files.py",
     "cli/directories.py",
     "cli/doctor/machine.py",
-    "cli/demo/server.py",
     "cli/torture.py",
-    "adapters/demo/smollm2.py",
+    "adapters/hf/smollm2.py",
     "bench/daemon.py",
     "bench/raw.py",
     "native/build.py",
@@ -58,36 +51,12 @@ IMPORTS_TESTS: set[str] = set()
 REACHES_INTO_A_STORE = {"server/test_clients_die.py", "store/read/test_prefetch.py"}
 BANNED_FILE_WORDS = {"common", "helper", "helpers", "misc", "util", "utils"}
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 Offences = Iterator[tuple[int, str]]
 """Line numbers, and what is wrong there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
-    path: Path
-    name: str
-    text: str
-    tree: ast.Module
-
-
-@cache
-def modules(folder: Path = SRC) -> tuple[Module, ...]:
-    found = []
-    gc.disable()  # nothing of a tree is garbage while it grows
-    try:
-        for path in sorted(folder.rglob("*.py")):
-            text = path.read_text()
-            found.append(Module(path, path.relative_to(folder).as_posix(), text, ast.parse(text)))
-    finally:
-        gc.enable()
-    assert found
-    return tuple(found)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def no_tree_is_kept() -> Iterator[None]:
-    """Millions of objects, through which the tests that follow would look for garbage."""
     yield
     modules.cache_clear()
 
@@ -101,16 +70,6 @@ def assert_none(offences: Callable[[Module], Offences], but: Set[str] = frozense
 
 def functions(tree: ast.AST) -> Iterator[Function]:
     return (node for node in ast.walk(tree) if isinstance(node, Function))
-
-
-def code_lines(function: Function) -> int:
-    assert function.end_lineno is not None
-    lines = function.end_lineno - function.lineno + 1
-    if ast.get_docstring(function) is not None:
-        docstring = function.body[0]
-        assert docstring.end_lineno is not None
-        lines -= docstring.end_lineno - docstring.lineno + 1
-    return lines
 
 
 def positional_count(function: Function) -> int:
@@ -127,13 +86,9 @@ def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 1), name
 
 
-def test_sizes() -> None:
+def test_functions_have_few_arguments() -> None:
     def offences(module: Module) -> Offences:
-        if module.text.count("\n") > FILE_LINES_MAX:
-            yield 1, "split the file by noun"
         for function in functions(module.tree):
-            if code_lines(function) > FUNCTION_LINES_MAX:
-                yield function.lineno, f"{function.name} is long"
             if positional_count(function) > ARGUMENTS_MAX:
                 yield function.lineno, f"{function.name}: group its arguments in a dataclass"
 
@@ -229,6 +184,10 @@ def test_only_the_output_module_prints() -> None:
     assert_none(offences, but=TALKS_TO_PEOPLE)
 
 
+ANSWERS_FOR_OTHERS = {"server/connection.py", "server/daemon.py"}
+"""Whatever serving one client raises, the client is hung up on, and the daemon goes on."""
+
+
 def test_no_catch_all() -> None:
     def offences(module: Module) -> Offences:
         for node in ast.walk(module.tree):
@@ -243,7 +202,7 @@ def test_no_catch_all() -> None:
             ):
                 yield node.lineno, "name what you expect"
 
-    assert_none(offences)
+    assert_none(offences, but=ANSWERS_FOR_OTHERS)
 
 
 def catches_everything(caught: ast.expr | None) -> bool:
@@ -263,16 +222,6 @@ def test_tests_are_not_imported() -> None:
             if name.startswith("tests.") and (last.startswith("test_") or last == "conftest"):
                 found.append(f"tests/{module.name}:{line}: {name}")
     assert {entry.split(":")[0] for entry in found} <= IMPORTS_TESTS, "\n".join(found)
-
-
-def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Modules that it imports, and names that may be modules."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.lineno, node.module or ""
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def test_tests_do_not_reach_into_a_store() -> None:

@@ -206,8 +206,8 @@ def test_what_falls_short_is_a_warning_with_advice() -> None:
 
 
 def test_without_the_extension_io_uring_is_not_blamed() -> None:
-    twin = doctor.Native(loaded=False, reason="no gcc", uring=False, uring_reason="not built")
-    checks = {check.subject: check for check in doctor.software_checks(twin)}
+    without_c = doctor.Native(loaded=False, reason="no gcc", uring=False, uring_reason="not built")
+    checks = {check.subject: check for check in doctor.software_checks(without_c)}
     assert checks["native"].status is Status.WARN
     assert "no gcc" in checks["native"].found
     assert checks["io_uring"].status is Status.INFO

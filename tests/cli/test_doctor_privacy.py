@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.support.neighbour import NEIGHBOURS, needs_neighbour, shared_folder
+from tests.support.other_user import OTHER_USERS, needs_other_user, shared_folder
 
 import kvdepot
 from kvdepot.cli.doctor import privacy
@@ -78,15 +78,15 @@ def test_a_folder_above_that_others_may_change_is_named(tmp_path: Path) -> None:
     assert unsafe(folder) == {}, "there they cannot rename what is not theirs"
 
 
-@needs_neighbour
+@needs_other_user
 def test_another_users_folder_is_named() -> None:
     with shared_folder() as public:
         folder = make_private_folder(Path(public) / "kv")
-        os.chown(folder, NEIGHBOURS[0], -1)
+        os.chown(folder, OTHER_USERS[0], -1)
         seen = unsafe(folder, stores=(folder,))[f"{folder} access"]
-        assert f"belongs to user {NEIGHBOURS[0]}" in seen.found and seen.refused
+        assert f"belongs to user {OTHER_USERS[0]}" in seen.found and seen.refused
         inside = make_private_folder(folder / "deeper")
-        assert f"user {NEIGHBOURS[0]}" in unsafe(inside)[f"{inside} above"].found
+        assert f"user {OTHER_USERS[0]}" in unsafe(inside)[f"{inside} above"].found
 
 
 def test_files_of_a_store_are_looked_at(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.waiting import eventually
@@ -9,24 +10,25 @@ from tests.support.waiting import eventually
 import kvdepot
 from kvdepot.cli.doctor.drives import profile_text
 from kvdepot.cli.main import main
+from kvdepot.core.config import load
+from kvdepot.core.config_loader import to_toml
+from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.store_contract import prompt, put, space_of
 from kvdepot.tiers.device.speed import Profile
 
 Seen = pytest.CaptureFixture[str]
-EMULATED = """
-[hdd.emulate]
-read_bandwidth = "400MB"
-write_bandwidth = "400MB"
-seek = "1ms"
-"""
+MODEL = DriveModel(read_bandwidth=400_000_000, write_bandwidth=400_000_000, seek=0.001)
 
 
-def settings_file(folder: Path, more: str = "") -> Path:
-    path = folder / "depot.toml"
-    path.write_text(
-        f'[dram]\ncapacity = "4MiB"\n[hdd]\npath = "{folder / "hdd"}"\n'
-        f'capacity = "64MiB"\nsegment = "8MiB"\n{more}'
-    )
+def settings(folder: Path, **hdd: str) -> dict[str, Any]:
+    table = {"path": str(folder / "hdd"), "capacity": "64MiB", "segment": "8MiB", **hdd}
+    return {"dram": {"capacity": "4MiB"}, "hdd": table}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "depot.toml"
+    path.write_text(to_toml(load(overrides=settings(tmp_path))))
     return path
 
 
@@ -34,45 +36,40 @@ def store_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "hdd store " in line]
 
 
-@pytest.fixture
-def emulated(tmp_path: Path) -> Path:
-    return settings_file(tmp_path, EMULATED)
-
-
-def test_measure_tells_and_keeps_what_it_finds(
-    emulated: Path, tmp_path: Path, capsys: Seen
-) -> None:
-    assert main(["doctor", "--quick", "--measure", "--config", str(emulated)]) == 0
+def test_measure_tells_and_keeps_what_it_finds(config: Path, tmp_path: Path, capsys: Seen) -> None:
+    assert main(["doctor", "--quick", "--measure", "--config", str(config)]) == 0
     (line,) = store_lines(capsys.readouterr().out)
-    assert "emulated, read" in line and "µs" in line
+    assert "read" in line and "µs" in line and "emulated" not in line
     assert main(["inspect", "--json", str(tmp_path / "hdd")]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["profile"]["emulated"] is True
-    assert 0 < found["profile"]["read_bytes_per_s"] <= 400_000_000 * 1.05
+    assert found["profile"]["emulated"] is False
+    assert found["profile"]["read_bytes_per_s"] > 0
     assert found["namespaces"] == [], "it is none"
+
+
+def test_what_is_measured_of_an_emulated_drive_is_known_as_such(
+    tmp_path: Path, capsys: Seen
+) -> None:
+    with open_emulated({"hdd": MODEL}, **settings(tmp_path, profile="always")) as store:
+        (drive,) = store.inspect().log_tier().drives
+        assert eventually(lambda: drive.gauge.profile is not None)
+        assert drive.gauge.profile is not None
+        assert 0 < drive.gauge.profile.read_bytes_per_s <= MODEL.read_bandwidth * 1.05
     assert main(["inspect", str(tmp_path / "hdd")]) == 0
     assert "speed     emulated, read" in capsys.readouterr().out
 
 
-def test_doctor_says_emulated_before_there_is_a_store(emulated: Path, capsys: Seen) -> None:
-    main(["doctor", "--quick", "--config", str(emulated)])
-    (line,) = store_lines(capsys.readouterr().out)
-    assert line.endswith("emulated, not measured")
-
-
-def test_a_small_store_on_emulated_drives_is_known_as_such(
-    emulated: Path, tmp_path: Path, capsys: Seen
-) -> None:
-    with kvdepot.open(emulated) as store:
+def test_a_small_store_on_emulated_drives_is_known_as_such(tmp_path: Path, capsys: Seen) -> None:
+    with open_emulated({"hdd": MODEL}, **settings(tmp_path)) as store:
         assert all(put(store, prompt(space_of(store), 1, 2)))
         (drive,) = store.inspect().log_tier().drives
-        assert eventually(lambda: drive.notes.profile is not None)
+        assert eventually(lambda: drive.profile is not None)
     assert main(["inspect", str(tmp_path / "hdd")]) == 0
     assert "speed     emulated, not measured" in capsys.readouterr().out
 
 
 def test_a_store_that_was_not_measured(tmp_path: Path, capsys: Seen) -> None:
-    with kvdepot.open(settings_file(tmp_path)) as store:
+    with kvdepot.open(**settings(tmp_path)) as store:
         assert all(put(store, prompt(space_of(store), 1, 2)))
     assert main(["inspect", str(tmp_path / "hdd")]) == 0
     assert "speed     not measured" in capsys.readouterr().out
@@ -90,9 +87,9 @@ def test_measure_needs_a_drive(tmp_path: Path, capsys: Seen) -> None:
     assert "no drive" in capsys.readouterr().err
 
 
-def test_a_store_in_use_is_left_alone(emulated: Path, capsys: Seen) -> None:
-    with kvdepot.open(emulated):
-        assert main(["doctor", "--quick", "--measure", "--config", str(emulated)]) == 2
+def test_a_store_in_use_is_left_alone(config: Path, capsys: Seen) -> None:
+    with kvdepot.open(config):
+        assert main(["doctor", "--quick", "--measure", "--config", str(config)]) == 2
     assert "error:" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""What lies in a store's superblock and notes may be anything: commands answer, or say what is
+"""What lies in a store's superblock and metadata may be anything: commands answer, or say what is
 wrong in one line.
 """
 
@@ -14,9 +14,11 @@ from tests.support.small_store import prompt, put, settings, space_of
 
 import kvdepot
 from kvdepot.cli.main import main
-from kvdepot.codec.segment import SUPERBLOCK_MAGIC
+from kvdepot.codec.segment import FORMAT, SUPERBLOCK_MAGIC
+from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import KVDepotError
 from kvdepot.native import checksum
+from kvdepot.testing.images import STAMPS
 
 PAGE = 4096
 ODD: list[Any] = [
@@ -25,8 +27,11 @@ ODD: list[Any] = [
 ]  # fmt: skip
 TEXTS = [b"[]", b"null", b"1", b"{", b'"x"', b"[" * 3000, b"{}", b"\xff\xfe", b'{"a":1e999}', b""]
 
+KINDS = [kind for kind in MetaKind if kind not in (MetaKind.FLOOR, MetaKind.TOMBSTONE)]
+"""A floor or a tombstone that can be read would be right to cost blocks."""
 
-def superblock(text: bytes, version: int = 1) -> bytes:
+
+def superblock(text: bytes, version: int = FORMAT) -> bytes:
     """A page with a right checksum, whatever it says."""
     page = bytearray(PAGE)
     struct.pack_into("<Q8sII", page, 0, 0, SUPERBLOCK_MAGIC, version, len(text))
@@ -42,13 +47,14 @@ def odd_superblock(random: random.Random) -> bytes:
         return superblock(random.choice(TEXTS))
     fields: dict[str, Any] = {
         "store": str(uuid.UUID(int=random.getrandbits(128))), "segment_bytes": 1 << 20,
-        "format": 1, "made_by": "", "slots": "0-3", "budget_bytes": 0.0, "budget_at_s": 0.0,
+        "format": FORMAT, "made_by": "", "slots": "0-3", "budget_bytes": 0.0, "budget_at_s": 0.0,
+        "opened": 0,
     }  # fmt: skip
     name = random.choice([*fields, "new"])
     fields[name] = random.choice(ODD)
     if random.random() < 0.2:
         del fields[name]
-    return superblock(json.dumps(fields).encode(), random.choice([1, 1, 1, 7]))
+    return superblock(json.dumps(fields).encode(), random.choice([FORMAT, FORMAT, FORMAT, 7]))
 
 
 def odd_description(random: random.Random) -> bytes:
@@ -68,13 +74,14 @@ def answers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 json.loads(said.out)
 
 
-def test_descriptions(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metadata(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(seed)
-    with kvdepot.open(**settings(tmp_path / "store", mirror=0)) as store:
+    with kvdepot.open(**settings(tmp_path / "store")) as store:
         assert all(put(store, prompt(space_of(store), 1, 3)))
         for _ in range(40):
-            tag = rng.choice([rng.randbytes(8), b"\0profile"])
-            store.inspect().log_tier().remember(tag, odd_description(rng))
+            name, kind = rng.choice([b"", rng.randbytes(8), rng.randbytes(32)]), rng.choice(KINDS)
+            entry = MetaEntry(kind, name, STAMPS.next(), odd_description(rng))
+            assert store.inspect().log_tier().put_meta([entry]).have
     answers(tmp_path / "store", capsys)
     with kvdepot.open(**settings(tmp_path / "store")) as store:
         assert store.check().ok

@@ -3,6 +3,7 @@
 import base64
 import csv
 import re
+from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,9 +23,7 @@ from kvdepot.cli.report.charts import (
     Range,
     Ranges,
     Series,
-    Span,
-    Timeline,
-    TimelineLane,
+    ticks,
 )
 from kvdepot.cli.report.page import Origin, page, section, tiles
 from kvdepot.cli.report.tables import Table
@@ -32,6 +31,7 @@ from kvdepot.planner.parts import load_parts
 
 ORIGIN = Origin("kvdepot plan <x>", "1.2.3", "two cores", "today")
 SVG = "{http://www.w3.org/2000/svg}"
+VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 def test_table_aligns_words_left_and_numbers_right() -> None:
@@ -97,7 +97,6 @@ CHARTS: list[Chart] = [
     Curves("curves", "size", "ratio", [Curve("lru", "c0", POINTS)], x_label=str),
     Curves("points", "cost", "p95", [Curve("", "mark", POINTS)], limit=0.7),
     Ranges("ranges", "s", [Range("prefill", 1.0, None, "× 0.5", "× 2")], 2.0, 3.0),
-    Timeline("times", [TimelineLane("with", [Span(0, 4.5, "start", "begins")], [5.0])], [SSD]),
 ]  # fmt: skip
 
 
@@ -110,6 +109,62 @@ def test_a_chart_fits_a_phone(chart: Chart) -> None:
         assert 0 <= float(box.get("x", "")) <= right <= NARROW_WIDTH
     for text in drawing.iter(f"{SVG}text"):
         assert 0 <= float(text.get("x", "")) <= NARROW_WIDTH, text.text
+
+
+class Tags(HTMLParser):
+    """Fails on a tag that is closed and not open; remembers what was loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert "svg" in self.open, f"<{tag}/> outside of a drawing"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_page_is_well_formed_and_needs_nothing_else() -> None:
+    parts = [section(chart.title, chart, caption="a <b>&") for chart in CHARTS]
+    whole = page("a <model>", "lead", parts, origin=ORIGIN)
+    tags = Tags()
+    tags.feed(whole)
+    assert tags.open == []
+    assert all(link.startswith("data:text/csv") for link in tags.links)
+    assert "url(" not in whole and "@import" not in whole and "<script" not in whole
+    assert "a <model>" in tags.text and "a <b>&" in tags.text
+    assert "prefers-color-scheme: dark" in whole
+
+
+def test_bars_are_drawn_to_scale() -> None:
+    drawing = ElementTree.fromstring(CHARTS[0].draw())
+    first, second = bar_heights(drawing, "dram")
+    assert first / second == pytest.approx(1 / 3, abs=0.01)
+    assert bar_heights(drawing, "ssd")[1] / second == pytest.approx(2 / 3, abs=0.01)
+
+
+def bar_heights(drawing: ElementTree.Element, style: str) -> list[float]:
+    found = [box for box in drawing.iter(f"{SVG}rect") if box.get("class") == style]
+    return [float(box.get("height", "")) for box in found]
+
+
+@pytest.mark.parametrize(
+    ("most", "marks"),
+    [(8.0, [0, 2, 4, 6, 8]), (0.3, [0, 0.1, 0.2, 0.3]), (2900, [0, 1000, 2000, 3000]), (0, [0, 1])],
+)
+def test_ticks_are_round_and_reach_the_top(most: float, marks: list[float]) -> None:
+    assert ticks(most) == pytest.approx(marks)
 
 
 def test_numbers_are_under_a_chart_and_can_be_saved() -> None:

@@ -1,4 +1,4 @@
-"""Every path that the product makes by itself: a neighbour neither reads nor changes it."""
+"""Every path that the product makes by itself: another user neither reads nor changes it."""
 
 import os
 import stat
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.neighbour import NEIGHBOURS, as_neighbour, needs_neighbour, shared_folder
+from tests.support.other_user import OTHER_USERS, as_other_user, needs_other_user, shared_folder
 
 import kvdepot
 from kvdepot.cli.directories import scratch_directory, write_page
@@ -78,7 +78,7 @@ def make_cache(place: Path) -> None:
 
 
 def make_scratch(place: Path) -> None:
-    with scratch_directory(place, "kvdepot-demo-", keep=True) as folder:
+    with scratch_directory(place, "kvdepot-bench-", keep=True) as folder:
         (folder / "inside").write_text("inside")
 
 
@@ -110,23 +110,23 @@ def test_what_is_made_is_for_its_owner_alone(public: Path, make: Maker) -> None:
     assert not open_to_others
 
 
-@needs_neighbour
-@pytest.mark.parametrize("uid", NEIGHBOURS)
-def test_a_neighbour_can_do_nothing_to_it(public: Path, uid: int) -> None:
+@needs_other_user
+@pytest.mark.parametrize("uid", OTHER_USERS)
+def test_another_user_can_do_nothing_to_it(public: Path, uid: int) -> None:
     for make in MAKERS:
         make(public)
     paths = sorted(public.rglob("*"))
     assert len(paths) > 12
     before = {path: path.lstat().st_size for path in paths if not path.is_dir()}
-    assert as_neighbour(MEDDLE, *paths, uid=uid) == f"tried {len(paths)}"
+    assert as_other_user(MEDDLE, *paths, uid=uid) == f"tried {len(paths)}"
     assert sorted(public.rglob("*")) == paths
     assert {path: path.lstat().st_size for path in before} == before
 
 
-@needs_neighbour
+@needs_other_user
 @pytest.mark.parametrize("make", PREDICTABLE)
 @pytest.mark.parametrize("what", ["folder", "file", "link"])
-def test_what_a_neighbour_has_made_first_is_not_used(public: Path, make: Maker, what: str) -> None:
+def test_what_another_user_has_made_first_is_not_used(public: Path, make: Maker, what: str) -> None:
     (public / "cache").mkdir(mode=0o777)
     (public / "cache").chmod(0o1777)
     diary = public / "diary"
@@ -138,8 +138,8 @@ def test_what_a_neighbour_has_made_first_is_not_used(public: Path, make: Maker, 
         "file": "Path(sys.argv[1]).touch(); os.chmod(sys.argv[1], 0o777)",
         "link": "os.symlink(sys.argv[2], sys.argv[1])",
     }
-    as_neighbour(plant[what], path, diary)
-    assert path.lstat().st_uid == NEIGHBOURS[0]
+    as_other_user(plant[what], path, diary)
+    assert path.lstat().st_uid == OTHER_USERS[0]
     with pytest.raises((KVDepotError, OSError)):
         make(public)
     assert diary.read_text() == "mine"

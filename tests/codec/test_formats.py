@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.codec import notes, record, segment
+from kvdepot.codec import metadata, record, segment
 from kvdepot.core.block import KEY_BYTES, LINK_BYTES, TAG_BYTES
+from kvdepot.core.metadata import MetaKind
 
 TEXT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
-CODES = {"u64": "Q", "u32": "I", "u16": "H"}
+CODES = {"u64": "Q", "u32": "I", "u16": "H", "u8": "B"}
 ROW = re.compile(r"^\| (\d+) \| (\w+) \| (.+) \|$", re.MULTILINE)
 SUPERBLOCK = "<Q8sII"
 STRUCTS = {
@@ -18,9 +19,10 @@ STRUCTS = {
     "Segment header": segment._HEADER.format,
     "Trailer": segment._TRAILER.format,
     "Footer entry": segment._ENTRY.format,
-    "Record": record._HEAD.format + record._U64.format[1:],  # the producer, at its end
+    "Record": record._HEAD.format + 4 * "Q",  # producer, key id, tenant, weight epoch
     "Key": f"<{TAG_BYTES}s{LINK_BYTES}s{KEY_BYTES - TAG_BYTES - LINK_BYTES}s",
-    "Removals": notes._REMOVAL.format,
+    "Log header": metadata._HEADER.format + metadata._U64.format[1:],  # its checksum, at its end
+    "Frame": metadata._FRAME.format,
 }
 
 
@@ -73,6 +75,11 @@ def test_numbers_in_the_text() -> None:
     assert f"checksum of the bytes 8 to {segment._HEADER.size}" in chapter("Segment header")
     assert f"checksum of the bytes 8 to {segment._TRAILER.size}" in chapter("Trailer")
     assert f"version of the record format: {record.VERSION}" in chapter("Record")
+    assert f"checksum of the bytes 0 to {metadata._HEADER.size}" in chapter("Log header")
+    assert f"magic `{metadata.MAGIC[:-1].decode()}\\0`" in chapter("Log header")
+    for meta_kind in MetaKind:
+        name = meta_kind.name.lower()
+        assert f"| {meta_kind.value} | {name} |" in chapter("Metadata log"), name
     for kind in record.Kind:
         assert f"{kind.value} {kind.name.lower()}" in chapter("Record")
     for codec in record.Codec:

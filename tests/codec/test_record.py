@@ -10,6 +10,7 @@ from kvdepot.codec.record import (
     HEAD_BYTES,
     IDENTITY,
     PAGE,
+    SIZE_MAX,
     TABLE_OFFSET,
     Head,
     Kind,
@@ -17,16 +18,20 @@ from kvdepot.codec.record import (
     fill_tokens,
     filled_tokens,
     identity,
+    own_chunk_bytes,
     parse_head,
     parse_own,
     payload_intact,
     place,
+    producer_of,
     record_bytes,
     round_up,
+    set_stamp,
     token_ids,
     tokens_max,
     write_head,
 )
+from kvdepot.core.clock import STAMP_MAX
 from kvdepot.errors import ConfigError
 from kvdepot.testing.images import make_image, make_key, payload_for
 
@@ -34,27 +39,29 @@ KEY = make_key(1)
 CHUNK = PAGE
 
 
-def placed(nbytes: int = 3 * CHUNK + 5, segment_id: int = 77, sequence: int = 88) -> memoryview:
+def placed(nbytes: int = 3 * CHUNK + 5, segment_id: int = 77, stamp: int = 88) -> memoryview:
     image = make_image(KEY, payload_for(KEY, nbytes), CHUNK)
-    place(image, segment_id, sequence)
+    set_stamp(image, stamp)
+    place(image, segment_id)
     return image
 
 
 @pytest.mark.parametrize("nbytes", [1, CHUNK, CHUNK + 1, 7 * CHUNK, 7 * CHUNK + 4095])
 def test_a_head_is_read_back_as_it_was_written(nbytes: int) -> None:
-    head = parse_head(placed(nbytes, 2**64 - 1, 2**63))
+    head = parse_head(placed(nbytes, 2**64 - 1, STAMP_MAX))
     chunks = -(-nbytes // CHUNK)
-    assert head == Head(Kind.BLOCK, KEY, 2**64 - 1, 2**63, nbytes, CHUNK, chunks)
+    assert head == Head(Kind.BLOCK, KEY, 2**64 - 1, STAMP_MAX, nbytes, CHUNK, chunks)
     assert payload_intact(placed(nbytes), head)
 
 
 def test_the_head_lies_as_the_format_page_says() -> None:
     image = placed(3 * CHUNK + 5)
-    assert bytes(image[8:12]) == b"KVR1"
-    assert struct.unpack_from("<HH", image, 12) == (1, 1)
+    assert bytes(image[8:12]) == b"KVR2"
+    assert struct.unpack_from("<HH", image, 12) == (2, 1)
     assert bytes(image[16:48]) == KEY
     assert struct.unpack_from("<QQI", image, 48) == (77, 88, TABLE_OFFSET + 8 * 4)
-    assert struct.unpack_from("<QQI", image, 72) == (3 * CHUNK + 5, CHUNK, 4)
+    sizes = (3 * CHUNK + 5, 3 * CHUNK + 5, CHUNK, 4)  # payload, stored, chunk, number of chunks
+    assert struct.unpack_from("<QQQI", image, 72) == sizes
     assert len(image) == 5 * PAGE
     assert bytes(image[HEAD_BYTES : HEAD_BYTES + 3 * CHUNK + 5]) == payload_for(KEY, 3 * CHUNK + 5)
 
@@ -101,16 +108,18 @@ def test_garbage_zeros_and_stumps_are_not_heads(seed: int) -> None:
 @pytest.mark.parametrize(
     ("offset", "code", "value"),
     [
-        (12, "<H", 2),
+        (12, "<H", 1),
         (14, "<H", 9),
         (14, "<H", 0),
+        (56, "<Q", STAMP_MAX + 1),
         (64, "<I", TABLE_OFFSET - 8),
         (64, "<I", HEAD_BYTES + 8),
         (64, "<I", TABLE_OFFSET + 8 * 3),
         (68, "<H", 1),
         (72, "<Q", 100 * CHUNK),
-        (80, "<Q", 0),
-        (88, "<I", 5),
+        (80, "<Q", 3 * CHUNK + 4),
+        (88, "<Q", 0),
+        (96, "<I", 5),
     ],
 )
 def test_a_head_that_contradicts_itself_is_refused_though_its_checksum_fits(
@@ -120,7 +129,7 @@ def test_a_head_that_contradicts_itself_is_refused_though_its_checksum_fits(
     struct.pack_into(code, image, offset, value)
     (used,) = struct.unpack_from("<I", image, 64)
     if used <= HEAD_BYTES:
-        place(image, 77, 88)
+        place(image, 77)
     assert parse_head(image) is None
 
 
@@ -135,7 +144,6 @@ def test_what_a_reader_expects_is_what_the_head_holds() -> None:
     image = placed()
     assert bytes(image[IDENTITY]) == identity(Kind.BLOCK, KEY, 77)
     assert bytes(image[IDENTITY]) != identity(Kind.BLOCK, KEY, 78)
-    assert bytes(image[IDENTITY]) != identity(Kind.REMOVAL, KEY, 77)
     assert bytes(image[IDENTITY]) != identity(Kind.BLOCK, make_key(2), 77)
 
 
@@ -170,12 +178,13 @@ def test_token_ids_lie_behind_the_checksums_and_change_nothing_else() -> None:
     image = placed()
     before = parse_head(image)
     write_head(image, Kind.BLOCK, KEY, 3 * CHUNK + 5, CHUNK, TOKENS)
-    place(image, 77, 88)
+    set_stamp(image, 88)
+    place(image, 77)
     assert token_ids(image, KEY) == TOKENS
     assert token_ids(image, make_key(2)) == b""
-    assert struct.unpack_from("<I", image, 92) == (16,)
+    assert struct.unpack_from("<I", image, 100) == (16,)
     used = TABLE_OFFSET + 8 * 4
-    assert struct.unpack_from("<I", image, 64) == (used,), "readers from before find what they know"
+    assert struct.unpack_from("<I", image, 64) == (used,), "the head ends before them"
     assert bytes(image[used : used + 64]) == TOKENS
     after = parse_head(image)
     assert before is not None and after is not None
@@ -185,11 +194,11 @@ def test_token_ids_lie_behind_the_checksums_and_change_nothing_else() -> None:
 
 def test_a_head_without_token_ids_keeps_none_of_those_before() -> None:
     image = placed()
-    image[92:TABLE_OFFSET] = b"\xff" * (TABLE_OFFSET - 92)
+    image[100:TABLE_OFFSET] = b"\xff" * (TABLE_OFFSET - 100)
     image[TABLE_OFFSET + 8 * 4 : HEAD_BYTES] = b"\xff" * (HEAD_BYTES - TABLE_OFFSET - 8 * 4)
     write_head(image, Kind.BLOCK, KEY, 3 * CHUNK + 5, CHUNK)
     assert token_ids(image, KEY) == b""
-    assert not any(image[92:TABLE_OFFSET])
+    assert not any(image[100:TABLE_OFFSET])
     assert not any(image[TABLE_OFFSET + 8 * 4 : HEAD_BYTES])
 
 
@@ -214,6 +223,33 @@ def test_token_ids_that_do_not_fit_are_left_out() -> None:
 
 def test_a_count_that_lies_gives_no_token_ids() -> None:
     image = placed()
-    struct.pack_into("<I", image, 92, 1 << 31)
+    struct.pack_into("<I", image, 100, 1 << 31)
     assert token_ids(image, KEY) == b""
     assert filled_tokens(image, 3 * CHUNK + 5, CHUNK) == b""
+
+
+def test_no_flipped_bit_of_a_head_raises_or_lets_a_size_through_that_is_none() -> None:
+    """Memory holds heads without a checksum that is checked; a tier holds them with one."""
+    nbytes = CHUNK - 5
+    for bit in range(8 * HEAD_BYTES):
+        image = placed(nbytes)
+        image[bit // 8] ^= 1 << bit % 8
+        assert 0 <= own_chunk_bytes(image, KEY, nbytes) <= SIZE_MAX
+        token_ids(image, KEY)
+        producer_of(image, KEY)
+        filled_tokens(image, nbytes, CHUNK)
+        parse_own(image)
+        head = parse_head(image)
+        if bit < 8 * (TABLE_OFFSET + 8):
+            assert head is None, "its checksum is wrong"
+        place(image, 77)
+        again = parse_head(image)  # as a writer that did not look would have closed it
+        if again is not None:
+            assert 0 < again.chunk_bytes <= SIZE_MAX and again.payload_bytes <= SIZE_MAX
+            payload_intact(image, again)
+
+
+@pytest.mark.parametrize("sizes", [(SIZE_MAX + 1, SIZE_MAX), (4096, 1 << 63), (1 << 63, 1 << 63)])
+def test_sizes_that_no_head_can_have_are_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="chunk_bytes"):
+        chunk_count(*sizes)

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvdepot.core.clock import SystemClock
-from kvdepot.core.config import EmulateConfig
 from kvdepot.core.tier import Tier
 from kvdepot.native import uring_available
 from kvdepot.testing.contract import Reopen, TierContract
+from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.faults import FaultyFiles
 from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier
-from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import EngineKind, Files
 from kvdepot.tiers.log.hdd import HardDriveTier
 from kvdepot.tiers.log.medium import DirectIo, MountSettings
@@ -159,5 +158,5 @@ class TestEmulatedHardDriveTier(LogTierContract):
     drives = 2
 
     def files(self) -> Files:
-        fast = EmulateConfig(read_bandwidth=1 << 30, write_bandwidth=1 << 30, seek=0.0001)
-        return EmulatedFiles(fast, self.engine)
+        fast = DriveModel(read_bandwidth=1 << 30, write_bandwidth=1 << 30, seek=0.0001)
+        return EmulatedFiles(lambda _: fast, self.engine)

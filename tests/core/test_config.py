@@ -25,7 +25,7 @@ from kvdepot.core.config import (
     WritebackConfig,
     load,
 )
-from kvdepot.core.config_loader import show, to_toml
+from kvdepot.core.config_loader import REMOVED_SETTINGS, show, to_toml
 from kvdepot.errors import ConfigError
 
 SSD = {"path": "/data", "capacity": "20GiB"}
@@ -367,6 +367,26 @@ def test_variables_of_a_kubernetes_service_are_not_settings() -> None:
     }
     assert load(env=made) == load()
     assert load(env={**made, "KVDEPOT_BLOCK_TOKENS": "64"}).block_tokens == 64
+
+
+@pytest.mark.parametrize(("name", "says"), REMOVED_SETTINGS.items())
+def test_a_removed_setting_is_named_with_what_replaces_it(
+    tmp_path: Path, name: str, says: str
+) -> None:
+    section, _, key = name.rpartition(".")
+    file = tmp_path / "c.toml"
+    file.write_text(f"[{section}]\n{key} = 1\n" if section else f"{key} = 1\n")
+    variable = "KVDEPOT_" + name.replace(".", "__").upper()
+    sources: list[dict[str, Any]] = [
+        {"path": file},
+        {"env": {variable: "1"}},
+        {"overrides": {name: 1}},
+    ]
+    assert says.startswith("removed in ")
+    for source in sources:
+        with pytest.raises(ConfigError) as raised:
+            load(**source)
+        assert (raised.value.path, str(raised.value)) == (name, f"{name}: {says}")
 
 
 @pytest.mark.parametrize("name", ["KVDEPOT_PORT", "KVDEPOT_SERVICE_HOST", "KVDEPOT_DRAM__PORT"])

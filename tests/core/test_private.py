@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.neighbour import NEIGHBOURS, as_neighbour, needs_neighbour, shared_folder
+from tests.support.other_user import OTHER_USERS, as_other_user, needs_other_user, shared_folder
 
 from kvdepot.core.private import (
     check_private_folder,
@@ -95,10 +95,10 @@ def test_a_good_file_is_opened_as_asked(tmp_path: Path) -> None:
         open_private_file(tmp_path / "none", os.O_RDWR)
 
 
-@needs_neighbour
-@pytest.mark.parametrize("uid", NEIGHBOURS)
-def test_what_a_neighbour_made_first_is_refused(public: Path, uid: int) -> None:
-    as_neighbour(
+@needs_other_user
+@pytest.mark.parametrize("uid", OTHER_USERS)
+def test_what_another_user_made_first_is_refused(public: Path, uid: int) -> None:
+    as_other_user(
         "os.mkdir(sys.argv[1], 0o700); Path(sys.argv[2]).touch()",
         public / "kvdepot",
         public / "lock",

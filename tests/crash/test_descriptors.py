@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 from kvdepot.core.clock import SystemClock
 from kvdepot.errors import KVDepotError
-from kvdepot.testing.images import make_image, make_key
+from kvdepot.testing.images import make_image, make_key, removal_of
 from kvdepot.testing.power import PowerFiles
 from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.device.files import Files
@@ -96,7 +96,7 @@ def lead_a_life(
     tier = LogTier(drives[:2], files, settings, SystemClock())
     steps: list[Callable[[], object]] = [
         lambda: [tier.append(number % 2, [image]) for number, image in enumerate(images)],
-        lambda: tier.erase([tier.removal(make_key(3))]),
+        lambda: tier.put_meta(removal_of(make_key(3))),
         tier.flush,
         lambda: drives[0].rename(folder / "hidden"),
         lambda: tier.probe(0),

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.aftermath import (
+from tests.support.crash_workload import FULL, ROOMY, Moment, Plan, Promises
+from tests.support.kill_judge import (
     KILLED,
     Children,
     children,
@@ -16,7 +17,6 @@ from tests.support.aftermath import (
     kill,
     kill_at_random_instants,
 )
-from tests.support.crash_workload import FULL, ROOMY, Moment, Plan, Promises
 from tests.support.phases import Phase
 
 pytestmark = pytest.mark.crash

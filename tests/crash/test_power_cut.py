@@ -1,4 +1,4 @@
-"""Power cuts at any write, with reclaim, demotion, mirrors, drains and removals under way.
+"""Power cuts at any write, with reclaim, demotion, drains and removals under way.
 
 After each cut what a flush had acknowledged is there unless it was evicted, what was removed before
 a flush is not, and every byte is right. kvdepot.testing.power says what a cut may take.
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.failures import DataError, check_data
 from tests.support.power_cuts import SETUPS, Lives, Setup, Verdict
 
 pytestmark = pytest.mark.crash
@@ -17,7 +18,7 @@ SLOWER = ("demotion", "through")
 
 def cut(name: str, folder: Path, seed: int, cuts: int) -> Verdict:
     verdict = Lives(SETUPS[name], folder, seed).run(cuts)
-    assert verdict.ok, verdict
+    verdict.check()
     return verdict
 
 
@@ -44,9 +45,16 @@ def test_many_power_cuts(name: str, tmp_path: Path, seed: int) -> None:
     ids=["sync does nothing", "directories are not synced", "fsync is never"],
 )
 def test_these_cuts_see_what_is_not_synced(setup: Setup, tmp_path: Path) -> None:
-    """Without one of the syncs flushed blocks are lost; wrong bytes are never served."""
-    lives = Lives(setup, tmp_path, 1)
-    while not lives.verdict.lost and lives.verdict.cuts < 30:
-        lives.run(1)
-    assert lives.verdict.lost
-    assert not lives.verdict.wrong
+    """Without one of the syncs flushed blocks are lost, or the drive is refused because it lacks
+    what was removed; wrong bytes are never served.
+    """
+    lives, refused = Lives(setup, tmp_path, 1), False
+    while not (lives.verdict.lost or refused) and lives.verdict.cuts < 30:
+        try:
+            lives.run(1)
+        except DataError as error:
+            refused = "metadata is damaged" in str(error.__cause__)
+            if not refused:
+                raise
+    assert lives.verdict.lost or refused
+    check_data(not lives.verdict.wrong, lives.verdict)

@@ -12,21 +12,20 @@ from typing import Any, Literal
 
 import pytest
 from tests.support.drive_traffic import BAD, DRIVES, Traffic, bad_drive, is_up, opened, spread
-from tests.support.pulling import pull
+from tests.support.failing_disks import unplug
 from tests.support.waiting import eventually
 
-from kvdepot.core.config import EmulateConfig
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.drive import Drive
 
 pytestmark = pytest.mark.crash
 
 SLOWER = 20.0
-MODEL = EmulateConfig(read_bandwidth=20_000_000, write_bandwidth=200_000_000, seek=0.0)
+MODEL = DriveModel(read_bandwidth=20_000_000, write_bandwidth=200_000_000, seek=0.0)
 """So slow that the machine's own disk does not count."""
 USUAL = 700
 """Blocks read from a drive until it is known how fast it usually is; about a second."""
@@ -46,7 +45,7 @@ class World:
     files: Files = field(init=False)
 
     def __post_init__(self) -> None:
-        self.files = EmulatedFiles(MODEL) if self.name == "slowed" else FaultyFiles()
+        self.files = EmulatedFiles(lambda _: MODEL) if self.name == "slowed" else FaultyFiles()
 
     @property
     def drive_path(self) -> Path:
@@ -54,7 +53,7 @@ class World:
 
     def begin(self) -> None:
         if self.name == "pulled":
-            pull(self.drive_path)
+            unplug(self.drive_path)
         elif isinstance(self.files, EmulatedFiles):
             self.files.slow_down(str(self.drive_path), SLOWER)
         elif isinstance(self.files, FaultyFiles):

@@ -12,9 +12,9 @@ import kvdepot
 from kvdepot.codec.record import HEAD_BYTES, Kind, filled_producer, producer_of, write_head
 from kvdepot.core.audit import AuditFinding, producer_id
 from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
 from kvdepot.store.alerts import alerts
-from kvdepot.store.audits import PAGE_NUMBER
 from kvdepot.store.metrics import values
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of, tiers
@@ -164,7 +164,7 @@ class TestAfterARestart:
             assert store.audits.producer_of(keys[0]) == "engine 1"
             assert store.audits.producer_of(prompt(space_of(store), 9, 1)[0]) == ""
 
-    def test_sessions_do_not_mind_the_page(self, tmp_path: Path) -> None:
+    def test_sessions_do_not_mind_a_quarantine(self, tmp_path: Path) -> None:
         with opened(tmp_path) as store:
             keys = prompt(space_of(store), 1, 4)
             put(store, keys)
@@ -175,22 +175,18 @@ class TestAfterARestart:
             assert [one["name"] for one in store.sessions.known()] == ["chat"]
             assert store.audits.known()["quarantined"]
 
-    @pytest.mark.parametrize(
-        "page",
-        [
-            {"v": 2, "audit": True, "generation": 9, "quarantined": {"00" * 8: {}}},
-            {"v": 1, "audit": True, "generation": "9", "quarantined": {"00" * 8: {}}},
-            {"v": 1, "generation": 9, "quarantined": {"00" * 8: {}}},
-            {"v": 1, "audit": True, "generation": 9, "quarantined": {"0": {}}, "producers": 5},
-            {"v": 1, "audit": True, "generation": 9, "quarantined": [], "producers": {"z": 1}},
-        ],
-    )
-    def test_a_page_that_makes_no_sense(self, tmp_path: Path, page: dict[str, Any]) -> None:
+    def test_a_quarantine_whose_text_is_damaged_counts(self, tmp_path: Path) -> None:
         with opened(tmp_path) as store:
-            tier = store.inspect().log_tier()
-            tier.keep_page(PAGE_NUMBER, json.dumps(page).encode())
+            keys = prompt(space_of(store), 1, 2)
+            put(store, keys)
+            stamp = store.inspect().state.stamps.next()
+            entry = MetaEntry(MetaKind.QUARANTINE, keys[0][:8], stamp, b"{no json")
+            store.inspect().log_tier().put_meta([entry])
+            assert store.flush(WAIT_S)
         with opened(tmp_path) as store:
-            assert store.audits.known()["quarantined"] == []
+            space_of(store)
+            assert len(store.audits.known()["quarantined"]) == 1
+            assert not store.match(keys)
 
 
 class TestDrives:
@@ -268,8 +264,8 @@ class TestRecord:
         write_head(other, Kind.BLOCK, key, 4096, 4096, b"", producer_id("engine 1"))
         assert producer_of(one, key) == 0
         assert producer_of(other, key) == producer_id("engine 1") == filled_producer(other)
-        assert one[:104] == other[:104]
-        assert one[112:] == other[112:]
+        assert one[:112] == other[:112]
+        assert one[120:] == other[120:]
 
     def test_of_another_block(self) -> None:
         image = memoryview(bytearray(HEAD_BYTES))

@@ -4,6 +4,7 @@ import linecache
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from kvdepot.tiers.device.files import Files
 PACKAGE = str(Path(kvdepot.__file__).parent)
 ATTRIBUTE = re.compile(r"self\.(\w+)")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "concurrency.md"
-ROW = re.compile(r"^\| (\d+) \| `([\w/]+)\.py: \w+\.(\w+)`", re.MULTILINE)
-STORE = "state.lock"
+ROW = re.compile(r"^\| (\d+) \| `([\w/]+\.py: \w+\.\w+)`", re.MULTILINE)
+LOCK = re.compile(r"`([\w/]+\.py: \w+\.\w+)`")
+STORE = "store/state/state.py: StoreState.lock"
 NAMED = re.compile(r"`([\w/]+\.py): (?:\w+\.)?(\w+)`")
 MADE = re.compile(
     r"^ *(?:self\.)?(\w+)(?:: [^=\n]+)? = .*threading\.(?:R?Lock|Condition)\b(?!\(self\.lock)",
@@ -30,9 +32,15 @@ NOT_SERVING = ("bench", "cli", "testing")
 
 
 def ranks() -> dict[str, int]:
-    """The order in the document: file and attribute of each lock, and its number."""
-    found = ROW.findall(DOCUMENT.read_text())
-    return {f"{path.rpartition('/')[2]}.{name}": int(number) for number, path, name in found}
+    """The order in the document: each lock, as the document names it, and its number."""
+    return {name: int(number) for number, name in ROW.findall(DOCUMENT.read_text())}
+
+
+def test_each_lock_has_one_row() -> None:
+    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+    names = Counter(name for row in rows for name in LOCK.findall(row))
+    assert len(names) > 20
+    assert [name for name, rows in names.items() if rows > 1] == []
 
 
 def test_the_document_names_every_lock() -> None:
@@ -120,7 +128,9 @@ class LockOrder:
             found = ATTRIBUTE.search(linecache.getline(file, frame.f_lineno))
             if not file.startswith(PACKAGE) or found is None:
                 return make()
-            return kind(make(), f"{Path(file).stem}.{found[1]}", self)
+            owner = frame.f_code.co_qualname.partition(".")[0]
+            place = Path(file).relative_to(PACKAGE).as_posix()
+            return kind(make(), f"{place}: {owner}.{found[1]}", self)
 
         return watched
 
@@ -176,5 +186,9 @@ def test_locks_are_taken_in_order_and_io_is_done_without_the_stores(
         if known[first] > known[then] or (known[first] == known[then] and first != then)
     }
     assert not wrong, f"taken against the order: {wrong}"
-    seen = {(STORE, "drive._books"), ("reclaim._locks", STORE), ("maintenance._change", STORE)}
+    seen = {
+        (STORE, "tiers/log/drive.py: Drive._books"),
+        ("store/move/reclaim.py: DriveRoom._locks", STORE),
+        ("store/drives/maintenance.py: DriveMaintenance._change", STORE),
+    }
     assert seen <= order.pairs, "drives were not written to, reclaimed and drained"

@@ -16,8 +16,9 @@ from tests.support.waiting import until
 import kvdepot
 from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.index.table import as_words
+from kvdepot.server.http.exposition import render
 from kvdepot.store.alerts import alerts
-from kvdepot.store.metrics import METRICS, render, values
+from kvdepot.store.metrics import METRICS, values
 from kvdepot.store.state.traffic import LatencyHistogram, StoreTraffic
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import (
@@ -227,12 +228,11 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
     absent = [metric.name for metric in METRICS if not list(metric.read(stats))]
     assert absent == []
     found = values(stats)
-    tokens = sum(stats["traffic"]["served_tokens"].values())
+    tokens = stats["ledger"]["tokens"]
     assert found["kvdepot_gpu_saved_seconds_total"] == tokens / 4.0
     assert found["kvdepot_gpu_saved_joules_total"] == tokens / 4.0 * 100.0
     assert found['kvdepot_tenant_gpu_saved_seconds_total{tenant=""}'] == tokens / 4.0
-    assert found['kvdepot_tenant_saved_tokens_total{tenant=""}'] == tokens
-    assert found['kvdepot_tenant_held_byte_hours_total{tenant="",tier="ssd"}'] > 0
+    assert found['kvdepot_tenant_saved_tokens_total{tenant="",tier="ssd"}'] == tokens == 4 * TOKENS
     assert found["kvdepot_clients"] == 2
     assert found['kvdepot_client_events_total{event="requests"}'] == 7
     assert found['kvdepot_build_info{version="1.2.3"}'] == 1

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.aftermath import children, kill_at_random_instants
+from tests.support.kill_judge import children, kill_at_random_instants
 
 BATCHES = 6
 RUNS = 50

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.crowd import BUSY, DRAM, Crowd, check_after, settings
+from tests.support.random_calls import BUSY, DRAM, RandomCalls, check_after, check_removed, settings
 
 import kvdepot
 
@@ -16,14 +16,14 @@ def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "
     tree = settings(folder, below)
     tree["cxl"] = {"capacity": 2 * DRAM, "path": device, "prefault": False}
     with kvdepot.open(**tree) as store:
-        crowd = Crowd(store, seed)
-        crowd.run(threads, seconds, [*BUSY, "get_cxl", "demoted", "evicted_cxl"])
-        check_after(store, crowd, folder)
+        calls = RandomCalls(store, seed)
+        calls.run(threads, seconds, [*BUSY, "get_cxl", "demoted", "evicted_cxl"])
+        check_after(store, calls, folder)
         assert store.stats()["tiers"]["cxl"]["used_bytes"] <= 2 * DRAM
-        assert not any(len(store.match([key])) for key in crowd.removed)
+        check_removed(store, calls.removed)
     with kvdepot.open(**tree) as store:
         assert store.check()
-        assert not any(len(store.match([key])) for key in crowd.removed), "it came back"
+        check_removed(store, calls.removed)
 
 
 @pytest.mark.stress

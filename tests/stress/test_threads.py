@@ -10,7 +10,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tests.support.crowd import BUSY, Crowd, check_after, settings
+from tests.support.failures import check_data
+from tests.support.random_calls import BUSY, RandomCalls, check_after, check_removed, settings
 
 import kvdepot
 from kvdepot.testing.images import payload_for
@@ -18,20 +19,21 @@ from kvdepot.testing.images import payload_for
 
 def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "") -> None:
     with kvdepot.open(**settings(folder, below)) as store:
-        crowd = Crowd(store, seed)
-        crowd.run(threads, seconds, [*BUSY, "get_hdd" if below else "get_ssd"])
-        check_after(store, crowd, folder)
-        assert crowd.removed
-        assert not any(len(store.match([key])) for key in crowd.removed)
+        calls = RandomCalls(store, seed)
+        calls.run(threads, seconds, [*BUSY, "get_hdd" if below else "get_ssd"])
+        check_after(store, calls, folder)
+        assert calls.removed
+        check_removed(store, calls.removed)
     with kvdepot.open(**settings(folder, below)) as store:
-        again = Crowd(store, seed)
+        again = RandomCalls(store, seed)
         assert store.check()
-        assert not any(len(store.match([key])) for key in crowd.removed), "it came back"
+        check_removed(store, calls.removed)
         for space, keys in again.prompts:
             for key in keys:
                 target = bytearray(space.block_bytes)
                 if store.get(key, target):
-                    assert target == payload_for(key, space.block_bytes)
+                    right = target == payload_for(key, space.block_bytes)
+                    check_data(right, f"wrong bytes for {key.hex()}")
         assert store.stats()["counters"]["quarantined"] == 0
 
 
@@ -65,6 +67,7 @@ def test_closing_under_the_feet_of_readers_ends_them_with_an_error_not_a_crash(
         sys.path[:0] = {sys.path!r}
         import kvdepot
         from kvdepot.errors import StoreClosedError
+        from tests.support.failures import check_data
         size = 1 << 20
         rng = random.Random({seed})
         for _ in range(30):
@@ -94,7 +97,7 @@ def test_closing_under_the_feet_of_readers_ends_them_with_an_error_not_a_crash(
             store.close()
             for thread in threads:
                 thread.join()
-            assert not wrong, wrong
+            check_data(not wrong, wrong)
     """
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

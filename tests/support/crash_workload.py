@@ -7,18 +7,17 @@ survives the child. Everything else follows from the seed.
 import json
 import os
 import random
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.support.failures import check_data
 from tests.support.phases import Phase, Phases
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.config import Config, load
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
-from kvdepot.store.move import mirror as mirrorer
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import BOUNDARIES, Fault, FaultyFiles, Kill, Operation
@@ -60,8 +59,6 @@ class Plan:
     """The write mode of a hard drive below; none for no such drive."""
     phase: Phase | Literal[""] = ""
     """Count the boundaries of this phase only."""
-    mirror: int = 0
-    """Tokens from which on a prompt lies on two drives; 0 for never."""
 
     @property
     def roomy(self) -> bool:
@@ -92,10 +89,7 @@ class Plan:
             "path": [str(path) for path in self.paths],
             "capacity": self.capacity_bytes,
             "segment": SEGMENT_BYTES,
-            "io_engine": self.engine,
         }
-        if self.mirror:
-            ssd["mirror"] = self.mirror
         writeback = {"staging": 1 << 20, "put_timeout": 10.0}
         dram = {"capacity": 3 << 20, "huge_pages": "never", "prefault": False}
         tree: dict[str, Any] = {"dram": dram, "ssd": ssd, "writeback": writeback}
@@ -106,7 +100,6 @@ class Plan:
                 "segment": 4 * SEGMENT_BYTES,
                 "run": 4 * SEGMENT_BYTES,
                 "write_mode": self.below,
-                "io_engine": self.engine,
             }
         return tree
 
@@ -192,7 +185,6 @@ class Workload:
     def run(self) -> None:
         if self.plan.phase:
             self.phases.install()
-        mirrorer._LOOK_S = 0.005
         for half in (range(ROUNDS // 2), range(ROUNDS // 2, ROUNDS)):
             self.session(half)
         self.diary.write("finished", [], boundaries=self.boundaries, in_phase=self.in_phase)
@@ -262,29 +254,14 @@ class Workload:
         """Use some blocks, so that reclaim finds them worth keeping."""
         for key in self.random.sample(self.living, min(6, len(self.living))):
             into = bytearray(len(payload_of(key)))
-            if store.get(key, into) and into != payload_of(key):
-                raise AssertionError("wrong bytes in the child")
+            if store.get(key, into):
+                check_data(into == payload_of(key), f"wrong bytes for {key.hex()}")
 
     def flush(self, store: Store) -> None:
         if not store.flush():
             raise AssertionError("flush failed")
         self.diary.write("flushed", self.unflushed)
         self.unflushed = []
-        if self.plan.mirror and self.plan.roomy:
-            self.await_mirrors(store)
-
-    def await_mirrors(self, store: Store) -> None:
-        """Give blocks of long prompts the time to get to a second drive."""
-        level, catalog = store.inspect().lower(), store.inspect().catalog
-        assert level.second_copies is not None
-        for _ in range(100):
-            time.sleep(0.005)
-            if not level.second_copies.candidates and not level.moving:
-                break
-        with store.inspect().state.lock:
-            places = [level.places(row) for row in catalog.rows(self.living)]
-        both = [key for key, place in zip(self.living, places, strict=True) if len(place) == 2]
-        self.diary.write("mirrored", both)
 
     def remove(self, store: Store, keys: list[BlockKey]) -> None:
         self.forget(keys)

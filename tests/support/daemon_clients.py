@@ -1,7 +1,7 @@
 """Clients in other processes: `python -m tests.support.daemon_clients VERB ADDRESS SEED SECONDS`.
 
 hold   lease blocks, reserve slots, say so, and wait to be killed
-crowd  put, get, lease, reserve and remove at random, looking at every byte; prints what was done
+random put, get, lease, reserve and remove at random, looking at every byte; prints what was done
 diary  put and flush, one line for every prompt that is acknowledged; then get them without end
 """
 
@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
+
+from tests.support.failures import check_data
 
 import kvdepot
 from kvdepot.core.block import BlockKey, Put
@@ -83,7 +85,7 @@ def say(value: Any) -> None:
     sys.stdout.flush()
 
 
-class Crowd:
+class RandomClient:
     """Random calls; whatever comes back is right, or a miss."""
 
     def __init__(self, store: kvdepot.Depot, seed: int) -> None:
@@ -116,7 +118,8 @@ class Crowd:
         target = bytearray(size)
         if not self.store.get(keys[-1], target, layers=range(layer, layer + 1)):
             return 0
-        assert target == payload_for(keys[-1], BLOCK_BYTES)[layer * size : (layer + 1) * size]
+        wanted = payload_for(keys[-1], BLOCK_BYTES)[layer * size : (layer + 1) * size]
+        check_data(target == wanted, f"wrong bytes in layer {layer} of {keys[-1].hex()}")
         return 1
 
     def lease(self, keys: list[BlockKey]) -> int:
@@ -130,8 +133,7 @@ class Crowd:
 
     def compare(self, lease: Any, key: BlockKey, found: bytes) -> None:
         """What a lease shows is right, as long as there is a lease: not after the daemon's end."""
-        if found != payload_for(key, BLOCK_BYTES):
-            raise AssertionError(f"wrong bytes in view of {key.hex()}")
+        check_data(found == payload_for(key, BLOCK_BYTES), f"wrong bytes in view of {key.hex()}")
 
     def deliver(self, keys: list[BlockKey]) -> int:
         with self.store.lease(keys) as lease:
@@ -142,7 +144,8 @@ class Crowd:
 
             answers = lease.deliver(sink)
             for index, answer in enumerate(answers):
-                assert not answer or got[index] == payload_for(keys[index], BLOCK_BYTES)
+                right = not answer or got[index] == payload_for(keys[index], BLOCK_BYTES)
+                check_data(right, f"wrong bytes delivered for {keys[index].hex()}")
             return sum(map(bool, answers))
 
     def fill(self, keys: list[BlockKey]) -> int:
@@ -200,7 +203,7 @@ def main(verb: str, address: str, seed: str, seconds: str) -> None:
         elif verb == "diary":
             diary(store, int(seed))
         else:
-            done = Crowd(store, int(seed)).run(float(seconds))
+            done = RandomClient(store, int(seed)).run(float(seconds))
             say({"done": done, "client": store.stats()["client"]})
 
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "benchmarks" / "README.md",
 ]

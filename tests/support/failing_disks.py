@@ -1,10 +1,12 @@
 """A small store on a disk that fails, and what it must still do."""
 
+import shutil
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.failures import check_data
 from tests.support.waiting import until
 
 from kvdepot.core.block import BlockKey, Put
@@ -56,9 +58,16 @@ def verified_hits(store: Store, keys: list[BlockKey]) -> int:
     hits = 0
     for key in keys:
         if store.get(key, target):
-            assert bytes(target) == payload(key), "a wrong byte was served"
+            check_data(target == payload(key), f"wrong bytes for {key.hex()}")
             hits += 1
     return hits
+
+
+def unplug(path: Path) -> None:
+    """Take a drive's folder away at once; what the store makes there meanwhile goes with it."""
+    gone = path.with_name(f"{path.name}-gone")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def healthy(store: Store) -> bool:

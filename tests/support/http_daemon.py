@@ -3,6 +3,7 @@
 import http.client
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,12 +33,14 @@ class Reply:
 
 
 def ask(url: str, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-    """One request. `body` is sent as JSON, bytes as they are; `_` in names of headers is `-`."""
+    """One request. `body` is sent as JSON, bytes as they are, an iterator's bytes in chunks; `_` in
+    names of headers is `-`.
+    """
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     content = body
-    if body is not None and not isinstance(body, bytes):
+    if body is not None and not isinstance(body, bytes | Iterator):
         content = json.dumps(body).encode()
         sent.setdefault("content-type", "application/json")
     try:

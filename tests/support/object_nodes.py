@@ -73,8 +73,8 @@ class Node:
             return
         gone = set(changes.gone_locations.tolist())
         self.places = {key: at for key, at in self.places.items() if at not in gone}
-        for key in changes.removed:
-            self.places.pop(key, None)
+        for stone in changes.removed:
+            self.places.pop(BlockKey(stone.name), None)
         come = changes.come
         for words, place in zip(come.words, come.locations.tolist(), strict=True):
             self.places.setdefault(BlockKey(words.tobytes()), place)

@@ -24,6 +24,7 @@ import torch
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import GroupRule
+from kvdepot.adapters.vllm.loaded_weights import LEAVE_WEIGHTS, digest_in_worker
 from kvdepot.adapters.vllm.messages import StepPlan, WorkerRank
 from kvdepot.adapters.vllm.requests import RequestGroups
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
@@ -296,11 +297,27 @@ class ToyEngine:
         self.preempted: list[str] = []
         self.waits = 0
         self.failed_loads = 0
+        self.weights = ""
+        """What the model computes depends on them."""
+        self.is_sleeping = False
+        self.digests = 0
 
     def add(self, request: ToyRequest) -> None:
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self.side.add(request)
+
+    def call(self, method: str, weights: str | None = None) -> None:
+        """As vLLM's executor calls its workers; the call leaves other weights if they are given."""
+        if method not in LEAVE_WEIGHTS:
+            self.side.weights.about_to_call(method, self, self._digests)
+        if weights is not None:
+            self.weights = weights
+
+    def _digests(self, function: Any) -> list[str]:
+        assert function is digest_in_worker
+        self.digests += 1
+        return [f"digest of {self.weights} on {at}" for at, _ in enumerate(self.workers)]
 
     def run(self, limit: int = 20_000) -> None:
         """Step until all is over."""
@@ -537,7 +554,8 @@ class ToyEngine:
         self.preempted.append(request.request_id)
 
     def _values(self, request: ToyRequest, position: int) -> float:
-        return float(state_of(request.all_token_ids[: position + 1], request.cache_salt or ""))
+        tokens = request.all_token_ids[: position + 1]
+        return float(state_of(tokens, self.weights + (request.cache_salt or "")))
 
     def _compute(self, request: ToyRequest, count: int) -> None:
         """Look at all pages that attention would read, then write the new tokens'."""
@@ -581,7 +599,7 @@ class ToyEngine:
         self._remember(request, request.num_computed_tokens)
         if request.num_computed_tokens < request.num_tokens:
             return
-        salt = request.cache_salt or ""
+        salt = self.weights + (request.cache_salt or "")
         request.all_token_ids.append(state_of(request.all_token_ids, salt) % VOCABULARY)
         if request.is_over:
             self.running.remove(request)
@@ -669,7 +687,7 @@ def ask(engine: ToyEngine, name: str, prompt: list[int], count: int = 3, **more:
     engine.add(ToyRequest(name, list(prompt), count, **more))
     engine.run()
     salt = more.get("cache_salt") or ""
-    assert engine.done[name].answer == answer_of(prompt, count, salt)
+    assert engine.done[name].answer == answer_of(prompt, count, engine.weights + salt)
     return engine.computed_tokens - before
 
 
@@ -677,6 +695,7 @@ def forget_local(engine: ToyEngine) -> None:
     """Empty the engine's own prefix cache."""
     engine.pool.known.clear()
     engine.pool.names.clear()
+    engine.side.prefix_cache_was_reset()
 
 
 OpenStore = Callable[..., Store]

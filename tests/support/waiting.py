@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable
 
+from tests.support.failures import HangError
+
 _LOOK_S = 0.005
 
 
@@ -20,4 +22,6 @@ def eventually(true: Callable[[], bool], timeout_s: float = 120.0) -> bool:
 
 
 def until(true: Callable[[], bool]) -> None:
-    assert eventually(true), "it never happened"
+    """Wait until it is true, or raise a HangError."""
+    if not eventually(true):
+        raise HangError("it never happened")

@@ -20,7 +20,7 @@ from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
 if TYPE_CHECKING:
-    from kvdepot.adapters.demo.chat import ChatModel, Reply
+    from kvdepot.adapters.hf.first_token import TimedAnswer, TimedModel
 
 PREFIX_TOKENS: Final = 4000
 QUESTION_TOKENS: Final = 16
@@ -46,15 +46,15 @@ class TtftPlan:
         yield BenchPart(f"time to first token, {self.prefix_tokens} tokens", self._measure)
 
     def _load(self) -> list[Result]:
-        from kvdepot.adapters.demo import smollm2
-        from kvdepot.adapters.demo.chat import ChatModel
+        from kvdepot.adapters.hf import smollm2
+        from kvdepot.adapters.hf.first_token import TimedModel
 
         folder = self.model or smollm2.prepare(self.cache)
-        chat = ChatModel.load(folder)
-        if chat.context_tokens < self.prefix_tokens + QUESTION_TOKENS + 1:
-            reason = f"{self.prefix_tokens} is more than the model's {chat.context_tokens}"
+        model = TimedModel.load(folder)
+        if model.context_tokens < self.prefix_tokens + QUESTION_TOKENS + 1:
+            reason = f"{self.prefix_tokens} is more than the model's {model.context_tokens}"
             raise ConfigError("prefix", reason, hint="give a smaller --prefix")
-        self.arms = Arms(chat, self.directory, self.prefix_tokens)
+        self.arms = Arms(model, self.directory, self.prefix_tokens)
         return []
 
     def _measure(self) -> list[Result]:
@@ -71,7 +71,7 @@ class TtftPlan:
 class Arms:
     """The four ways. Each returns the seconds to the first token, preparations left out."""
 
-    chat: "ChatModel"
+    model: "TimedModel"
     directory: Path
     prefix_tokens: int
     prompt: list[int] = field(default_factory=list)
@@ -84,10 +84,10 @@ class Arms:
     def __post_init__(self) -> None:
         rng = np.random.default_rng(20261115)
         count = self.prefix_tokens + QUESTION_TOKENS
-        self.prompt = rng.integers(0, self.chat.vocabulary, count).tolist()
+        self.prompt = rng.integers(0, self.model.vocabulary, count).tolist()
 
     def computed(self) -> float:
-        self.chat.detach()
+        self.model.detach()
         return self._timed("computed")
 
     def miss(self) -> float:
@@ -114,29 +114,31 @@ class Arms:
         return self._timed("ssd", "ssd")
 
     def close(self) -> None:
-        self.chat.detach()
+        self.model.detach()
         for store in self._stores.values():
             store.close()
         self._stores.clear()
 
     def _timed(self, name: str, tier: str = "") -> float:
-        reply = self.chat.answer(self.prompt, 1)
-        self._check(reply, tier)
-        self.whole_call_s.setdefault(name, []).append(reply.seconds)
-        return reply.ttft_s
+        answer = self.model.answer(self.prompt, 1)
+        self._check(answer, tier)
+        self.whole_call_s.setdefault(name, []).append(answer.seconds)
+        return answer.ttft_s
 
-    def _check(self, reply: "Reply", tier: str) -> None:
+    def _check(self, answer: "TimedAnswer", tier: str) -> None:
         expected = self.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS if tier else 0
-        if reply.fetched.get(tier, 0) < expected or sum(reply.fetched.values()) > len(self.prompt):
-            raise StateError(f"{expected} tokens should come from {tier}, got {reply.fetched}")
-        if not tier and reply.fetched:
-            raise StateError(f"nothing should be fetched, got {reply.fetched}")
-        self._first = self._first or reply.ids
-        if reply.ids != self._first:
-            raise StateError(f"the first token is {reply.ids} instead of {self._first}")
+        if answer.fetched.get(tier, 0) < expected or sum(answer.fetched.values()) > len(
+            self.prompt
+        ):
+            raise StateError(f"{expected} tokens should come from {tier}, got {answer.fetched}")
+        if not tier and answer.fetched:
+            raise StateError(f"nothing should be fetched, got {answer.fetched}")
+        self._first = self._first or answer.ids
+        if answer.ids != self._first:
+            raise StateError(f"the first token is {answer.ids} instead of {self._first}")
 
     def _attach(self, store: Store, **settings: Any) -> None:
-        self.chat.attach(store, block_tokens=BLOCK_TOKENS, **settings)
+        self.model.attach(store, block_tokens=BLOCK_TOKENS, **settings)
 
     def _filled(self, name: str) -> Store:
         """A store that holds the prompt, on disk too."""
@@ -144,19 +146,19 @@ class Arms:
         store = self._store(name)
         if not known:
             self._attach(store)
-            self.chat.answer(self.prompt, 1)
+            self.model.answer(self.prompt, 1)
             self._settle(store)
         return store
 
     def _settle(self, store: Store) -> None:
         """Let what goes on in the background end before anything else is timed."""
-        self.chat.flush()
+        self.model.flush()
         if not store.flush(_WAIT_S):
             raise StateError("flush did not write everything down")
 
     def _store(self, name: str) -> Store:
         if name not in self._stores:
-            need = int(_ROOM * (len(self.prompt) + BLOCK_TOKENS) * self.chat.token_bytes)
+            need = int(_ROOM * (len(self.prompt) + BLOCK_TOKENS) * self.model.token_bytes)
             memory = max(32 * MIB, 2 * need)
             disk = {"path": self.directory / name, "capacity": max(256 * MIB, 4 * need)}
             self._stores[name] = open_store(dram=memory, ssd=disk)

@@ -15,17 +15,17 @@ from kvdepot.cli import output
 from kvdepot.cli.arguments import count
 from kvdepot.cli.doctor.drives import NOT_MEASURED, profile_text
 from kvdepot.cli.report.tables import Table
-from kvdepot.codec.notes import parse_object
 from kvdepot.codec.record import HEAD_BYTES, PAGE, token_ids
 from kvdepot.codec.segment import FORMAT
 from kvdepot.core.block import BlockKey
+from kvdepot.core.json_object import parse_object
+from kvdepot.core.metadata import Metadata, MetaKind
 from kvdepot.core.tier import Contents, page_of, segment_of
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.store.check.offline import opened, read_drive
 from kvdepot.tiers.device.files import aligned
 from kvdepot.tiers.device.speed import Profile
 from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.notes import Notes, is_own
 
 HIDDEN = ("secret",)
 """Never printed, wherever it may come from; descriptions on disk do not have it."""
@@ -74,10 +74,10 @@ class Inspection:
     free_slots: int
     blocks: int
     live_bytes: int
-    removals: int
+    tombstones: int
     profile: Profile | None
-    oldest_sequence: int
-    newest_sequence: int
+    oldest_stamp: int
+    newest_stamp: int
     segments: list[SegmentRow]
     namespaces: list[SpaceRow]
     damage: list[str]
@@ -114,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
 
 def inspect(path: Path, drive: Drive, tokens: int = 0) -> Inspection:
     contents, recovered = read_drive(drive)
-    entries = [segment.entries["sequence"] for segment in recovered if len(segment.entries)]
-    sequences = np.concatenate(entries) if entries else np.zeros(1, np.uint64)
+    entries = [segment.entries["stamp"] for segment in recovered if len(segment.entries)]
+    stamps = np.concatenate(entries) if entries else np.zeros(1, np.uint64)
     in_use = drive.segments
     return Inspection(
         path=str(path),
@@ -126,10 +126,10 @@ def inspect(path: Path, drive: Drive, tokens: int = 0) -> Inspection:
         free_slots=len(drive.free),
         blocks=len(contents.locations),
         live_bytes=sum(segment.live_bytes for segment in in_use.values()),
-        removals=sum(map(len, drive.notes.removals.values())),
-        profile=drive.notes.profile,
-        oldest_sequence=int(sequences.min()),
-        newest_sequence=int(sequences.max()),
+        tombstones=len(drive.metadata.known.tombstones),
+        profile=drive.profile,
+        oldest_stamp=int(stamps.min()),
+        newest_stamp=int(stamps.max()),
         segments=[
             SegmentRow(
                 segment_id=found.segment_id,
@@ -141,7 +141,7 @@ def inspect(path: Path, drive: Drive, tokens: int = 0) -> Inspection:
             )
             for found in sorted(recovered, key=lambda segment: segment.segment_id)
         ],
-        namespaces=list(spaces(drive.notes, contents)),
+        namespaces=list(spaces(drive.metadata.known, contents)),
         damage=list(drive.damage),
         tokens=token_rows(drive, contents, tokens),
     )
@@ -159,7 +159,7 @@ def token_rows(drive: Drive, contents: Contents, wanted: int) -> list[TokenRow]:
     return found
 
 
-def spaces(found: Notes, contents: Contents) -> Iterator[SpaceRow]:
+def spaces(found: Metadata, contents: Contents) -> Iterator[SpaceRow]:
     """Namespaces with a description or with blocks, the largest first."""
     tags = np.ascontiguousarray(contents.words[:, 0]).astype("<u8").tobytes()
     blocks: Counter[bytes] = Counter()
@@ -168,8 +168,7 @@ def spaces(found: Notes, contents: Contents) -> Iterator[SpaceRow]:
         tag = tags[8 * index : 8 * index + 8]
         blocks[tag] += 1
         nbytes[tag] += size
-    notes = {tag: text for tag, (_, text) in found.spaces.items() if not is_own(tag)}
-    known = {tag: described(text) for tag, text in notes.items()}
+    known = {tag: described(text) for tag, text in found.values(MetaKind.NAMESPACE).items()}
     for tag in sorted({*known, *blocks}, key=lambda tag: (-nbytes[tag], tag)):
         facts = known.get(tag, {})
         layout = facts.get("layout", {})
@@ -208,10 +207,10 @@ def show(found: Inspection) -> None:
     output.data(
         f"  live      {format_count(found.blocks, 'block')}, {format_bytes(found.live_bytes)}"
     )
-    output.data(f"  removals  {found.removals:,}")
+    output.data(f"  tombstones {found.tombstones:,}")
     speed = profile_text(found.profile) if found.profile else NOT_MEASURED
     output.data(f"  speed     {speed}")
-    output.data(f"  sequence  {found.oldest_sequence:,} to {found.newest_sequence:,}")
+    output.data(f"  stamps    {found.oldest_stamp:,} to {found.newest_stamp:,}")
     if found.namespaces:
         output.data("\n" + spaces_table(found))
     if found.segments:

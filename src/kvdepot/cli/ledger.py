@@ -1,22 +1,23 @@
-"""`kvdepot ledger`: what tenants have saved, and what keeping their blocks costs."""
+"""`kvdepot ledger`: the GPU time that tenants and sessions have saved, and what it is worth."""
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_daemon, open_daemon
 from kvdepot.cli.report.tables import Table
 from kvdepot.cli.stats import duration
-from kvdepot.core.units import format_bytes
+
+_SESSIONS_SHOWN: Final = 10
+_NAME_WIDTH: Final = 40
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "ledger",
-        description="What each tenant has saved in GPU time, and what its blocks took on the "
-        "tiers, since the store was made. `kvdepot session list --order saved` has sessions. "
-        "docs/ledger.md",
+        description="The GPU time that tenants and sessions have saved since the daemon started, "
+        "and what it is worth. docs/ledger.md",
     )
     add_daemon(parser)
     output.add_json_flag(parser)
@@ -28,57 +29,46 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.document(found)
         return 0
-    headings = ("tenant", "tokens given back", "GPU time saved", "worth", "held for hours", "cost")
-    rows = [(one["tenant"] or "-", *cells(one)) for one in found["tenants"]]
-    if len(rows) > 1:
-        rows.append(("all", *cells(found["total"])))
-    output.data(Table(headings, rows).text() if rows else "nothing was held or given back yet")
+    tenants = [(one["tenant"] or "-", *cells(one)) for one in found["tenants"]]
+    if len(tenants) > 1:
+        tenants.append(("all", *cells(found["total"])))
+    sessions = [(one["name"][:_NAME_WIDTH], *cells(one)) for one in found["sessions"]]
+    for heading, rows in (("tenant", tenants), ("session", sessions[:_SESSIONS_SHOWN])):
+        if rows:
+            headings = (heading, "tokens given back", "from", "GPU time saved", "worth")
+            output.data(Table(headings, rows).text())
+    if not tenants:
+        output.data("no block was given back yet")
     for line in assumptions(found):
         output.say(line)
     return 0
 
 
 def cells(one: Mapping[str, Any]) -> tuple[str, ...]:
+    timed = one["tokens"] > one["untimed_tokens"]
+    gpu_s = one["gpu_s"]
     return (
         f"{one['tokens']:,.0f}",
-        saved(one),
-        money(one["saved"]),
-        held(one),
-        money(one["cost"]),
+        ", ".join(f"{tier} {tokens / one['tokens']:.0%}" for tier, tokens in one["tiers"].items()),
+        (duration(gpu_s) if gpu_s >= 10 else f"{gpu_s:.2f} s") if timed else "speed unknown",
+        f"{one['saved']:,.2f}" if one["saved"] >= 1 else f"{one['saved']:.3g}",
     )
 
 
-def saved(one: Mapping[str, Any]) -> str:
-    """GPU time, for people."""
-    if one["tokens"] and one["untimed_tokens"] >= one["tokens"]:
-        return "speed unknown"
-    return duration(one["gpu_s"]) if one["gpu_s"] >= 10 else f"{one['gpu_s']:.2f} s"
-
-
-def held(one: Mapping[str, Any]) -> str:
-    parts = (f"{tier} {format_bytes(int(each))}" for tier, each in one["byte_hours"].items())
-    return ", ".join(parts) or "-"
-
-
-def money(amount: float) -> str:
-    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
-
-
 def assumptions(found: Mapping[str, Any]) -> list[str]:
-    """What the figures are computed with."""
-    assumed, total = found["assumed"], found["total"]
+    """The speeds and prices that the figures are computed with."""
+    assumed, untimed = found["assumed"], found["total"]["untimed_tokens"]
     lines = [
         f"prefill of {tag}: {one['tokens_per_s']:,.0f} tokens/s, measured by its engine"
         for tag, one in assumed["measured"].items()
     ]
     if "prefill_tokens_per_s" in assumed:
         speed = assumed["prefill_tokens_per_s"]
-        lines.append(f"prefill of others: {speed:,.0f} tokens/s, assumed (ledger)")
-    if total["untimed_tokens"]:
+        lines.append(f"prefill of others: {speed:,.0f} tokens/s (ledger.prefill_tokens_per_s)")
+    if untimed:
         lines.append(
-            f"{total['untimed_tokens']:,.0f} tokens count for no time: no speed was known; "
+            f"{untimed:,.0f} tokens count for no time: no prefill speed was known; "
             "set ledger.prefill_tokens_per_s"
         )
-    prices = ", ".join(f"{tier} {price:g}" for tier, price in assumed["price_per_tb_month"].items())
-    hour = assumed["gpu_price_per_hour"]
-    return [*lines, f"prices (ledger): {hour:g} a GPU hour; a TB for a month: {prices}"]
+    price = assumed["gpu_price_per_hour"]
+    return [*lines, f"price of a GPU hour: {price:g} (ledger.gpu_price_per_hour)"]

@@ -39,9 +39,6 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command(
-        "kvdepot.cli.demo.command", "see it work: a real model with and without, kills between"
-    ),
     "doctor": Command(
         "kvdepot.cli.doctor.command", "what this machine offers, and what to do about it"
     ),
@@ -52,7 +49,8 @@ COMMANDS = {
         "kvdepot.cli.session", "see, keep, park, export and import a daemon's sessions"
     ),
     "audit": Command("kvdepot.cli.audit", "blocks computed again, and namespaces in quarantine"),
-    "ledger": Command("kvdepot.cli.ledger", "GPU time saved, and what keeping blocks costs"),
+    "remove": Command("kvdepot.cli.remove", "delete the blocks of namespaces, for all engines"),
+    "ledger": Command("kvdepot.cli.ledger", "GPU time saved, and what it is worth"),
     "stats": Command("kvdepot.cli.stats", "what a daemon has done so far, and how it is"),
     "top": Command("kvdepot.cli.top", "watch a daemon: tiers, flow, hits, sessions, drives"),
     "hint": Command("kvdepot.cli.hint", "tell a node of a site which prompt it will be asked for"),

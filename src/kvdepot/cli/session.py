@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_daemon, count, explained, open_daemon
-from kvdepot.cli.ledger import held as held_hours
-from kvdepot.cli.ledger import money, saved
 from kvdepot.cli.report.tables import Table
 from kvdepot.cli.stats import duration
 from kvdepot.cli.tiers import waiting
@@ -132,10 +130,7 @@ def show_all(store: Depot, args: argparse.Namespace) -> int:
     if args.json:
         output.document({"sessions": found})
         return 0
-    headings = (
-        *("session", "tenant", "state", "turns", "blocks", "bytes", "where", "idle", "kept"),
-        "GPU saved",
-    )
+    headings = ("session", "tenant", "state", "turns", "blocks", "bytes", "where", "idle", "kept")
     rows = [
         (
             one["name"][:_NAME_WIDTH],
@@ -147,7 +142,6 @@ def show_all(store: Depot, args: argparse.Namespace) -> int:
             where(one),
             duration(one["idle_s"]),
             moment(one["contract"]),
-            saved(one["ledger"]) if "ledger" in one else "?",
         )
         for one in found
     ]
@@ -193,15 +187,6 @@ def lines_of(one: Mapping[str, Any]) -> list[str]:
         f"  blocks    {one['blocks']:,}: {where(one)}",
         f"  bytes     {held or 'none'}",
         f"  contract  {kept}",
-        *(ledger_lines(one["ledger"]) if "ledger" in one else ()),
-    ]
-
-
-def ledger_lines(one: Mapping[str, Any]) -> list[str]:
-    worth = f", worth {money(one['saved'])}" if one["gpu_s"] else ""
-    return [
-        f"  saved     {one['tokens']:,.0f} tokens, {saved(one)} of GPU time{worth}",
-        f"  held      {held_hours(one)} for hours, cost {money(one['cost'])}",
     ]
 
 

@@ -8,19 +8,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import kvdepot
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_daemon, open_daemon
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import DaemonError
 from kvdepot.store.alerts import alerts
-from kvdepot.store.metrics import (
-    gpu_seconds_saved,
-    hit_ratio,
-    joules_saved,
-    render,
-    served_tokens,
-    values,
-)
+from kvdepot.store.metrics import derived, gpu_seconds_saved, hit_ratio, served_tokens, values
 
 WIDTH_MIN: Final = 40
 BAR: Final = 20
@@ -35,7 +29,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add_daemon(parser)
     parser.add_argument(
-        "--prometheus", action="store_true", help="print the metrics as Prometheus text"
+        "--prometheus",
+        action="store_true",
+        help="print the metrics as Prometheus text; needs the extra http",
     )
     output.add_json_flag(parser)
 
@@ -43,8 +39,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     with open_daemon(args) as store:
         stats = answered(store.stats())
+        text = kvdepot.metrics(store) if args.prometheus else ""
     if args.prometheus:
-        output.data(render(stats).rstrip())
+        output.data(text.rstrip())
     elif args.json:
         output.document(document(stats))
     else:
@@ -66,12 +63,7 @@ def document(stats: Stats) -> dict[str, Any]:
         **stats,
         "metrics": values(stats),
         "alerts": [alert.as_dict() for alert in alerts(stats)],
-        "derived": {
-            "hit_ratio": hit_ratio(stats),
-            "tokens": served_tokens(stats),
-            "gpu_seconds": gpu_seconds_saved(stats),
-            "joules": joules_saved(stats),
-        },
+        "derived": derived(stats),
     }
 
 

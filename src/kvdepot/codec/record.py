@@ -3,17 +3,21 @@
     0    u64   checksum of head[8:used]
     8    u32   magic, u16 version, u16 kind
     16   32s   key
-    48   u64   segment id      set by the tier that writes the record down; 0 in memory
-    56   u64   sequence        grows with every record of a store; the highest one of a key counts
+    48   u64   segment id      set by the volume that writes the record; 0 in memory
+    56   u64   stamp           given when the block is put, and kept by every copy (core.clock)
     64   u32   used            bytes of the head that mean something
     68   u16   codec, u16 zero
     72   u64   payload bytes
-    80   u64   chunk bytes     the payload is checksummed in chunks of this size, whole layers each
-    88   u32   chunk count
-    92   u32   token count     0: the block's token ids are not known
-    96   u64   checksum of the token ids
-    104  u64   producer        digest of what computed the block (core.audit); 0: not known
-    128  u64[] checksum of each chunk
+    80   u64   stored bytes    of the payload as it is encoded; the raw codec stores it as it is
+    88   u64   chunk bytes     the payload is checksummed in chunks of this size, whole layers each
+    96   u32   chunk count
+    100  u32   token count     0: the block's token ids are not known
+    104  u64   checksum of the token ids
+    112  u64   producer        digest of what computed the block (core.audit); 0: not known
+    120  u64   key id          of the key that encrypts the payload; 0: it is not encrypted
+    128  u64   tenant          digest of the tenant's name; 0: none
+    136  u64   weight epoch    0: the weights were not changed while they were loaded
+    192  u64[] checksum of each chunk
     used u32[] token ids       behind the checksums, in the same page
 
 The payload starts at 4096 and is padded with zeros to a multiple of 4096. All little-endian.
@@ -24,28 +28,32 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 from kvdepot.core.block import KEY_BYTES, BlockKey
+from kvdepot.core.clock import STAMP_MAX
 from kvdepot.errors import ConfigError
 from kvdepot.native import checksum
 
 PAGE: Final = 4096
 HEAD_BYTES: Final = PAGE
-MAGIC: Final = 0x3152564B  # "KVR1"
-VERSION: Final = 1
-TABLE_OFFSET: Final = 128
+MAGIC: Final = 0x3252564B  # "KVR2"
+VERSION: Final = 2
+TABLE_OFFSET: Final = 192
 CHUNKS_MAX: Final = (HEAD_BYTES - TABLE_OFFSET) // 8
+SIZE_MAX: Final = 1 << 40
+"""Of a payload and of its chunks, in bytes: more is damage, and would not fit where sizes go."""
 IDENTITY: Final = slice(8, 56)
 """The part of a head that a reader knows beforehand: magic, version, kind, key, segment id."""
 
 TOKEN_BYTES: Final = 4
 
-_HEAD: Final = struct.Struct("<QIHH32sQQIHHQQIIQ")
+_HEAD: Final = struct.Struct("<QIHH32sQQIHHQQQIIQ")
 _IDENTITY: Final = struct.Struct("<IHH32sQ")
-_PLACE: Final = struct.Struct("<QQ")
 _U64: Final = struct.Struct("<Q")
 _KEY_AT: Final = 16
 _TOKENS: Final = struct.Struct("<IQ")
-_TOKENS_AT: Final = 92
-_PRODUCER_AT: Final = 104
+_SEGMENT_AT: Final = 48
+_STAMP_AT: Final = 56
+_TOKENS_AT: Final = 100
+_PRODUCER_AT: Final = 112
 _ZEROS: Final = bytes(HEAD_BYTES)
 
 
@@ -53,8 +61,6 @@ class Kind(IntEnum):
     """What a record holds."""
 
     BLOCK = 1
-    REMOVAL = 2
-    SPACE = 3
 
 
 class Codec(IntEnum):
@@ -69,7 +75,7 @@ class Head(NamedTuple):
     kind: Kind
     key: BlockKey
     segment_id: int
-    sequence: int
+    stamp: int
     payload_bytes: int
     chunk_bytes: int
     chunk_count: int
@@ -92,6 +98,10 @@ def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
     if not 0 < count <= CHUNKS_MAX:
         raise ConfigError(
             "chunk_bytes", f"{payload_bytes} bytes in {count} chunks, at most {CHUNKS_MAX}"
+        )
+    if max(payload_bytes, chunk_bytes) > SIZE_MAX:
+        raise ConfigError(
+            "chunk_bytes", f"{payload_bytes} bytes in chunks of {chunk_bytes}, at most {SIZE_MAX}"
         )
     return count
 
@@ -124,7 +134,7 @@ def write_head(
     token_count = len(tokens) // TOKEN_BYTES
     _HEAD.pack_into(
         image, 0, 0, MAGIC, VERSION, kind, key, 0, 0,
-        used, Codec.RAW, 0, payload_bytes, chunk_bytes, count,
+        used, Codec.RAW, 0, payload_bytes, payload_bytes, chunk_bytes, count,
         token_count, checksum(tokens) if token_count else 0,
     )  # fmt: skip
     image[_HEAD.size : TABLE_OFFSET] = _ZEROS[: TABLE_OFFSET - _HEAD.size]
@@ -181,7 +191,7 @@ def token_ids(image: memoryview, key: BlockKey) -> bytes:
     if len(image) < HEAD_BYTES:
         return b""
     fields = _HEAD.unpack_from(image, 0)
-    used, count, digest = fields[7], fields[13], fields[14]
+    used, count, digest = fields[7], fields[14], fields[15]
     if (fields[1], fields[3], fields[4]) != (MAGIC, Kind.BLOCK, key) or not count:
         return b""
     end = used + TOKEN_BYTES * count
@@ -191,9 +201,14 @@ def token_ids(image: memoryview, key: BlockKey) -> bytes:
     return found if checksum(found) == digest else b""
 
 
-def place(image: memoryview, segment_id: int, sequence: int) -> None:
-    """Say where in a log this record goes, and close its head with a checksum."""
-    _PLACE.pack_into(image, 48, segment_id, sequence)
+def set_stamp(image: memoryview, stamp: int) -> None:
+    """Give a record in memory its stamp, before it is placed."""
+    _U64.pack_into(image, _STAMP_AT, stamp)
+
+
+def place(image: memoryview, segment_id: int) -> None:
+    """Say which segment this record goes to, and close its head with a checksum."""
+    _U64.pack_into(image, _SEGMENT_AT, segment_id)
     (used,) = struct.unpack_from("<I", image, 64)
     _U64.pack_into(image, 0, checksum(image[8:used]))
 
@@ -203,23 +218,30 @@ def parse_head(image: memoryview) -> Head | None:
     if len(image) < HEAD_BYTES:
         return None
     (
-        digest, magic, version, kind, key, segment_id, sequence,
-        used, codec, _, payload_bytes, chunk_bytes, count, token_count, _,
+        digest, magic, version, kind, key, segment_id, stamp,
+        used, codec, _, payload_bytes, stored_bytes, chunk_bytes, count, token_count, _,
     ) = _HEAD.unpack_from(image, 0)  # fmt: skip
     if magic != MAGIC or version != VERSION or codec != Codec.RAW:
         return None
     if not TABLE_OFFSET <= used <= HEAD_BYTES or checksum(image[8:used]) != digest:
         return None
-    if kind not in Kind.__members__.values() or used != TABLE_OFFSET + 8 * count or not chunk_bytes:
+    if kind not in Kind.__members__.values() or used != TABLE_OFFSET + 8 * count:
         return None
-    if -(-payload_bytes // chunk_bytes) != count:
+    if not _sizes_agree(payload_bytes, chunk_bytes, count) or stored_bytes != payload_bytes:
         return None
-    where = (segment_id, sequence, payload_bytes, chunk_bytes)
+    if stamp > STAMP_MAX:
+        return None
+    where = (segment_id, stamp, payload_bytes, chunk_bytes)
     return Head(Kind(kind), BlockKey(key), *where, count, token_count)
 
 
+def _sizes_agree(payload_bytes: int, chunk_bytes: int, count: int) -> bool:
+    in_range = payload_bytes <= SIZE_MAX and 0 < chunk_bytes <= SIZE_MAX
+    return in_range and -(-payload_bytes // chunk_bytes) == count
+
+
 def parse_own(image: memoryview) -> tuple[int, bytes, int, int]:
-    """Kind, key, sequence and payload bytes of a record this process wrote itself. No checks."""
+    """Kind, key, stamp and payload bytes of a record this process wrote itself. No checks."""
     fields = _HEAD.unpack_from(image, 0)
     return fields[3], fields[4], fields[6], fields[10]
 
@@ -232,11 +254,11 @@ def holds_key(memory: memoryview, at: int, key: BlockKey) -> bool:
 def own_chunk_bytes(image: memoryview, key: BlockKey, payload_bytes: int) -> int:
     """The chunks of a block that lies in our own memory; 0 if its head is not that block's."""
     fields = _HEAD.unpack_from(image, 0)
-    chunk_bytes, count = fields[11], fields[12]
+    chunk_bytes, count = fields[12], fields[13]
     known = (fields[1], fields[3], fields[4], fields[10]) == (MAGIC, Kind.BLOCK, key, payload_bytes)
-    if not known or not chunk_bytes or not 0 < count <= CHUNKS_MAX:
+    if not known or not 0 < count <= CHUNKS_MAX:
         return 0
-    return int(chunk_bytes) if -(-payload_bytes // chunk_bytes) == count else 0
+    return int(chunk_bytes) if _sizes_agree(payload_bytes, chunk_bytes, count) else 0
 
 
 def payload_intact(image: memoryview, head: Head) -> bool:

@@ -21,12 +21,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.codec.notes import parse_object
 from kvdepot.codec.record import PAGE, round_up
+from kvdepot.core.clock import STAMP_MAX
+from kvdepot.core.json_object import parse_object
 from kvdepot.core.tier import SEGMENTS_MAX
 from kvdepot.native import checksum
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 HEADER_MAGIC: Final = 0x3153564B  # "KVS1"
 TRAILER_MAGIC: Final = 0x3154564B  # "KVT1"
 SUPERBLOCK_MAGIC: Final = b"KVDEPOT\x00"
@@ -37,8 +38,8 @@ ENTRY: Final = np.dtype(
         ("page", "<u4"),
         ("kind", "<u4"),
         ("payload_bytes", "<u8"),
-        ("sequence", "<u8"),
-        ("spare", "<u8"),
+        ("stamp", "<u8"),
+        ("stored_bytes", "<u8"),
     ]
 )
 """One record in a footer."""
@@ -47,7 +48,6 @@ Entries = npt.NDArray[np.void]
 """An array of ENTRY."""
 
 _SLOTS_CHARS_MAX: Final = 5 << 9
-_EPOCHS_MAX: Final = 1 << 33
 _SEGMENT_BYTES_MAX: Final = 1 << 44
 """Pages of a segment are counted in 32 bits."""
 _ENTRY: Final = struct.Struct("<32sIIQQQ")
@@ -129,12 +129,9 @@ class Superblock:
     """What may be written, where there is a limit, at `budget_at_s`."""
     budget_at_s: float = 0.0
     """Seconds since 1970; 0: nothing was kept yet."""
-    members: str = ""
-    """The drives that belong together, as `VERSION:NAME,NAME`; empty for one alone."""
-    epoch: int = 0
-    """When the store was last opened for writing, in steps of 1/8 s, or one more than the time
-    before: ids and sequences of one time never come again, also if a power cut takes all that was
-    written with them."""
+    opened: int = 0
+    """The stamp with which the volume was last opened for writing: stamps that a power cut has
+    taken with it are not given out again."""
 
     def pack(self) -> bytes:
         page = bytearray(PAGE)
@@ -166,15 +163,13 @@ class Superblock:
     def _makes_sense(self) -> bool:
         """Whether the fields are what they are said to be: a checksum tells of bytes only."""
         budget = (self.budget_bytes, self.budget_at_s)
-        if not all(
-            isinstance(text, str) for text in (self.store, self.made_by, self.slots, self.members)
-        ):
+        if not all(isinstance(text, str) for text in (self.store, self.made_by, self.slots)):
             return False
         if type(self.segment_bytes) is not int or not _is_segment_size(self.segment_bytes):
             return False
         if any(type(number) not in (int, float) or abs(number) > 1e18 for number in budget):
             return False
-        if type(self.epoch) is not int or not 0 <= self.epoch < _EPOCHS_MAX:
+        if type(self.opened) is not int or not 0 <= self.opened <= STAMP_MAX:
             return False
         try:
             uuid.UUID(self.store)
@@ -211,8 +206,8 @@ def _is_segment_size(nbytes: int) -> bool:
     return 2 * PAGE < nbytes <= _SEGMENT_BYTES_MAX and nbytes % PAGE == 0
 
 
-def pack_entry(key: bytes, page: int, kind: int, payload_bytes: int, sequence: int) -> bytes:
-    return _ENTRY.pack(key, page, kind, payload_bytes, sequence, 0)
+def pack_entry(key: bytes, page: int, kind: int, payload_bytes: int, stamp: int) -> bytes:
+    return _ENTRY.pack(key, page, kind, payload_bytes, stamp, payload_bytes)
 
 
 def footer_bytes(count: int) -> int:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from kvdepot.core.config_loader import Secret, Unit, load_tree
-from kvdepot.core.tier import DRIVES_MAX, TIER_NAMES
+from kvdepot.core.tier import DRIVES_MAX
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 
@@ -37,7 +37,6 @@ SEGMENTS_AUTOMATIC_MAX: Final = 4096
 SEGMENTS_MIN: Final = 3
 """One that grows, one that is kept free, one that holds something."""
 _SIZE_LIMIT: Final = 1 << 63
-_TOKENS_MAX: Final = 1 << 40
 _NAME_MAX: Final = 100
 
 Bytes = Annotated[int, Unit.BYTES]
@@ -121,30 +120,6 @@ class CxlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmulateConfig:
-    """A drive that is not there: real I/O is delayed as it would delay it, and said to be so."""
-
-    read_bandwidth: Bytes
-    """Bytes a second that one path reads."""
-
-    write_bandwidth: Bytes
-    """Bytes a second that one path writes."""
-
-    seek: Seconds = 0.0
-    """Seek and rotation before a transfer that does not begin where the last one ended."""
-
-    latency: Seconds = 0.0
-    """Of every transfer, beside others that are under way."""
-
-    def __post_init__(self) -> None:
-        _check_range("emulate.read_bandwidth", self.read_bandwidth, 1, _SIZE_LIMIT)
-        _check_range("emulate.write_bandwidth", self.write_bandwidth, 1, _SIZE_LIMIT)
-        for name in ("seek", "latency"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"emulate.{name}", "must not be negative")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FileTierConfig:
     """A tier of append-only segments in one or many directories or block devices."""
 
@@ -164,9 +139,6 @@ class FileTierConfig:
     direct_io: Literal["auto", "always", "never"] = "auto"
     """Bypass the page cache: where the filesystem can, always or fail, or never."""
 
-    io_engine: Literal["auto", "uring", "threads", "python"] = "auto"
-    """How reads and writes reach the kernel; auto takes the fastest that works here."""
-
     io_depth: int = 32
     """Reads and writes under way at once, for each path."""
 
@@ -182,10 +154,6 @@ class FileTierConfig:
     ] = "write-back"
     """When blocks come here: as the tier above makes room (or, below memory, soon), at once, when
     they are asked for a second time or are likely to be, or at once past the file tiers above."""
-
-    mirror: int = 0
-    """Blocks of prompts of at least so many tokens lie on two paths, so that losing one costs no
-    recomputation; 0 for none."""
 
     eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
     """Which segment makes room first, and what of it is written again."""
@@ -205,9 +173,6 @@ class FileTierConfig:
     profile: Literal["auto", "always", "never"] = "auto"
     """Measure how fast each path is: once, if it has 1GiB or more, at every opening, or never."""
 
-    emulate: EmulateConfig | None = None
-    """Delay I/O as another kind of drive would, for tests and trials without one."""
-
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError(self._name("path"), "needs at least one path")
@@ -218,7 +183,6 @@ class FileTierConfig:
             raise ConfigError(self._name("path"), "names the same path twice")
         _check_size(self._name("capacity"), self.capacity)
         self._check_segment()
-        self._check_mirror()
         _check_range(self._name("io_depth"), self.io_depth, 1, 4096)
         for name in ("read_timeout", "write_timeout", "retry_initial", "retry_max"):
             _check_positive(self._name(name), getattr(self, name))
@@ -242,15 +206,6 @@ class FileTierConfig:
 
     def _name(self, field_name: str) -> str:
         return f"{self.TIER}.{field_name}"
-
-    def _check_mirror(self) -> None:
-        _check_range(self._name("mirror"), self.mirror, 0, _TOKENS_MAX)
-        if self.mirror and len(self.path) < 2:
-            raise ConfigError(
-                self._name("mirror"),
-                "there is one path only",
-                hint=f"give {self._name('path')} a list of two or more, on different drives",
-            )
 
     def _check_segment(self) -> None:
         if self.segment:
@@ -317,8 +272,6 @@ class PluginConfig:
     """A tier of another package, below all others."""
 
     TIER: ClassVar[str] = "plugin"
-    mirror: ClassVar[int] = 0
-    emulate: ClassVar[None] = None
 
     name: str
     """Which tier: the name of an entry point in the group kvdepot.tiers, or module:factory."""
@@ -366,8 +319,6 @@ class ObjectConfig:
     """A bucket, or a folder that several machines mount, which several stores share."""
 
     TIER: ClassVar[str] = "object"
-    mirror: ClassVar[int] = 0
-    emulate: ClassVar[None] = None
 
     url: str
     """`s3://bucket/prefix`, or `file:///folder` for a mounted filesystem."""
@@ -701,8 +652,7 @@ class AuditConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerConfig:
-    """What the ledger reckons with. Prices are those of plan's parts list, over four years and with
-    electricity, in US dollars; put in your own."""
+    """The speed and the price that the ledger multiplies tokens by."""
 
     prefill_tokens_per_s: float | None = None
     """What the GPUs compute without kvdepot, for engines that do not report it."""
@@ -711,37 +661,15 @@ class LedgerConfig:
     """Of these GPUs while they compute, for the joules saved."""
 
     gpu_price_per_hour: float = 0.89
-    """Of all GPUs of one copy of the model together; the default is one H100 without its server."""
-
-    dram_price: float = 186.0
-    """Of a terabyte of memory for a month."""
-
-    cxl_price: float = 217.0
-    """Of a terabyte of slower memory for a month."""
-
-    ssd_price: float = 5.2
-    """Of a terabyte of SSDs for a month."""
-
-    hdd_price: float = 0.33
-    """Of a terabyte of hard drives for a month."""
-
-    plugin_price: float = 0.0
-    """Of a terabyte of a plug-in's tier for a month."""
-
-    object_price: float = 20.0
-    """Of a terabyte in a bucket for a month."""
+    """The price of an hour of all GPUs of one copy of the model. The default is that of one H100
+    without its server, in US dollars, over four years and with electricity."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_tokens_per_s", "gpu_watts"):
             if getattr(self, name) is not None:
                 _check_positive(f"ledger.{name}", getattr(self, name))
-        for name in ("gpu_price_per_hour", *(f"{tier}_price" for tier in TIER_NAMES)):
-            if not 0 <= getattr(self, name) < 1e12:
-                raise ConfigError(f"ledger.{name}", "must be a price, at least 0")
-
-    def price_per_tb_month(self, tier: str) -> float:
-        price: float = getattr(self, f"{tier}_price")
-        return price
+        if not 0 <= self.gpu_price_per_hour < 1e12:
+            raise ConfigError("ledger.gpu_price_per_hour", "must be a price, at least 0")
 
     def assumed(self) -> dict[str, float]:
         """What savings are computed with, as far as it is set."""
@@ -813,7 +741,7 @@ class Config:
     """How long sessions are remembered, and what contracts of retention may take."""
 
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
-    """What savings and room are reckoned with (docs/ledger.md)."""
+    """What savings are computed with (docs/ledger.md)."""
 
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants that have a secret, by name."""

@@ -1,9 +1,10 @@
 """Builds a tree of frozen dataclasses from TOML, environment and overrides, strictly, and shows it.
 
-Knows nothing of kvdepot's settings. A field's type says how its value is read: `Annotated[int,
-Unit.BYTES]` takes "64GiB", `Annotated[float, Unit.SECONDS]` takes "250ms", a tuple takes one value
-or a list, `X | None` takes "none", a class with a `SHORTHAND` takes that field's value alone. The
-string under a field is its documentation and becomes the comment in `to_toml`.
+Knows no setting but those that were removed (`REMOVED_SETTINGS`). A field's type says how its value
+is read: `Annotated[int, Unit.BYTES]` takes "64GiB", `Annotated[float, Unit.SECONDS]` takes "250ms",
+a tuple takes one value or a list, `X | None` takes "none", a class with a `SHORTHAND` takes that
+field's value alone. The string under a field is its documentation and becomes the comment in
+`to_toml`.
 """
 
 import ast
@@ -28,6 +29,21 @@ from typing import Any, Final, TypeVar
 
 from kvdepot.core.units import exact_bytes, exact_duration, parse_bytes, parse_duration
 from kvdepot.errors import ConfigError
+
+REMOVED_SETTINGS: Final[dict[str, str]] = {
+    "hdd.emulate": "removed in 0.3.0: use the plug-in kvdepot.testing.emulation:emulated_drive",
+    "hdd.io_engine": "removed in 0.3.0: io_uring is used where the kernel allows it, else threads",
+    "hdd.mirror": "removed in 0.3.0: use RAID 1 below the drive",
+    **{
+        f"ledger.{tier}_price": "removed in 0.3.0: `kvdepot plan` has what tiers cost"
+        for tier in ("cxl", "dram", "hdd", "object", "plugin", "ssd")
+    },
+    "ssd.emulate": "removed in 0.3.0: use the plug-in kvdepot.testing.emulation:emulated_drive",
+    "ssd.io_engine": "removed in 0.3.0: io_uring is used where the kernel allows it, else threads",
+    "ssd.mirror": "removed in 0.3.0: use RAID 1 below the drive",
+}
+"""Keys that an older version had, by their full name. The error names the release that removed the
+key and says what replaces it."""
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -188,6 +204,8 @@ def _hints_for(shape: _Shape, value: Mapping[Any, Any], path: str) -> Mapping[st
     hints = _hints(shape.base)
     for name in value:
         if name not in hints:
+            if removed := REMOVED_SETTINGS.get(_join(path, name)):
+                raise ConfigError(_join(path, name), removed)
             close = difflib.get_close_matches(name, hints, n=1)
             raise ConfigError(
                 _join(path, name),

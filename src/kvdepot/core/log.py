@@ -31,7 +31,17 @@ class RateLimitedLog:
     def warning(self, text: str, *values: object) -> None:
         self._log(logging.WARNING, text, values)
 
-    def _log(self, level: int, text: str, values: tuple[object, ...]) -> None:
+    def error(self, text: str, *values: object, cause: BaseException) -> None:
+        """With the traceback of its cause."""
+        self._log(logging.ERROR, text, values, cause)
+
+    def _log(
+        self,
+        level: int,
+        text: str,
+        values: tuple[object, ...],
+        cause: BaseException | None = None,
+    ) -> None:
         """`text` is a format for `values`, and what is limited: its values may differ."""
         now = self._clock()
         with self._lock:
@@ -42,4 +52,4 @@ class RateLimitedLog:
             held_back = self._held_back.pop(text, 0)
         if held_back:
             text += f" ({held_back} more like this since the last line)"
-        self._logger.log(level, text, *values)
+        self._logger.log(level, text, *values, exc_info=cause)

@@ -46,9 +46,7 @@ class DepotSessions(ABC):
 
     @abstractmethod
     def known(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
-        """Sessions: `recent` or `cold` by their last use, `busy` by their turns, or `saved` by the
-        GPU seconds that they have saved.
-        """
+        """Sessions: `recent` or `cold` by their last use, or `busy` by their turns."""
 
     @abstractmethod
     def show(self, name: str, *, namespace: str = "") -> list[dict[str, Any]]:
@@ -92,8 +90,8 @@ class DepotSessions(ABC):
 
     @abstractmethod
     def ledger(self) -> dict[str, Any]:
-        """GPU seconds saved by tenant against bytes times hours held on each tier, and what both
-        are worth; with what that is computed from. docs/ledger.md
+        """Tokens given back and GPU seconds saved since the depot was opened, by tenant and by
+        session, what they are worth, and the speeds and prices used. docs/ledger.md
         """
 
     @abstractmethod

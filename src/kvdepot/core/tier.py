@@ -11,8 +11,8 @@ It never decides what to keep: the store picks what is appended, discarded and m
 Faults of the medium are values: no room is None, a read error is FAILED, wrong bytes are CORRUPT.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.block import BlockKey
+from kvdepot.core.metadata import Metadata, MetaEntry, Tombstone
 
 TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl", "plugin", "object")
 """Every tier there may be. Between processes a tier is its place in here."""
@@ -92,32 +93,20 @@ Loaded = tuple[list[Outcome], Pending | None]
 
 class Purpose(Enum):
     """Why a record is appended. A drive keeps room back so that segments can always be reclaimed:
-    blocks may not take its last spare segment, moved blocks and notes may.
+    blocks may not take its last spare segment, moved blocks may.
     """
 
     BLOCK = auto()
     MOVE = auto()
     """A block on its way out of a segment that is reclaimed."""
-    NOTE = auto()
-    CARRY = auto()
-    """A note on its way out of a segment that is reclaimed: may use all the room there is."""
-
-    @property
-    def is_note(self) -> bool:
-        return self in (Purpose.NOTE, Purpose.CARRY)
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
-    """Blocks that must not come back after a restart: records of the key, or of its whole
-    namespace, with a lower sequence than `below_sequence`.
-    """
+class MetaWritten:
+    """How many drives have taken metadata, of how many that should have it."""
 
-    key: BlockKey
-    whole_namespace: bool
-    below_sequence: int
-    until_segment: int
-    """The newest segment id when the block was removed: older copies lie in none that is newer."""
+    have: int
+    should: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +137,6 @@ class DriveFacts:
     """Measured; 0 where it is not known."""
     queued_bytes: int = 0
     """Reads that were asked for and have not come."""
-    reads_running: int = 0
-    slowdown: float = 1.0
-    """How many times slower it reads than it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +150,6 @@ class SegmentInfo:
     live_count: int = 0
 
 
-def _no_rows() -> Array:
-    return np.zeros(0, np.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class Contents:
     """Blocks that a tier holds, as arrays, oldest first, each key once."""
@@ -176,12 +158,13 @@ class Contents:
     """Keys, four u64 each."""
     locations: Array
     payload_bytes: Array
-    second_of: Array = field(default_factory=_no_rows)
-    """Indices of blocks that have a second copy on another drive, where the tier keeps some."""
-    second_locations: Array = field(default_factory=_no_rows)
+    stamps: Array
+    """When each was put."""
 
 
-NO_CONTENTS: Final = Contents(np.zeros((0, 4), np.uint64), _no_rows(), _no_rows())
+NO_CONTENTS: Final = Contents(
+    np.zeros((0, 4), np.uint64), *(np.zeros(0, np.int64) for _ in range(3))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,14 +208,11 @@ class Tier(Protocol):
         drive: int,
         images: Sequence[memoryview],
         purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
     ) -> list[int | None]:
         """Write record images to one drive. Blocks. The images may be reused afterwards.
 
-        Returns a location each, None where there was no room or the medium failed. Sets segment id
-        and sequence in the images' heads; `keep_sequence` marks images that keep the sequence they
-        have. What was appended counts as written but not entered until `count`.
+        Returns a location each, None where there was no room or the medium failed. Sets the segment
+        id in the images' heads. What was appended counts as written but not entered until `count`.
         """
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
@@ -249,17 +229,13 @@ class Tier(Protocol):
     def discard(self, locations: Sequence[int], payload_bytes: Sequence[int]) -> None:
         """Blocks are out of use. Their bytes die with their segment."""
 
-    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
-        """What keeps every record of a key that exists now from coming back. No I/O."""
+    def put_meta(self, entries: Sequence[MetaEntry], sync_s: float | None = None) -> MetaWritten:
+        """Record entries on every drive; a drive that is down gets them when it works again. With
+        `sync_s` a drive counts once it has them durably, within that time.
+        """
 
-    def erase(self, removals: Sequence[Removal], drives: Sequence[int] | None = None) -> list[int]:
-        """Record removals on every drive, or those given. Returns where it could not be done."""
-
-    def remember(self, tag: bytes, description: bytes) -> bool:
-        """Record what a namespace's tag stands for. False: not on every drive."""
-
-    def descriptions(self) -> dict[bytes, bytes]:
-        """What was recorded with `remember`, by tag."""
+    def metadata(self) -> Metadata:
+        """What all drives know together. A copy."""
 
     def has_room(self, drive: int, nbytes: int) -> bool:
         """Whether a block of this record size finds room without reclaiming a segment."""
@@ -271,8 +247,8 @@ class Tier(Protocol):
         """Whether blocks were appended, or are being, that `count` has not been told of."""
 
     def release(self, drive: int, slot: int) -> bool:
-        """Free a segment whose blocks were moved or discarded. Notes in it that are still needed
-        are written elsewhere first; False: there was no room for them, and nothing has changed.
+        """Free a segment whose blocks were moved or discarded. What was written elsewhere in their
+        place is durable before; False: it could not be made so, and nothing has changed.
         """
 
     def take_contents(self) -> Contents:
@@ -333,10 +309,8 @@ class Changes:
     gone_words: Array
     """Keys of records that are gone, four u64 each."""
     gone_locations: Array
-    removed: Sequence[BlockKey] = ()
-    """Keys that another node has removed."""
-    removed_tags: Sequence[bytes] = ()
-    """Namespaces that another node has removed."""
+    removed: Sequence[Tombstone] = ()
+    """Removals of other nodes."""
 
 
 @runtime_checkable
@@ -374,37 +348,6 @@ class KeepsProducers(Protocol):
 
 
 @runtime_checkable
-class KeepsNotes(Tier, Protocol):
-    """A tier whose segments hold notes (removals, descriptions) beside blocks."""
-
-    def carry_notes(self, drive: int, slot: int) -> bool:
-        """Write the notes of a segment that are still needed elsewhere on the drive, before its
-        blocks are touched. False: they found no room; the segment cannot be released.
-        """
-
-    def described_in(self, drive: int, slot: int) -> list[bytes]:
-        """Tags whose descriptions lie in a segment."""
-
-    def forget(self, tags: Collection[bytes]) -> None:
-        """Descriptions are not needed any more: they go with the segments that hold them."""
-
-
-@runtime_checkable
-class KeepsPages(Tier, Protocol):
-    """A tier that keeps pages of the store's own beside blocks: what is known of sessions and
-    audits. They outlive the process, and are as durable as blocks.
-    """
-
-    def keep_page(self, number: int, text: bytes, sync_s: float | None = None) -> tuple[int, int]:
-        """Record a page on every drive in the place of the one before. Returns how many drives have
-        it, and how many should; with `sync_s`, how many have it durably within that time.
-        """
-
-    def pages(self) -> list[bytes]:
-        """All pages on all drives: one number may have several versions."""
-
-
-@runtime_checkable
 class ChangesDrives(Protocol):
     """A tier whose drives come, go and are looked after while it is open."""
 
@@ -420,8 +363,10 @@ class ChangesDrives(Protocol):
     def end_drain(self, drive: int) -> None:
         """Write blocks to a drive again: it stays."""
 
-    def retire(self, drive: int) -> None:
-        """Give everything of an empty drive back, and close it."""
+    def retire(self, drive: int) -> bool:
+        """Give everything of an empty drive back, and close it. False: no other drive has taken its
+        metadata, and nothing has changed.
+        """
 
     def resize(self, drive: int, segments_max: int) -> None:
         """Let a drive have more or fewer segments; those that are too many go with `trim`."""

@@ -283,6 +283,8 @@ class MappedStore:
         if _word(tag) not in self._sizes:
             return 0
         with self._state.lock:
+            if keys is not None:
+                self._state.ledger.session_told(tag, name, keys)
             return self._sessions.tell(tag, name, keys, state, start)
 
     def _away(self, keys: Keys) -> tuple[list[BlockRead], int]:
@@ -371,53 +373,40 @@ class MappedStore:
             self._state.lease(held)
             hold.rows += held
             locations = locations[hot]
-            self._count_hot(keys, rows[hot], locations, (span, expected[hot]))
+            self._count_hot(rows[hot], locations, span, expected[hot])
             state.counters.get_miss += len(rows) - int((hot | cold).sum())
         indices = np.flatnonzero(hot)
         arrivals = MappedBlocks(indices, locations, np.zeros(len(indices), bool), verified=False)
         wanted = np.flatnonzero(cold).tolist()
         return arrivals, {index: _want(keys[index], sizes[index], span) for index in wanted}
 
-    def _count_hot(
-        self, keys: Keys, rows: Rows, locations: Array, sizes: tuple[Span, Array]
-    ) -> None:
-        """Blocks at those rows, of the keys, are served from memory."""
-        state, (span, expected) = self._state, sizes
-        tokens = self._tokens(keys, rows)
-        parts: list[tuple[str, int, int]] = []
+    def _count_hot(self, rows: Rows, locations: Array, span: Span, expected: Array) -> None:
+        """Blocks at those rows are served from memory; `expected` has their bytes."""
+        state, part = self._state, span[1] - span[0]
+        tiers: list[tuple[str, Any]] = [("dram", slice(None))]
         if len(state.memory_tiers) > 1:
             slower = locations >= self._arena_bytes
             state.memory_tiers[0].note_hits_below(rows[slower].tolist())
-            parts.append(("cxl", int(slower.sum()), int(expected[slower].sum())))
-        below, below_bytes = (parts[0][1], parts[0][2]) if parts else (0, 0)
-        parts.append(("dram", len(rows) - below, int(expected.sum()) - below_bytes))
-        for tier, count, nbytes in parts:
-            if count:
-                nbytes = count * (span[1] - span[0]) or nbytes
-                state.counters.add("get", tier, count)
+            tiers = [("cxl", slower), ("dram", ~slower)]
+        for tier, mine in tiers:
+            own, sizes = rows[mine], expected[mine]
+            if len(own):
+                nbytes = len(own) * part or int(sizes.sum())
+                state.counters.add("get", tier, len(own))
                 state.counters.get_bytes += nbytes
-                state.traffic.served(tier, nbytes, tokens * count / len(rows))
-        self._count_saved(rows, (span[1] - span[0]) / np.maximum(expected, 1) if any(span) else 1.0)
+                state.traffic.served_bytes[tier] += nbytes
+                self._count_tokens(tier, own, part / np.maximum(sizes, 1) if part else 1.0)
 
-    def _count_saved(self, rows: Rows, shares: Array | float) -> None:
+    def _count_tokens(self, tier: str, rows: Rows, shares: Array | float) -> None:
         """Tell the ledger of blocks that were served, or of these shares of their bytes."""
-        if not len(rows):
-            return
-        ledger, tags = self._state.ledger, self._state.catalog.table.tags()[rows]
+        state, catalog = self._state, self._state.catalog
+        tags = catalog.table.tags()[rows]
         shares = np.broadcast_to(np.asarray(shares, np.float64), len(rows))
         for word in np.unique(tags) if tags[0] != tags[-1] else tags[:1]:
             mine = tags == word
-            own = rows[mine]
-            ledger.served(word.tobytes(), int(own[0]), int(own[-1]), float(shares[mine].sum()))
-
-    def _tokens(self, keys: Keys, rows: Rows) -> float:
-        """How many tokens the blocks at rows stand for, which are all or some of the keys."""
-        known, tags = self._state.traffic.tokens, keys[:, 0]
-        if len(tags) and (tags == tags[0]).all():
-            return len(rows) * known.get(tags[0].tobytes(), 0.0)
-        words, counts = np.unique(self._state.catalog.table.tags()[rows], return_counts=True)
-        pairs = zip(words, counts.tolist(), strict=True)
-        return sum((count * known.get(word.tobytes(), 0.0) for word, count in pairs), 0.0)
+            first, last = (int(row) for row in rows[mine][[0, -1]])
+            before, digest = catalog.tree.depth(first) - 1, catalog.table.digest(last)
+            state.ledger.served(word.tobytes(), tier, float(shares[mine].sum()), before, digest)
 
     def _wants(self, keys: Keys, span: Span) -> dict[int, BlockRead]:
         """Reads of all keys whose blocks have the size that was registered, or are unknown."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from kvdepot.codec.record import round_up
-from kvdepot.core.clock import Clock, SystemClock, WallClock
+from kvdepot.core.clock import Clock, StampClock, SystemClock, WallClock
 from kvdepot.core.config import (
     Config,
     CxlConfig,
@@ -28,11 +28,10 @@ from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.site.link import connect_options
 from kvdepot.store.drives.disk_room import shortages
-from kvdepot.store.state.lower_tier import LowerTier
-from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.lower_tier import LowerTier, share_tombstones
+from kvdepot.store.state.state import StoreClocks, StoreState
 from kvdepot.store.store import Store
 from kvdepot.tiers.device.breaker import RetryPauses
-from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.hdd import HardDriveTier
 from kvdepot.tiers.log.medium import MountSettings
@@ -84,6 +83,7 @@ def assemble(
     if config.nats is not None:
         connect_options(config.nats)  # refuse what cannot work before anything is open
     clock = SystemClock()
+    stamps = StampClock(wall or WallClock())
     _raise_open_files_limit()
     if mode == "rw":
         for disk in shortages(config):
@@ -95,10 +95,10 @@ def assemble(
             if isinstance(settings, PluginConfig):
                 tiers.append(open_plugin(settings, mode == "rw"))
             elif isinstance(settings, ObjectConfig):
-                tiers.append(ObjectTier(settings, writable=mode == "rw", wall=wall))
+                tiers.append(ObjectTier(settings, writable=mode == "rw", wall=wall, stamps=stamps))
             else:
                 given = files.share() if files is not None and tiers else files
-                tiers.append(_open_tier(settings, given, mode, wall or WallClock()))
+                tiers.append(_open_tier(settings, given, mode, wall or WallClock(), stamps))
             held.append(tiers[-1])
         _require_a_drive(tiers)
         dram = config.dram
@@ -128,6 +128,7 @@ def assemble(
         for tier, settings, copies in zip(tiers, config.lower_tiers, catalog.files, strict=False)
     ]
     promises = _take_in(catalog, lower_tiers)
+    share_tombstones(lower_tiers, stamps)
     touched = [arena] * config.dram.prefault
     touched += [staging] * (config.dram.prefault or config.writeback.prefault)
     for memory in (one.memory for one in touched):
@@ -135,7 +136,9 @@ def assemble(
     if cxl and config.cxl and config.cxl.prefault:
         cxl.memory.prefault(bool)
     arenas = [arena, cxl] if cxl else [arena]
-    state = StoreState(config, clock, catalog, arenas, staging, lower_tiers, return_times)
+    state = StoreState(
+        config, StoreClocks(clock, stamps), catalog, arenas, staging, lower_tiers, return_times
+    )
     return Store(state, promises, wall or WallClock())
 
 
@@ -214,15 +217,10 @@ def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = Fals
         raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
 
 
-def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Clock) -> LogTier:
-    try:
-        files = files or _open_files(config)
-    except OSError as error:
-        raise ConfigError(
-            f"{config.TIER}.io_engine",
-            f"{config.io_engine} is not available: {error.strerror}",
-            hint='io_engine = "auto"',
-        ) from error
+def _open_tier(
+    config: FileTierConfig, files: Files | None, mode: Mode, wall: Clock, stamps: StampClock
+) -> LogTier:
+    files = files or Files(depth=config.io_depth, timeout_s=config.write_timeout)
     settings = MountSettings(
         capacity_bytes=config.path_capacity,
         segment_bytes=config.segment_bytes,
@@ -235,15 +233,9 @@ def _open_tier(config: FileTierConfig, files: Files | None, mode: Mode, wall: Cl
         daily_bytes=config.daily_bytes if isinstance(config, SsdConfig) else 0,
         wall=wall,
         profile=config.profile,
-        mirrored=config.mirror > 0,
     )
     kind = HardDriveTier if config.TIER == "hdd" else LogTier
-    return kind(config.path, files, settings, SystemClock())
-
-
-def _open_files(config: FileTierConfig) -> Files:
-    terms = (config.io_engine, config.io_depth, config.write_timeout)
-    return EmulatedFiles(config.emulate, *terms) if config.emulate else Files(*terms)
+    return kind(config.path, files, settings, SystemClock(), stamps)
 
 
 def _raise_open_files_limit() -> None:

@@ -62,16 +62,15 @@ def _memory(memory: ArenaTier) -> dict[str, Any]:
 
 
 def _lower(lower: LowerTier) -> dict[str, Any]:
-    usage, health = lower.tier.usage(), lower.tier.health()
+    usage, health, drives = lower.tier.usage(), lower.tier.health(), lower.tier.describe_drives()
     return {
         "blocks": lower.copies.count,
-        "mirrored": lower.second_copies.count if lower.second_copies is not None else 0,
         "capacity_bytes": usage.capacity_bytes,
         "used_bytes": usage.used_bytes,
         "held_bytes": usage.held_bytes,
         "healthy": health.ok,
         "errors": health.errors,
-        "emulated": lower.config.emulate is not None,
+        "emulated": any(drive["emulated"] for drive in drives),
         "write_mode": lower.mode.value,
-        "drives": lower.tier.describe_drives(),
+        "drives": drives,
     }

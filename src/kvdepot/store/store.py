@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.codec.notes import space_key
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import MISS, TAG_BYTES, BlockKey, Got, Put
 from kvdepot.core.clock import Clock
@@ -27,9 +26,10 @@ from kvdepot.core.depot import (
 )
 from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import TokenIds
+from kvdepot.core.metadata import Tombstone
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
-from kvdepot.core.tier import Removal, SharesContents
+from kvdepot.core.tier import SharesContents
 from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
 from kvdepot.index.promises import Promises
@@ -56,9 +56,8 @@ from kvdepot.store.sessions.archive import Archivist
 from kvdepot.store.sessions.desk import SessionDesk
 from kvdepot.store.sessions.keeper import SessionKeeper
 from kvdepot.store.sessions.known import Sessions, by_tag, checked_name, state_of
-from kvdepot.store.sessions.pages import SessionPages
+from kvdepot.store.sessions.records import SessionRecords
 from kvdepot.store.site_member import SiteMember
-from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.stats import describe, describe_drives_of
 from kvdepot.store.trace_recorder import TraceRecorder
@@ -100,9 +99,9 @@ class Store(Depot):
         self._drives = DriveMaintenance(state)
         self._flusher = Flusher(state)
         flush = self._flusher.flush
-        known = self._sessions = Sessions(state.catalog, wall, promises, state.ledger)
-        self._pages = SessionPages(state, known)
-        self._keeper = SessionKeeper(state, known, self._pages, wall, flush, self._drives.renew)
+        known = self._sessions = Sessions(state.catalog, wall, promises)
+        records = SessionRecords(state, known)
+        self._keeper = SessionKeeper(state, known, records, wall, flush, self._drives.renew)
         parts = (state, known, self._reader, self._putter, self.register_tag)
         archivist = self._archivist = Archivist(*parts)
         self._desk = SessionDesk(state, known, self._keeper, archivist, wall, flush, self._warm)
@@ -155,8 +154,8 @@ class Store(Depot):
         check_block_bytes(block_bytes)
         self._check_fits(record_bytes(block_bytes))
         self._state.descriptions.register(tag, description)
-        self._state.traffic.registered(tag, description)
-        self._state.ledger.registered(tag, description)
+        with self._state.lock:
+            self._state.ledger.registered(tag, description)
 
     def put_many(
         self,
@@ -266,6 +265,9 @@ class Store(Depot):
         for key in keys or ():
             self._namespaces.of(key)
         with self._state.lock:
+            for tag, words in parts.items():
+                if words is not None:
+                    self._state.ledger.session_told(tag, name, words)
             tell = self._sessions.tell
             return sum(tell(tag, name, words, session_state) for tag, words in parts.items())
 
@@ -330,11 +332,7 @@ class Store(Depot):
         self._state.check_open()
         wanted = list(dict.fromkeys(checked([keys] if isinstance(keys, bytes) else keys)))
         catalog = self._state.catalog
-        return self._remove(
-            lambda: [row for row in catalog.rows(wanted) if row != NONE],
-            wanted,
-            whole_namespace=False,
-        )
+        return self._remove(lambda: [row for row in catalog.rows(wanted) if row != NONE], wanted)
 
     def remove_tag(self, tag: bytes) -> int:
         self._state.check_open()
@@ -344,7 +342,7 @@ class Store(Depot):
             known = np.flatnonzero(catalog.table.tags() == word).tolist()
             return [row for row in known if catalog.is_live(row)]
 
-        removed = self._remove(of_namespace, [space_key(tag)], whole_namespace=True)
+        removed = self._remove(of_namespace, [tag])
         self._state.descriptions.removed(tag)
         return removed
 
@@ -365,16 +363,12 @@ class Store(Depot):
     def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
         with self._state.using():
             self._drives.add(tier, Path(path))
-            self._write_notes()
 
     def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
         with self._state.using():
             self._check_promises(tier, without=Path(path))
-            return self._drives.drain(tier, Path(path), self._write_notes)
-
-    def _write_notes(self) -> bool:
-        """What is known of sessions and audits, to all drives that stay."""
-        return self._keeper.write_all() and self._audits.write(SYNC_S)
+            self._keeper.write(sync_s=SYNC_S)
+            return self._drives.drain(tier, Path(path))
 
     def resize(self, tier: str, capacity: int | str) -> None:
         with self._state.using():
@@ -474,7 +468,6 @@ class Store(Depot):
         # A forked child has neither the threads nor the store: both are its parent's.
         if state.closing.is_set() or os.getpid() != self._process:
             return FlushReport(True)
-        self._keeper.close_accounts()
         report = self.flush(timeout_s)
         if self._site is not None:
             self._site.close()
@@ -505,13 +498,7 @@ class Store(Depot):
             arena.close()
         return report
 
-    def _remove(
-        self,
-        find_rows: Callable[[], list[int]],
-        keys: Sequence[BlockKey],
-        *,
-        whole_namespace: bool,
-    ) -> int:
+    def _remove(self, find_rows: Callable[[], list[int]], names: Sequence[bytes]) -> int:
         """Take blocks out of the index; wait for those that are being written; record it."""
         state = self._state
         tiers = [lower for lower in state.lower_tiers if lower.tier.writable]
@@ -520,24 +507,15 @@ class Store(Depot):
             rows = find_rows()
             state.doom(rows)
             state.counters.removed += len(rows)
-            removals = self._removals(tiers, keys, whole_namespace=whole_namespace)
+            below = state.stamps.next()
             state.written.wait_for(
                 lambda: not state.is_being_written(filter(state.catalog.is_doomed, rows)), limit_s
             )
-            if not find_rows():  # not put again meanwhile: what was written since is covered too
-                removals = self._removals(tiers, keys, whole_namespace=whole_namespace)
-        for lower, notes in removals:
-            self._drives.mover.record_removals(lower, notes)
+            recorded = state.stamps.next()
+        tombstones = [Tombstone(name, below, recorded) for name in names]
+        for lower in tiers:
+            self._drives.mover.record_tombstones(lower, tombstones)
         return len(rows)
-
-    def _removals(
-        self, tiers: Sequence[LowerTier], keys: Sequence[BlockKey], *, whole_namespace: bool
-    ) -> list[tuple[LowerTier, list[Removal]]]:
-        """Notes that cover every record of the keys that exists now."""
-        return [
-            (lower, [lower.tier.removal(key, whole_namespace=whole_namespace) for key in keys])
-            for lower in tiers
-        ]
 
     def _check_promises(
         self, tier: str, *, without: Path | None = None, capacity: int | str | None = None

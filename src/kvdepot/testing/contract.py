@@ -29,9 +29,18 @@ from hypothesis.stateful import (
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_head, parse_own, record_bytes
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import Outcome, Purpose, Tier, drive_of, segment_of
+from kvdepot.core.metadata import MetaEntry, MetaKind
+from kvdepot.core.tier import Outcome, Tier, drive_of, segment_of
 from kvdepot.native import address_of
-from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
+from kvdepot.testing.images import (
+    STAMPS,
+    loaded,
+    make_image,
+    make_key,
+    make_load,
+    payload_for,
+    removal_of,
+)
 
 TIMEOUT_S: Final = 30.0
 PAYLOAD_BYTES: Final = 4 * PAGE - 100
@@ -139,7 +148,7 @@ class TierContract:
         assert tier.append(0, []) == []
         assert tier.load([], TIMEOUT_S) == ([], None)
         assert tier.read_records([], [], []) == []
-        assert tier.erase([]) == []
+        assert tier.put_meta([]).have
         tier.discard([], [])
 
     def test_no_room_is_a_value_and_harms_nothing(self, tier: Tier) -> None:
@@ -214,15 +223,16 @@ class TierContract:
                 keys[index], PAYLOAD_BYTES
             )
 
-    def test_sequences_rise_and_can_be_kept(self, tier: Tier) -> None:
-        images = [image_of(make_key(number)) for number in range(3)]
-        put(tier, images)
-        first, second, third = (parse_own(image)[2] for image in images)
-        assert first < second < third
-        places = tier.append(0, images[:2], Purpose.MOVE, keep_sequence=[True, False])
-        assert None not in places
-        assert parse_own(images[0])[2] == first
-        assert parse_own(images[1])[2] > third
+    def test_a_record_keeps_its_stamp(self, tier: Tier) -> None:
+        key, image = make_key(1), image_of(make_key(1))
+        stamp = parse_own(image)[2]
+        (first,) = put(tier, [image])
+        (second,) = put(tier, [image])
+        for location in (first, second):
+            assert location is not None
+            target = image_of(make_key(2))
+            assert tier.read_records([key], [location], [target]) == [True]
+            assert parse_own(target)[2] == stamp
 
     def test_an_image_too_big_for_the_tier_takes_no_other_with_it(self, tier: Tier) -> None:
         big = make_key(1)
@@ -331,7 +341,7 @@ class TierContract:
     def test_what_was_removed_stays_away(self, tier: Tier, reopen: Reopen | None) -> None:
         keys = [make_key(number) for number in range(4)]
         store(tier, keys)
-        assert tier.erase([tier.removal(keys[0]), tier.removal(keys[1])]) == []
+        assert tier.put_meta(removal_of(*keys[:2])).have
         store(tier, [keys[1]])
         assert sorted(contents_of(opened(reopen))) == sorted(keys[1:])
 
@@ -340,7 +350,7 @@ class TierContract:
     ) -> None:
         ours = [BlockKey(b"namespac" + make_key(number)[8:]) for number in range(3)]
         store(tier, [*ours, make_key(9)])
-        assert tier.erase([tier.removal(ours[0], whole_namespace=True)]) == []
+        assert tier.put_meta(removal_of(b"namespac")).have
         store(tier, ours[2:])
         assert sorted(contents_of(opened(reopen))) == sorted([ours[2], make_key(9)])
 
@@ -351,7 +361,7 @@ class TierContract:
         places = store(tier, keys)
         kept = fill(tier, first=100)
         for key in keys[:2]:
-            assert tier.erase([tier.removal(key)]) == []
+            assert tier.put_meta(removal_of(key)).have
         tier.discard(places[:2], [PAYLOAD_BYTES] * 2)
         for _ in range(3):
             tier.discard(list(kept.values()), [PAYLOAD_BYTES] * len(kept))
@@ -362,10 +372,13 @@ class TierContract:
         assert not found.keys() & set(keys[:2])
 
     def test_descriptions_are_remembered(self, tier: Tier, reopen: Reopen | None) -> None:
-        assert tier.remember(b"namespac", b"first") and tier.remember(b"namespad", b"second")
         known = {b"namespac": b"first", b"namespad": b"second"}
-        assert tier.descriptions() == known
-        assert opened(reopen).descriptions() == known
+        entries = [
+            MetaEntry(MetaKind.NAMESPACE, tag, STAMPS.next(), text) for tag, text in known.items()
+        ]
+        assert tier.put_meta(entries).have
+        assert tier.metadata().values(MetaKind.NAMESPACE) == known
+        assert opened(reopen).metadata().values(MetaKind.NAMESPACE) == known
 
     def test_agrees_with_a_dict(self, tier: Tier) -> None:
         class Machine(TierMachine):
@@ -415,7 +428,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9))
     def erase(self, number: int) -> None:
-        assert self.tier.erase([self.tier.removal(make_key(number))]) == []
+        assert self.tier.put_meta(removal_of(make_key(number))).have
 
     @rule()
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Keys, payloads, record images and loads to feed a tier with."""
+"""Keys, payloads, record images, tombstones and loads to feed a tier with."""
 
 import hashlib
 from typing import Final
@@ -10,15 +10,22 @@ from kvdepot.codec.record import (
     Kind,
     chunk_count,
     record_bytes,
+    set_stamp,
     write_head,
 )
 from kvdepot.core.block import KEY_BYTES, BlockKey
+from kvdepot.core.clock import StampClock, WallClock
+from kvdepot.core.metadata import MetaEntry, Tombstone
 from kvdepot.core.tier import Load
 from kvdepot.native import chunk_checksums
 from kvdepot.tiers.device.files import aligned
 
 CHUNK_BYTES: Final = PAGE
 """The chunk that images have unless told otherwise: small, so that small payloads have several."""
+
+
+STAMPS: Final = StampClock(WallClock())
+"""Gives out the stamps of test blocks and tombstones."""
 
 
 def make_key(number: int) -> BlockKey:
@@ -38,7 +45,13 @@ def make_image(key: BlockKey, payload: bytes, chunk_bytes: int = CHUNK_BYTES) ->
     table = image[TABLE_OFFSET : TABLE_OFFSET + 8 * chunk_count(len(payload), chunk_bytes)]
     chunk_checksums(payload, chunk_bytes, table)
     write_head(image, Kind.BLOCK, key, len(payload), chunk_bytes)
+    set_stamp(image, STAMPS.next())
     return image
+
+
+def removal_of(*names: bytes) -> list[MetaEntry]:
+    """Tombstones that cover every record of these keys, or tags, that was made before."""
+    return [Tombstone(name, STAMPS.next(), STAMPS.next()).entry for name in names]
 
 
 def make_load(

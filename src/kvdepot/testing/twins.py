@@ -14,9 +14,10 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.codec.copy_ops import transfers
-from kvdepot.codec.record import Head, parse_head, parse_own, place
+from kvdepot.codec.record import Head, parse_head, place
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock, SystemClock
+from kvdepot.core.metadata import Metadata, MetaEntry
 from kvdepot.core.tier import (
     NO_CONTENTS,
     Contents,
@@ -24,10 +25,10 @@ from kvdepot.core.tier import (
     Health,
     Load,
     Loaded,
+    MetaWritten,
     Outcome,
     Pending,
     Purpose,
-    Removal,
     SegmentInfo,
     Tier,
     Usage,
@@ -47,8 +48,7 @@ class MemoryMedium:
 
     records: dict[int, bytes] = field(default_factory=dict)
     """By segment: each has one record."""
-    removals: list[Removal] = field(default_factory=list)
-    descriptions: dict[bytes, bytes] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=Metadata)
 
 
 class MemoryTier:
@@ -66,8 +66,6 @@ class MemoryTier:
         self._live: dict[int, int] = {}
         """Segments whose block is in use, with the bytes of its record."""
         self._unentered: set[int] = set()
-        heads = [parse_head(memoryview(record)) for record in self.medium.records.values()]
-        self._sequence = max((head.sequence for head in heads if head), default=0)
         self._segment = max(self.medium.records, default=0)
         self._contents = self._recover()
 
@@ -76,21 +74,16 @@ class MemoryTier:
         drive: int,
         images: Sequence[memoryview],
         purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
     ) -> list[int | None]:
         del drive, purpose  # there is one drive, and nothing is kept back
-        kept = keep_sequence or [False] * len(images)
-        return [self._append(*pair) for pair in zip(images, kept, strict=True)]
+        return [self._append(image) for image in images]
 
-    def _append(self, image: memoryview, keep_sequence: bool) -> int | None:
+    def _append(self, image: memoryview) -> int | None:
         with self._lock:
             if self._held_bytes() + len(image) > self._capacity_bytes:
                 return None
             self._segment += 1
-            self._sequence += not keep_sequence
-            sequence = parse_own(image)[2] if keep_sequence else self._sequence
-            place(image, self._segment, sequence)
+            place(image, self._segment)
             self.medium.records[self._segment] = bytes(image)
             self._unentered.add(self._segment)
             return pack_location(0, self._segment, 0)
@@ -124,22 +117,17 @@ class MemoryTier:
             for location in locations:
                 self._live.pop(segment_of(location), None)
 
-    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
+    def put_meta(self, entries: Sequence[MetaEntry], sync_s: float | None = None) -> MetaWritten:
+        del sync_s  # what is in the medium outlives the tier
         with self._lock:
-            self._sequence += 1
-            return Removal(key, whole_namespace, self._sequence, self._segment)
+            for entry in entries:
+                self.medium.metadata.add(entry)
+        return MetaWritten(1, 1)
 
-    def erase(self, removals: Sequence[Removal], drives: Sequence[int] | None = None) -> list[int]:
-        if drives is None or 0 in drives:
-            self.medium.removals.extend(removals)
-        return []
-
-    def remember(self, tag: bytes, description: bytes) -> bool:
-        self.medium.descriptions[tag] = description
-        return True
-
-    def descriptions(self) -> dict[bytes, bytes]:
-        return dict(self.medium.descriptions)
+    def metadata(self) -> Metadata:
+        known = self.medium.metadata
+        with self._lock:
+            return Metadata(dict(known.entries), dict(known.tombstones))
 
     def has_room(self, drive: int, nbytes: int) -> bool:
         del drive
@@ -214,31 +202,31 @@ class MemoryTier:
     def _held_bytes(self) -> int:
         return sum(map(len, self.medium.records.values()))
 
+    def _is_removed(self, head: Head) -> bool:
+        stones = self.medium.metadata.tombstones
+        found = (stones.get(head.key), stones.get(head.key[:TAG_BYTES]))
+        return any(stone is not None and head.stamp < stone.below for stone in found)
+
     def _recover(self) -> Contents:
         """Take in the newest record of each key that was not removed; drop all others."""
         newest: dict[BlockKey, tuple[int, Head]] = {}
         for segment, record in sorted(self.medium.records.items()):
             head = parse_head(memoryview(record))
-            if head is None or any(_covers(removal, head) for removal in self.medium.removals):
+            if head is None or self._is_removed(head):
                 continue
-            if head.key not in newest or newest[head.key][1].sequence <= head.sequence:
+            if head.key not in newest or newest[head.key][1].stamp <= head.stamp:
                 newest[head.key] = (segment, head)
-        found = sorted(newest.values(), key=lambda pair: pair[1].sequence)
+        found = sorted(newest.values(), key=lambda pair: pair[1].stamp)
         for segment in self.medium.records.keys() - {segment for segment, _ in found}:
             del self.medium.records[segment]
-        self.medium.removals.clear()
         self._live = {segment: len(self.medium.records[segment]) for segment, _ in found}
         keys = b"".join(head.key for _, head in found)
         return Contents(
             np.frombuffer(keys, np.uint64).reshape(-1, 4),
             np.array([pack_location(0, segment, 0) for segment, _ in found], np.int64),
             np.array([head.payload_bytes for _, head in found], np.int64),
+            np.array([head.stamp for _, head in found], np.int64),
         )
-
-
-def _covers(removal: Removal, head: Head) -> bool:
-    length = TAG_BYTES if removal.whole_namespace else len(head.key)
-    return removal.key[:length] == head.key[:length] and head.sequence < removal.below_sequence
 
 
 class WrappedTier:
@@ -250,10 +238,8 @@ class WrappedTier:
         self.writable = inner.writable
         self.read_records = inner.read_records
         self.count = inner.count
-        self.removal = inner.removal
-        self.erase = inner.erase
-        self.remember = inner.remember
-        self.descriptions = inner.descriptions
+        self.put_meta = inner.put_meta
+        self.metadata = inner.metadata
         self.has_room = inner.has_room
         self.segments = inner.segments
         self.has_unentered = inner.has_unentered
@@ -332,15 +318,12 @@ class FaultyTier(WrappedTier):
         drive: int,
         images: Sequence[memoryview],
         purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
     ) -> list[int | None]:
         with self._lock:
             bad = [self._draw_append() for _ in images]
         good = [index for index, fails in enumerate(bad) if not fails]
-        kept = [keep_sequence[index] for index in good] if keep_sequence is not None else None
         some = [images[index] for index in good]
-        places = iter(self.inner.append(drive, some, purpose, keep_sequence=kept) if good else [])
+        places = iter(self.inner.append(drive, some, purpose) if good else [])
         return [None if fails else next(places) for fails in bad]
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:

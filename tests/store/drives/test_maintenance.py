@@ -26,6 +26,7 @@ from kvdepot.store.open import assemble
 from kvdepot.store.state.state import TEMPORARY
 from kvdepot.store.state.yielding import PieceSize
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 from kvdepot.tiers.log.tier import LogTier
@@ -69,7 +70,7 @@ class TestDrain:
         (tmp_path / "b").touch()
         with kvdepot.open(**two_drives(tmp_path)) as store:
             chains = fill(store, 0, 2)
-            with pytest.raises(ConfigError, match="no other drive is there"):
+            with pytest.raises(ConfigError, match="no other drive is up"):
                 store.drain_drive("ssd", tmp_path / "a")
             assert all(whole(store, chains))
 
@@ -155,8 +156,8 @@ class TestDrain:
             store.drain_drive("hdd", tmp_path / "c")
 
     def test_closing_the_store_ends_it_and_nothing_is_lost(self, tmp_path: Path) -> None:
-        slow = {"read_bandwidth": "2MB", "write_bandwidth": "100MB", "seek": "1ms"}
-        store = kvdepot.open(**two_drives(tmp_path, emulate=slow))
+        slow = DriveModel(read_bandwidth=2 * 10**6, write_bandwidth=10**8, seek=0.001)
+        store = open_emulated({"ssd": slow}, **two_drives(tmp_path))
         chains = fill(store, 0, 20)
         raised: list[BaseException] = []
 

@@ -13,7 +13,7 @@ import kvdepot
 from kvdepot.codec.record import PAGE, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError
-from kvdepot.policy.placing.extra_copies import DemotionFacts, worth_demoting
+from kvdepot.policy.placing.demotion import DemotionFacts, worth_demoting
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers

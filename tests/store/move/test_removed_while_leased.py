@@ -97,7 +97,7 @@ def test_the_old_removal_covers_a_moved_record_until_the_new_one_is_written(
         keys = fill(store)
         lease = store.lease(keys)
         store.remove(keys)
-        monkeypatch.setattr(RecordMover, "record_removals", lambda *_, **__: None)
+        monkeypatch.setattr(RecordMover, "record_tombstones", lambda *_: None)
         moved = store.stats()["counters"]["moved_ssd"]
         reclaim_everything(store, tmp_path)
         assert store.stats()["counters"]["moved_ssd"] > moved

@@ -27,7 +27,7 @@ def files() -> FaultyFiles:
 
 @pytest.fixture
 def store(tmp_path: Path, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(copy_run, "_NOTE_WAIT_S", 0.05)
+    monkeypatch.setattr(copy_run, "_TOMBSTONE_WAIT_S", 0.05)
     ssd = {"capacity": "2MiB", "write_timeout": "200ms", "retry_initial": "1ms"}
     tree = settings(tmp_path, ssd={**ssd, "retry_max": "10ms", "promote": False})
     del tree["hdd"]
@@ -58,29 +58,7 @@ def fill(store: Store) -> list[BlockKey]:
     return there
 
 
-def test_a_removal_does_not_wait_for_a_reclaim_that_stalls(
-    store: Store, files: FaultyFiles
-) -> None:
-    there = fill(store)
-    assert len(there) > 20
-    files.add(Fault(frozenset({Call.RUN_READ}), stall := Stall(), times=None))
-    room = store.inspect().drives.rooms[store.inspect().lower()]
-    with store.lease(there[:1]):
-        full = store.inspect().lower().tier
-        for _ in range(200):  # notes take all the room there is
-            if full.erase([full.removal(there[0])]):
-                break
-        assert in_time(lambda: store.remove(there[1]))
-        assert room.threads, "a reclaim is under way, and stalls"
-        assert in_time(lambda: store.remove(there[2:5]))
-        assert in_time(lambda: store.remove_namespace(space_of(store)))
-        assert in_time(lambda: store.namespace(model="another", layout=space_of(store).layout))
-        assert in_time(lambda: store.flush(0.2))
-    stall.release()
-    assert eventually(lambda: not room.threads)
-
-
-def test_a_note_that_stalls_does_not_hold_up_others(store: Store, files: FaultyFiles) -> None:
+def test_metadata_that_stalls_does_not_hold_up_others(store: Store, files: FaultyFiles) -> None:
     keys = prompt(space_of(store), 1, 4)
     put(store, keys)
     assert store.flush()

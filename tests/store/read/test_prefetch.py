@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import open_emulated
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 BLOCKS = 10
@@ -28,7 +30,7 @@ def keys(tmp_path: Path) -> list[BlockKey]:
 
 @pytest.fixture
 def store(tmp_path: Path, keys: list[BlockKey]) -> Iterator[Store]:
-    with kvdepot.open(**settings(tmp_path, hdd={"emulate": SLOW})) as opened:
+    with open_emulated({"hdd": SLOW}, **settings(tmp_path)) as opened:
         space_of(opened)
         yield opened
 
@@ -74,8 +76,8 @@ def test_a_deadline_that_has_passed_is_the_end_of_it(store: Store, keys: list[Bl
 
 @pytest.mark.slow
 def test_closing_calls_it_off(tmp_path: Path, keys: list[BlockKey]) -> None:
-    crawling = {**SLOW, "read_bandwidth": "200kB"}
-    store = kvdepot.open(**settings(tmp_path, hdd={"emulate": crawling}))
+    crawling = replace(SLOW, read_bandwidth=200_000)
+    store = open_emulated({"hdd": crawling}, **settings(tmp_path))
     space_of(store)
     store.hint(keys, 20.0)
     assert store.close()

@@ -8,9 +8,9 @@ import pytest
 from tests.support.cold_prompt import SLOW, left_on_the_hard_drive
 from tests.support.stores import settings
 
-import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import open_emulated
 from kvdepot.testing.store_contract import space_of, tiers
 
 BLOCKS = 12
@@ -23,7 +23,7 @@ def keys(tmp_path: Path) -> list[BlockKey]:
 
 @pytest.fixture
 def store(tmp_path: Path, keys: list[BlockKey]) -> Iterator[Store]:
-    with kvdepot.open(**settings(tmp_path, hdd={"emulate": SLOW})) as opened:
+    with open_emulated({"hdd": SLOW}, **settings(tmp_path)) as opened:
         space_of(opened)
         yield opened
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.small_store import BLOCK, LAYOUT, TOKENS, settings, space_of
 
 import kvdepot
+from kvdepot.codec.record import TABLE_OFFSET
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import KeyFormatError
 from kvdepot.testing.images import payload_for
@@ -82,7 +83,7 @@ def test_a_wrong_number_of_them_is_the_callers_mistake(tmp_path: Path, count: in
 def test_a_damaged_head_gives_none(tmp_path: Path) -> None:
     with kvdepot.open(**settings(tmp_path / "kv")) as store:
         keys, ids = put_with(store, 7)
-        store.inspect().damage_memory(keys[0], 128 + 8 * LAYOUT.layers + 1)
+        store.inspect().damage_memory(keys[0], TABLE_OFFSET + 8 * LAYOUT.layers + 1)
         assert store.token_ids(keys) == [[], *ids[1:]]
 
 

@@ -10,18 +10,17 @@ from tests.support.stores import settings
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import SystemClock
-from kvdepot.core.config import LedgerConfig
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KeyFormatError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.promises import Promises
 from kvdepot.index.table import as_words
 from kvdepot.store.sessions.known import Sessions
-from kvdepot.store.state.ledger import SavingsLedger
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.store_contract import LAYOUT, TOKENS, prompt, put, small, space_of, tiers
 
-SLOW = {"read_bandwidth": "100MB", "write_bandwidth": "100MB", "seek": "1ms"}
+SLOW = DriveModel(read_bandwidth=10**8, write_bandwidth=10**8, seek=0.001)
 
 
 @pytest.fixture
@@ -96,7 +95,6 @@ class Books:
             self.catalog,
             SystemClock(),
             Promises(self.catalog.table),
-            SavingsLedger(self.catalog, LedgerConfig(), 0.0),
             **bounds,
         )
 
@@ -245,7 +243,7 @@ class TestHints:
         return found
 
     def test_a_session_is_hinted_at_by_its_name(self, tmp_path: Path, keys: list[BlockKey]) -> None:
-        with kvdepot.open(**settings(tmp_path, hdd={"emulate": SLOW})) as store:
+        with open_emulated({"hdd": SLOW}, **settings(tmp_path)) as store:
             space_of(store)
             assert store.hint("chat", 20.0).wait(0.0), "nobody knows it"
             assert store.session("chat", keys) == 10

@@ -11,6 +11,7 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.core.depot import NamespaceHandle
+from kvdepot.core.metadata import MetaKind
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
@@ -31,7 +32,7 @@ def named(store: Store, tenant: str) -> NamespaceHandle:
 
 
 def described(store: Store) -> list[str]:
-    found = store.inspect().lower().tier.descriptions().values()
+    found = store.inspect().lower().tier.metadata().values(MetaKind.NAMESPACE).values()
     return [json.loads(text).get("tenant", "") for text in found]
 
 

@@ -13,16 +13,16 @@ from tests.support.stores import PROFILE
 from tests.support.waiting import eventually
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import EmulateConfig, load
+from kvdepot.core.config import load
 from kvdepot.core.tier import drive_of
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
-from kvdepot.tiers.device.emulation import EmulatedFiles
 from kvdepot.tiers.device.files import Files
 
 FASTER = 3.0
-MODEL = EmulateConfig(read_bandwidth=100_000_000, write_bandwidth=300_000_000)
+MODEL = DriveModel(read_bandwidth=100_000_000, write_bandwidth=300_000_000)
 """So slow that what it takes is mostly the model's time."""
 
 
@@ -135,7 +135,7 @@ def test_what_comes_down_from_ssds_is_spread_in_the_same_way(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_measured_and_then_spread(tmp_path: Path) -> None:
     """Nobody tells the store anything: one drive is made slower, and the store finds out."""
-    files = EmulatedFiles(MODEL)
+    files = EmulatedFiles(lambda _: MODEL)
     files.slow_down(str(tmp_path / "slow"), FASTER)
     with opened(tmp_path, "hdd", files, profile="always") as store:
         drives = store.inspect().log_tier().drives

@@ -7,18 +7,29 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
 from tests.support.waiting import until
 
+import kvdepot
 from kvdepot.codec.record import record_bytes
+from kvdepot.codec.segment import Superblock
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import SystemClock
-from kvdepot.core.tier import Outcome, Purpose, segment_of
+from kvdepot.core.metadata import MetaEntry, MetaKind
+from kvdepot.core.tier import MetaWritten, Outcome, Purpose, segment_of
+from kvdepot.errors import FormatError
 from kvdepot.testing.contract import load, store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
-from kvdepot.testing.images import make_image, make_key, make_load, payload_for
+from kvdepot.testing.images import (
+    STAMPS,
+    make_image,
+    make_key,
+    make_load,
+    payload_for,
+    removal_of,
+)
 from kvdepot.testing.power import PowerFiles
 from kvdepot.tiers.device.breaker import RetryPauses
 from kvdepot.tiers.device.files import Files
@@ -42,9 +53,14 @@ def tier(tmp_path: Path, files: FaultyFiles) -> Iterator[LogTier]:
     opened.close()
 
 
-def open_tier(paths: list[Path], files: Files, segments: int = SEGMENTS) -> LogTier:
+def open_tier(
+    paths: list[Path],
+    files: Files,
+    segments: int = SEGMENTS,
+    fsync: Literal["always", "flush", "never"] = "flush",
+) -> LogTier:
     settings = MountSettings(
-        segments * SEGMENT_BYTES, SEGMENT_BYTES, pauses=RetryPauses(0.001, 0.01)
+        segments * SEGMENT_BYTES, SEGMENT_BYTES, fsync=fsync, pauses=RetryPauses(0.001, 0.01)
     )
     return LogTier(paths, files, settings, SystemClock())
 
@@ -69,17 +85,31 @@ def test_blocks_leave_the_last_spare_segment(tier: LogTier) -> None:
     assert count >= (SEGMENTS - 1) * (SEGMENT_BYTES // record_bytes(12_000) - 2)
 
 
-def test_a_full_drive_still_takes_notes(tier: LogTier) -> None:
+def test_a_full_drive_still_takes_removals(tier: LogTier) -> None:
     fill(tier)
-    for _ in range(8):
-        assert tier.erase([tier.removal(BlockKey(bytes(32)))]) == []
+    before = tier.drive(0).spare_segments
+    for number in range(8):
+        assert tier.put_meta(removal_of(make_key(number))) == MetaWritten(1, 1)
+    assert tier.drive(0).spare_segments == before, "they take no segment"
+
+
+def test_a_removal_is_recorded_on_a_disk_without_room(tier: LogTier, files: FaultyFiles) -> None:
+    """The room of the metadata log is reserved when it is written anew."""
+    assert tier.put_meta(removal_of(make_key(0))).have
+    files.add(Fault(frozenset({Call.ALLOCATE, Call.RUN_WRITE}), Fail(errno.ENOSPC), times=None))
+    assert tier.append(0, [block(1)]) == [None]
+    for number in range(1, 8):
+        assert tier.put_meta(removal_of(make_key(number)), 5.0) == MetaWritten(1, 1)
+    assert len(tier.drives[0].metadata.known.tombstones) == 8
 
 
 def test_blocks_wait_while_the_spare_segment_is_in_use(tier: LogTier) -> None:
-    """Notes or moves have taken it: until one is reclaimed, the rest of it is theirs."""
+    """Moves have taken it: until one is reclaimed, the rest of it is theirs."""
     fill(tier)
-    while tier.drive(0).spare_segments:
-        assert tier.erase([tier.removal(BlockKey(bytes(32)))]) == []
+    for number in range(100):
+        if not tier.drive(0).spare_segments:
+            break
+        assert tier.append(0, [block(9000 + number)], Purpose.MOVE) != [None]
     assert tier.append(0, [block(5000)]) == [None]
     assert not tier.has_room(0, record_bytes(12_000))
     assert tier.release(0, tier.segments(0)[0].slot)
@@ -217,7 +247,7 @@ def on_second(tier: LogTier, number: int) -> list[int]:
     return [place]
 
 
-def test_a_note_that_is_being_written_keeps_its_file_while_the_drive_goes(
+def test_a_block_that_is_being_written_keeps_its_file_while_the_drive_goes(
     tmp_path: Path, files: FaultyFiles
 ) -> None:
     tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
@@ -226,23 +256,82 @@ def test_a_note_that_is_being_written_keeps_its_file_while_the_drive_goes(
     fault = files.add(
         Fault(Call.RUN_WRITE, stall, where=lambda operation: "second" in operation.path)
     )
-    failed: list[int] = []
-    removal = tier.removal(make_key(1))
-    remover = threading.Thread(target=lambda: failed.extend(tier.erase([removal])))
-    remover.start()
+    places: list[int | None] = []
+    writer = threading.Thread(target=lambda: places.extend(tier.append(1, [block(2)])))
+    writer.start()
     until(lambda: fault.hits == 1)
     retire = threading.Thread(target=tier.retire, args=[1])
     retire.start()
     until(lambda: tier.drive(1).retired)
     tier.start_drain(1)  # waits for what has the drive's lock
     assert list((tmp_path / "second").glob("segment-*")), "removed under a write"
-    assert not tier.erase([removal]), "a removal meets a drive that is about to go"
+    stall.release()
+    writer.join()
+    retire.join()
+    assert None not in places and not list((tmp_path / "second").glob("segment-*"))
+    assert tier.flush()
+    tier.close()
+
+
+@pytest.mark.parametrize("call", [Call.WRITE, Call.SYNC])
+def test_a_removal_that_is_being_recorded_while_a_drive_goes_is_on_the_other(
+    call: Call, tmp_path: Path, files: FaultyFiles
+) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    tier = open_tier(paths, files)
+    (place,) = tier.append(0, [block(1)])
+    assert place is not None
+    tier.count(place, 12_000)
+    assert tier.put_meta(removal_of(make_key(3)), 5.0) == MetaWritten(2, 2)
+    stall = Stall()
+    fault = files.add(
+        Fault(call, stall, where=lambda one: "second" in one.path and "metadata" in one.path)
+    )
+    told: list[MetaWritten] = []
+    removal = removal_of(make_key(1))
+    remover = threading.Thread(target=lambda: told.append(tier.put_meta(removal, 5.0)))
+    remover.start()
+    until(lambda: fault.hits == 1)
+    retire = threading.Thread(target=tier.retire, args=[1])
+    retire.start()
     stall.release()
     remover.join()
     retire.join()
-    assert not failed and not list((tmp_path / "second").glob("segment-*"))
-    assert tier.flush()
+    assert told[0].have and tier.drive(1).retired
+    assert tier.put_meta(removal_of(make_key(2))) == MetaWritten(1, 1), "it is not asked any more"
     tier.close()
+    again = open_tier(paths[:1], FaultyFiles())
+    assert not len(again.take_contents().words)
+    again.close()
+
+
+def test_what_only_the_leaving_drive_knows_stays_with_the_others(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """The first could not record the removal; the second has, and is given back."""
+    paths = [tmp_path / "first", tmp_path / "second"]
+    tier = open_tier(paths, files)
+    (place,) = tier.append(0, [block(1)])
+    assert place is not None
+    tier.count(place, 12_000)
+    assert tier.flush()
+    files.add(Fault(Call.WRITE, Fail(errno.EIO), times=None, where=lambda one: "first" in one.path))
+    assert tier.put_meta(removal_of(make_key(1))) == MetaWritten(1, 2)
+    assert tier.behind() == [tier.drives[0]]
+    assert not tier.retire(1), "no other drive has taken what it knows"
+    assert not tier.drive(1).retired
+    files.clear()
+
+    def is_up() -> bool:
+        tier.probe(0)  # as the watchdog does
+        return tier.is_up(0)
+
+    until(is_up)
+    assert tier.retire(1)
+    tier.close()
+    again = open_tier(paths[:1], FaultyFiles())
+    assert not len(again.take_contents().words)
+    again.close()
 
 
 def test_a_reclaim_may_end_after_its_drive_has_gone(tmp_path: Path, files: FaultyFiles) -> None:
@@ -261,17 +350,78 @@ def test_a_reclaim_may_end_after_its_drive_has_gone(tmp_path: Path, files: Fault
     tier.close()
 
 
-def test_descriptions_can_be_read_while_others_are_written(tier: LogTier) -> None:
-    spaces = tier.drives[0].notes.spaces
+def test_metadata_can_be_read_while_other_is_written(tier: LogTier) -> None:
+    """The answer is a copy, of one moment."""
+    for number in range(50):
+        assert tier.put_meta([described(number)]).have
+    failed: list[BaseException] = []
+    stop = threading.Event()
 
-    class Growing(dict[bytes, tuple[int, bytes]]):
-        def items(self) -> Any:
-            for pair in super().items():
-                spaces[bytes([100 + len(spaces)] * 8)] = (1, b"{}")
-                yield pair
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                assert len(tier.metadata().values(MetaKind.NAMESPACE)) >= 50
+        except (RuntimeError, AssertionError) as error:
+            failed.append(error)
 
-    spaces = tier.drives[0].notes.spaces = Growing({b"\1" * 8: (1, b"{}")})
-    assert b"\1" * 8 in tier.descriptions()
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(50, 400):
+        assert tier.put_meta([described(number)]).have
+    stop.set()
+    reader.join()
+    assert not failed
+    known = tier.metadata()
+    known.add(described(9000))
+    assert len(tier.metadata().values(MetaKind.NAMESPACE)) == 400
+
+
+def described(number: int) -> MetaEntry:
+    return MetaEntry(MetaKind.NAMESPACE, number.to_bytes(8, "big"), STAMPS.next(), b"{}")
+
+
+@pytest.mark.parametrize("fsync", ["flush", "always"])
+def test_metadata_that_a_drive_could_not_take_is_brought_later(
+    fsync: Literal["flush", "always"], tmp_path: Path, files: FaultyFiles
+) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    tier = open_tier(paths, files, fsync=fsync)
+    on_second(tier, 1)
+    files.add(
+        Fault(Call.WRITE, Fail(errno.EIO), times=None, where=lambda one: "second" in one.path)
+    )
+    assert tier.put_meta(removal_of(make_key(1)), 5.0) == MetaWritten(1, 2)
+    assert tier.behind() == [tier.drives[1]]
+    files.clear()
+
+    def has_caught_up() -> bool:
+        tier.probe(1)
+        return not tier.behind()
+
+    until(has_caught_up)
+    tier.close()
+    again = open_tier(paths[1:], FaultyFiles())
+    assert not len(again.take_contents().words)
+    again.close()
+
+
+def test_a_removed_description_is_not_on_the_disk(tmp_path: Path, files: FaultyFiles) -> None:
+    secret = b'{"tenant": "confidential-client"}'
+    tier = open_tier([tmp_path / "drive"], files)
+    entry = MetaEntry(MetaKind.NAMESPACE, b"namespac", STAMPS.next(), secret)
+    assert tier.put_meta([entry, described(1)], 5.0).have
+    assert on_disk(tmp_path, secret)
+    assert tier.put_meta([MetaEntry(entry.kind, entry.name, STAMPS.next(), None)], 5.0).have
+    assert not on_disk(tmp_path, secret)
+    tier.close()
+    again = open_tier([tmp_path / "drive"], FaultyFiles())
+    assert list(again.metadata().values(MetaKind.NAMESPACE)) == [described(1).name]
+    again.close()
+    assert not on_disk(tmp_path, secret)
+
+
+def on_disk(folder: Path, text: bytes) -> bool:
+    return any(text in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
 def test_a_disk_without_room_is_read_as_ever(
@@ -339,3 +489,24 @@ def test_a_slot_is_not_used_again_before_a_late_write_has_arrived(
         assert slot in drive.free
     finally:
         tier.close()
+
+
+def test_a_store_of_an_older_format_is_refused_and_not_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    superblock = Superblock("6a5ad9c8-5a8e-4d2c-9f5e-0d3f1f6f3c11", 1 << 20, format=1)
+    written = {
+        "superblock": superblock.pack(),
+        "segment-000000.kvs": bytes(range(256)) * 4096,
+        "removals": b"KVREMOV1" + bytes(56),
+        "lock": b"1\n",
+    }
+    for name, content in written.items():
+        (folder / name).write_bytes(content)
+        (folder / name).chmod(0o600)
+    with pytest.raises(FormatError, match="store of format 1") as refused:
+        kvdepot.open(dram="2MiB", ssd={"path": str(folder), "capacity": "16MiB"})
+    assert "remove the folder" in refused.value.hint
+    left = {one.name: one.read_bytes() for one in folder.iterdir()}
+    left["lock"] = written["lock"]  # it has the process that looked
+    assert left == written

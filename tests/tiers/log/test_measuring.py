@@ -11,30 +11,33 @@ from tests.support.stores import PROFILE, settings
 from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.core.config import EmulateConfig, load
+from kvdepot.core.config import load
+from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.core.tier import Pending
 from kvdepot.native import READ, WRITE
 from kvdepot.store.check.offline import audit
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
+from kvdepot.testing.emulation import DriveModel, EmulatedHead, open_emulated
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
+from kvdepot.testing.images import STAMPS
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.tiers.device.emulation import EmulatedHead
 from kvdepot.tiers.device.files import Files, Ops
-from kvdepot.tiers.device.speed import PROFILE_TAG, Gauge, Profile
+from kvdepot.tiers.device.speed import Gauge, Profile
 from kvdepot.tiers.device.survey import FLASH, HEAD, Survey
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.measuring import Measuring
+from kvdepot.tiers.log.metadata import COPIES
 
-MODEL = EmulateConfig(read_bandwidth=200_000_000, write_bandwidth=100_000_000, seek=0.01)
+MODEL = DriveModel(read_bandwidth=200_000_000, write_bandwidth=100_000_000, seek=0.01)
 REGION = 64 << 20
 
 
 class Imagined(Files):
     """A drive that is nothing but a model, and takes no real time."""
 
-    def __init__(self, model: EmulateConfig) -> None:
+    def __init__(self, model: DriveModel) -> None:
         super().__init__("python")
         self.clock = ManualClock()
         self.head = EmulatedHead(model)
@@ -218,22 +221,15 @@ class TestStore:
             space_of(store)
             assert None not in tiers(store, there)
 
-    @pytest.mark.slow
-    def test_it_outlives_the_segment_it_was_written_to(self, tmp_path: Path) -> None:
+    def test_it_outlives_a_log_that_is_written_anew(self, tmp_path: Path) -> None:
         first = measured(tmp_path)
         with kvdepot.open(**small(tmp_path)) as store:
-            drive, space = drive_of(store), space_of(store)
-            holder = store.inspect().log_tier().drives[0].notes.spaces[PROFILE_TAG][0]
-
-            def is_reused() -> bool:
-                return all(one.segment_id > holder for one in list(drive.segments.values()))
-
-            for number in range(200):
-                assert all(put(store, prompt(space, number, 4)))
-                assert store.flush()
-                if is_reused():
-                    break
-            assert is_reused()
+            drive = drive_of(store)
+            described = MetaEntry(MetaKind.NAMESPACE, b"namespac", STAMPS.next(), b"{}")
+            assert drive.put_meta([described])
+            before = (tmp_path / "ssd" / COPIES[0]).stat().st_ino
+            assert drive.put_meta([MetaEntry(described.kind, described.name, STAMPS.next(), None)])
+            assert (tmp_path / "ssd" / COPIES[0]).stat().st_ino != before
         with kvdepot.open(**small(tmp_path)) as store:
             assert known(store)
             assert profile_of(store) == first
@@ -253,8 +249,8 @@ class TestStore:
     @pytest.mark.slow
     def test_drives_that_are_emulated_are_not_those_that_are_not(self, tmp_path: Path) -> None:
         measured(tmp_path)
-        model = {"read_bandwidth": "1GB", "write_bandwidth": "1GB"}
-        with kvdepot.open(**small(tmp_path, emulate=model)) as store:
+        model = DriveModel(read_bandwidth=10**9, write_bandwidth=10**9)
+        with open_emulated({"ssd": model}, **small(tmp_path)) as store:
             assert known(store)
             assert profile_of(store) is None
 
@@ -264,10 +260,12 @@ class TestStore:
         with kvdepot.open(**small(tmp_path)) as store:
             space_of(store)
             store.add_drive("ssd", tmp_path / "more")
-            first, second = (one.notes for one in store.inspect().log_tier().drives)
+            first, second = store.inspect().log_tier().drives
             assert first.profile is not None
             assert second.profile is None
-            assert second.spaces.keys() == first.spaces.keys() - {PROFILE_TAG}
+            own = {(MetaKind.PROFILE, b"")}
+            entries = second.metadata.snapshot().entries
+            assert entries.keys() == first.metadata.snapshot().entries.keys() - own
 
     def test_a_drive_that_fails_while_it_is_measured_is_not_measured(self, tmp_path: Path) -> None:
         files = FaultyFiles()
@@ -283,8 +281,8 @@ class TestStore:
 
     @pytest.mark.slow
     def test_closing_does_not_wait_for_it(self, tmp_path: Path) -> None:
-        model = {"read_bandwidth": "1MB", "write_bandwidth": "1MB", "seek": "100ms"}
-        store = kvdepot.open(**small(tmp_path, profile="always", emulate=model))
+        model = DriveModel(read_bandwidth=10**6, write_bandwidth=10**6, seek=0.1)
+        store = open_emulated({"ssd": model}, **small(tmp_path, profile="always"))
         measuring = measuring_of(store)
         assert eventually(lambda: measuring._current is not None)
         assert store.close()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.support.object_nodes import (
+    PAYLOAD,
     MemoryBucket,
     Node,
     keys_of,
@@ -14,10 +15,12 @@ from tests.support.object_nodes import (
 )
 from tests.support.waiting import until
 
+from kvdepot.codec.record import set_stamp
 from kvdepot.core.block import TAG_BYTES
-from kvdepot.core.tier import Outcome
+from kvdepot.core.metadata import MetaEntry, MetaKind, Tombstone
+from kvdepot.core.tier import MetaWritten, Outcome
 from kvdepot.errors import FormatError
-from kvdepot.testing.images import make_key
+from kvdepot.testing.images import STAMPS, make_image, make_key, payload_for
 from kvdepot.tiers.object.bucket import BucketError
 
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
@@ -122,16 +125,32 @@ def test_garbage_of_a_dead_writer_is_collected(bucket: Any, node: OpenNode) -> N
     assert living.read(1) is Outcome.OK
 
 
+def removal_by(node: Node, *names: bytes) -> list[MetaEntry]:
+    """Tombstones with stamps of the node's own clock, as its store gives them."""
+    stamps = node.tier._contents._stamps
+    return [Tombstone(name, stamps.next(), stamps.next()).entry for name in names]
+
+
+def put_by(node: Node, number: int) -> None:
+    """Store a block with a stamp of the node's own clock."""
+    key = make_key(number)
+    image = make_image(key, payload_for(key, PAYLOAD))
+    set_stamp(image, node.tier._contents._stamps.next())
+    assert node.tier.append(0, [image]) != [None]
+
+
 def test_a_removal_holds_on_every_node_and_for_those_that_come_later(node: OpenNode) -> None:
     first, second = node(), node()
     first.put([1, 2])
     second.put([3])
     first.step()
     second.step()
-    tier = second.tier
-    assert tier.erase([tier.removal(make_key(1)), tier.removal(make_key(3))]) == []
+    removal = removal_by(second, make_key(1), make_key(3))
+    assert second.tier.put_meta(removal) == MetaWritten(1, 1)
     changes = first.step()
-    assert changes is not None and set(changes.removed) == {make_key(1), make_key(3)}
+    assert changes is not None
+    assert {one.name for one in changes.removed} == {make_key(1), make_key(3)}
+    assert [one.entry for one in changes.removed] == removal, "as it was made"
     assert node().knows() == keys_of([2])
     first.step()
     assert node().knows() == keys_of([2])
@@ -139,29 +158,42 @@ def test_a_removal_holds_on_every_node_and_for_those_that_come_later(node: OpenN
 
 def test_a_removal_by_a_node_whose_clock_is_slow_holds(node: OpenNode) -> None:
     ahead, behind = node(wall_s=1.9e9), node(wall_s=1.7e9)
-    ahead.put([1])
+    put_by(ahead, 1)
     behind.step()
-    tier = behind.tier
-    assert tier.erase([tier.removal(make_key(1))]) == []
+    assert behind.tier.put_meta(removal_by(behind, make_key(1))).have
     assert node().knows() == []
 
 
 def test_a_block_put_again_after_its_removal_is_back(node: OpenNode) -> None:
     first, second = node(wall_s=1.9e9), node(wall_s=1.7e9)
-    first.put([1])
-    first.tier.erase([first.tier.removal(make_key(1))])
+    put_by(first, 1)
+    assert first.tier.put_meta(removal_by(first, make_key(1))).have
     second.step()
-    second.put([1])
+    put_by(second, 1)
     assert node().knows() == keys_of([1])
+
+
+def test_a_record_older_than_its_removal_does_not_come_back_from_another_node(
+    node: OpenNode,
+) -> None:
+    """It keeps the stamp that it was put with, whoever writes it down again, and when."""
+    first, second = node(), node()
+    key = make_key(1)
+    image = make_image(key, payload_for(key, PAYLOAD))
+    assert first.tier.append(0, [image]) != [None]
+    assert second.tier.put_meta(removal_by(second, key)).have
+    assert first.tier.append(0, [image]) != [None], "a copy that had not heard of it"
+    assert node().knows() == []
 
 
 def test_a_namespace_that_one_node_removes_goes_from_all(node: OpenNode) -> None:
     first, second = node(), node()
     first.put([1])
     second.step()
-    second.tier.erase([second.tier.removal(make_key(1), whole_namespace=True)])
+    assert second.tier.put_meta(removal_by(second, make_key(1)[:TAG_BYTES])).have
     changes = first.step()
-    assert changes is not None and list(changes.removed_tags) == [make_key(1)[:8]]
+    assert changes is not None
+    assert [one.name for one in changes.removed] == [make_key(1)[:TAG_BYTES]]
     assert node().knows() == []
 
 
@@ -285,9 +317,9 @@ def test_a_damaged_manifest_hides_its_blocks_only(bucket: Any, node: OpenNode) -
     assert node().knows() == keys_of([2])
 
 
-def test_a_newer_format_is_one_clear_error(bucket: Any) -> None:
-    bucket.create("meta/format", b'{"kvdepot": "object", "version": 2}')
-    with pytest.raises(FormatError, match="newer kvdepot"):
+def test_another_format_is_one_clear_error(bucket: Any) -> None:
+    bucket.create("meta/format", b'{"kvdepot": "object", "version": 3}')
+    with pytest.raises(FormatError, match="format 3"):
         Node(same_bucket(bucket))
 
 
@@ -299,8 +331,6 @@ def test_two_writers_never_overwrite_each_other(bucket: Any, node: OpenNode) -> 
     second = node()
     second.tier._contents.writer = first.tier._contents.writer  # as if their names were the same
     key = make_key(2)
-    from kvdepot.testing.images import make_image, payload_for
-
     assert second.tier.append(0, [make_image(key, payload_for(key, 16000))]) == [None]
     assert bucket.get(path) == before
 
@@ -379,9 +409,13 @@ def _tried_again(node: Node) -> bool:
     return node.tier.is_up()
 
 
+def described(tag: bytes) -> MetaEntry:
+    return MetaEntry(MetaKind.NAMESPACE, tag, STAMPS.next(), b"text")
+
+
 def test_a_namespace_is_described_with_its_first_blocks(node: OpenNode) -> None:
     first = node()
-    first.tier.remember(make_key(1)[:TAG_BYTES], b"text")
+    assert first.tier.put_meta([described(make_key(1)[:TAG_BYTES])]).have
     puts = first.bucket.requests.puts
     first.put([1])
     assert first.bucket.requests.puts == puts + 2, "one object and one manifest"
@@ -393,7 +427,7 @@ def test_a_namespace_that_no_manifest_took_is_described_in_the_next(
     node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = node()
-    first.tier.remember(b"first", b"text")
+    assert first.tier.put_meta([described(b"first")]).have
     with monkeypatch.context() as patched:
         patched.setattr(first.bucket, "create", refuses)
         with pytest.raises(BucketError):

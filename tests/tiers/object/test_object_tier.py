@@ -9,8 +9,10 @@ from tests.support.object_nodes import memory_bucket
 from tests.support.waiting import eventually
 
 from kvdepot.core.config import ObjectConfig
+from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.core.tier import Tier
 from kvdepot.testing.contract import Reopen, TierContract
+from kvdepot.testing.images import STAMPS
 from kvdepot.tiers.object.bucket import Bucket
 from kvdepot.tiers.object.tier import ObjectTier
 
@@ -61,6 +63,10 @@ class TestSharedFolder(TestObjectTier):
         return open_bucket(settings(url=f"file://{tmp_path}/shared"))
 
 
+def described(tag: bytes) -> MetaEntry:
+    return MetaEntry(MetaKind.NAMESPACE, tag, STAMPS.next(), b"text")
+
+
 def test_a_namespace_does_not_wait_for_a_bucket_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -74,9 +80,9 @@ def test_a_namespace_does_not_wait_for_a_bucket_that_hangs(
         return create(path, data)
 
     monkeypatch.setattr(bucket, "create", waits)
-    tier.remember(b"first", b"text")
+    tier.put_meta([described(b"first")])
     round_ = threading.Thread(target=tier.upkeep.step)
-    asked = threading.Thread(target=tier.remember, args=(b"other", b"text"))
+    asked = threading.Thread(target=tier.put_meta, args=([described(b"other")],))
     round_.start()
     assert begun.wait(60)
     asked.start()

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 from tests.support.object_nodes import object_config, paths_of
-from tests.support.s3_servers import SECRET_KEY, FaultProxy, S3Server, running, s3_servers
+from tests.support.s3_servers import (
+    ACCESS_KEY,
+    BUCKET,
+    SECRET_KEY,
+    FaultProxy,
+    S3Server,
+    running,
+    s3_servers,
+)
 from tests.support.small_store import prompt, put, space_of, tiers
 from tests.support.waiting import until
 
@@ -285,7 +293,7 @@ def test_a_server_that_is_not_there(server: S3Server) -> None:
 
 def test_a_newer_format(server: S3Server, bucket: Bucket, prefix: str) -> None:
     bucket.create("meta/format", b'{"kvdepot": "object", "version": 7}')
-    with pytest.raises(FormatError, match="newer kvdepot"):
+    with pytest.raises(FormatError, match="format 7"):
         open_store(**tree_of(server, prefix))
 
 
@@ -298,6 +306,59 @@ def test_nothing_secret_is_shown(stores: OpenStore, caplog: pytest.LogCaptureFix
     assert SECRET_KEY not in shown
 
 
+def test_a_prefix_with_objects_of_other_programs_is_refused(
+    server: S3Server, bucket: Bucket, prefix: str
+) -> None:
+    bucket.create("data/customers/2026.parquet", b"theirs")
+    with pytest.raises(FormatError, match="not a depot") as caught:
+        open_store(**tree_of(server, prefix, grace="500ms"))
+    assert caught.value.hint
+    assert paths_of(bucket) == ["data/customers/2026.parquet"]
+
+
+def test_a_prefix_that_was_made_as_a_folder_is_empty(
+    server: S3Server, bucket: Bucket, prefix: str, stores: OpenStore
+) -> None:
+    boto3 = pytest.importorskip("boto3", reason="obstore cannot make such an object")
+    client = boto3.client(
+        "s3", endpoint_url=server.endpoint, region_name="us-east-1",
+        aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
+    )  # fmt: skip
+    client.put_object(Bucket=BUCKET, Key=f"{prefix}/", Body=b"")
+    stores()
+    assert "meta/format" in paths_of(bucket)
+
+
+def test_what_other_programs_put_below_data_stays(
+    server: S3Server, bucket: Bucket, prefix: str, stores: OpenStore
+) -> None:
+    """Also where it came before this program, of a version that did not look, made a depot."""
+    others = ["data/customers/2026.parquet", "data/backups/db/monday.dump"]
+    for path in others:
+        bucket.create(path, path.encode())
+    bucket.create("meta/format", b'{"kvdepot": "object", "version": 2}')
+    bucket.create("meta/writers/00000000000000aa", b"")
+    bucket.create("data/00000000000000aa/000000000001", b"no manifest lists this")
+    inner = open_store(**tree_of(server, f"{prefix}/data/second", grace="500ms"))
+    with closing(inner):
+        keys = keys_for(inner, 1)
+        put(inner, keys)
+        assert inner.flush()
+        first = stores(grace="500ms")
+        put(first, keys_for(first, 2))
+        assert first.flush()
+        # When this is gone, so is all that was found to be garbage with it.
+        until(lambda: "data/00000000000000aa/000000000001" not in paths_of(bucket))
+        for path in others:
+            assert bucket.get(path) == path.encode()
+        assert inner.check(deep=True).ok
+    reopened = open_store(**tree_of(server, f"{prefix}/data/second", grace="500ms"))
+    with closing(reopened):
+        space_of(reopened)
+        assert None not in tiers(reopened, keys)
+    assert None not in tiers(first, keys_for(first, 2))
+
+
 def test_no_orphan_is_left_after_collection(
     server: S3Server, bucket: Bucket, stores: OpenStore
 ) -> None:
@@ -305,6 +366,7 @@ def test_no_orphan_is_left_after_collection(
     put(first, keys_for(first, 1))
     first.flush()
     first.close()
+    bucket.create("meta/writers/00000000000000aa", b"")
     bucket.create("data/00000000000000aa/000000000001", b"no manifest lists this")
     second = stores(grace="500ms")
     until(lambda: "data/00000000000000aa/000000000001" not in paths_of(bucket))

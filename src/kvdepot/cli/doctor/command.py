@@ -9,7 +9,7 @@ import importlib
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -103,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
     own = [path for tier in settings.file_tiers for path in tier.path] if settings else []
     home = Path(args.env.get("HOME") or Path.cwd())
     paths = args.paths or own or list(dict.fromkeys([Path.cwd(), home]))
-    emulated = set(drives.emulated_paths(settings)) if settings else set()
     facts = machine.read_machine(nvidia_smi=shutil.which("nvidia-smi"))
     checks = [
         *software_checks(read_native()),
@@ -111,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         *limit_checks(read_limits()),
         *shared_memory_checks(Path("/dev/shm")),
         *paths_checks(paths, measure=None if args.quick else speed_check),
-        *drive_checks(paths, emulated),
+        *drive_checks(paths),
         *privacy_checks(args.env, paths, own),
     ]
     healthy = all(check.status is not Status.BAD for check in checks)
@@ -163,7 +162,7 @@ def software_checks(fast_path: Native) -> Iterator[Check]:
     enough = tuple(int(part) for part in numpy.__version__.split(".")[:2]) >= NUMPY_MIN
     status = Status.OK if enough else Status.BAD
     yield Check("numpy", status, numpy.__version__, "" if enough else "pip install 'numpy>=1.26'")
-    missing = f"the C extension is missing, the slow Python twin is in use ({fast_path.reason})"
+    missing = f"the C extension is missing, slow Python code is in use ({fast_path.reason})"
     yield judged(
         "native",
         fast_path.loaded,
@@ -315,14 +314,12 @@ def privacy_checks(
         yield Check(seen.subject, bad if seen.advice else Status.OK, seen.found, seen.advice)
 
 
-def drive_checks(paths: Sequence[Path], emulated: Collection[Path]) -> Iterator[Check]:
+def drive_checks(paths: Sequence[Path]) -> Iterator[Check]:
     """What stores at these paths have kept of their drives' speed."""
     for path in paths:
         known = drives.kept_profile(path)
         if known is not None:
             yield Check(f"{path} store", Status.INFO, drives.profile_text(known))
-        elif path in emulated:
-            yield Check(f"{path} store", Status.INFO, "emulated, not measured")
 
 
 def describe(disk: machine.Disk) -> str:

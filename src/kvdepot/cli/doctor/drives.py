@@ -2,7 +2,6 @@
 
 import datetime
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -11,7 +10,7 @@ from kvdepot.cli import output
 from kvdepot.core.config import Config, FileTierConfig
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import ConfigError, FormatError
-from kvdepot.store.check.offline import opened, read_drive
+from kvdepot.store.check.offline import opened
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.tiers.device.speed import Profile
@@ -46,16 +45,9 @@ def kept_profile(path: Path) -> Profile | None:
     """What the drive at `path` has kept of its speed; None where there is no store, or nothing."""
     try:
         with opened(path) as drive:
-            read_drive(drive)
-            return drive.notes.profile
+            return drive.profile
     except FormatError:
         return None
-
-
-def emulated_paths(config: Config) -> Iterator[Path]:
-    for tier in config.file_tiers:
-        if tier.emulate is not None:
-            yield from tier.path
 
 
 def measure(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, in the colours of the page's style sheet: bars, curves, ranges, a timeline.
+"""Charts as inline SVG, in the colours of the page's style sheet: bars, curves, ranges.
 
 A `style` is a class of the style sheet, a `tip` the text that appears under the pointer. Charts are
 drawn for a given width, and have their numbers as a table too.
@@ -29,7 +29,6 @@ LABEL_APART: Final = 118.0
 """Names of points closer to each other than this, from left to right, are left out."""
 NAMES_WIDTH: Final = 250.0
 RANGE_HEIGHT: Final = 40.0
-LANE_HEIGHT: Final = 54.0
 TICK_APART: Final = 46.0
 _LYING: Final = 13.0
 """Height of a bar that lies."""
@@ -373,84 +372,6 @@ class Ranges:
             on_left = value == lowest and x <= middle
             side = (x - 5, "end") if on_left else (x + 5, "start")
             parts.append(_text(side[0], baseline, words, "note", side[1]))
-        return parts
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something that lasted, in seconds since its lane began."""
-
-    start_s: float
-    stop_s: float
-    style: str
-    tip: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineLane:
-    """One row of a timeline. `cuts` are moments that get a line and a cross."""
-
-    name: str
-    spans: Sequence[Span]
-    cuts: Sequence[float] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """What happened when, lanes below each other on one time axis."""
-
-    title: str
-    lanes: Sequence[TimelineLane]
-    kinds: Sequence[Series]
-    """For the legend."""
-
-    def legend(self) -> Sequence[LegendEntry]:
-        return self.kinds
-
-    def table(self) -> Table:
-        rows = [
-            (lane.name, span.start_s, span.stop_s, span.tip)
-            for lane in self.lanes
-            for span in lane.spans
-        ]
-        rows += [(lane.name, cut, cut, "killed") for lane in self.lanes for cut in lane.cuts]
-        rows.sort(key=lambda row: (row[0], row[1]))
-        return Table(("", "from, seconds", "to, seconds", ""), rows)
-
-    def draw(self, width: float = WIDTH) -> str:
-        last = max((span.stop_s for lane in self.lanes for span in lane.spans), default=1.0)
-        narrow = width < _NARROW
-        marks = ticks(last, 4 if narrow else 8)
-        left = float(RIGHT) if narrow else 110.0
-        scale = (width - left - RIGHT) / marks[-1]
-        room = LANE_HEIGHT + _NAME_HEIGHT * narrow
-        floor = TOP + 12 + room * len(self.lanes)
-        parts: list[str] = []
-        for mark in marks:
-            x = left + mark * scale
-            parts.append(_line(x, TOP, x, floor, "grid"))
-            parts.append(_text(x, floor + 18, label(mark), "tick"))
-        parts.append(_text((left + width) / 2, floor + 38, "seconds", "axis"))
-        for number, lane in enumerate(self.lanes):
-            top = TOP + 12 + room * number
-            if narrow:
-                parts.append(_text(left, top + 8, lane.name, "axis", "start"))
-            else:
-                middle = top + (LANE_HEIGHT - 20) / 2 + 5
-                parts.append(_text(left - 10, middle, lane.name, "axis", "end"))
-            parts += self._lane(lane, top + _NAME_HEIGHT * narrow, left, scale)
-        return _drawing(width, floor + 48, self.title, parts)
-
-    def _lane(self, lane: TimelineLane, top: float, left: float, scale: float) -> list[str]:
-        height = LANE_HEIGHT - 20
-        parts: list[str] = []
-        for span in lane.spans:
-            size = (max(1.0, (span.stop_s - span.start_s) * scale - 0.5), height)
-            parts.append(_box(left + span.start_s * scale, top, size, span.style, span.tip))
-        for cut in lane.cuts:
-            x = left + cut * scale
-            parts.append(_line(x, top - 6, x, top + height + 6, "cut"))
-            parts.append(_text(x, top - 7, "✕", "cross"))
         return parts
 
 

@@ -163,8 +163,6 @@ class ResidencyWatch:
             ready = (residency & lower.copies.bit) != 0
             places = lower.copies.location.array
             usable |= ready & _on_drives_up(lower, places)
-            if lower.second_copies is not None:
-                usable |= ready & _on_drives_up(lower, lower.second_copies.location.array)
         return usable
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvdepot.codec.record import PAGE, Kind, parse_head, payload_intact, record_bytes
 from kvdepot.codec.segment import Entries, Superblock, parse_slots
-from kvdepot.core.clock import SystemClock
+from kvdepot.core.clock import StampClock, SystemClock, WallClock
 from kvdepot.core.depot import CheckReport, Finding
 from kvdepot.core.tier import Contents
 from kvdepot.errors import FormatError
@@ -27,7 +27,6 @@ from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.medium import MountSettings
 from kvdepot.tiers.log.mount import mount
-from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
 
 Progress = Callable[[int, int], None]
@@ -95,7 +94,7 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
         settings = MountSettings(
             _UNLIMITED, _segment_bytes(path), writable=writable, any_owner=not writable
         )
-        drive = mount(path, files, settings, Numbers(), SystemClock())
+        drive = mount(path, files, settings, StampClock(WallClock()), SystemClock())
         try:
             yield drive
         except PermissionError as error:
@@ -109,13 +108,13 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
 def read_drive(drive: Drive) -> tuple[Contents, list[Recovered]]:
     """What a drive holds. Raises FileNotFoundError where a writer takes files away meanwhile."""
     recovered = drive.recover()
-    return read_contents([drive], [recovered]), recovered
+    return read_contents([drive], [recovered], drive.metadata.known.tombstones), recovered
 
 
 def reader_of(drive: Drive, slot: int) -> SegmentReader:
     fd, base = drive.medium.extent(slot)
     segment_bytes = drive.settings.segment_bytes
-    floor = drive.removal_file.floor
+    floor = drive.metadata.known.floor
     return SegmentReader(drive.files, fd, base, segment_bytes, slot, drive.store, floor)
 
 
@@ -251,8 +250,8 @@ def _verdict(image: memoryview, segment_id: int, entries: Entries, index: int) -
     head = parse_head(image)
     if head is None:
         return "head is damaged"
-    found = (head.key, head.kind, head.segment_id, head.payload_bytes, head.sequence)
-    listed = (_key(entries, index), entry["kind"], segment_id, nbytes, entry["sequence"])
+    found = (head.key, head.kind, head.segment_id, head.payload_bytes, head.stamp)
+    listed = (_key(entries, index), entry["kind"], segment_id, nbytes, entry["stamp"])
     if found != listed:
         return "is not the record that the footer lists"
     return "" if payload_intact(image, head) else "does not match its checksum"

@@ -10,9 +10,9 @@ from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, reco
 from kvdepot.core.block import BlockKey, CopyState
 from kvdepot.core.depot import CheckReport
 from kvdepot.core.tier import drive_of, segment_of
-from kvdepot.index.table import NONE, Rows
+from kvdepot.index.table import NONE
 from kvdepot.native import VERIFY, address_of
-from kvdepot.store.state.lower_tier import LowerTier, SecondCopies
+from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier
 from kvdepot.tiers.memory.arena import UNOWNED
@@ -76,8 +76,6 @@ def _check_lower(lower: LowerTier, report: CheckReport) -> None:
     if not (catalog.residency.array[rows] & lower.copies.bit).all():
         report.add(lower.name, "a ready block is not counted as resident")
     places = lower.copies.location.array[rows]
-    if lower.second_copies is not None:
-        places, rows = _with_second_copies(lower, lower.second_copies, report)
     sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // 4096) * 4096
     used = set()
     for drive in range(lower.tier.drive_count()):
@@ -97,22 +95,6 @@ def _check_lower(lower: LowerTier, report: CheckReport) -> None:
         if place not in used:
             where = f"slot {place & 0xFFFFFF}"
             report.add(lower.name, f"a block is said to be in {where}, which is not in use")
-
-
-def _with_second_copies(
-    lower: LowerTier, copies: SecondCopies, report: CheckReport
-) -> tuple[Rows, Rows]:
-    """Places and rows of all copies in a tier that mirrors."""
-    first, second = lower.copies.location.array, copies.location.array
-    ready = lower.copies.state.array == _READY
-    twice = second != NONE
-    if (twice & ~ready).any() or (twice & (first >> 56 == second >> 56)).any():
-        report.add(lower.name, "a second copy is without a first one on another drive")
-    if int(twice.sum()) != copies.count:
-        where = f"{int(twice.sum())} blocks are mirrored, the store counts {copies.count}"
-        report.add(lower.name, where)
-    rows = np.concatenate([np.flatnonzero(ready), np.flatnonzero(twice)])
-    return np.concatenate([first[ready], second[twice]]), rows
 
 
 def _check_tree(state: StoreState, report: CheckReport) -> None:
@@ -153,8 +135,8 @@ def _check_bytes(state: StoreState, row: int, report: CheckReport) -> None:
             report.add(memory.name, what)
     for lower in state.lower_tiers:
         with state.lock:
-            places = lower.places(row)
-        for location in places:
+            location = lower.place(row)
+        if location != NONE:
             _check_copy(state, lower, row, location, report)
 
 
@@ -172,7 +154,7 @@ def _check_copy(
     intact = _read(state, lower, key, location, state.staging.image(slot, nbytes))
     with state.lock:
         state.staging.free(slot)
-        moved = location not in lower.places(row)
+        moved = location != lower.place(row)
     if not intact and not moved:
         label = lower.tier.drive(drive_of(location)).label
         report.add(

@@ -1,4 +1,5 @@
-"""Repairing a store that lies on disk: afterwards it audits clean, and no intact block is lost.
+"""Repairing a store that lies on disk: afterwards it audits clean, and no intact block is lost, but
+if both copies of the metadata are damaged: then all blocks go.
 
 Every step leaves a segment that is either as damaged as before or right, in this order: bytes that
 nothing points to yet, a sync, what points to them. So an interrupted repair can be run again.
@@ -57,6 +58,7 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
             report.done.append(Finding("superblock", "written anew"))
         segment_bytes = drive.settings.segment_bytes
         slots = drive.medium.open_slots(segment_bytes)
+        slots = _repair_metadata(drive, slots, report)
         for slot in slots:  # opening them has also written down which ones there are
             if sizes.get(slot, segment_bytes) != segment_bytes:
                 report.did(slot, f"file given its size of {format_bytes(segment_bytes)} again")
@@ -69,6 +71,24 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
             except OSError as error:
                 report.failed.append(Finding(f"slot {segment.slot}", f"{error.strerror}"))
     return report
+
+
+def _repair_metadata(drive: Drive, slots: list[int], report: RepairReport) -> list[int]:
+    """Write the metadata log anew. If entries are lost in both copies, removed blocks cannot be
+    told from others, and all blocks go. Returns the slots that are left to be repaired.
+    """
+    whole = drive.metadata.is_whole
+    if drive.metadata.damage or not whole:
+        try:
+            for slot in slots if not whole else ():
+                _wipe(reader_of(drive, slot))
+                report.did(slot, "cleared: which of its blocks were removed is lost")
+            drive.metadata.repair()
+        except OSError as error:
+            report.failed.append(Finding("metadata", f"{error.strerror}"))
+            return slots
+        report.done.append(Finding("metadata", "both copies written anew"))
+    return slots if whole else []
 
 
 def _file_sizes(path: Path) -> dict[int, int]:

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +14,6 @@ from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.move.demote import DemoteAhead, Demoter
 from kvdepot.store.move.drain import drain
 from kvdepot.store.move.memory_levels import MemoryLevels
-from kvdepot.store.move.mirror import Mirrorer
 from kvdepot.store.move.reclaim import DriveRoom
 from kvdepot.store.move.renew import renew
 from kvdepot.store.state.lower_tier import LowerTier
@@ -38,7 +36,6 @@ class DriveMaintenance:
         self.mover = RecordMover(
             state,
             lambda lower, drive, nbytes: self.rooms[lower].make(drive, nbytes),
-            lambda lower, *asked: self.rooms[lower].make_in_time(*asked),
         )
         self._change = threading.Lock()
         """Held while drives come or go."""
@@ -56,8 +53,6 @@ class DriveMaintenance:
             room = self.rooms[lower] = DriveRoom(state, lower, self.mover, demoter)
             write_back = self.write_backs[lower] = WriteBack(state, lower, self.mover, room)
             threads += write_back.threads
-            if lower.second_copies is not None:
-                threads.append(Mirrorer(state, lower, self.mover).thread)
             below = lower
         self._memory_levels = MemoryLevels(state) if len(state.memory_tiers) > 1 else None
         if self._memory_levels is not None:
@@ -72,7 +67,7 @@ class DriveMaintenance:
         """Wait for the threads of a store that closes. False: one is still busy."""
         if self._memory_levels is not None:
             self._memory_levels.wake()
-        threads = [*self._threads, *(one for room in self.rooms.values() for one in room.threads)]
+        threads = list(self._threads)
         deadline_s = self._state.clock.now() + timeout_s
         for thread in threads:
             thread.join(max(0.0, deadline_s - self._state.clock.now()))
@@ -87,7 +82,6 @@ class DriveMaintenance:
             with self._state.lock:
                 threads = self.write_backs[lower].add_threads()
                 self._threads += threads
-                _look_for_room_again(lower)
             for thread in threads:
                 thread.start()
         _log.info("%s: drive %d added: %s", tier, drive, path)
@@ -101,28 +95,25 @@ class DriveMaintenance:
             segments = max(rooms) // lower.tier.drive(drive).segment_bytes
             drives.resize(drive, max(_SEGMENTS_MIN, segments))
 
-    def drain(self, tier: str, path: Path, write_notes: Callable[[], bool]) -> int:
-        """Move a drive's blocks to the others and use it no more. Returns how many were moved.
-
-        `write_notes` has what else the drive knows written to the others. False: it could not be.
-        """
+    def drain(self, tier: str, path: Path) -> int:
+        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
         lower, drives = self._changeable(tier)
         with self._change:
             drive = drives.index_of(path)
             facts = [lower.tier.drive(one) for one in range(lower.tier.drive_count())]
             others = [fact for one, fact in enumerate(facts) if one != drive and not fact.draining]
-            # One that is away has no note yet of what was removed meanwhile: this one has it.
+            # One that is away does not know yet what was removed meanwhile: this one does.
             if facts[drive].draining or not any(fact.up for fact in others):
-                raise ConfigError(f"{tier}.path", f"{path} cannot go: no other drive is there")
+                raise ConfigError(f"{tier}.path", f"cannot drain {path}: no other drive is up")
             moved = drain(self._state, lower, drive, self.mover)
             if self._state.closing.is_set():
                 raise StoreClosedError(f"the store was closed before {path} was empty")
-            if not write_notes():
+            if not drives.retire(drive):
                 drives.end_drain(drive)
                 raise ConfigError(
-                    f"{tier}.path", f"{path} cannot go: the others do not take what it knows"
+                    f"{tier}.path",
+                    f"cannot drain {path}: its metadata could not be copied to the other drives",
                 )
-            drives.retire(drive)
             with self._state.lock:
                 lower.forget_drive(drive)  # its number may become another drive's
                 self._state.work.notify_all()
@@ -153,8 +144,6 @@ class DriveMaintenance:
             for drive, fact in facts:
                 drives.resize(drive, share // fact.segment_bytes)
                 self.rooms[lower].shrink(drive, lower.config.write_timeout)
-            with self._state.lock:
-                _look_for_room_again(lower)
 
     def set_mode(self, tier: str, mode: str) -> None:
         """Change how a tier gets its blocks, from now on."""
@@ -183,9 +172,3 @@ class DriveMaintenance:
                 hint=f"change {tier} in the settings, and start again",
             )
         raise ConfigError(tier, "this store has no such tier of files that it may write to")
-
-
-def _look_for_room_again(lower: LowerTier) -> None:
-    """There may be room for second copies that there was none for."""
-    if lower.second_copies is not None:
-        lower.second_copies.check_all = True

@@ -11,8 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.codec.notes import space_key
-from kvdepot.core.tier import Changes, ChangesDrives, Removal, SharesContents
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.metadata import Tombstone
+from kvdepot.core.tier import Changes, ChangesDrives, SharesContents
 from kvdepot.index.table import NONE
 from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.move.reclaim import DriveRoom
@@ -79,25 +80,23 @@ class DriveWatchdog:
     def take_changes(self, lower: LowerTier, changes: Changes) -> None:
         """Other stores have written to a tier, or removed blocks: these go from all tiers here."""
         state, catalog = self._state, self._state.catalog
-        keys, tags = list(dict.fromkeys(changes.removed)), list(dict.fromkeys(changes.removed_tags))
+        removed = list(dict.fromkeys(changes.removed))
         others = [one for one in state.lower_tiers if one is not lower and one.tier.writable]
-        notes: list[tuple[LowerTier, list[Removal]]] = []
         with state.lock:
             lower.forget_gone(changes.gone_words, changes.gone_locations)
+            keys = [BlockKey(one.name) for one in removed if len(one.name) == KEY_BYTES]
             rows = [row for row in catalog.rows(keys) if row != NONE] if keys else []
-            for tag in tags:
+            for tag in [one.name for one in removed if len(one.name) == TAG_BYTES]:
                 word = np.frombuffer(tag, np.uint64)[0]
                 known = np.flatnonzero(catalog.table.tags() == word).tolist()
                 rows += [row for row in known if catalog.is_live(row)]
             state.doom(rows)
             state.counters.removed += len(rows)
-            for other in others if keys or tags else ():
-                removal = other.tier.removal
-                spaces = [removal(space_key(tag), whole_namespace=True) for tag in tags]
-                notes.append((other, [*map(removal, keys), *spaces]))
+            recorded = state.stamps.next()
             lower.take_in(changes.come)
-        for other, removals in notes:
-            self._mover.record_removals(other, removals)
+        tombstones = [Tombstone(one.name, one.below, recorded) for one in removed]
+        for other in others if tombstones else ():
+            self._mover.record_tombstones(other, tombstones)
 
     def _is_quiet(self) -> bool:
         """Whether no call reads, and nothing waits to be written."""

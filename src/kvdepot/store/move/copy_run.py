@@ -1,21 +1,22 @@
 """The one way in which blocks are copied to a drive of a lower tier.
 
 Claim, read, append, enter, record removals that came meanwhile, release. Write-back, demotion,
-mirroring, draining and reclaiming only choose what goes where (`CopyJob`).
+draining and reclaiming only choose what goes where (`CopyJob`).
 
-A removed block that is still leased can be moved. Its record keeps its old sequence, so that the
-removal that was recorded covers it until the new one is, which is before the old copy goes.
+A record keeps its stamp. A removed block that is still leased can be moved: the tombstone covers
+its new record too, and is recorded again, because it is dropped with the segments of its time.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.codec.copy_ops import transfers
-from kvdepot.codec.record import parse_own, record_bytes
+from kvdepot.codec.record import parse_own, record_bytes, set_stamp
 from kvdepot.core.log import RateLimitedLog
-from kvdepot.core.tier import Purpose, Removal
+from kvdepot.core.metadata import Tombstone
+from kvdepot.core.tier import MetaWritten, Purpose
 from kvdepot.native import COPY, address_of
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
@@ -27,18 +28,12 @@ _TRIES_MAX: Final = 8
 """Other threads may take the room that one has made."""
 _STAGING_S: Final = 1.0
 """How long to wait for memory to read into."""
-_NOTE_TRIES: Final = 3
-_NOTE_TRIES_MAX: Final = 20
-_NOTE_PAUSE_S: Final = 0.01
-_NOTE_WAIT_S: Final = 1.0
-_NOTE_BYTES: Final = 32 << 10
-"""Room that a note of removals can take."""
+_TOMBSTONE_PAUSE_S: Final = 0.01
+_TOMBSTONE_WAIT_S: Final = 1.0
 _log = RateLimitedLog("kvdepot.store")
 
 MakeRoom = Callable[[LowerTier, int, int], bool]
 """Tier, drive and bytes: do what lets a refused append succeed. False: nothing helps."""
-MakeSoon = Callable[[LowerTier, int, int, float], None]
-"""The same, for so many seconds at most; what is under way then goes on."""
 
 
 class CopyJob(ABC):
@@ -47,6 +42,8 @@ class CopyJob(ABC):
     purpose = Purpose.BLOCK
     in_place = False
     """Append the image in memory itself; else a copy of it in staging."""
+    renews = False
+    """The copies get a new stamp: they count as put again."""
     from_memory = True
     """A copy in memory will do; else the record is read from where it lies, and verified."""
 
@@ -97,12 +94,11 @@ class Piece:
 class RecordMover:
     """Copies blocks to drives. Threads may share it."""
 
-    def __init__(self, state: StoreState, make_room: MakeRoom, make_soon: MakeSoon) -> None:
+    def __init__(self, state: StoreState, make_room: MakeRoom) -> None:
         self._state = state
         self._make_room = make_room
-        self._make_soon = make_soon
-        self.note_wait_s = _NOTE_WAIT_S
-        """For a drive that is left alone for a moment, where no drive has a removal."""
+        self.tombstone_wait_s = _TOMBSTONE_WAIT_S
+        """How long a removal waits for a drive, if none has recorded it."""
 
     def copy_all(
         self,
@@ -111,7 +107,6 @@ class RecordMover:
         drives: Callable[[], Sequence[int]],
         *,
         size: PieceSize,
-        make_room: bool = True,
         rests: Sequence[LowerTier] = (),
     ) -> list[int]:
         """Copy rows piece by piece to the first of the drives that takes each.
@@ -134,7 +129,7 @@ class RecordMover:
                     piece, left = self.claim(job, left, size.nbytes)
             if not piece.rows:
                 return left
-            if not self.copy(job, piece, drives(), self._make_room if make_room else None):
+            if not self.copy(job, piece, drives(), self._make_room):
                 return left
             size.learn(piece.nbytes, state.clock.now() - started_s)
             rest(state, rests, started_s)
@@ -178,49 +173,33 @@ class RecordMover:
         for drive in drives:
             if not left:
                 break
-            left = self._append(job, piece, left, drive, make_room)
+            left = self._append(job, piece, left, drive)
             for _ in range(_TRIES_MAX):
                 if not left or make_room is None:
                     break
                 if not make_room(job.target, drive, max(len(image) for _, image in left)):
                     break
-                left = self._append(job, piece, left, drive, make_room)
+                left = self._append(job, piece, left, drive)
         with self._state.lock:
             self._give_up(job, piece, [row for row, _ in left])
         return len(left) < len(readable) or not readable
 
-    def record_removals(
-        self, target: LowerTier, removals: Sequence[Removal], *, make_room: bool = True
-    ) -> None:
-        """Record removals on every drive of a tier: older copies may lie on any. Takes the lock
-        only to count. Where a drive stalls, it is tried no longer than a write may take.
+    def record_tombstones(self, target: LowerTier, tombstones: Sequence[Tombstone]) -> None:
+        """Record tombstones on every drive of a tier: older copies may lie on any. One drive is
+        enough; if there is none, waits for the first, `tombstone_wait_s` at most.
         """
         state, tier = self._state, target.tier
-        failed = tier.erase(removals) if removals else []
-        used = sum(not tier.drive(drive).retired for drive in range(tier.drive_count()))
-        began_s = state.clock.now()
-        deadline_s = began_s + self.note_wait_s
-        room_s = began_s + max(self.note_wait_s, target.config.write_timeout)
-        for tries in range(_NOTE_TRIES_MAX):
-            if not failed:
-                return
-            for drive in failed if make_room else ():
-                left_s = max(0.0, room_s - state.clock.now())
-                self._make_soon(target, drive, _NOTE_BYTES, left_s)
-            if len(failed) == used:  # one drive is enough: wait for the first
-                retry_s = min(tier.drive(drive).retry_in_s for drive in failed)
-                if retry_s and state.clock.now() + retry_s > deadline_s:
-                    break
-                state.closing.wait(max(retry_s, _NOTE_PAUSE_S))
-            elif tries >= _NOTE_TRIES:
+        entries = [one.entry for one in tombstones]
+        deadline_s = state.clock.now() + self.tombstone_wait_s
+        written = tier.put_meta(entries) if entries else MetaWritten(0, 0)
+        while written.should and not written.have and state.clock.now() < deadline_s:
+            if state.closing.wait(_TOMBSTONE_PAUSE_S):
                 break
-            failed = tier.erase(removals, failed)
-            if state.clock.now() > room_s:
-                break
-        if failed:
-            with self._state.lock:
-                self._state.counters.removal_unrecorded += 1
-            _log.warning("%s: %d removals could not be recorded", target.name, len(removals))
+            written = tier.put_meta(entries)
+        if written.should and not written.have:
+            with state.lock:
+                state.counters.removal_unrecorded += 1
+            _log.warning("%s: %d removals could not be recorded", target.name, len(tombstones))
 
     def _image(self, job: CopyJob, piece: Piece, row: int, nbytes: int) -> memoryview | None:
         """Where the record of a row is, or goes: in memory if it can be appended from there, else
@@ -278,7 +257,6 @@ class RecordMover:
         piece: Piece,
         blocks: list[tuple[int, memoryview]],
         drive: int,
-        make_room: MakeRoom | None,
     ) -> list[tuple[int, memoryview]]:
         """Append to one drive; enter and release what was written. Returns what was not.
 
@@ -287,16 +265,14 @@ class RecordMover:
         """
         state, catalog, target = self._state, self._state.catalog, job.target
         with state.lock:
-            removed = [catalog.is_doomed(row) for row, _ in blocks]
             mounts = target.mounts[drive]
+        if job.renews:
+            stamp = state.stamps.next()
+            for _, image in blocks:
+                set_stamp(image, stamp)
         began_s = state.clock.now()
-        locations = target.tier.append(
-            drive,
-            [image for _, image in blocks],
-            job.purpose,
-            keep_sequence=removed if any(removed) else None,
-        )
-        removals: list[Removal] = []
+        locations = target.tier.append(drive, [image for _, image in blocks], job.purpose)
+        removed: list[Tombstone] = []
         written: list[int] = []
         left: list[tuple[int, memoryview]] = []
         with state.lock:
@@ -312,13 +288,12 @@ class RecordMover:
                 written.append(row)
                 if catalog.is_doomed(row):
                     # Up to this record only: the block may have been put again since.
-                    removal = target.tier.removal(catalog.table.key(row))
-                    written_as = parse_own(block[1])[2]
-                    removals.append(replace(removal, below_sequence=written_as + 1))
-            if not removals:
+                    below = parse_own(block[1])[2] + 1
+                    removed.append(Tombstone(catalog.table.key(row), below, state.stamps.next()))
+            if not removed:
                 self._release(job, piece, written)
-        if removals:
-            self.record_removals(target, removals, make_room=make_room is not None)
+        if removed:
+            self.record_tombstones(target, removed)
             with state.lock:
                 self._release(job, piece, written)
         return left

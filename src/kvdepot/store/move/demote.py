@@ -15,7 +15,7 @@ from kvdepot.codec.record import record_bytes
 from kvdepot.core.tier import SegmentInfo
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
-from kvdepot.policy.placing.extra_copies import DemotionFacts, worth_demoting
+from kvdepot.policy.placing.demotion import DemotionFacts, worth_demoting
 from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
@@ -47,7 +47,7 @@ class Demote(CopyJob):
         )
 
     def source(self, row: int) -> tuple[LowerTier, int] | None:
-        return self._upper, self._upper.best_place(row)
+        return self._upper, self._upper.place(row)
 
     def claim(self, row: int) -> None:
         super().claim(row)

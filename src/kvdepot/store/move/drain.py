@@ -27,13 +27,7 @@ class MoveAway(CopyJob):
         """Blocks under contract that could not be read or written: they stay where they are."""
 
     def is_wanted(self, row: int) -> bool:
-        place = self.target.place_on(row, self._drive)
-        if place == NONE:
-            return False
-        if self.target.second_copies is None or not self.target.is_on_another(row, place):
-            return True
-        self.target.drop_copy(row, place, again=True)  # it is mirrored anew from the other drive
-        return False
+        return self.target.place_on(row, self._drive) != NONE
 
     def source(self, row: int) -> tuple[LowerTier, int] | None:
         return self.target, self.target.place_on(row, self._drive)
@@ -47,9 +41,10 @@ class MoveAway(CopyJob):
         if self.target.is_bound(row):
             self.bound.append(row)
             return
-        self.target.drop_copy(row, self.target.place_on(row, self._drive))
-        self._state.counters.add("evicted", self.target.name)
-        self._state.traffic.drained_away[self.target.name] += 1
+        if self.is_wanted(row):
+            self.target.drop(row)
+            self._state.counters.add("evicted", self.target.name)
+            self._state.traffic.drained_away[self.target.name] += 1
 
 
 def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -> int:

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
-from kvdepot.core.tier import ChangesDrives, KeepsNotes, Purpose, SegmentInfo
+from kvdepot.core.tier import ChangesDrives, Purpose, SegmentInfo
 from kvdepot.errors import KVDepotError
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, rule_named
@@ -52,8 +52,6 @@ class DriveRoom:
         self.reclaimer = Reclaimer(state, lower, mover, demoter)
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         """Held by the thread that reclaims or mounts a drive."""
-        self._makers: dict[int, threading.Thread] = {}
-        """The last thread that made room for removals, by drive."""
         self._shrinking: dict[int, float] = {}
         """Drives that have more segments than they may, and when to go on although there are
         leases."""
@@ -69,30 +67,6 @@ class DriveRoom:
             if not facts.up or facts.full:
                 return False
             return self._lower.tier.has_room(drive, nbytes) or self.reclaimer.reclaim(drive)
-
-    def make_in_time(self, drive: int, nbytes: int, timeout_s: float) -> None:
-        """`make`, in a thread of its own: a reclaim on a drive that stalls ends when the drive lets
-        go, and a caller must not wait for that.
-        """
-        name = f"kvdepot-{self._lower.name}-room-{drive}"
-        with self._state.lock:
-            known = self._makers.get(drive)
-            if known is not None and known.is_alive():
-                thread = known
-            elif self._state.closing.is_set():
-                return
-            else:
-                thread = threading.Thread(
-                    target=self.make, args=(drive, nbytes), name=name, daemon=True
-                )
-                self._makers[drive] = thread
-                thread.start()
-        thread.join(timeout_s)
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        """Those that make room for removals now."""
-        return [thread for thread in list(self._makers.values()) if thread.is_alive()]
 
     def wait_for(self, drive: int, nbytes: int) -> bool:
         """`make`, once leases and writes let go of room that they hold. False: nothing helps."""
@@ -270,12 +244,9 @@ class Reclaimer:
         return any(leased(live(drive, segment.slot)).any() for segment in candidates)
 
     def _empty(self, drive: int, segment: SegmentInfo, rows: Rows, stays: Bools) -> bool:
-        """Take every block out of a segment. False: notes or blocks in use found no room, the
+        """Take every block out of a segment. False: blocks in use found no room, the
         drive fails, or the store closes before all that should be demoted is.
         """
-        self._state.descriptions.drop_unneeded(self._lower, drive, segment.slot)
-        if isinstance(self._tier, KeepsNotes) and not self._tier.carry_notes(drive, segment.slot):
-            return False
         if self._demoter is not None:
             self._demoter.demote(rows[~stays].tolist(), urgent=True)
             if self._state.closing.is_set():
@@ -357,8 +328,6 @@ class Reclaimer:
         stamps = catalog.tree.stamp.array[rows]
         below, steps = np.zeros(len(rows), dtype=np.int64), 0
         for index in np.flatnonzero(self._leads_out(drive, slot, rows)).tolist():
-            if self._is_on_another(drive, slot, int(rows[index])):
-                continue
             waiting = list(catalog.tree.children(int(rows[index])))
             while waiting and steps < _DESCENDANTS_MAX:
                 child = waiting.pop()
@@ -402,8 +371,7 @@ class Reclaimer:
             kept = [
                 row
                 for row, stay in zip(rows, stays, strict=True)
-                if lower.place_in(row, drive, slot) != NONE
-                and (stay or (self._is_held(row) and not self._is_on_another(drive, slot, row)))
+                if lower.place_in(row, drive, slot) != NONE and (stay or self._is_held(row))
             ]
             catalog.lease(kept)
             self._drop(drive, slot, rows, set(kept))
@@ -418,12 +386,8 @@ class Reclaimer:
         writes = facts.up and not facts.full  # else it is the disk that has no room for them
         with state.lock:
             for row in kept:
-                place = lower.place_in(row, drive, slot)
-                if place == NONE:
-                    continue
-                if lower.is_on_another(row, place):
-                    lower.drop_copy(row, place)
-                elif catalog.leases(row) == 1 and writes and not lower.is_bound(row):
+                stuck = lower.place_in(row, drive, slot) != NONE
+                if stuck and catalog.leases(row) == 1 and writes and not lower.is_bound(row):
                     self._evict(row)
             state.unlease(kept)
 
@@ -434,11 +398,7 @@ class Reclaimer:
         """
         catalog, lower = self._state.catalog, self._lower
         for row in rows:
-            place = lower.place_in(row, drive, slot)
-            if place == NONE or row in kept or row in lower.moving:
-                continue
-            if len(lower.places(row)) > 1:
-                lower.drop_copy(row, place)
+            if lower.place_in(row, drive, slot) == NONE or row in kept or row in lower.moving:
                 continue
             if self._is_held(row):
                 continue
@@ -457,8 +417,3 @@ class Reclaimer:
         self._lower.drop(row)
         self._state.counters.add("evicted", self._lower.name)
         self._state.catalog.forget_if_gone(row)
-
-    def _is_on_another(self, drive: int, slot: int, row: int) -> bool:
-        """Whether another drive that is up has a block of the segment too."""
-        place = self._lower.place_in(row, drive, slot) if self._lower.second_copies else NONE
-        return place != NONE and self._lower.is_on_another(row, place)

@@ -6,6 +6,7 @@ and relied on.
 """
 
 from kvdepot.core.tier import Purpose
+from kvdepot.index.table import NONE
 from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
@@ -15,6 +16,7 @@ from kvdepot.store.state.yielding import PieceSize
 class Renew(CopyJob):
     purpose = Purpose.MOVE
     from_memory = False
+    renews = True
 
     def __init__(self, state: StoreState, lower: LowerTier, rows: list[int]) -> None:
         super().__init__(lower)
@@ -23,7 +25,8 @@ class Renew(CopyJob):
         """Where those are that have yet to be written again."""
 
     def is_wanted(self, row: int) -> bool:
-        return self.places.get(row) in self.target.places(row)
+        place = self.target.place(row)
+        return place != NONE and place == self.places.get(row)
 
     def source(self, row: int) -> tuple[LowerTier, int] | None:
         return self.target, self.places[row]

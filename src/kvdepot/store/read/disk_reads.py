@@ -22,7 +22,6 @@ from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive_of
 from kvdepot.index.table import NONE
 from kvdepot.native import address_of
-from kvdepot.policy.placing.extra_copies import PlaceFacts, nearer
 from kvdepot.store.read.late_reads import LateRead, OverdueReads
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
@@ -81,10 +80,6 @@ class ReadCall:
     """No caller waits for it."""
     beside: bool = False
     """The sink gets blocks in memory while they are verified."""
-    tried: dict[int, set[int]] = field(default_factory=dict)
-    """Locations where a block could not be read, by index."""
-    rescued: set[int] = field(default_factory=set)
-    """Blocks read from one of two drives since the other one fails."""
     waits_for_others: bool = True
     """What another call is reading into memory is left to it, for a while."""
     left_to_others: set[int] = field(default_factory=set)
@@ -117,8 +112,6 @@ class Wave:
     """Blocks that are read from one drive in one go."""
 
     blocks: list[WaveBlock]
-    hedged: bool = False
-    """Another drive has these blocks too: this one is given half the time there is."""
     reading: Reading | None = None
     began_s: float = 0.0
 
@@ -131,7 +124,6 @@ class DriveWaves:
     drive: int
     waiting: deque[int] = field(default_factory=deque)
     flying: list[Wave] = field(default_factory=list)
-    queued_bytes: int = 0
 
 
 Drives = dict[tuple[LowerTier, int], DriveWaves]
@@ -170,25 +162,20 @@ class DiskReads:
                     self._finish(lost, reads, reads.flying[0])
 
     def _assign(self, call: ReadCall, drives: Drives, indices: list[int]) -> None:
-        """Choose the drive that each block is read from."""
+        """Queue each block on the drive that it is read from."""
         state = self._state
         assert state.held()
-        drive = NONE
         only = state.lower_tiers[0] if len(state.lower_tiers) == 1 else None
         for index in indices:
             read = call.reads[index]
             lower = only or state.source(read.row)
             if lower is None or not lower.copies.ready(read.row):
                 continue
-            if lower.second_copies is None:
-                drive = drive_of(lower.copies.location.view[read.row])
-            else:
-                drive = _choose_drive(call, index, lower, drives, drive)
+            drive = drive_of(lower.copies.location.view[read.row])
             reads = drives.get((lower, drive))
             if reads is None:
                 reads = drives[lower, drive] = DriveWaves(lower, drive)
             reads.waiting.append(index)
-            reads.queued_bytes += read.payload_bytes
 
     def _read_waves(self, call: ReadCall, drives: Drives, done: Done) -> None:
         moves: Counter[int] = Counter()
@@ -275,7 +262,7 @@ class DiskReads:
         lower, clock = reads.lower, self._state.clock
         loads = [block.load for block in wave.blocks]
         wave.began_s = clock.now()
-        left_s = max(0.0, call.deadline - wave.began_s) * (0.5 if wave.hedged else 1.0)
+        left_s = max(0.0, call.deadline - wave.began_s)
         if not call.is_prefetch:
             lower.foreground.begin()
 
@@ -335,7 +322,7 @@ class DiskReads:
         state = self._state
         assert state.held()
         wave = Wave([])
-        chosen = self._choose(call, reads, wave)
+        chosen = self._choose(call, reads)
         promoted = [call.reads[index].row for index, _, promote in chosen if promote]
         slots = self._reserve(promoted)
         back: list[int] = []
@@ -357,7 +344,7 @@ class DiskReads:
         reads.waiting.extendleft(reversed(back))
         return wave
 
-    def _choose(self, call: ReadCall, reads: DriveWaves, wave: Wave) -> list[tuple[int, int, bool]]:
+    def _choose(self, call: ReadCall, reads: DriveWaves) -> list[tuple[int, int, bool]]:
         """Take blocks off the queue that go in one wave: index, location, whether to promote."""
         state, lower, waiting = self._state, reads.lower, reads.waiting
         states, locations = state.catalog.memory.state.view, lower.copies.location.view
@@ -373,10 +360,7 @@ class DiskReads:
             read = call.reads[index]
             row, size = read.row, read.payload_bytes
             nbytes = record_bytes(size)
-            location, hedged = locations[row], False
-            if lower.second_copies is not None:
-                location, hedged = _place_for(call, index, lower, reads.drive)
-            if chosen and (total + nbytes > limit or hedged != wave.hedged):
+            if chosen and total + nbytes > limit:
                 break
             waiting.popleft()
             filled = states[row] or (_FILLING if row in rows else 0)
@@ -386,8 +370,7 @@ class DiskReads:
             promote = promotes and not filled and read.stop - read.start == size
             if promote:
                 rows.add(row)
-            wave.hedged = hedged
-            chosen.append((index, location, promote))
+            chosen.append((index, locations[row], promote))
             total += nbytes
         return chosen
 
@@ -433,7 +416,6 @@ class DiskReads:
                 self._keep(call, reads.lower, wave, outcomes)
                 for block, outcome in zip(wave.blocks, outcomes, strict=True):
                     read = call.reads[block.index]
-                    reads.queued_bytes -= read.payload_bytes
                     if outcome is Outcome.OK:
                         continue
                     if outcome is Outcome.LATE:
@@ -442,7 +424,7 @@ class DiskReads:
                             self._give_back(block, read.row)
                         else:
                             late.append(self._set_aside(block, read))
-                    if self._failed(call, reads.lower, block, outcome, hedged=wave.hedged):
+                    if self._failed(reads.lower, block, read.row, outcome):
                         again.append(block.index)
                     call.results[block.index] = _REASONS[outcome]
                 state.arrived.notify_all()
@@ -472,17 +454,13 @@ class DiskReads:
                 for row in rows:
                     state.promote(row, lower, call.reads[-1].key[-1])
 
-    def _failed(
-        self, call: ReadCall, lower: LowerTier, block: WaveBlock, outcome: Outcome, *, hedged: bool
-    ) -> bool:
+    def _failed(self, lower: LowerTier, block: WaveBlock, row: int, outcome: Outcome) -> bool:
         """Settle a block that could not be read. True: read it again, from elsewhere."""
-        call.tried.setdefault(block.index, set()).add(block.load.location)
         if outcome is Outcome.LATE:
-            return hedged
-        state, row = self._state, call.reads[block.index].row
+            return False
+        state, location = self._state, block.load.location
         self._give_back(block, row)
-        location, places = block.load.location, lower.places(row)
-        if location in places:
+        if lower.place(row) == location != NONE:
             corrupt = outcome is Outcome.CORRUPT
             state.counters.quarantined += corrupt
             state.counters.read_failed += not corrupt
@@ -491,13 +469,9 @@ class DiskReads:
                     "%s: drive %d: a corrupt block is dropped", lower.name, drive_of(location)
                 )
             if corrupt or lower.is_up(location):
-                lower.drop_copy(row, location, again=True)
-            if len(places) > 1:
-                call.rescued.add(block.index)
+                lower.drop(row)
         other = state.source(row)
-        if other is lower:
-            return not call.tried[block.index].issuperset(lower.places(row))
-        return other is not None
+        return other is not None and (other is not lower or lower.place(row) != location)
 
     def _give_back(self, block: WaveBlock, row: int) -> None:
         """Free a slot that nothing was read into."""
@@ -513,45 +487,6 @@ class DiskReads:
             state.catalog.memory.drop(read.row)
             state.arena.set_owner(block.slot, TEMPORARY)
         return LateRead(block.slot, read.key, len(block.load.image), block.promote)
-
-
-def _choose_drive(call: ReadCall, index: int, lower: LowerTier, drives: Drives, last: int) -> int:
-    """The drive to read a block from that may lie on two.
-
-    `drives`: what the call reads already; `last`: the drive of the block before. Drives where it
-    could not be read are left out.
-    """
-    places = lower.places(call.reads[index].row)
-    if len(places) == 1:
-        return drive_of(places[0])
-    tried = call.tried.get(index, ())
-    left = [place for place in places if place not in tried] or places
-    if len(left) < len(places) or not all(map(lower.is_up, places)):
-        call.rescued.add(index)
-    nbytes = call.reads[index].payload_bytes
-    facts = []
-    for place in left:
-        drive = drive_of(place)
-        fact = lower.tier.drive(drive)
-        mine = drives.get((lower, drive))
-        queued = (mine.queued_bytes if mine else 0) + fact.reads_running * lower.wave_bytes
-        facts.append(
-            PlaceFacts(
-                works=fact.up,
-                queued_bytes=nbytes + queued,
-                slowdown=fact.slowdown,
-                running_on=drive == last,
-            )
-        )
-    return drive_of(left[nearer(facts, lower.run_bytes)])
-
-
-def _place_for(call: ReadCall, index: int, lower: LowerTier, drive: int) -> tuple[int, bool]:
-    """Where a block is read from a drive, or else; and whether another place is left for it."""
-    places = lower.places(call.reads[index].row)
-    tried = call.tried.get(index, ())
-    chosen = next((place for place in places if drive_of(place) == drive), [*places, NONE][0])
-    return chosen, any(place != chosen and place not in tried for place in places)
 
 
 def load_of(read: BlockRead, image: memoryview, location: int) -> Load:

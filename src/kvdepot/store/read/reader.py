@@ -276,32 +276,19 @@ class Reader:
 
     def _count(self, call: ReadCall) -> None:
         counters, traffic = self._state.counters, self._state.traffic
-        tokens_in = traffic.tokens.get
-        found: dict[str | None, tuple[int, int, float]] = {}
+        groups: dict[tuple[str | None, bytes], list[BlockRead]] = {}
         for read, got in zip(call.reads, call.results, strict=True):
-            count, nbytes, tokens = found.get(got.tier, (0, 0, 0.0))
-            tokens += tokens_in(read.key[:TAG_BYTES], 0.0)
-            found[got.tier] = (count + 1, nbytes + read.stop - read.start, tokens)
-        for tier, (count, nbytes, tokens) in found.items():
-            counters.add("get", tier or "miss", count)
+            groups.setdefault((got.tier, read.key[:TAG_BYTES]), []).append(read)
+        for (tier, tag), reads in groups.items():
+            counters.add("get", tier or "miss", len(reads))
             if tier is not None:
+                nbytes = sum(read.stop - read.start for read in reads)
                 counters.get_bytes += nbytes
-                traffic.served(tier, nbytes, tokens)
-        counters.get_mirror += sum(call.results[index].tier is not None for index in call.rescued)
-        given = sum(nbytes for tier, (_, nbytes, _) in found.items() if tier is not None)
-        if given:
-            self._count_saved(call, given)
+                traffic.served_bytes[tier] += nbytes
+                self._count_tokens(tier, tag, reads, nbytes)
 
-    def _count_saved(self, call: ReadCall, nbytes: int) -> None:
-        """Tell the ledger of what was served: mostly blocks of one prompt, with misses behind."""
-        pairs = list(zip(call.reads, call.results, strict=True))
-        first = next(read for read, got in pairs if got.tier is not None)
-        last = next(read for read, got in reversed(pairs) if got.tier is not None)
-        served, tag = self._state.ledger.served, first.key[:TAG_BYTES]
-        if tag == last.key[:TAG_BYTES]:
-            served(tag, first.row, last.row, nbytes / first.payload_bytes)
-            return
-        for read, got in pairs:
-            if got.tier is not None:
-                share = (read.stop - read.start) / read.payload_bytes
-                served(read.key[:TAG_BYTES], read.row, read.row, share)
+    def _count_tokens(self, tier: str, tag: bytes, reads: list[BlockRead], nbytes: int) -> None:
+        """Tell the ledger of blocks of one namespace that a tier has served."""
+        catalog, ledger = self._state.catalog, self._state.ledger
+        before, last = catalog.tree.depth(reads[0].row) - 1, catalog.table.digest(reads[-1].row)
+        ledger.served(tag, tier, nbytes / reads[0].payload_bytes, before, last)

@@ -32,7 +32,7 @@ class TokenReader:
                     continue
                 lower = self._state.source(row)
                 if lower is not None:
-                    below.setdefault(lower, []).append((index, lower.best_place(row)))
+                    below.setdefault(lower, []).append((index, lower.place(row)))
         for lower, places in below.items():
             if isinstance(lower.tier, KeepsTokens):
                 asked = [keys[index] for index, _ in places]

@@ -20,8 +20,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvdepot.codec.notes import parse_object
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Put
+from kvdepot.core.json_object import parse_object
 from kvdepot.core.keys import ROOT_LINK
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import FORMAT_VERSION

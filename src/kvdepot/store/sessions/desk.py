@@ -21,7 +21,6 @@ from kvdepot.store.sessions.known import (
     checked_name,
 )
 from kvdepot.store.sessions.shared_prefixes import PREFIX_ORDERS, SharedPrefix, shared_prefixes
-from kvdepot.store.state.ledger import Account, ToldPrefill
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.state.yielding import rest_s
 
@@ -199,22 +198,8 @@ class SessionDesk(DepotSessions):
 
     def ledger(self) -> dict[str, Any]:
         self._state.check_open()
-        self._keeper.keep_accounts(now=True)
-        ledger = self._state.ledger
         with self._state.lock:
-            tenants = {name: ledger.tenants[name] for name in sorted(ledger.tenants)}
-            total = Account()
-            for account in tenants.values():
-                total.add(account)
-                total.byte_s = [a + b for a, b in zip(total.byte_s, account.byte_s, strict=True)]
-        return {
-            "tenants": [
-                {"tenant": name, **account.as_dict(ledger.prices)}
-                for name, account in tenants.items()
-            ],
-            "total": total.as_dict(ledger.prices),
-            "assumed": ledger.assumptions(),
-        }
+            return self._state.ledger.page()
 
     def tell_prefill(self, namespace: str, token_s: float, pair_s: float = 0.0) -> bool:
         self._state.check_open()
@@ -225,7 +210,7 @@ class SessionDesk(DepotSessions):
         except ValueError as error:
             raise ConfigError("namespace", "is not a tag in hexadecimal") from error
         with self._state.lock:
-            return self._state.ledger.told_prefill(tag, ToldPrefill(token_s, pair_s))
+            return self._state.ledger.prefill_reported(tag, token_s, pair_s)
 
     def _tags(self, name: str, namespace: str) -> list[bytes]:
         """Namespaces that have a session of that name, or ConfigError."""
@@ -271,7 +256,6 @@ class SessionDesk(DepotSessions):
             "bytes": held,
             "idle_s": round(max(0.0, now_s - prompt.told_s), 3),
             "contract": kept,
-            "ledger": prompt.account.as_dict(self._state.ledger.prices),
         }
 
     def _leave_memory(self, tag: bytes, prompt: Prompt) -> int:

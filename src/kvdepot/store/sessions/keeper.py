@@ -5,7 +5,6 @@ refused where it could not be kept. All contracts take a part of a tier at most,
 a smaller one, so that there is always room to go on.
 """
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,16 +21,13 @@ from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import KVDepotError
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.store.sessions.known import Contract, Prompt, Sessions, unpacked
-from kvdepot.store.sessions.pages import SessionPages
-from kvdepot.store.state.ledger import SAMPLE_S
+from kvdepot.store.sessions.records import SessionRecords
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 
 _LOOK_S: Final = 1.0
 _WRITE_EVERY: Final = 5
 """Looks between two writes of what has changed."""
-_ACCOUNTS_S: Final = 3600.0
-"""How old the accounts of sessions that were not told of become on the drives."""
 _TOTAL_SHARE: Final = 0.5
 """Of each tier that all contracts may take."""
 _DURABLE_S: Final = 30.0
@@ -52,21 +48,20 @@ class SessionKeeper:
         self,
         state: StoreState,
         sessions: Sessions,
-        pages: SessionPages,
+        records: SessionRecords,
         wall: Clock,
         flush: Flush,
         renew: Renewing,
     ) -> None:
         self._state = state
         self._sessions = sessions
-        self._pages = pages
+        self._records = records
         self._wall = wall
         self._flush = flush
         self._renew = renew
         self._since_s = wall.now()
         self._granting = threading.Lock()
         self._last_number = 0
-        self._accounts_s = state.clock.now()
         self._granted = self._refused = 0
         self._tally = {"contract_blocks": 0, "contract_bytes": 0, "contract_missing_blocks": 0}
         self._thread = threading.Thread(target=self._run, name="kvdepot-sessions", daemon=True)
@@ -76,15 +71,15 @@ class SessionKeeper:
     def start(self) -> None:
         """Know what the drives have, and look after it from now on."""
         with self._state.lock:
-            self._pages.load()
+            self._records.load()
             self._number_on()
-            self._sessions.changed = self._pages.changed
+            self._sessions.changed = self._records.changed
             self._sessions.promises.renew = self._drive_is_back
         self._thread.start()
 
     def _drive_is_back(self) -> None:
         """Know what a drive has that was away, and keep its blocks. With the store's lock."""
-        self._pages.load()
+        self._records.load()
         self._number_on()
         self._sessions.bind_all()
 
@@ -198,42 +193,15 @@ class SessionKeeper:
             **self._tally,
         }
 
-    def keep_accounts(self, *, now: bool = False) -> None:
-        """Count what is held on the tiers, if it is time or `now`, and have it written down."""
-        ledger, now_s = self._state.ledger, self._state.clock.now()
-        if not now and not ledger.is_due(now_s):
-            return
-        ledger.sample(now_s)
-        if now_s - self._accounts_s >= _ACCOUNTS_S:
-            self._accounts_s = now_s
-            self._pages.all_changed()
-        self._pages.tenants_changed()
-
-    def close_accounts(self) -> None:
-        """The store is about to close: have written down what was not. Of a store that was open for
-        less than a minute byte-hours are not, and nothing where it knows no session.
-        """
-        now_s = self._state.clock.now()
-        if now_s - self._accounts_s >= SAMPLE_S:
-            self._accounts_s = now_s - _ACCOUNTS_S
-            self.keep_accounts(now=True)
-        elif self._sessions.describe()["remembered"] and self._state.ledger.since_start.tokens:
-            self._pages.tenants_changed()
-
     def write(self, sync_s: float | None = None) -> bool:
         """Write down what has changed."""
-        if not self._pages.exist or not self._pages.dirty:
+        if not self._records.exist or not self._records.dirty:
             return True
-        return self._pages.write(sync_s)
-
-    def write_all(self) -> bool:
-        """Write everything down: drives come or go. False: it is on no drive that stays."""
-        self._pages.all_changed()
-        return self.write(sync_s=self._write_timeout_s())
+        return self._records.write(sync_s)
 
     def write_in_time(self, timeout_s: float) -> None:
         """`write`, in a thread of its own: a drive that stalls lets go of it later."""
-        if not self._pages.exist or not self._pages.dirty:
+        if not self._records.exist or not self._records.dirty:
             return
         with self._state.lock:
             thread = self._writer
@@ -248,7 +216,6 @@ class SessionKeeper:
         while not self._state.closing.wait(_LOOK_S):
             looks += 1
             self.look()
-            self.keep_accounts()
             if not looks % _WRITE_EVERY:
                 self.tally()
                 self.write()
@@ -260,7 +227,7 @@ class SessionKeeper:
 
     def _check_terms(self, until_s: float, prompts: dict[bytes, Prompt]) -> None:
         durable = [one for one in self._state.lower_tiers if one.is_durable]
-        if not durable or not self._pages.exist:
+        if not durable or not self._records.exist:
             raise RefusedPromiseError(
                 "this store has no durable tier",
                 hint='use ssd or hdd, with fsync other than "never"',
@@ -274,7 +241,7 @@ class SessionKeeper:
                 f"contracts last {days:g} days at most", hint="raise sessions.keep_max"
             )
         for prompt in prompts.values():
-            if len(prompt) * _KEY_BYTES > self._pages.entry_bytes_max:
+            if len(prompt) * _KEY_BYTES > self._records.pin_bytes_max:
                 raise RefusedPromiseError(
                     "the session is too long to be written down as one contract"
                 )
@@ -339,9 +306,7 @@ class SessionKeeper:
                     before[tag] = known
                 self._last_number += 1
                 held = np.zeros(len(prompt), dtype=bool)
-                last_s = max(prompt.ended_s, known.granted_s if known is not None else 0.0)
-                now_s = max(self._wall.now(), math.nextafter(last_s, math.inf))
-                terms = (now_s, until_s, through_turn)
+                terms = (self._wall.now(), until_s, through_turn)
                 granted[tag] = Contract(self._last_number, prompt.packed, *terms, held)
                 sessions.agree(tag, name, granted[tag])
             return granted
@@ -350,7 +315,7 @@ class SessionKeeper:
         self, name: str, granted: dict[bytes, Contract], before: dict[bytes, Contract]
     ) -> None:
         """Make the contracts durable. RefusedPromiseError: that failed, and all is as before."""
-        if self._pages.write(sync_s=self._write_timeout_s()):
+        if self._records.write(sync_s=self._write_timeout_s()):
             return
         with self._state.lock:
             for tag, contract in granted.items():

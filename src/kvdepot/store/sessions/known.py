@@ -1,14 +1,14 @@
 """The prompts of sessions by name, and what becomes of them: alive, pending, closed.
 
-What is known of them is kept on the drives too (pages.py). A name belongs to one namespace, so what
-one tenant calls a session is none of another's. Number and size are bounded: beyond that, the
+What is known of them is kept on the drives too (records.py). A name belongs to one namespace, so
+what one tenant calls a session is none of another's. Number and size are bounded: beyond that, the
 namespace that has most forgets its oldest; those under a contract of retention stay.
 """
 
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.promises import Promises
 from kvdepot.index.table import NONE, Bools, Keys, as_words
-from kvdepot.store.state.ledger import Account, SavingsLedger
 
 NUMBER_MAX: Final = 1 << 16
 BYTES_MAX: Final = 64 << 20
@@ -34,7 +33,7 @@ PACKED_BYTES: Final = 3 * _WORD_BYTES
 """A key without its namespace's tag."""
 _LOOKED_AT: Final = 4096
 _OVERHEAD_BYTES: Final = 600
-"""Of a name, its entry and its account."""
+"""Of a name and its entry."""
 
 
 SessionId = tuple[bytes, str]
@@ -103,12 +102,6 @@ class Prompt:
     told_s: float = 0.0
     """When it was told of last, by the time of day."""
     contract: Contract | None = None
-    ended_s: float = 0.0
-    """When the last contract of it that was ended had been granted."""
-    account: Account = field(default_factory=Account)
-    """What it has saved, and what it holds."""
-    number: int = 0
-    """Of its account, while it is known."""
 
     def __len__(self) -> int:
         return len(self.packed) // PACKED_BYTES
@@ -134,7 +127,6 @@ SESSION_ORDERS: Final[dict[str, Callable[[tuple[bytes, str, Prompt]], float]]] =
     "recent": lambda one: -one[2].told_s,
     "cold": lambda one: one[2].told_s,
     "busy": lambda one: -one[2].turns,
-    "saved": lambda one: -one[2].account.gpu_s,
 }
 """In which sessions are listed."""
 
@@ -147,14 +139,12 @@ class Sessions:
         catalog: Catalog,
         clock: Clock,
         promises: Promises,
-        ledger: SavingsLedger,
         number_max: int = NUMBER_MAX,
         bytes_max: int = BYTES_MAX,
     ) -> None:
         self._catalog = catalog
         self._clock = clock
         self.promises = promises
-        self._ledger = ledger
         self._number_max = number_max
         self._bytes_max = bytes_max
         self._known: dict[bytes, OrderedDict[str, Prompt]] = {}
@@ -192,24 +182,15 @@ class Sessions:
         if contract is not None and contract.through_turn and comes_back:
             self.end_contract(tag, name)
             before, contract = self.find(tag, name), None
-        ended_s = before.ended_s if before is not None else 0.0
-        account = before.account if before is not None else Account()
-        self._ledger.settle(tag, words, account)
         now_s = self._clock.now()
-        self.enter(tag, name, Prompt(packed, state, turns, now_s, contract, ended_s, account))
+        self.enter(tag, name, Prompt(packed, state, turns, now_s, contract))
         while self._number > self._number_max or self._held.total() > self._bytes_max:
             if not self._forget_oldest():
                 break
 
     def enter(self, tag: bytes, name: str, prompt: Prompt) -> None:
         """A session is known from now on as it is here."""
-        before = self._take_out(tag, name)
-        if before is not None and before.account is prompt.account:
-            number = before.number
-        else:
-            number = self._ledger.number_of(prompt.account)
-            self._ledger.forget(before.number if before is not None else 0)
-        prompt = replace(prompt, number=number)
+        self._take_out(tag, name)
         self._known.setdefault(tag, OrderedDict())[name] = prompt
         self._tails[tag, prompt.tail] += 1
         self._held[tag] += prompt.nbytes
@@ -264,9 +245,6 @@ class Sessions:
         """A session is under no contract any more. False: it was under none."""
         contract = self.withdraw(tag, name)
         self.contracts_ended += contract is not None
-        prompt = self.find(tag, name)
-        if contract is not None and prompt is not None:
-            self._known[tag][name] = replace(prompt, ended_s=contract.granted_s)
         return contract is not None
 
     def withdraw(self, tag: bytes, name: str) -> Contract | None:
@@ -295,9 +273,7 @@ class Sessions:
     def forget(self, tag: bytes, name: str) -> None:
         """Know a session no more. Nothing happens if it is not known."""
         self.end_contract(tag, name)
-        prompt = self._take_out(tag, name)
-        if prompt is not None:
-            self._ledger.forget(prompt.number)
+        if self._take_out(tag, name) is not None:
             self.changed((tag, name))
 
     def _take_out(self, tag: bytes, name: str) -> Prompt | None:
@@ -331,17 +307,8 @@ class Sessions:
         else:
             self.remember(tag, name, words, state, start)
         rows = self._resident(words)
-        known = self.find(tag, name)
-        if known is not None:
-            self._ledger.own(rows, known.number)
         self._mark(tag, words, rows, state)
         return len(rows)
-
-    def own_blocks(self, tag: bytes, name: str) -> None:
-        """The blocks of a session that was written down count for it, as far as they are here."""
-        prompt = self.find(tag, name)
-        if prompt is not None:
-            self._ledger.own(self._resident(prompt.words(tag)), prompt.number)
 
     def describe(self) -> dict[str, Any]:
         """For `stats`."""
@@ -357,9 +324,9 @@ class Sessions:
 
     def known(self, order: str, limit: int) -> list[tuple[bytes, str, Prompt]]:
         """The first of an order, with the tags of their namespaces; the lock is not held for more
-        than some thousands. `busy` and `saved` are of those told of last.
+        than some thousands. `busy` is of those told of last.
         """
-        limit = _LOOKED_AT if order in ("busy", "saved") else min(limit, _LOOKED_AT)
+        limit = _LOOKED_AT if order == "busy" else min(limit, _LOOKED_AT)
         found: list[tuple[bytes, str, Prompt]] = []
         for tag, names in self._known.items():
             told = names.items() if order == "cold" else reversed(names.items())

@@ -2,18 +2,16 @@
 
 A description is on a tier while there are blocks of its namespace, or a handle: a program that has
 registered it. Without blocks it may make room for others; it is written again when blocks are.
-All descriptions of a tier take a part of its room at most.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvdepot.codec.notes import parse_object
-from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import TAG_BYTES
-from kvdepot.core.tier import KeepsNotes
+from kvdepot.core.json_object import parse_object
+from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
 from kvdepot.store.state.lower_tier import LowerTier
 
@@ -21,19 +19,28 @@ if TYPE_CHECKING:
     from kvdepot.store.state.state import StoreState
 
 DESCRIPTION_BYTES_MAX: Final = 16 << 10
-_SHARE: Final = 8
-"""All descriptions take one part in so many of a drive at most."""
+_SHARE: Final = 128
+"""All descriptions take one part in so many of a drive, and `_BYTES_MIN` at least."""
+_BYTES_MIN: Final = 16 << 10
+_ENTRY_BYTES: Final = 64
+"""That an entry takes beside its text."""
 
 
 class Descriptions:
-    """Of one store. Its fields are guarded by the store's lock; tiers are written without it."""
+    """Descriptions of one store. Its lock guards the fields, and is not held over I/O."""
 
     def __init__(self, state: "StoreState") -> None:
         self._state = state
         self._handles: dict[bytes, tuple[int, bytes]] = {}
         """Tag to how many have registered it, and its description."""
         self.missing: set[bytes] = set()
-        """Tags with a handle whose description found no room, made some, or went with a removal."""
+        """Tags with a handle whose description is not on every tier."""
+        self._kept: dict[bytes, bytes] = {}
+        """What this node's drives have, by tag."""
+        for lower in state.lower_tiers:
+            if not lower.is_remote:
+                self._kept |= lower.tier.metadata().values(MetaKind.NAMESPACE)
+        self._bytes = sum(map(_size, self._kept.values()))
 
     def register(self, tag: bytes, description: bytes) -> None:
         """A program has a handle from now on, until `unregister`. ConfigError: there is no room."""
@@ -43,16 +50,12 @@ class Descriptions:
                 f"its description takes {len(description)} bytes, {DESCRIPTION_BYTES_MAX} at most",
                 hint="give it shorter names",
             )
-        for lower in self._writable():
-            if not self._has_room(lower, tag, description):
-                raise ConfigError(
-                    "namespace",
-                    f"{lower.name} has blocks of many namespaces, and no room to describe more",
-                    hint=f"remove those that are not used, or raise {lower.name}.capacity",
-                )
+        self._make_room(tag, description)
         with self._state.lock:
             count, _ = self._handles.get(tag, (0, b""))
             self._handles[tag] = (count + 1, description)
+            if self._kept.get(tag) == description and not self._is_shared():
+                return
             self.missing.add(tag)
         if self._write(tag, description):
             with self._state.lock:
@@ -74,27 +77,19 @@ class Descriptions:
     def of(self, tag: bytes) -> bytes:
         """What is known of a tag: from a program that has registered it, or from the tiers."""
         with self._state.lock:
-            _, description = self._handles.get(tag, (0, b""))
-        for lower in self._state.lower_tiers if not description else ():
-            description = description or lower.tier.descriptions().get(tag, b"")
-        return description
+            _, description = self._handles.get(tag, (0, self._kept.get(tag, b"")))
+        return description or self._remote().get(tag, b"")
 
     def all(self) -> dict[bytes, bytes]:
         """By tag what programs have registered, and what the tiers have written down."""
-        found: dict[bytes, bytes] = {}
-        for lower in self._state.lower_tiers:
-            found |= lower.tier.descriptions()
+        found = self._remote()
         with self._state.lock:
-            return found | {tag: text for tag, (_, text) in self._handles.items()}
+            return found | self._kept | {tag: text for tag, (_, text) in self._handles.items()}
 
     def facts(self, tag: bytes) -> dict[str, Any]:
         """What a namespace's description says; empty where none is known."""
-        _, text = self._handles.get(tag, (0, b""))
-        if not text:
-            known = (lower.tier.descriptions().get(tag) for lower in self._state.lower_tiers)
-            text = next((found for found in known if found), b"")
         try:
-            return parse_object(text)
+            return parse_object(self.of(tag))
         except ValueError:
             return {}
 
@@ -103,9 +98,8 @@ class Descriptions:
         return str(self.facts(tag).get("tenant", ""))
 
     def removed(self, tag: bytes) -> None:
-        """A namespace was removed: its description goes with the segments that hold it."""
-        for lower in self._writable():
-            self._forget(lower, [tag])
+        """A namespace was removed: its description goes too, and comes again with new blocks."""
+        self._forget([tag])
 
     def ensure(self, rows: Iterable[int]) -> None:
         """Blocks were written: write the descriptions that are missing."""
@@ -118,50 +112,64 @@ class Descriptions:
                 with self._state.lock:
                     self.missing.update({tag} & self._handles.keys())
 
-    def drop_unneeded(self, lower: LowerTier, drive: int, slot: int) -> None:
-        """Forget what a segment that is reclaimed describes without need."""
-        if not isinstance(lower.tier, KeepsNotes):
-            return
-        described = lower.tier.described_in(drive, slot)
-        with self._state.lock:
-            described = [tag for tag in described if tag not in self._handles]
-        if described:
-            in_use = self._with_blocks()
-            self._forget(lower, [tag for tag in described if tag not in in_use])
+    def _remote(self) -> dict[bytes, bytes]:
+        """What other nodes have written down in tiers that are shared with them."""
+        found: dict[bytes, bytes] = {}
+        for lower in self._state.lower_tiers:
+            if lower.is_remote:
+                found |= lower.tier.metadata().values(MetaKind.NAMESPACE)
+        return found
+
+    def _is_shared(self) -> bool:
+        return any(lower.is_remote for lower in self._state.lower_tiers)
 
     def _writable(self) -> list[LowerTier]:
         return [lower for lower in self._state.lower_tiers if lower.tier.writable]
 
     def _write(self, tag: bytes, description: bytes) -> bool:
-        done = [
-            self._has_room(lower, tag, description) and lower.tier.remember(tag, description)
-            for lower in self._writable()
-        ]
-        return all(done)
+        """Record a description. False: not every drive has it."""
+        entry = MetaEntry(MetaKind.NAMESPACE, tag, self._state.stamps.next(), description)
+        written = [lower.tier.put_meta([entry]) for lower in self._writable()]
+        with self._state.lock:
+            self._bytes += _size(description) - _size(self._kept.get(tag))
+            self._kept[tag] = description
+        return all(one.have == one.should for one in written)
 
-    def _has_room(self, lower: LowerTier, tag: bytes, description: bytes) -> bool:
-        """Whether there is room for a description; others, without blocks, make some."""
-        tier = lower.tier
-        if not isinstance(tier, KeepsNotes):
-            return True
-        known = {tag: record_bytes(len(text)) for tag, text in tier.descriptions().items()}
-        if tag in known:
-            return True
-        facts = [tier.drive(drive) for drive in range(tier.drive_count())]
-        sizes = [fact.segments_max * fact.segment_bytes for fact in facts if not fact.draining]
-        sizes = [size for size in sizes if size]  # a drive that is absent has none
-        left = min(sizes, default=1 << 62) // _SHARE - record_bytes(len(description))
-        if sum(known.values()) <= left:
-            return True
+    def _make_room(self, tag: bytes, description: bytes) -> None:
+        """Forget descriptions without blocks, if there are too many."""
+        limit = self._bytes_max()
+        if tag in self._kept or self._bytes + _size(description) <= limit:
+            return
         in_use = self._with_blocks()
-        self._forget(lower, [tag for tag in known if tag not in in_use])
-        return sum(known[tag] for tag in known if tag in in_use) <= left
+        with self._state.lock:
+            unused = [one for one in self._kept if one not in in_use]
+        self._forget(unused)
+        if self._bytes + _size(description) > limit:
+            raise ConfigError(
+                "namespace",
+                "the drives have blocks of many namespaces, and no room to describe more",
+                hint="remove those that are not used, or raise the tier's capacity",
+            )
 
-    def _forget(self, lower: LowerTier, tags: Collection[bytes]) -> None:
-        if tags and isinstance(lower.tier, KeepsNotes):
-            lower.tier.forget(tags)
-            with self._state.lock:
-                self.missing.update(tag for tag in tags if tag in self._handles)
+    def _bytes_max(self) -> int:
+        sizes = []
+        for lower in self._writable():
+            facts = [lower.tier.drive(drive) for drive in range(lower.tier.drive_count())]
+            sizes += [one.segments_max * one.segment_bytes for one in facts if not one.draining]
+        smallest = min((size for size in sizes if size), default=1 << 62)
+        return max(_BYTES_MIN, smallest // _SHARE)
+
+    def _forget(self, tags: Iterable[bytes]) -> None:
+        """Delete descriptions; those with a handle are written again when blocks are."""
+        with self._state.lock:
+            gone = [tag for tag in tags if tag in self._kept]
+            for tag in gone:
+                self._bytes -= _size(self._kept.pop(tag))
+            self.missing.update(tag for tag in gone if tag in self._handles)
+            stamp = self._state.stamps.next()
+        entries = [MetaEntry(MetaKind.NAMESPACE, tag, stamp, None) for tag in gone]
+        for lower in self._writable() if entries else ():
+            lower.tier.put_meta(entries)
 
     def _with_blocks(self) -> set[bytes]:
         """Tags of all namespaces that have blocks."""
@@ -169,3 +177,7 @@ class Descriptions:
             catalog = self._state.catalog
             words = catalog.table.tags()[catalog.live_rows()]
         return {word.tobytes() for word in np.unique(words)}
+
+
+def _size(description: bytes | None) -> int:
+    return 0 if description is None else _ENTRY_BYTES + len(description)

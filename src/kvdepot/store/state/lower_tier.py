@@ -6,16 +6,17 @@ Guarded by the store's lock, but for `tier` itself.
 import threading
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
 
 from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import CopyState
-from kvdepot.core.clock import Clock
+from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.config import FileTierConfig, HddConfig, LowerTierConfig, ObjectConfig
 from kvdepot.core.depot import DURABILITY, Durability
+from kvdepot.core.metadata import Metadata, Tombstone, merged, surviving
 from kvdepot.core.tier import Array, Contents, Tier, drive_of, segment_of
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
@@ -61,8 +62,6 @@ class LowerTier:
         )
         """How much is read from a drive in one go."""
         self.shares = DriveShares(tier)
-        self.second_copies = SecondCopies(catalog, copies) if config.mirror else None
-        """Where this tier keeps some blocks on two drives."""
         self.segment_rows: dict[tuple[int, int], array[int]] = {}
         """(drive, segment) to the rows once written there; some have left since."""
         self.mounts: Counter[int] = Counter()
@@ -121,39 +120,25 @@ class LowerTier:
 
     def usable(self, row: int) -> bool:
         """Whether there is a copy here on a drive that is up."""
-        if self.second_copies is None:
-            return self.copies.ready(row) and self.is_up(self.copies.location[row])
-        return any(self.is_up(place) for place in self.places(row))
+        return self.copies.ready(row) and self.is_up(self.copies.location[row])
 
     def is_up(self, location: int) -> bool:
         """Whether the drive of this location works, as far as is known."""
         return self.tier.is_up(drive_of(location))
 
-    def places(self, row: int) -> list[int]:
-        """Where copies of a block are ready in this tier."""
-        if not self.copies.ready(row):
-            return []
-        first = self.copies.location[row]
-        second = self.second_copies.location[row] if self.second_copies is not None else NONE
-        return [first] if second == NONE else [first, second]
+    def place(self, row: int) -> int:
+        """Where the block's copy in this tier lies; NONE if there is none that is ready."""
+        return self.copies.location[row] if self.copies.ready(row) else NONE
 
     def place_on(self, row: int, drive: int) -> int:
-        """Where on this drive a copy of the block is, or NONE."""
-        return next((place for place in self.places(row) if drive_of(place) == drive), NONE)
+        """Where on this drive the block's copy lies, or NONE."""
+        place = self.place(row)
+        return place if drive_of(place) == drive else NONE
 
     def place_in(self, row: int, drive: int, slot: int) -> int:
-        """Where in this segment a copy of the block is, or NONE."""
-        segment = drive << 24 | slot
-        return next((place for place in self.places(row) if place >> 32 == segment), NONE)
-
-    def best_place(self, row: int) -> int:
-        """A place of the block on a drive that is up, else any, else NONE."""
-        places = self.places(row)
-        return next((place for place in places if self.is_up(place)), [*places, NONE][0])
-
-    def is_on_another(self, row: int, location: int) -> bool:
-        """Whether a drive that is up has the block too, besides this place."""
-        return any(self.is_up(place) for place in self.places(row) if place != location)
+        """Where in this segment the block's copy lies, or NONE."""
+        place = self.place(row)
+        return place if place >> 32 == drive << 24 | slot else NONE
 
     def enter(self, row: int, location: int) -> None:
         """A block's record is at `location` now: count it, and let reclaim find it."""
@@ -161,70 +146,28 @@ class LowerTier:
         self.catalog.unwritten.view[row] = 0
         place = (drive_of(location), segment_of(location))
         self.segment_rows.setdefault(place, array("i")).append(row)
-        if self.second_copies is not None and self.second_copies.location[row] == NONE:
-            self.second_copies.candidates[row] = None
-
-    def enter_second(self, row: int, location: int) -> bool:
-        """A second copy was written. False: the block has no use for it any more."""
-        second, places = self.second_copies, self.places(row)
-        if second is None or len(places) != 1 or drive_of(places[0]) == drive_of(location):
-            self._discard_unused(row, location)
-            return False
-        second.enter(row, location)
-        self.enter(row, location)
-        return True
 
     def relocate(self, row: int, source: int, target: int) -> None:
         """The copy at `source`, if it is there still, was written again at `target`."""
-        places = self.places(row)
-        if source not in places:
-            self._discard_unused(row, target)
+        nbytes = self.catalog.nbytes[row]
+        if source == NONE or self.place(row) != source:  # the record was written for nothing
+            self.tier.count(target, nbytes)
+            self.tier.discard([target], [nbytes])
             return
-        places.remove(source)
         self.copies.move(row, target)
-        second = self.second_copies
-        if second is not None and places:
-            moved_once = row not in second.moved_once
-            second.leave(row)
-            if drive_of(places[0]) != drive_of(target):
-                second.enter(row, places.pop())
-                if moved_once:
-                    second.moved_once.add(row)
-        surplus = [source, *places]
-        self.tier.discard(surplus, [self.catalog.nbytes[row]] * len(surplus))
+        self.tier.discard([source], [nbytes])
         self.enter(row, target)
 
     def drop(self, row: int) -> None:
-        """Drop all copies of a block in this tier; their bytes die with their segments."""
-        locations = self.places(row)
+        """Drop the block's copy in this tier; its bytes die with their segment."""
+        location = self.place(row)
         self.copies.drop(row)
-        if self.second_copies is not None:
-            self.second_copies.leave(row)
-        self.tier.discard(locations, [self.catalog.nbytes[row]] * len(locations))
-
-    def drop_copy(self, row: int, location: int, *, again: bool = False) -> None:
-        """Drop the copy at `location`, if there is one; with another one the block stays.
-
-        `again`: it shall have two again.
-        """
-        left = self.places(row)
-        if location not in left:
-            return
-        left.remove(location)
-        if not left or self.second_copies is None:
-            self.drop(row)
-            return
-        self.second_copies.leave(row)
-        if again:
-            self.second_copies.candidates[row] = None
-        self.copies.move(row, left[0])
-        self.tier.discard([location], [self.catalog.nbytes[row]])
+        if location != NONE:
+            self.tier.discard([location], [self.catalog.nbytes[row]])
 
     def forget_drive(self, drive: int) -> None:
         """A drive's blocks are gone: forget where they were."""
         self.mounts[drive] += 1
-        if self.second_copies is not None:
-            self.second_copies.forget_drive(drive)
         places = self.copies.location.array
         for row in np.flatnonzero((places != NONE) & (places >> 56 == drive)).tolist():
             if self.copies.ready(row):
@@ -238,8 +181,8 @@ class LowerTier:
         """Records are gone from a tier that others write to as well: forget where they were."""
         rows = self.catalog.table.find_many(words) if len(words) else np.zeros(0, np.int64)
         for row, location in zip(rows.tolist(), locations.tolist(), strict=True):
-            if row != NONE and location in self.places(row):
-                self.drop_copy(row, location)
+            if row != NONE and location == self.place(row):
+                self.drop(row)
                 self.catalog.forget_if_gone(row)
 
     def live(self, drive: int, slot: int) -> Rows:
@@ -250,22 +193,14 @@ class LowerTier:
         rows = np.unique(np.array(listed, dtype=np.int64))
         segment = drive << 24 | slot
         places = self.copies.location.array[rows]
-        if self.second_copies is not None:
-            second = self.second_copies.location.array[rows]
-            places = np.where(second >> 32 == segment, second, places)
         here = (self.copies.state.array[rows] == CopyState.READY) & (places >> 32 == segment)
         found: Rows = rows[here][np.argsort(places[here])]
         return found
 
     def hits(self, rows: Rows) -> Rows:
-        """How often each block was asked for since it was written here; what one of two copies
-        has earned counts for the other too.
-        """
+        """How often each block was asked for since it was written here."""
         total = self.catalog.tree.hits.array[rows].astype(np.int64)
         hits: Rows = np.where(total == HITS_MAX, 1, total - self._hits_before.array[rows])
-        if self.second_copies is not None:
-            moved_once = self.second_copies.moved_once
-            hits = np.maximum(hits, [row in moved_once for row in rows.tolist()])
         return hits
 
     def reset_hits(self, row: int) -> None:
@@ -317,13 +252,16 @@ class LowerTier:
             self.dirty = deque(path_order(self.catalog.tree, self.dirty))
 
     def take_in(self, contents: Contents) -> None:
-        """Enter blocks that were found on the drives."""
+        """Enter blocks that were found on the drives, but for those that another tier knows to be
+        removed.
+        """
+        contents = _without_removed(self.tier, contents, self._others)
         words, locations = contents.words, contents.locations
         rows = self.catalog.table.find_many(words)
         known = np.flatnonzero(rows != NONE)
         twice = self.copies.state.array[rows[known]] != CopyState.ABSENT
         surplus = known[twice]
-        self._take_in_second(rows[surplus], locations[surplus], contents.payload_bytes[surplus])
+        self.tier.discard(locations[surplus].tolist(), contents.payload_bytes[surplus].tolist())
         known = known[~twice]
         self.copies.seal_many(rows[known], locations[known])
         self.catalog.unwritten.array[rows[known]] = 0
@@ -334,20 +272,6 @@ class LowerTier:
         entered = np.concatenate([known, new])
         if len(entered):
             self._list_rows(rows[entered], locations[entered])
-        second = contents.second_of
-        self._take_in_second(
-            rows[second], contents.second_locations, contents.payload_bytes[second]
-        )
-
-    def _take_in_second(self, rows: Rows, locations: Rows, payload_bytes: Rows) -> None:
-        """Blocks that have a place already were found at another: second copies, or surplus."""
-        surplus = np.ones(len(rows), dtype=bool)
-        if self.second_copies is not None and len(rows):
-            taken = self.second_copies.take_in(rows, locations)
-            surplus[taken] = False
-            if len(rows[taken]):
-                self._list_rows(rows[taken], locations[taken])
-        self.tier.discard(locations[surplus].tolist(), payload_bytes[surplus].tolist())
 
     def _list_rows(self, rows: Rows, locations: Rows) -> None:
         order = np.argsort(locations >> 32, kind="stable")
@@ -356,10 +280,37 @@ class LowerTier:
             listed = self.segment_rows.setdefault((place >> 24, place & 0xFFFFFF), array("i"))
             listed.frombytes(part.astype(np.int32).tobytes())
 
-    def _discard_unused(self, row: int, location: int) -> None:
-        """A record was written for nothing."""
-        self.tier.count(location, self.catalog.nbytes[row])
-        self.tier.discard([location], [self.catalog.nbytes[row]])
+
+def share_tombstones(lower_tiers: Sequence[LowerTier], stamps: StampClock) -> None:
+    """Record on the tiers of this node what another tier alone knows to be removed: that one may
+    forget it before they do.
+    """
+    known = [(lower, lower.tier.metadata().tombstones) for lower in lower_tiers]
+    every = merged(Metadata(tombstones=stones) for _, stones in known).tombstones
+    for lower, stones in known:
+        lacking = [
+            Tombstone(name, stone.below, stamps.next()).entry
+            for name, stone in every.items()
+            if name not in stones or stones[name].below < stone.below
+        ]
+        if lacking and lower.tier.writable and not lower.is_remote:
+            lower.tier.put_meta(lacking)
+
+
+def _without_removed(tier: Tier, contents: Contents, others: Iterable[LowerTier]) -> Contents:
+    """Drop the records that tombstones of the other tiers cover: a power cut may have left the
+    tombstone on one tier alone, and a tier that nodes share tells of the others' removals.
+    """
+    stones = merged(other.tier.metadata() for other in others).tombstones
+    if not stones or not len(contents.words):
+        return contents
+    alive = surviving(contents.words, contents.stamps, stones)
+    dead = np.setdiff1d(np.arange(len(contents.words)), alive)
+    sizes = contents.payload_bytes
+    tier.discard(contents.locations[dead].tolist(), sizes[dead].tolist())
+    return Contents(
+        contents.words[alive], contents.locations[alive], sizes[alive], contents.stamps[alive]
+    )
 
 
 def _run_bytes(config: LowerTierConfig) -> int:
@@ -373,59 +324,6 @@ def _writers_a_drive(config: LowerTierConfig) -> int:
     if isinstance(config, ObjectConfig):
         return min(_UPLOADS_MAX, config.parallel)
     return 1 if isinstance(config, HddConfig) else _WRITERS_A_DRIVE
-
-
-class SecondCopies:
-    """Where the blocks of one tier lie besides their first place, on another drive."""
-
-    def __init__(self, catalog: Catalog, copies: Copies) -> None:
-        self.location = catalog.table.column(np.int64, NONE)
-        """The second place of each row, or NONE."""
-        self.count = 0
-        self.candidates: dict[int, None] = {}
-        """Rows that came to a new place, and may be worth a second one."""
-        self.check_all = True
-        """Blocks may have lost a copy: every one is looked at again when all drives are up."""
-        self.moved_once: set[int] = set()
-        """Rows of which one copy was moved because it was asked for: the other is moved too."""
-        self._copies = copies
-
-    def enter(self, row: int, location: int) -> None:
-        """A block has a second copy now."""
-        assert self.location[row] == NONE
-        self.location[row] = location
-        self.count += 1
-
-    def leave(self, row: int) -> None:
-        """A block has one place again, if it had two."""
-        if self.location[row] != NONE:
-            self.location[row] = NONE
-            self.count -= 1
-            self.moved_once.discard(row)
-
-    def take_in(self, rows: Rows, locations: Rows) -> Rows:
-        """Enter copies found on drives, of known rows. Returns which were taken, as indices."""
-        first = self._copies.location.array[rows]
-        fits = (
-            (self._copies.bit & self._copies.residency.array[rows] != 0)
-            & (self.location.array[rows] == NONE)
-            & (first >> 56 != locations >> 56)
-        )
-        taken = np.flatnonzero(fits)
-        self.location.array[rows[taken]] = locations[taken]
-        self.count += len(taken)
-        return taken
-
-    def forget_drive(self, drive: int) -> None:
-        """A drive's copies are gone: what has another place lies only there now."""
-        first, second = self._copies.location.array, self.location.array
-        rows = np.flatnonzero((second != NONE) & ((first >> 56 == drive) | (second >> 56 == drive)))
-        places = np.where(first[rows] >> 56 == drive, second[rows], first[rows])
-        first[rows] = places
-        second[rows] = NONE
-        self.count -= len(rows)
-        self.moved_once.difference_update(rows.tolist())
-        self.check_all = True
 
 
 class DriveShares:

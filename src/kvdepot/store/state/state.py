@@ -11,7 +11,7 @@ from math import inf
 from typing import Final
 
 from kvdepot.core.block import TAG_BYTES, BlockKey
-from kvdepot.core.clock import Clock
+from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.config import Config
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.tier import SharesContents
@@ -43,6 +43,14 @@ TEMPORARY: Final = -2
 """Owner of a slot that belongs to a transfer, not to a block."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreClocks:
+    """Time within this process, and the order of puts and removals everywhere."""
+
+    steady: Clock
+    stamps: StampClock
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the store was opened."""
@@ -65,10 +73,6 @@ class Counters:
     promoted: int = 0
     hinted: int = 0
     """Blocks brought to memory because of a hint."""
-    get_mirror: int = 0
-    """Blocks read from one drive because another that has them could not be read."""
-    mirrored: int = 0
-    """Blocks written to a second drive."""
     demoted: int = 0
     """Blocks copied to a slower tier."""
     written: int = 0
@@ -114,7 +118,7 @@ class StoreState:
     def __init__(
         self,
         config: Config,
-        clock: Clock,
+        clocks: StoreClocks,
         catalog: Catalog,
         arenas: Sequence[Arena],
         staging: Arena,
@@ -123,8 +127,9 @@ class StoreState:
     ) -> None:
         """`arenas` are those of the memory tiers, fastest first."""
         self.config = config
-        self.clock = clock
+        self.clock = clocks.steady
         self.catalog = catalog
+        self.stamps = clocks.stamps
         self.staging = staging
         """Memory for transfers that have no slot in a memory tier."""
         self.lower_tiers = tuple(lower_tiers)
@@ -138,10 +143,9 @@ class StoreState:
         """Of the fastest memory tier."""
         self.counters = Counters()
         self.traffic = StoreTraffic()
-        self.ledger = SavingsLedger(catalog, config.ledger, clock.now())
+        self.ledger = SavingsLedger(config.ledger)
         self.admission = Admission(catalog, self.lower_tiers, self.counters)
         self.descriptions = Descriptions(self)
-        self.ledger.tenant_of = self.descriptions.tenant
         self.recorder: TraceRecorder | None = None
         self.last_ticket = 0
         """Blocks that wait to be written are numbered in the order in which they came."""
@@ -168,7 +172,6 @@ class StoreState:
         """Calls that use the store's memory now: close waits for them."""
         self.leased = 0
         """Blocks that callers hold a lease on."""
-        self._call = StoreCall(self)
         self.modes_changed()
 
     def check_open(self) -> None:
@@ -183,7 +186,7 @@ class StoreState:
 
     def using(self) -> "StoreCall":
         """A call that works on the store's memory: close waits for it."""
-        return self._call
+        return StoreCall(self)
 
     def lease(self, rows: list[int]) -> None:
         """Protect rows for a caller, until `release`."""
@@ -423,7 +426,7 @@ class StoreState:
 
 
 class StoreCall:
-    """The time of one call, as a scope. Holds nothing of the call: all share one."""
+    """Counts active calls. `close` waits until there are none."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state

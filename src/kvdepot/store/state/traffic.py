@@ -1,6 +1,5 @@
 """What was asked of a store and how long it took, counted on the way: the source of its metrics."""
 
-import json
 from collections import defaultdict, deque
 from math import isfinite
 from typing import Any, Final
@@ -10,7 +9,6 @@ from kvdepot.core.tier import TIER_NAMES
 
 _BUCKETS: Final = 28
 """Of a histogram: the last one begins at 67 s."""
-_TAGS_MAX: Final = 1 << 16
 _LATEST: Final = 20
 """Decisions that `stats` shows one by one."""
 
@@ -131,8 +129,7 @@ class StoreTraffic:
         self.match = LookupCounts()
         self.lease = LookupCounts()
         self.served_bytes: defaultdict[str, int] = defaultdict(int)
-        self.served_tokens: defaultdict[str, float] = defaultdict(float)
-        """By tier. A shard of a model's KV counts as its part of the tokens."""
+        """By tier."""
         self.drained_away: defaultdict[str, int] = defaultdict(int)
         """Blocks that were dropped because their drive was drained and no other took them."""
         self.get = LatencyHistogram()
@@ -140,19 +137,6 @@ class StoreTraffic:
         self.stages: dict[tuple[str, str], LatencyHistogram] = {}
         """Other latencies, by stage, and tier or request."""
         self.first_tokens = FirstTokens()
-        self.tokens: dict[bytes, float] = {}
-        """Tokens in a block, by tag of its namespace, where that says it."""
-
-    def registered(self, tag: bytes, description: bytes) -> None:
-        """A namespace is known: how many tokens its blocks stand for."""
-        tokens = _tokens_in(description)
-        if tokens and (tag in self.tokens or len(self.tokens) < _TAGS_MAX):
-            self.tokens[tag] = tokens
-
-    def served(self, tier: str, nbytes: int, tokens: float) -> None:
-        """Blocks of a tier were given to a caller."""
-        self.served_bytes[tier] += nbytes
-        self.served_tokens[tier] += tokens
 
     def answered(self, first: FirstToken, at_s: float) -> None:
         """An engine told of a first token. Lock held."""
@@ -173,7 +157,6 @@ class StoreTraffic:
             "lookups": {"match": self.match.as_dict(), "lease": self.lease.as_dict()},
             "matched": self.match.by_tier(),
             "served_bytes": dict(self.served_bytes),
-            "served_tokens": dict(self.served_tokens),
             "drained_away": dict(self.drained_away),
             "latencies": [
                 {"stage": stage, "what": what, **latency.as_dict()}
@@ -181,13 +164,3 @@ class StoreTraffic:
                 if any(latency.counts)
             ],
         }
-
-
-def _tokens_in(description: bytes) -> float:
-    """Tokens in a block of the namespace described, divided among the shards of a model."""
-    try:
-        said = json.loads(description)
-        tokens, shards = said["layout"]["block_tokens"], said["shard_size"]
-        return float(tokens) / max(1, int(shards))
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return 0.0

@@ -13,6 +13,7 @@ from kvdepot.codec.record import (
     HEAD_BYTES,
     Kind,
     record_bytes,
+    set_stamp,
     write_head,
 )
 from kvdepot.core.block import TAG_BYTES, BlockKey, Put
@@ -307,7 +308,9 @@ class Putter:
         state, catalog = self._state, self._state.catalog
         rows = [offer.row for offer in wave]
         below = {row for row in rows if catalog.residency.view[row]}
+        stamp = state.stamps.next()  # with the lock: a removal comes before or after it
         for offer in wave:
+            set_stamp(state.arena.image(offer.slot, HEAD_BYTES), stamp)
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
         new = rows

@@ -31,7 +31,6 @@ from typing import Any, Final, Literal
 from kvdepot.errors import ConfigError, DriveError, FormatError
 from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
-from kvdepot.store.move import mirror
 from kvdepot.store.open import Mode
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import BOUNDARIES, FaultyFiles, Kill, Operation, kill_process
@@ -49,7 +48,6 @@ from kvdepot.testing.torture.world import (
     read_blocks,
     residents,
 )
-from kvdepot.tiers.log.numbers import EPOCH_S
 from kvdepot.tiers.log.tier import LogTier
 
 Kind = Literal["cuts", "kills", "damages"]
@@ -231,16 +229,11 @@ def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: Ro
 
 
 def _pull_or_bring_back(world: World, ledger: Ledger, chance: random.Random) -> None:
-    """Between two lives: a drive that was away is back, or stays away; or one goes. Epochs of
-    drives that are used apart tell of the time as long as no two begin in the same moment.
-    """
-    away = world.away()
+    """Between two lives: a drive that was away is back, or stays away; or one goes."""
     if chance.random() < 0.7:
         world.bring_back()
     elif world.may_lose_one(ledger.expected.met):
         world.take_away(chance.choice(world.ssds))
-    if away or world.away():
-        time.sleep(EPOCH_S)
 
 
 def _follow(world: World, ledger: Ledger) -> None:
@@ -263,7 +256,6 @@ def in_child(
         code = 1
         try:
             faulthandler.register(signal.SIGUSR1, file=world.stacks_path.open("a"))
-            mirror._LOOK_S = 0.005
             threading.excepthook = lambda failed: _raised(ledger, failed.exc_value)
             work()
             code = 0
@@ -399,7 +391,7 @@ class TorturedFiles(PowerFiles):
                 self._ledger.write("cut")
             super().cut()
             if self.store is not None:
-                self.store.inspect().drives.mover.note_wait_s = 0.0
+                self.store.inspect().drives.mover.tombstone_wait_s = 0.0
 
 
 def _play_cuts(world: World, ledger: Ledger, chance: random.Random) -> None:
@@ -492,10 +484,14 @@ def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None
     mode: Mode = chance.choice(("rw", "rw", "r"))
     try:
         store = world.open(mode=mode)
-    except FormatError:  # nothing is left that tells of a store
-        if mode == "rw":
+    except FormatError as error:  # nothing is left that tells of a store
+        if mode == "r":
+            return
+        if "metadata is damaged" not in str(error):
             raise
-        return
+        for path in paths:  # what was removed is lost in both copies: not served before a repair
+            _audit_and_repair(path, ledger)
+        store = world.open()
     except DriveError:  # the only drive of a tier is another store's by now, and does not fit
         return
     _, wrong = read_blocks(store, all_blocks())
@@ -609,8 +605,7 @@ def must_be_there(world: World, ledger: Ledger) -> set[int]:
     room = world.ssd_bytes
     if mix.hdds:
         room = min(room, mix.hdds * mix.hdd_segments * 2 * SEGMENT_BYTES)
-    copies = 8 if mix.mirror else 4
-    if not expected.shrunk and copies * expected.put_bytes < room:
+    if not expected.shrunk and 4 * expected.put_bytes < room:
         there |= expected.flushed
     return there
 

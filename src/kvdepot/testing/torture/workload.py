@@ -331,7 +331,7 @@ def _owes_removals(tier: Tier) -> Literal["none", "some", "all"]:
     if not isinstance(tier, LogTier):
         return "none"
     present = [drive for drive in tier.drives if not (drive.lost or drive.retired)]
-    owing = [drive for drive in present if drive in tier.owing_removals()]
+    owing = [drive for drive in present if drive in tier.behind()]
     if not owing:
         return "none"
     return "all" if len(owing) == len(present) else "some"

@@ -14,6 +14,7 @@ from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.images import payload_for
 from kvdepot.tiers.device.files import EngineKind, Files
 
@@ -21,6 +22,7 @@ BLOCK_TOKENS: Final = 4
 SEGMENT_BYTES: Final = 64 << 10
 LIMIT_S: Final = 10.0
 """Of every put, read and write: long, so that a busy machine is not taken for a slow disk."""
+HARD_DRIVE: Final = DriveModel(read_bandwidth=200_000_000, write_bandwidth=200_000_000, seek=0.002)
 SPACES: Final = (
     Namespace(model="small", layout=KVLayout.opaque(6_000, BLOCK_TOKENS, 3)),
     Namespace(model="large", layout=KVLayout.opaque(20_480, BLOCK_TOKENS, 5)),
@@ -91,8 +93,6 @@ class TierMix:
     hdd_mode: WriteModeName
     emulated: bool
     """Whether hard drives are as slow as hard drives are."""
-    mirror: int
-    """Tokens from which on a prompt lies on two SSDs; 0 for never."""
     fsync: FsyncName
     engine: EngineKind
     eviction: EvictionName
@@ -115,7 +115,6 @@ class TierMix:
             hdd_segments=chance.choice((4, 24)),
             hdd_mode=chance.choice(below),
             emulated=hdds > 0 and chance.random() < 0.15,
-            mirror=chance.choice((0, 12)) if ssds > 1 else 0,
             fsync=chance.choice(syncs),
             engine=chance.choice(engines),
             eviction=chance.choice(evictions),
@@ -125,8 +124,7 @@ class TierMix:
     @property
     def words(self) -> str:
         """For people."""
-        lower = f"{self.ssds} ssd ({self.ssd_segments} segments each, {self.ssd_mode}"
-        lower += f", mirror {self.mirror})" if self.mirror else ")"
+        lower = f"{self.ssds} ssd ({self.ssd_segments} segments each, {self.ssd_mode})"
         if self.hdds:
             kind = "emulated hdd" if self.emulated else "hdd"
             lower += f", {self.hdds} {kind} ({self.hdd_segments} segments each, {self.hdd_mode})"
@@ -211,7 +209,6 @@ class World:
     def config(self) -> Config:
         mix = self.mix
         shared = {
-            "io_engine": mix.engine,
             "fsync": mix.fsync,
             "eviction": mix.eviction,
             "read_timeout": LIMIT_S,
@@ -225,8 +222,6 @@ class World:
             "segment": SEGMENT_BYTES,
             "write_mode": mix.ssd_mode,
         }
-        if mix.mirror and len(self.ssds) > 1:
-            ssd["mirror"] = mix.mirror
         tree: dict[str, Any] = {
             "dram": {"capacity": mix.dram_bytes, "huge_pages": "never", "prefault": False},
             "ssd": ssd,
@@ -242,15 +237,14 @@ class World:
                 "run": 2 * SEGMENT_BYTES,
                 "write_mode": mix.hdd_mode,
             }
-            if mix.emulated:
-                tree["hdd"]["emulate"] = {
-                    "read_bandwidth": 200_000_000,
-                    "write_bandwidth": 200_000_000,
-                    "seek": 0.002,
-                }
         return load(overrides=tree)
 
     def open(self, files: Files | None = None, mode: Literal["rw", "r"] = "rw") -> Store:
+        if files is None and self.mix.emulated:
+            slow = dict.fromkeys(map(str, self.hdd_paths), HARD_DRIVE)
+            files = EmulatedFiles(slow.get, self.mix.engine)
+        elif files is None:
+            files = Files(self.mix.engine, timeout_s=LIMIT_S)
         store = assemble(self.config(), mode=mode, files=files)
         for space in SPACES:
             store.register(space)

@@ -8,11 +8,9 @@ import threading
 from dataclasses import asdict, dataclass, fields
 from typing import Final
 
-from kvdepot.codec.notes import parse_object
 from kvdepot.core.clock import Clock
+from kvdepot.core.json_object import parse_object
 
-PROFILE_TAG: Final = b"\0profile"
-"""In the place of a namespace's tag: the note describes the drive."""
 _WINDOW_S: Final = 0.2
 """A verdict is made of at least this much of a drive's time."""
 _TRIAL_S: Final = 0.02

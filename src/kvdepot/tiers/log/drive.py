@@ -9,7 +9,6 @@ and the sync that makes a released segment unreadable for good),
 `_syncing` (one fsync at a time), `_books` (all fields; held for an instant).
 """
 
-import contextlib
 import errno
 import os
 import threading
@@ -21,19 +20,18 @@ import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_own, place, record_bytes
 from kvdepot.codec.segment import ENTRY, SegmentHeader, Trailer, footer_bytes, pack_entry
-from kvdepot.core.clock import Clock
+from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.log import RateLimitedLog
-from kvdepot.core.tier import DriveFacts, Purpose, Removal
+from kvdepot.core.metadata import MetaEntry, MetaKind
+from kvdepot.core.tier import DriveFacts, Purpose
 from kvdepot.native import READ, WRITE, address_of, checksum
 from kvdepot.tiers.device.breaker import Breaker
 from kvdepot.tiers.device.files import Files, Ops, aligned, io_ops, io_rows
-from kvdepot.tiers.device.speed import Gauge
+from kvdepot.tiers.device.speed import Gauge, Profile
 from kvdepot.tiers.device.wear import Wear
 from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
-from kvdepot.tiers.log.notes import Notes, kept_back
-from kvdepot.tiers.log.numbers import Numbers
+from kvdepot.tiers.log.metadata import MetadataLog
 from kvdepot.tiers.log.recovery import Recovered, SegmentReader
-from kvdepot.tiers.log.removals import NAME, RemovalFile
 
 _NO_CHECKS: Final = (0,) * 11
 """What a row of native.IO_DTYPE says of reads only."""
@@ -41,10 +39,9 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GONE: Final = "the directory or a file in it was removed"
 _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
-_FOR_NOTES: Final = 2
-"""Segments that a drive which was made smaller may have for notes, beside those that leases keep:
-one that is written to, and one that can be reclaimed, as notes take less room together.
-"""
+_FOR_MOVES: Final = 2
+"""Segments that a drive which was made smaller may have beside those that leases keep, for blocks
+that are moved: one that is written to, and one that can be reclaimed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +106,7 @@ class Drive:
         settings: MountSettings,
         store: bytes,
         slots_max: int,
-        numbers: Numbers,
+        stamps: StampClock,
         clock: Clock,
     ) -> None:
         self.medium = medium
@@ -118,12 +115,12 @@ class Drive:
         self.store = store
         self.slots_max = slots_max
         self._slots_still = 0
-        """While there are too many segments, so many are allowed: those in use, and _FOR_NOTES."""
+        """While there are too many segments, so many are allowed: those in use, and _FOR_MOVES."""
         self.breaker = Breaker(clock, settings.pauses, changed=self._log_change)
         self.gauge = Gauge(clock)
-        self.notes = Notes(self)
-        self.removal_file = RemovalFile(
-            medium.beside(NAME), files, store, writable=settings.writable
+        copies = medium.metadata_copies(settings.segment_bytes, slots_max)
+        self.metadata = MetadataLog(
+            copies, store, fsync=settings.fsync, timeout_s=settings.write_timeout_s
         )
         daily_bytes = settings.daily_bytes if settings.writable else 0
         self.wear = Wear(medium, self.breaker, daily_bytes, settings.wall)
@@ -138,7 +135,7 @@ class Drive:
         """Slots whose segment (its id) was released and may still be on disk: the page that makes
         it unreadable is not durable yet, or the kernel may still write to it."""
         self.damage: list[str] = []
-        self._numbers = numbers
+        self._stamps = stamps
         self._syncing = threading.Lock()
         self._turn = threading.RLock()
         self._books = threading.RLock()
@@ -149,8 +146,6 @@ class Drive:
         """Slots that were written to since they were last made durable."""
         self._unproven: set[int] = set()
         """Slots that could not be made durable: until they are reused, flush says so."""
-        self.members = ""
-        """What its superblock says of the drives that belong together."""
         self._cannot_sync = False
         """The last sync failed: while the drive is down, none is waited for."""
         self.lost = False
@@ -159,12 +154,26 @@ class Drive:
         self.retired = False
         """It has gone, and holds nothing."""
 
-    def read_removals(self) -> None:
-        """Take in the second place of removals; before anything is recovered."""
+    def put_meta(self, entries: Iterable[MetaEntry]) -> bool:
+        """Record entries. False: that failed, or the drive is down, and gets them when it works."""
+        if self.lost or self.retired or not self.breaker.closed:
+            return False
         try:
-            self.removal_file.load()
+            self.metadata.put(entries)
         except OSError as error:
-            self.damage.append(f"{self.medium.label}: {NAME}: {error.strerror}")
+            self._write_failed(error.errno or errno.EIO)
+            return False
+        return True
+
+    @property
+    def profile(self) -> Profile | None:
+        """How fast the drive is, if that was measured and kept."""
+        text = self.metadata.known.values(MetaKind.PROFILE).get(b"")
+        return Profile.parse(text) if text else None
+
+    def keep_profile(self, profile: Profile) -> bool:
+        entry = MetaEntry(MetaKind.PROFILE, b"", self._stamps.next(), profile.pack())
+        return self.put_meta([entry])
 
     def recover(self) -> list[Recovered]:
         """Open every slot and tell what is in it."""
@@ -172,8 +181,8 @@ class Drive:
         for slot in self.medium.open_slots(self.settings.segment_bytes):
             recovered = self._recover_slot(slot)
             if recovered is not None:
-                last = int(recovered.entries["sequence"].max()) if len(recovered.entries) else 0
-                self._numbers.raise_to(recovered.segment_id, last)
+                last = int(recovered.entries["stamp"].max()) if len(recovered.entries) else 0
+                self._stamps.observe(max(recovered.segment_id, last))
             if recovered is None or not recovered.usable:
                 self.free.append(slot)
                 continue
@@ -206,7 +215,6 @@ class Drive:
 
     def resume(self, found: Sequence[Recovered]) -> None:
         """Get ready to append: go on with the newest open segment, seal every other one."""
-        self._enter_epoch()
         newest = max((r for r in found if not r.sealed), key=lambda r: r.segment_id, default=None)
         for recovered in found:
             segment = self.segments[recovered.slot]
@@ -214,50 +222,30 @@ class Drive:
                 continue
             self._unsynced.add(recovered.slot)  # what a killed process left may not be durable
             segment.entries = [recovered.entries.tobytes()]
-            if recovered is newest and self._room(segment, PAGE, Purpose.NOTE, self.spare_slots()):
+            if recovered is newest and self._room(segment, PAGE):
                 self._active = segment
             else:
                 self._finish(segment, sealed=True)
-        self._complete_removals()
 
-    def _complete_removals(self) -> None:
-        """What only one place knows of removals, the other gets too."""
-        in_log = {one for removals in self.notes.removals.values() for one in removals}
-        oldest = self.oldest_segment()
-        in_file = list(self.removal_file.known)
-        self.record_second(in_log)
-        missing = [one for one in in_file if one not in in_log and one.until_segment >= oldest]
-        if missing:
-            self.notes.remove(missing)
+    def oldest_segment(self) -> int:
+        """The lowest id of a segment that is in use or may still be on disk; 0: there is none."""
+        with self._books:
+            ids = [segment.segment_id for segment in self.segments.values()]
+            return min([*ids, *self.parting.values()], default=0)
 
-    def record_second(self, removals: Iterable[Removal]) -> None:
-        """Record removals in their second place. One that fails is counted against the drive."""
-        try:
-            self.removal_file.add(removals)
-            if self.settings.fsync == "always":
-                self.removal_file.sync()
-        except OSError as error:
-            self._write_failed(error.errno or errno.EIO)
-
-    def oldest_segment(self, but: int = 0) -> int:
-        """The lowest id of a segment that is in use or may still be on disk, but for one."""
-        ids = [segment.segment_id for segment in list(self.segments.values())]
-        ids += list(self.parting.values())
-        return min((one for one in ids if one != but), default=but)
-
-    def _enter_epoch(self) -> None:
-        """Nothing is numbered before the drive knows the epoch."""
+    def keep_opened(self, opened: int) -> None:
+        """Write down with which stamp this time of writing begins, before any is given out."""
         try:
             known = known_superblock(self.medium)
-            if known is not None and known.epoch != self._numbers.epoch:
-                self.medium.write_superblock(replace(known, epoch=self._numbers.epoch))
+            if known is not None:
+                self.medium.write_superblock(replace(known, opened=opened))
         except OSError as error:
             self.breaker.failed(str(error.strerror), at_once=True)
 
     def _recover_slot(self, slot: int) -> Recovered | None:
         fd, base = self.medium.extent(slot)
         settings = self.settings
-        floor = self.removal_file.floor
+        floor = self.metadata.known.floor
         reader = SegmentReader(
             self.files, fd, base, settings.segment_bytes, slot, self.store, floor
         )
@@ -275,40 +263,32 @@ class Drive:
         self,
         images: Sequence[memoryview],
         purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
     ) -> list[Appended | None]:
         """Write record images to the log. None where there was no room or the write failed.
 
         Every image must be page-aligned and in whole pages. Blocks for `write_timeout_s`, on a
-        stalled medium until it lets go of the images. A note on a stalled medium is left behind,
-        its memory never to be used again.
+        stalled medium until it lets go of the images.
 
         Several threads may append: places are given out one after the other, writes overlap.
         """
         with self.files.descriptors.use():
-            return self._append(images, purpose, keep_sequence)
+            return self._append(images, purpose)
 
-    def _append(
-        self,
-        images: Sequence[memoryview],
-        purpose: Purpose,
-        keep_sequence: Sequence[bool] | None,
-    ) -> list[Appended | None]:
+    def _append(self, images: Sequence[memoryview], purpose: Purpose) -> list[Appended | None]:
         full: list[Segment] = []
         runs: list[SegmentWrites] = []
         if self._turn.acquire(timeout=self.settings.write_timeout_s):  # else the medium stalls
             try:
-                runs = self._reserve(images, purpose, keep_sequence, full)
+                runs = self._reserve(images, purpose, full)
             finally:
                 self._turn.release()
-        written = self._write(runs, images, wait=not purpose.is_note) if runs else {}
+        written = self._write(runs, images) if runs else {}
         if self.settings.fsync == "always" and written:
             written = written if self._sync_all() and not self._unproven else {}
         results: list[Appended | None] = [None] * len(images)
         with self._books:
             for run in runs:
-                self._settle(run, images, purpose, written, results)
+                self._settle(run, images, written, results)
                 if self._to_be_sealed(run.segment):
                     full.append(run.segment)
         for segment in full:
@@ -323,12 +303,11 @@ class Drive:
         self,
         images: Sequence[memoryview],
         purpose: Purpose,
-        keep_sequence: Sequence[bool] | None,
         full: list[Segment],
     ) -> list[SegmentWrites]:
         """Give images their places, as far as there is room; `full` gets what is to be sealed."""
-        closed = self.retired or (self.draining and not purpose.is_note)
-        if self.lost or closed or not (self.breaker.closed or self.breaker.allows()):
+        closed = self.lost or self.retired or self.draining
+        if closed or not (self.breaker.closed or self.breaker.allows()):
             return []
         if not (self._room_left.closed or self._room_left.allows()):
             return []
@@ -337,18 +316,15 @@ class Drive:
             return []
         runs: list[SegmentWrites] = []
         segment: Segment | None = None
-        spare, most_bytes = 0, self.record_bytes_max
-        sequence = self._numbers.sequences(len(images))
+        most_bytes = self.record_bytes_max
         for index, image in enumerate(images):
             if len(image) > most_bytes:
                 continue
-            if segment is None or not self._room(segment, len(image), purpose, spare):
-                segment, spare = self._segment_for(len(image), purpose, full), self.spare_slots()
+            if segment is None or not self._room(segment, len(image)):
+                segment = self._segment_for(len(image), purpose, full)
             if segment is None:
                 break
-            kept = keep_sequence is not None and keep_sequence[index]
-            own = parse_own(image)[2] if kept else sequence + index
-            place(image, segment.segment_id, own)
+            place(image, segment.segment_id)
             with self._books:
                 if not runs or runs[-1].segment is not segment:
                     runs.append(SegmentWrites(segment))
@@ -356,7 +332,7 @@ class Drive:
                 runs[-1].places.append((index, segment.tail))
                 segment.tail += len(image)
                 segment.count += 1
-                segment.unentered += not purpose.is_note
+                segment.unentered += 1
         self._spend(sum(len(images[index]) for run in runs for index, _ in run.places))
         return runs
 
@@ -367,9 +343,7 @@ class Drive:
         else:
             self.wear.written_bytes += nbytes
 
-    def _write(
-        self, runs: list[SegmentWrites], images: Sequence[memoryview], *, wait: bool
-    ) -> dict[int, bool]:
+    def _write(self, runs: list[SegmentWrites], images: Sequence[memoryview]) -> dict[int, bool]:
         """Write what was given a place; for each image whether it is on disk. No lock held."""
         indices = [index for run in runs for index, _ in run.places]
         rows = []
@@ -383,9 +357,7 @@ class Drive:
         pending = self.files.run(ops, self.settings.write_timeout_s)
         if pending is not None:
             self.breaker.failed("writes do not finish", at_once=True)
-            if not wait:
-                self.files.keep(pending, ops, images)
-            while wait and not pending.wait(60.0):
+            while not pending.wait(60.0):
                 self.breaker.failed("writes do not finish", at_once=True)
         codes: list[int] = ops["result"].tolist()
         self._judge(codes)
@@ -397,7 +369,6 @@ class Drive:
         self,
         run: SegmentWrites,
         images: Sequence[memoryview],
-        purpose: Purpose,
         written: dict[int, bool],
         results: list[Appended | None],
     ) -> None:
@@ -406,10 +377,10 @@ class Drive:
         for index, offset in run.places:
             if not written.get(index):
                 segment.count -= 1
-                segment.unentered -= not purpose.is_note
+                segment.unentered -= 1
                 continue
-            kind, key, sequence, payload_bytes = parse_own(images[index])
-            segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, sequence))
+            kind, key, stamp, payload_bytes = parse_own(images[index])
+            segment.entries.append(pack_entry(key, offset // PAGE, kind, payload_bytes, stamp))
             results[index] = Appended(segment.slot, offset // PAGE, segment.segment_id)
         segment.runs -= 1
 
@@ -423,7 +394,7 @@ class Drive:
     def _judge(self, codes: Sequence[int]) -> None:
         bad = [-code for code in codes if code < 0]
         if not bad:
-            if self.breaker.troubled:
+            if self.breaker.troubled and not self.lost:  # else by a file that is deleted
                 self.breaker.succeeded(by_writing=True)
             self._room_left.succeeded()
             return
@@ -439,11 +410,9 @@ class Drive:
             self._log.warning("%s: writes find no room: %s", self.medium.label, os.strerror(code))
         self._room_left.failed(os.strerror(code), at_once=True)
 
-    def _room(self, segment: Segment, nbytes: int, purpose: Purpose, spare: int) -> bool:
-        """Whether a segment has room for `nbytes` more, with so many spare ones beside it."""
+    def _room(self, segment: Segment, nbytes: int) -> bool:
+        """Whether a segment has room for `nbytes` more."""
         end = self.settings.segment_bytes - footer_bytes(segment.count + 1)
-        if segment.tail > PAGE:
-            end -= kept_back(purpose, self.settings.segment_bytes, last=not spare)
         return segment.tail + nbytes <= end
 
     def _segment_for(self, nbytes: int, purpose: Purpose, full: list[Segment]) -> Segment | None:
@@ -451,7 +420,7 @@ class Drive:
         spare, kept_back = self.spare_slots(), self._kept_back if purpose is Purpose.BLOCK else 0
         if spare < kept_back:
             return None
-        if self._active is not None and self._room(self._active, nbytes, purpose, spare):
+        if self._active is not None and self._room(self._active, nbytes):
             return self._active
         slot = self._take_slot(kept_back)
         if slot is None:
@@ -460,7 +429,7 @@ class Drive:
             before, self._active = self._active, None
             if before is not None and self._to_be_sealed(before):
                 full.append(before)
-        segment = Segment(self._numbers.segment_id(), slot)
+        segment = Segment(self._stamps.next(), slot)
         segment.extent = self.medium.extent(slot)
         header = SegmentHeader(segment.segment_id, slot, self.settings.segment_bytes, self.store)
         try:
@@ -509,9 +478,10 @@ class Drive:
         except OSError as error:
             if self._growth.closed:
                 self._log.warning("%s: no further segment: %s", self.medium.label, error.strerror)
-            self._growth.failed(str(error.strerror), at_once=True)
             if error.errno not in _FULL or len(taken) < 2:
                 self._write_failed(error.errno or errno.EIO)
+            if error.errno in _FULL:  # else segments would be reclaimed although there is room
+                self._growth.failed(str(error.strerror), at_once=True)
             return None
         self._growth.succeeded()
         return slot
@@ -519,6 +489,10 @@ class Drive:
     @property
     def record_bytes_max(self) -> int:
         return self.settings.segment_bytes - PAGE - footer_bytes(1)
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.files.is_emulated(self.medium.label)
 
     def facts(self) -> DriveFacts:
         up, profile = self.breaker.closed, self.gauge.profile
@@ -542,8 +516,6 @@ class Drive:
             record_bytes_max=self.record_bytes_max,
             read_bytes_per_s=profile.read_bytes_per_s if profile and profile.direct_io else 0.0,
             queued_bytes=self.gauge.queued_bytes,
-            reads_running=self.gauge.running,
-            slowdown=self.gauge.slowdown,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -567,7 +539,7 @@ class Drive:
             "free_segments": free,
             "segment_bytes": segment_bytes,
             "direct_io": self.medium.direct,
-            "emulated": self.files.emulated,
+            "emulated": self.is_emulated,
             "read_bytes_per_s": round(gauge.bytes_per_s),
             "profile": asdict(gauge.profile) if gauge.profile else None,
             "of_profile": gauge.of_profile,
@@ -579,7 +551,7 @@ class Drive:
         """Whether a block would find room without reclaiming a segment."""
         with self._books:
             active, spare = self._active, self.spare_slots()
-            fits = active is not None and self._room(active, nbytes, Purpose.BLOCK, spare)
+            fits = active is not None and self._room(active, nbytes)
             return spare > self._kept_back or (spare == self._kept_back and fits)
 
     def spare_slots(self) -> int:
@@ -626,15 +598,8 @@ class Drive:
                 self._unproven.discard(slot)
                 self.parting[slot] = segment.segment_id
             self._part_all()
-            self._raise_floor()
             if self._slots_still:
                 self.trim()
-
-    def _raise_floor(self, *, at_once: bool = False) -> None:
-        try:
-            self.removal_file.raise_floor(self.oldest_segment(), at_once=at_once)
-        except OSError as error:
-            self._write_failed(error.errno or errno.EIO)
 
     def _part_all(self) -> None:
         """Make released segments unreadable for good, oldest first; then their slots are free.
@@ -646,7 +611,6 @@ class Drive:
                 continue
             try:
                 self._wipe(slot)
-                self._blank(slot, self.parting[slot])
             except OSError as error:
                 self._write_failed(error.errno or errno.EIO)
                 return
@@ -665,7 +629,7 @@ class Drive:
             slot = None if self.lost or self.draining else self._take_slot(self._kept_back)
             if slot is None:
                 return None
-            lent = Segment(self._numbers.segment_id(), slot)
+            lent = Segment(self._stamps.next(), slot)
             lent.extent = self.medium.extent(slot)
             with self._books:
                 self.segments[slot] = lent
@@ -746,18 +710,6 @@ class Drive:
         if self.settings.fsync != "never":
             self.files.sync(fd)
 
-    def _blank(self, slot: int, segment_id: int) -> None:
-        """Overwrite the descriptions of namespaces in a segment that was wiped: it may lie free for
-        long, and what a removed tenant was called must not stay on disk.
-        """
-        fd, base = self.medium.extent(slot)
-        spans = self.notes.description_spans(segment_id)
-        for start, stop in spans:
-            self.files.write(fd, base + start, bytes(stop - start))
-        if spans and self.settings.fsync != "never":
-            self.files.sync(fd)
-        self.notes.described_at.pop(segment_id, None)
-
     def sync(self, timeout_s: float | None = None) -> bool:
         """Make what was appended durable. False: it could not be, or not in time; or what was
         durable is not any more, because files were taken away.
@@ -790,8 +742,8 @@ class Drive:
             with self.files.descriptors.use():
                 for slot in slots:
                     self._sync_slot(slot)
-                if self.settings.fsync != "never":
-                    self.removal_file.sync()
+                if self.settings.writable:
+                    self.metadata.sync()
             self._cannot_sync = False
         except OSError as error:
             self._write_failed(error.errno or errno.EIO)
@@ -835,15 +787,15 @@ class Drive:
         """Have room for so many segments; those that are too many go one by one (`trim`)."""
         with self._turn, self._books:
             self.slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
-            self._slots_still = len(self.segments) + _FOR_NOTES
+            self._slots_still = len(self.segments) + _FOR_MOVES
 
     def trim(self) -> bool:
-        """Give free segments that are too many back, but for those that notes may need until
+        """Give free segments that are too many back, but for those that moves may need until
         there are not. False: there are still too many.
         """
         with self._turn:
             self._part_all()
-            self._slots_still = min(self._slots_still, len(self.segments) + _FOR_NOTES)
+            self._slots_still = min(self._slots_still, len(self.segments) + _FOR_MOVES)
             if self._slots_still <= self.slots_max or self.retired:
                 self._slots_still = 0
             while self.slot_count() > max(self.slots_max, self._slots_still):
@@ -871,7 +823,7 @@ class Drive:
     def retire(self) -> None:
         """Give everything back and close the files: the drive can be unmounted.
 
-        Notes that are being written have their files until they are, or until the time is over.
+        Writes under way have their files until they end, or until the time is over.
         """
         with self._turn:
             self.draining = self.retired = True
@@ -885,8 +837,12 @@ class Drive:
                 self._free(slot)
             self.resize(0)
             self.trim()
-            with contextlib.suppress(OSError):
-                self.removal_file.remove()
+            try:
+                if not self.lost:
+                    self.metadata.clear()
+            except OSError as error:
+                self._log.warning("%s: metadata: %s", self.medium.label, error.strerror)
+            self.metadata.close()
             self.medium.detach()
 
     def abandon(self) -> None:
@@ -896,8 +852,13 @@ class Drive:
             self.parting.clear()
             self._unsynced.clear()
             self._active = None
-        self.removal_file.close()
+        self.metadata.close()
         self.medium.detach()
+
+    def close_files(self) -> None:
+        """Close a drive that cannot be used, as it is."""
+        self.metadata.close()
+        self.medium.close()
 
     def held_bytes(self) -> int:
         with self._books:
@@ -916,9 +877,7 @@ class Drive:
                 self._finish(active, sealed=False)
             if not self.retired:
                 self.wear.keep()
-                if self.settings.writable and not self.lost and self.breaker.closed:
-                    self._raise_floor(at_once=True)
-            self.removal_file.close()
+            self.metadata.close()
             self.medium.close()
 
     def _finish(self, segment: Segment, *, sealed: bool) -> None:
@@ -946,17 +905,6 @@ class Drive:
         with self._books:
             segment.sealed = sealed
             segment.entries = []
-
-    def keep_members(self, text: str) -> None:
-        """Write down which drives belong together."""
-        with self._turn:
-            try:
-                known = known_superblock(self.medium)
-                if known is not None:
-                    self.medium.write_superblock(replace(known, members=text))
-                    self.members = text
-            except OSError as error:
-                self._write_failed(error.errno or errno.EIO)
 
     def lose(self) -> None:
         """Its directory was taken away: it is used no more before it is opened anew."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvdepot.codec.copy_ops import transfers
 from kvdepot.codec.record import PAGE
-from kvdepot.core.clock import Clock
+from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.tier import Load, Loaded, Pending, drive_of
 from kvdepot.native import COPY
 from kvdepot.tiers.device.files import Files, Ops
@@ -252,11 +252,16 @@ class HardDriveTier(LogTier):
     survey_limits = HEAD
 
     def __init__(
-        self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock
+        self,
+        paths: Sequence[Path],
+        files: Files,
+        settings: MountSettings,
+        clock: Clock,
+        stamps: StampClock | None = None,
     ) -> None:
         self._elevators: dict[int, Elevator] = {}
         self._elevators_lock = threading.Lock()
-        super().__init__(paths, files, settings, clock)
+        super().__init__(paths, files, settings, clock, stamps)
 
     def close(self) -> None:
         for elevator in list(self._elevators.values()):

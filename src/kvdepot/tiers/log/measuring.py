@@ -97,15 +97,15 @@ class Measuring:
             if drive in self._known or drive.lost:
                 continue
             self._known.add(drive)
-            profile = drive.notes.profile
-            if profile is not None and profile.emulated != drive.files.emulated:
+            profile = drive.profile
+            if profile is not None and profile.emulated != drive.is_emulated:
                 profile = None
             if profile is not None and profile.is_measured:
                 drive.gauge.profile = profile
             if self._is_worth(drive):
                 self._waiting.append(drive)
-            elif drive.files.emulated and profile is None and self._writable:
-                drive.notes.keep_profile(Profile.unmeasured(emulated=True))
+            elif drive.is_emulated and profile is None and self._writable:
+                drive.keep_profile(Profile.unmeasured(emulated=True))
 
     def _is_worth(self, drive: Drive) -> bool:
         settings = drive.settings
@@ -167,7 +167,6 @@ class Measuring:
             survey.discard()
         elif survey.done:
             self.stop()
-            files = drive.files
-            profile = survey.profile(direct_io=drive.medium.direct, emulated=files.emulated)
+            profile = survey.profile(direct_io=drive.medium.direct, emulated=drive.is_emulated)
             drive.gauge.profile = profile
-            drive.notes.keep_profile(profile)
+            drive.keep_profile(profile)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
+from kvdepot.codec.metadata import MAGIC as METADATA_MAGIC
 from kvdepot.codec.record import PAGE
-from kvdepot.codec.segment import Superblock, pack_slots
+from kvdepot.codec.segment import HEADER_MAGIC, SUPERBLOCK_MAGIC, Superblock, pack_slots
 from kvdepot.core.clock import Clock, WallClock
 from kvdepot.core.private import FILE_MODE, check_file_status, check_folder_status, check_link
 from kvdepot.errors import (
@@ -25,10 +26,37 @@ from kvdepot.errors import (
     UnsafePathError,
 )
 from kvdepot.tiers.device.breaker import RetryPauses
-from kvdepot.tiers.device.files import Files
+from kvdepot.tiers.device.files import LOST_AND_FOUND, Files
+from kvdepot.tiers.log.metadata import COPIES, CopyPlace, ExtentCopy, FileCopy
 
 DirectIo = Literal["auto", "always", "never"]
+_METADATA_MIN: Final = 1 << 20
+_METADATA_SHARE: Final = 32
+"""The metadata log takes one part in so many of a drive at most, in each copy."""
 _SEGMENT: Final = re.compile(r"segment-(\d{6})\.kvs")
+_LOCK: Final = "lock"
+_KEPT: Final = ("superblock", *COPIES)
+_PARTIAL: Final = tuple(f"{name}.new" for name in _KEPT)
+_NAMES: Final = frozenset({_LOCK, *_KEPT, *_PARTIAL})
+_HOLDER: Final = re.compile(rb"\d*\n?\0*")
+"""What a lock file of ours holds: a process, or nothing yet."""
+_FOREIGN: Final = (
+    (0x1FE, b"\x55\xaa"),
+    (0x200, b"EFI PART"),
+    (0x200, b"LABELONE"),
+    (0x438, b"\x53\xef"),
+    (0, b"XFSB"),
+    (0, b"LUKS\xba\xbe"),
+    (0, b"bcachefs"),
+    (0xFF6, b"SWAPSPACE2"),
+    (0x1000, b"\xfc\x4e\x2b\xa9"),
+    (0x8001, b"CD001"),
+    (0x10040, b"_BHRfS_M"),
+)
+"""Where partition tables, filesystems, encryption, volume managers and swap say what they are."""
+_FOREIGN_BYTES: Final = 68 << 10
+TELLS_SIZE: Final = b"segment_bytes"
+"""A damaged page with this in it was a superblock."""
 
 
 class Medium(Protocol):
@@ -58,8 +86,8 @@ class Medium(Protocol):
     def extent(self, slot: int) -> tuple[int, int]:
         """Descriptor and base offset of a slot; after `detach`, a descriptor that is none."""
 
-    def beside(self, name: str) -> Path | None:
-        """Where a file beside the segments is, or would be; None where the medium has none."""
+    def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
+        """Where the two copies of the metadata log are, or would be."""
 
     def intact(self) -> bool:
         """False when the medium was taken away underfoot."""
@@ -97,8 +125,6 @@ class MountSettings:
     """Whether drives are measured: see tiers.log.measuring."""
     any_owner: bool = False
     """Whether the folder may be another user's: for who looks, and does not serve from it."""
-    mirrored: bool = False
-    """Whether a second copy of a block on another drive is of use."""
 
 
 def known_superblock(medium: Medium) -> Superblock | None:
@@ -243,13 +269,17 @@ class DirectoryMedium:
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fds.get(slot, -1), 0
 
-    def beside(self, name: str) -> Path | None:
-        return self._path / name
+    def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
+        limit = max(_METADATA_MIN, segment_bytes * slots_max // _METADATA_SHARE)
+        return [
+            FileCopy(self._path / name, self._files, limit, writable=self._writable)
+            for name in COPIES
+        ]
 
     def intact(self) -> bool:
         try:
             ours = os.fstat(self._lock_fd if self._writable else self._directory_fd)
-            there = os.stat(self._path / "lock" if self._writable else self._path)
+            there = os.stat(self._path / _LOCK if self._writable else self._path)
         except OSError:
             return False
         return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
@@ -322,8 +352,9 @@ class DirectoryMedium:
             self._files.make_directory(self._path)
             self._directory_fd = self._files.open_directory(self._path)
             self._check_folder()
-            self._lock_fd = self._open_own(self._path / "lock", os.O_RDWR | os.O_CREAT)
-        except UnsafePathError:
+            self._refuse_others()
+            self._lock_fd = self._open_own(self._path / _LOCK, os.O_RDWR | os.O_CREAT)
+        except (UnsafePathError, FormatError):
             self._unlock()
             raise
         except OSError as error:
@@ -337,7 +368,7 @@ class DirectoryMedium:
             _lock(self._lock_fd, self.label)
             os.truncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-            for name in ("superblock.new", "removals.new"):
+            for name in _PARTIAL:
                 self._files.unlink(self._path / name)
         except StoreBusyError:
             self._unlock()
@@ -347,8 +378,45 @@ class DirectoryMedium:
             reason = f"cannot write to {self._path}: {error.strerror}"
             raise DriveError(f"{self._tier}.path", reason) from error
 
+    def _refuse_others(self) -> None:
+        """Raises FormatError for a folder with files that are not a store's; nothing was touched.
+
+        A store is known by any one of its files, since the others may be damaged. Where none tells,
+        as after a crash while the first were made, there are no other names than a store's, and
+        the lock file, which is made first, names a process or nothing.
+        """
+        names = set(os.listdir(self._path)) - {LOST_AND_FOUND}
+        ours = {name for name in names if name in _NAMES or _SEGMENT.fullmatch(name)}
+        if not names or any(map(self._is_of_a_store, sorted(ours))):
+            return
+        if names == ours and _LOCK in ours and _HOLDER.fullmatch(self._start_of(_LOCK)):
+            return
+        raise FormatError(
+            self.label,
+            f"is not empty and not a kvdepot store: it has {min(names - ours or names)!r}",
+            hint=f"give {self._tier}.path a folder of its own, such as {self._path / 'kvdepot'}",
+        )
+
+    def _is_of_a_store(self, name: str) -> bool:
+        """Whether a file is a superblock, a segment or metadata, whatever it is called."""
+        start = self._start_of(name)
+        segment = start[8:12] == HEADER_MAGIC.to_bytes(4, "little")
+        superblock = start[8:16] == SUPERBLOCK_MAGIC or TELLS_SIZE in start
+        return segment or superblock or start.startswith(METADATA_MAGIC)
+
+    def _start_of(self, name: str) -> bytes:
+        """The first page of a file that may be another program's; nothing of what is no file."""
+        try:
+            fd = self._files.open_file(self._path / name, os.O_RDONLY)
+        except OSError:
+            return b""
+        try:
+            return bytes(self._files.read(fd, 0, PAGE))
+        finally:
+            os.close(fd)
+
     def _accepts_direct(self) -> bool:
-        probe = self._path / "lock"
+        probe = self._path / _LOCK
         try:
             if probe.exists():
                 fd = self._files.open_file(probe, os.O_RDONLY | os.O_DIRECT)
@@ -389,7 +457,9 @@ class DirectoryMedium:
 
 
 class DeviceMedium:
-    """Extents of a block device: the superblock in the first page, slot n at (n + 1) segments."""
+    """Extents of a block device: the superblock in the first page, then the metadata log in the
+    place of a segment, slot n at (n + 1) segments.
+    """
 
     def __init__(self, path: Path, files: Files, settings: MountSettings) -> None:
         self.label = str(path)
@@ -440,11 +510,21 @@ class DeviceMedium:
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fd, (slot + 1) * self._segment_bytes
 
-    def beside(self, name: str) -> Path | None:
-        return None
+    def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
+        del slots_max
+        area = (segment_bytes - PAGE) // (2 * len(COPIES)) // PAGE * PAGE
+        return [
+            ExtentCopy(name, self._files, self._fd, PAGE + 2 * number * area, area)
+            for number, name in enumerate(COPIES)
+        ]
 
     def intact(self) -> bool:
         return self._fd >= 0
+
+    def is_foreign(self) -> bool:
+        """Whether a filesystem, a partition table or the like is on the device."""
+        start = bytes(self._files.read(self._fd, 0, _FOREIGN_BYTES))
+        return any(start[at : at + len(sign)] == sign for at, sign in _FOREIGN)
 
     def blank(self, nbytes: int) -> bool:
         """Whether the device begins with zeros, as no filesystem or partition table does."""

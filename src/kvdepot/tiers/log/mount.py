@@ -14,19 +14,20 @@ import numpy as np
 
 from kvdepot.codec.record import PAGE
 from kvdepot.codec.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
-from kvdepot.core.clock import Clock
+from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import DriveError, FormatError, KVDepotError, UnsafePathError
 from kvdepot.tiers.device.files import Files
 from kvdepot.tiers.log.drive import Drive
 from kvdepot.tiers.log.medium import (
+    TELLS_SIZE,
     DeviceMedium,
     DirectoryMedium,
     Medium,
     MountSettings,
     open_medium,
 )
-from kvdepot.tiers.log.numbers import Numbers
+from kvdepot.tiers.log.metadata import CopyPlace
 
 _ASKED: Final = 8
 """Segments that are compared with the superblock."""
@@ -35,14 +36,12 @@ _SLOTS_MIN: Final = 3
 _STRETCH: Final = 32 << 20
 _PROBE_BYTES: Final = 2 << 30
 """How far a device with a lost superblock is searched for segments."""
-_TELLS_SIZE: Final = b"segment_bytes"
-"""A damaged page with this in it was a superblock."""
 _PREFIX: Final = struct.Struct("<QII")
 """How the header page begins in every format: checksum, magic, version."""
 
 
 def mount(
-    path: Path, files: Files, settings: MountSettings, numbers: Numbers, clock: Clock
+    path: Path, files: Files, settings: MountSettings, stamps: StampClock, clock: Clock
 ) -> Drive:
     """Open a drive. Raises ConfigError, FormatError or StoreBusyError; then nothing is held.
 
@@ -53,8 +52,13 @@ def mount(
     except OSError as error:
         raise DriveError(f"{settings.tier}.path", f"cannot use {path}: {error.strerror}") from error
     try:
-        superblock, damage = _superblock(medium, files, settings)
+        superblock, damage, new = _superblock(medium, files, settings)
         slots = _slots(medium, superblock, settings)
+        settings = replace(settings, segment_bytes=superblock.segment_bytes)
+        store = uuid.UUID(superblock.store).bytes
+        drive = Drive(medium, files, settings, store, slots, stamps, clock)
+        drive.damage += damage
+        _open_metadata(drive, superblock, new=new)
     except OSError as error:
         medium.close()
         reason = f"cannot use {path}: {error.strerror}"
@@ -62,13 +66,26 @@ def mount(
     except KVDepotError:
         medium.close()
         raise
-    settings = replace(settings, segment_bytes=superblock.segment_bytes)
-    store = uuid.UUID(superblock.store).bytes
-    drive = Drive(medium, files, settings, store, slots, numbers, clock)
-    drive.damage += damage
-    drive.members = superblock.members
-    drive.read_removals()
+    known = (entry.stamp for entry in drive.metadata.known.all())
+    stamps.observe(max(superblock.opened, *known, 0))
     return drive
+
+
+def _open_metadata(drive: Drive, superblock: Superblock, *, new: bool) -> None:
+    """Read the metadata log, or make it before the superblock that says that there is one."""
+    writable, damaged = drive.settings.writable, bool(drive.damage)
+    try:
+        if new and writable:
+            drive.metadata.create()
+        elif not new:
+            drive.metadata.load()
+            label = drive.medium.label
+            drive.damage += [f"{label}: {text}" for text in drive.metadata.damage]
+        if writable and (new or damaged):
+            drive.medium.write_superblock(superblock)
+    except OSError:
+        drive.metadata.close()
+        raise
 
 
 class AbsentMedium:
@@ -100,8 +117,8 @@ class AbsentMedium:
     def extent(self, slot: int) -> tuple[int, int]:
         raise self._gone()
 
-    def beside(self, name: str) -> Path | None:
-        return None
+    def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
+        return []
 
     def intact(self) -> bool:
         return False
@@ -123,10 +140,10 @@ class AbsentMedium:
 
 
 def leave_out(
-    path: Path, reason: str, files: Files, settings: MountSettings, numbers: Numbers, clock: Clock
+    path: Path, reason: str, files: Files, settings: MountSettings, stamps: StampClock, clock: Clock
 ) -> Drive:
     """In place of a drive that cannot be mounted: lost, until `mount` succeeds."""
-    drive = Drive(AbsentMedium(path), files, settings, bytes(16), 0, numbers, clock)
+    drive = Drive(AbsentMedium(path), files, settings, bytes(16), 0, stamps, clock)
     drive.lost = True
     drive.breaker.failed(reason, at_once=True)
     return drive
@@ -149,41 +166,41 @@ def _slots(medium: Medium, superblock: Superblock, settings: MountSettings) -> i
 
 def _superblock(
     medium: Medium, files: Files, settings: MountSettings
-) -> tuple[Superblock, list[str]]:
+) -> tuple[Superblock, list[str], bool]:
+    """What the drive says about itself, what was damaged, and whether it is a new drive."""
     page = medium.read_superblock()
     found = Superblock.parse(page) if page is not None else None
     if isinstance(found, int):
         raise _other_format(medium, found)
     if found is not None and not _is_foreign(found, medium, files, settings):
-        return found, []
+        return found, [], False
     state = "missing" if page is None else "of another store" if found else "damaged"
     # A device that begins with zeros was cleared on purpose; a file that is gone was not.
-    cleared = page is None and isinstance(medium, DeviceMedium)
-    superblock = None if cleared else _from_segments(medium, files)
+    # Segments of an earlier store may lie between the files of what the device was made since.
+    lost = isinstance(medium, DeviceMedium) and (page is None or medium.is_foreign())
+    superblock = None if lost else _from_segments(medium, files)
     if superblock is not None:
         damage = [f"{medium.label}: superblock: {state}; the segments tell what it said"]
-    elif isinstance(medium, DeviceMedium) and not medium.blank(_BLANK_BYTES):
+        return superblock, damage, False
+    if isinstance(medium, DeviceMedium) and not medium.blank(_BLANK_BYTES):
         raise FormatError(
             medium.label,
             "the device holds something that is not a kvdepot store",
-            hint=f"if it may be overwritten: wipefs -a {medium.label}",
+            hint=f"if it may be overwritten: dd if=/dev/zero of={medium.label} bs=128K count=1",
         )
-    elif not settings.writable and (page is None or _TELLS_SIZE not in page):
+    if not settings.writable and (page is None or TELLS_SIZE not in page):
         raise FormatError(medium.label, "there is no store here", hint="check the path")
-    else:
-        superblock, damage = Superblock(str(uuid.uuid4()), settings.segment_bytes), []
-        if page is not None:
-            damage = [f"{medium.label}: superblock: damaged, and there is no segment"]
-    if settings.writable:
-        medium.write_superblock(superblock)
-    return superblock, damage
+    damaged = f"{medium.label}: superblock: damaged, and there is no segment"
+    damage = [damaged] if page is not None else []
+    return Superblock(str(uuid.uuid4()), settings.segment_bytes), damage, True
 
 
 def _other_format(medium: Medium, number: int) -> FormatError:
     return FormatError(
         medium.label,
         f"store of format {number}, this kvdepot reads format {FORMAT}",
-        hint="use the kvdepot version that made it, or another path",
+        hint="it is a cache: remove the folder or give another path, and it fills again; or use "
+        "the kvdepot version that made it",
     )
 
 

@@ -5,7 +5,7 @@ bottom.
       all zeros                                                  → the slot is free
       damaged                                                    → trailer and records tell the id
       of another slot or store                                   → not usable: swapped or foreign
-      below the floor of the removals                            → not usable: put back
+      not above the floor of the metadata                         → not usable: put back
         … of another store, on a device                          → free: from an earlier life
     trailer page
       belongs to this use of the extent, footer intact           → footer entries
@@ -88,7 +88,7 @@ class SegmentReader:
     slot: int
     store: bytes
     floor: int = 0
-    """Segments with a lower id have been given up (tiers.log.removals)."""
+    """Segments with this id or a lower one do not count (core.metadata)."""
 
     def recover(self) -> Recovered | None:
         """What the segment holds; None if the slot is free. Raises OSError."""
@@ -113,7 +113,7 @@ class SegmentReader:
                 f"holds slot {header.slot} of store {header.store.hex()}: swapped or foreign"
             )
             return self._unusable(header.segment_id, damage, header)
-        if header.segment_id < self.floor:
+        if header.segment_id <= self.floor:
             return self._unusable(header.segment_id, [*damage, PUT_BACK])
         if trailer is None and self._was_ours(trailer_page, TRAILER_MAGIC):
             damage.append(TRAILER_DAMAGED)
@@ -178,8 +178,9 @@ class SegmentReader:
     def _extend(self, found: Recovered) -> None:
         more = []
         for offset, head in self.records(found.segment_id, found.tail):
-            more.append((head.key, offset // PAGE, head.kind, head.payload_bytes, head.sequence, 0))
-            found.tail = offset + record_bytes(head.payload_bytes)
+            size = head.payload_bytes
+            more.append((head.key, offset // PAGE, head.kind, size, head.stamp, size))
+            found.tail = offset + record_bytes(size)
         if more:
             found.entries = np.concatenate([found.entries, np.array(more, dtype=ENTRY)])
 

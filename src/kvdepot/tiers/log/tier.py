@@ -31,7 +31,8 @@ from kvdepot.codec.record import (
     token_ids,
 )
 from kvdepot.core.block import BlockKey
-from kvdepot.core.clock import Clock, WallClock
+from kvdepot.core.clock import Clock, StampClock
+from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind, floor_entry, merged
 from kvdepot.core.tier import (
     DRIVES_MAX,
     NO_CONTENTS,
@@ -41,10 +42,10 @@ from kvdepot.core.tier import (
     Health,
     Load,
     Loaded,
+    MetaWritten,
     Outcome,
     Pending,
     Purpose,
-    Removal,
     SegmentInfo,
     Usage,
     WriteBudget,
@@ -67,14 +68,14 @@ from kvdepot.tiers.log.contents import read_contents
 from kvdepot.tiers.log.drive import Drive, Segment
 from kvdepot.tiers.log.measuring import Measuring
 from kvdepot.tiers.log.medium import Medium, MountSettings, known_superblock
-from kvdepot.tiers.log.members import Members
+from kvdepot.tiers.log.metadata import TOMBSTONE_AGE_US
 from kvdepot.tiers.log.mount import leave_out, mount
-from kvdepot.tiers.log.notes import is_own
-from kvdepot.tiers.log.numbers import Numbers
 from kvdepot.tiers.log.recovery import Recovered
 from kvdepot.tiers.memory.memory import Memory
 
 _log: Final = logging.getLogger("kvdepot.tiers")
+_TOMBSTONES_MANY: Final = 4096
+"""From so many on it is worth while to look for those that cover nothing."""
 _DAMAGE_LOGGED_MAX: Final = 8
 _STANDS_OUT: Final = 4.0
 _REGISTERED_MAX: Final = 8 << 30
@@ -122,7 +123,12 @@ class LogTier:
     survey_limits = FLASH
 
     def __init__(
-        self, paths: Sequence[Path], files: Files, settings: MountSettings, clock: Clock
+        self,
+        paths: Sequence[Path],
+        files: Files,
+        settings: MountSettings,
+        clock: Clock,
+        stamps: StampClock | None = None,
     ) -> None:
         """Open the drives at `paths`. Takes over `files`: closes it, also when this raises.
 
@@ -139,8 +145,9 @@ class LogTier:
         self._files = files
         self._settings = settings
         self._clock = clock
-        self._numbers = Numbers()
-        self._members = Members(lambda: self.drives, writable=settings.writable)
+        self._stamps = stamps or StampClock(settings.wall)
+        self._behind: set[Drive] = set()
+        """Drives that could not record some metadata; they get it when they work again."""
         self._closed = False
         self._measuring = Measuring(
             lambda: self.drives,
@@ -158,10 +165,12 @@ class LogTier:
     def _recover(self) -> Contents:
         started_s = self._clock.now()
         found = self._open_drives()
-        for drive in self._members.settle():
-            found[self.drives.index(drive)] = []
-            self._empty(drive)
-        contents = read_contents(self.drives, found, mirrored=self._settings.mirrored)
+        known = self.metadata()
+        found = [
+            self._above_floor(drive, segments, known.floor)
+            for drive, segments in zip(self.drives, found, strict=True)
+        ]
+        contents = read_contents(self.drives, found, known.tombstones)
         segments = [segment for recovered in found for segment in recovered]
         scanned = sum(segment.scanned for segment in segments)
         _log.log(
@@ -179,21 +188,35 @@ class LogTier:
             if len(drive.damage) > _DAMAGE_LOGGED_MAX:
                 _log.warning("damage: %s: %d in all", drive.medium.label, len(drive.damage))
         if self.writable:
-            known = [drive.medium for drive in self.drives if not drive.lost]
-            last = max(map(_epoch_of, known), default=0)
-            self._numbers.begin_epoch(last, WallClock().now())
+            for drive in self._present():
+                self._begin_writing(drive)
             for drive, recovered in zip(self.drives, found, strict=True):
                 drive.resume(recovered)
-            self._members.share_removals()
+            self._share_metadata(self._present())
         return contents
 
-    def _empty(self, drive: Drive) -> None:
-        """A drive that was given up holds nothing that counts."""
-        _log.warning("%s: was away too long: its blocks are dropped", drive.medium.label)
-        for slot in list(drive.segments):
-            if self.writable:
-                drive.release(slot)
-        drive.segments.clear()
+    def _begin_writing(self, drive: Drive) -> None:
+        drive.keep_opened(self._stamps.open(_opened(drive.medium)))
+
+    def _above_floor(self, drive: Drive, found: list[Recovered], floor: int) -> list[Recovered]:
+        """Drop the segments whose removals may be forgotten, because the drive was away."""
+        old = [segment for segment in found if segment.segment_id <= floor]
+        if not old:
+            return found
+        _log.warning(
+            "%s: was away too long: %d of its segments are dropped", drive.medium.label, len(old)
+        )
+        for segment in old:
+            if not self.writable or not drive.release(segment.slot):
+                drive.segments.pop(segment.slot, None)
+        return [segment for segment in found if segment.segment_id > floor]
+
+    def behind(self) -> list[Drive]:
+        """Drives that lack metadata that was given to the tier."""
+        return list(self._behind)
+
+    def _present(self) -> list[Drive]:
+        return [drive for drive in self.drives if not (drive.lost or drive.retired)]
 
     def _open_drives(self) -> list[list[Recovered]]:
         """Mount all drives at the same time, and tell what is in their segments. Raises where the
@@ -228,15 +251,20 @@ class LogTier:
         settings = self._settings
         if room_bytes is not None:
             settings = replace(settings, capacity_bytes=room_bytes)
-        drive = mount(path, self._files, settings, self._numbers, self._clock)
-        drive.notes.keep_all = self._members.are_missing
+        drive = mount(path, self._files, settings, self._stamps, self._clock)
         try:
+            if not drive.metadata.is_whole:
+                raise FormatError(
+                    drive.medium.label,
+                    "the metadata is damaged in both copies: removed blocks may look alive",
+                    hint=f"kvdepot check --repair {path}",
+                )
             return drive, drive.recover()
         except KVDepotError:
-            drive.medium.close()
+            drive.close_files()
             raise
         except OSError as error:
-            drive.medium.close()
+            drive.close_files()
             full = error.errno == errno.ENOSPC
             hint = "make room on the disk, or give another path" if full else ""
             reason = f"cannot open the store: {error}"
@@ -245,17 +273,15 @@ class LogTier:
     def _leave_out(self, index: int, error: KVDepotError) -> Drive:
         path, hint = self._paths[index], f" ({error.hint})" if error.hint else ""
         reason = f"{error}{hint}"
-        return leave_out(path, reason, self._files, self._settings, self._numbers, self._clock)
+        return leave_out(path, reason, self._files, self._settings, self._stamps, self._clock)
 
     def append(
         self,
         drive: int,
         images: Sequence[memoryview],
         purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
     ) -> list[int | None]:
-        appended = self.drives[drive].append(images, purpose, keep_sequence=keep_sequence)
+        appended = self.drives[drive].append(images, purpose)
         return [
             None if place is None else pack_location(drive, place.slot, place.page)
             for place in appended
@@ -482,17 +508,17 @@ class LogTier:
             lost.breaker.failed(str(error), at_once=True)
             raise
         fresh.wear.take_over(lost.wear)
-        if not self._members.admit(fresh, lost):
-            self._empty(fresh)
-            found = []
-        others = [other for other in self.drives if other is not lost]
-        contents = read_contents([fresh], [found], first_drive=drive, others=others)
+        together = [*(one for one in self._present() if one is not lost), fresh]
+        known = merged(one.metadata.snapshot() for one in together)
+        found = self._above_floor(fresh, found, known.floor)
+        contents = read_contents([fresh], [found], known.tombstones, first_drive=drive)
+        self._behind.discard(lost)
         if self.writable:
+            self._begin_writing(fresh)
             fresh.resume(found)
+            self._share_metadata(together, gone=lost.store if lost.store != fresh.store else None)
         self.drives[drive] = fresh
         self.left_out.pop(drive, None)
-        if self.writable:
-            self._members.share_removals()
         _log.info("%s: mounted again, %d blocks", fresh.medium.label, len(contents.locations))
         return contents
 
@@ -504,20 +530,16 @@ class LogTier:
         if not free and len(self.drives) >= DRIVES_MAX:
             raise ConfigError(setting, f"there are {DRIVES_MAX} drives, and no more can be")
         drive, found = self._open_drive(path)
-        contents = read_contents([drive], [found])
-        removals = drive.notes.removals or drive.removal_file.known
-        if len(contents.words) or removals or drive.notes.spaces:
+        if any(len(segment.entries) for segment in found) or drive.metadata.known.all():
             drive.close()
             raise ConfigError(setting, f"{path} holds a store", hint="empty the directory first")
+        self._begin_writing(drive)
         drive.resume(found)
         index = free[0] if free else len(self.drives)  # the number of a drive that has gone
         self._paths[index : index + 1] = [path]
         self.drives[index : index + 1] = [drive]
         self._room_bytes.pop(index, None)
-        self._members.admit(drive)
-        for tag, description in self.descriptions().items():
-            if tag not in drive.notes.spaces:
-                drive.notes.remember(tag, description)
+        self._share_metadata(self._present())
         return index
 
     def index_of(self, path: Path) -> int:
@@ -536,48 +558,57 @@ class LogTier:
         contents, self._contents = self._contents, NO_CONTENTS
         return contents
 
-    def erase(self, removals: Sequence[Removal], drives: Sequence[int] | None = None) -> list[int]:
-        asked = range(len(self.drives)) if drives is None else drives
-        return [
-            index
-            for index in asked
-            if not self.drives[index].retired
-            and not self._members.record(self.drives[index], removals)
-        ]
-
-    def owing_removals(self) -> list[Drive]:
-        """Drives that are down and have removals still to record."""
-        return list(self._members.owed)
-
-    def remember(self, tag: bytes, description: bytes) -> bool:
-        notes = [one.notes for one in self.drives if not one.retired]
-        done = [each.remember(tag, description) for each in notes if tag not in each.spaces]
-        return all(done)
-
-    def descriptions(self) -> dict[bytes, bytes]:
-        spaces = [one.notes.spaces.copy() for one in self.drives]  # others add to them meanwhile
-        known = {tag: text for one in spaces for tag, (_, text) in one.items()}
-        return {tag: text for tag, text in known.items() if not is_own(tag)}
-
-    def keep_page(self, number: int, text: bytes, sync_s: float | None = None) -> tuple[int, int]:
-        used = [
-            drive
-            for at, drive in enumerate(self.drives)
-            if at not in self.left_out and not drive.retired
-        ]
-        have = [drive for drive in used if drive.notes.keep_page(number, text)]
+    def put_meta(self, entries: Sequence[MetaEntry], sync_s: float | None = None) -> MetaWritten:
+        used = [drive for at, drive in enumerate(self.drives) if at not in self.left_out]
+        used = [drive for drive in used if not drive.retired]
+        have = [drive for drive in used if drive.put_meta(entries)]
+        self._behind.update(drive for drive in used if drive not in have)
         if sync_s is not None:
             have = [drive for drive in have if drive.sync(sync_s)]
         stay = [drive for drive in used if not drive.draining]
-        return sum(drive in stay for drive in have), len(stay)
+        return MetaWritten(sum(drive in stay for drive in have), len(stay))
 
-    def pages(self) -> list[bytes]:
-        return [text for drive in self.drives for text in drive.notes.pages()]
+    def metadata(self) -> Metadata:
+        return merged(drive.metadata.snapshot() for drive in self._present())
 
-    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
-        # Older copies may lie in any segment that exists now, also if they are out of use.
-        sequence, last_segment = self._numbers.sequence(), self._numbers.segment_id()
-        return Removal(key, whole_namespace, sequence, last_segment)
+    def _share_metadata(self, drives: Sequence[Drive], gone: bytes | None = None) -> None:
+        """Record durably on these drives what they know together: from then on one may forget it,
+        or go. `gone` is the UUID of a drive that will not come back.
+        """
+        stamp = self._stamps.next()
+        known = merged(drive.metadata.snapshot() for drive in drives)
+        names = {drive.store for drive in drives} - known.values(MetaKind.MEMBER).keys()
+        for name in names:
+            known.add(MetaEntry(MetaKind.MEMBER, name, stamp, b""))
+        if gone is not None:
+            known.add(MetaEntry(MetaKind.MEMBER, gone, stamp, None))
+        for drive in drives:
+            self._bring_up_to_date(drive, known.all())
+
+    def _bring_up_to_date(self, drive: Drive, entries: Sequence[MetaEntry]) -> None:
+        done = drive.put_meta(entries) and (drive.settings.fsync == "never" or drive.sync())
+        (self._behind.discard if done else self._behind.add)(drive)
+
+    def _are_missing(self) -> bool:
+        """Whether a drive of this tier is away, or lacks metadata that the others have."""
+        members = self.metadata().values(MetaKind.MEMBER).keys()
+        return bool(self._behind) or not members <= {drive.store for drive in self._present()}
+
+    def _raise_floor(self, *, at_once: bool = False) -> None:
+        """Forget tombstones that cover nothing any more, if they are many or `at_once`."""
+        drives = self._present()
+        count = max((len(drive.metadata.known.tombstones) for drive in drives), default=0)
+        if not self.writable or not count or not (at_once or count >= _TOMBSTONES_MANY):
+            return
+        stamp = self._stamps.next()
+        floor = min(drive.oldest_segment() or stamp for drive in drives) - 1
+        if self._are_missing():
+            floor = min(floor, stamp - TOMBSTONE_AGE_US)
+        if floor <= self.metadata().floor:
+            return
+        for drive in drives:
+            if drive.put_meta([floor_entry(floor, stamp)]) and drive.sync():
+                drive.metadata.drop_tombstones(floor)
 
     def has_room(self, drive: int, nbytes: int) -> bool:
         return self.drives[drive].has_room(nbytes)
@@ -593,22 +624,10 @@ class LogTier:
     def has_unentered(self, drive: int) -> bool:
         return self.drives[drive].is_busy()
 
-    def carry_notes(self, drive: int, slot: int) -> bool:
-        segment = self.drives[drive].segments.get(slot)
-        return segment is None or self.drives[drive].notes.carry(segment.segment_id)
-
-    def described_in(self, drive: int, slot: int) -> list[bytes]:
-        segment = self.drives[drive].segments.get(slot)
-        return [] if segment is None else self.drives[drive].notes.described_in(segment.segment_id)
-
-    def forget(self, tags: Collection[bytes]) -> None:
-        for drive in self.drives:
-            drive.notes.forget(tags)
-
     def release(self, drive: int, slot: int) -> bool:
-        if not self.carry_notes(drive, slot):
-            return False
-        return self.drives[drive].release(slot)
+        done = self.drives[drive].release(slot)
+        self._raise_floor()
+        return done
 
     def drive_count(self) -> int:
         return len(self.drives)
@@ -634,10 +653,14 @@ class LogTier:
     def end_drain(self, drive: int) -> None:
         self.drives[drive].end_drain()
 
-    def retire(self, drive: int) -> None:
-        self._members.share_removals(leaving=self.drives[drive])
-        self.drives[drive].retire()
-        self._members.leave(self.drives[drive])
+    def retire(self, drive: int) -> bool:
+        leaving = self.drives[drive]
+        self._share_metadata(self._present(), gone=leaving.store)
+        if not any(one not in self._behind for one in self._present() if one is not leaving):
+            return False
+        leaving.retire()
+        self._behind.discard(leaving)
+        return True
 
     def resize(self, drive: int, segments_max: int) -> None:
         one = self.drives[drive]
@@ -651,8 +674,8 @@ class LogTier:
         one = self.drives[drive]
         if one.draining or one.lost:
             return
-        if self.writable:
-            self._members.look_after(one)
+        if self.writable and one in self._behind and one.breaker.closed:
+            self._bring_up_to_date(one, self.metadata().all())
         if not (one.medium.intact() and one.medium.complete()):
             one.lose()
         elif not one.breaker.closed:
@@ -723,13 +746,14 @@ class LogTier:
         if self._closed:
             return
         self._closed = True
+        self._raise_floor(at_once=True)
         for drive in self.drives:
             drive.close()
         self._files.close()
 
     def _judge(self, drive: Drive, code: int) -> None:
         if code == 0:
-            if drive.breaker.troubled:
+            if drive.breaker.troubled and not drive.lost:
                 drive.breaker.succeeded()
         elif code == -errno.ETIMEDOUT:
             drive.breaker.failed("reads do not finish", at_once=True)
@@ -737,12 +761,13 @@ class LogTier:
             drive.breaker.failed(f"read error {errno.errorcode.get(-code, code)}")
 
 
-def _epoch_of(medium: Medium) -> int:
+def _opened(medium: Medium) -> int:
+    """The stamp with which a drive was last opened for writing; 0: it is not known."""
     try:
         known = known_superblock(medium)
     except OSError:
         return 0
-    return known.epoch if known is not None else 0
+    return known.opened if known is not None else 0
 
 
 def _outcome(code: int) -> Outcome:

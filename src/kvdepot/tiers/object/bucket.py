@@ -4,6 +4,7 @@ No text of an answer goes into an error: it may repeat what was sent. Only the s
 """
 
 import configparser
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvdepot.core.config import ObjectConfig
 from kvdepot.errors import ConfigError, ExtraMissingError
+from kvdepot.tiers.device.files import LOST_AND_FOUND
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -162,6 +164,20 @@ class Bucket:
         self.requests.add(lists=max(0, len(found) - 1) // 1000)
         return found
 
+    def first_path(self) -> str | None:
+        """Any one of the objects; None: there is none."""
+        return self._first_below(None)
+
+    def _first_below(self, prefix: str | None) -> str | None:
+        import obstore
+
+        def ask() -> str | None:
+            pages = obstore.list(self._reader, prefix, chunk_size=1)
+            # A prefix that was made as a "folder" has an object without a name.
+            return next((one["path"] for page in pages for one in page if one["path"]), None)
+
+        return self._ask(ask, lists=1)
+
     def folders(self, prefix: str) -> list[str]:
         """The names directly below a prefix that have objects below them."""
         import obstore
@@ -195,6 +211,23 @@ class Bucket:
         except (BaseError, OSError, ValueError) as error:
             self.requests.add(failed=1)
             raise BucketError(_reason(error)) from None
+
+
+class FolderBucket(Bucket):
+    """Objects are files below a folder, which `label` names."""
+
+    def first_path(self) -> str | None:
+        """A new filesystem is empty: only root may look into its `lost+found`."""
+        folder = Path(self.label.split("://", 1)[1])
+        try:
+            names = sorted(set(os.listdir(folder)) - {LOST_AND_FOUND})
+        except OSError as error:
+            raise BucketError(_reason(error)) from error
+        for name in names:
+            is_folder = (folder / name).is_dir()
+            if found := self._first_below(name) if is_folder else name:
+                return found
+        return None
 
 
 def _runs(spans: Sequence[tuple[int, int]]) -> int:
@@ -237,7 +270,7 @@ def open_bucket(config: ObjectConfig) -> Bucket:
             store = LocalStore(folder, mkdir=True)
         except (BaseError, OSError, ValueError) as error:
             raise ConfigError("object.url", f"{folder} cannot be used as a folder") from error
-        return Bucket(store, store, config.url)
+        return FolderBucket(store, store, config.url)
     name, _, prefix = rest.partition("/")
     settings: dict[str, Any] = {}
     if config.region:

@@ -5,13 +5,15 @@ In memory only, guarded by one lock; lookups and facts never ask the bucket.
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.clock import StampClock
+from kvdepot.core.metadata import Tombstone
 from kvdepot.core.tier import (
     NO_CONTENTS,
     SEGMENTS_MAX,
@@ -23,7 +25,7 @@ from kvdepot.core.tier import (
     page_of,
     segment_of,
 )
-from kvdepot.tiers.object.manifest import Listing, Records, Tombstone
+from kvdepot.tiers.object.manifest import Listing, Records
 
 
 @dataclass(slots=True, eq=False)
@@ -49,16 +51,15 @@ class DataObject:
 class BucketContents:
     """All data objects of a bucket. Thread-safe."""
 
-    def __init__(self, writer: str) -> None:
+    def __init__(self, writer: str, stamps: StampClock) -> None:
         self.writer = writer
+        self._stamps = stamps
         self.lock = threading.Lock()
         self.objects: dict[str, DataObject] = {}
         """By path."""
         self.held_bytes = 0
         self.own_bytes = 0
         self.used_bytes = 0
-        self.sequence = 0
-        """The highest that was given out here or seen anywhere."""
         self._slots: dict[int, DataObject] = {}
         self._next_slot = 1
         self._orders = itertools.count(1)
@@ -88,7 +89,7 @@ class BucketContents:
             else:
                 self._come.append(one)
             if len(listing.records):
-                self.sequence = max(self.sequence, int(listing.records["sequence"].max()))
+                self._stamps.observe(int(listing.records["stamp"].max()))
             return one
 
     def own(self, path: str, owner: str) -> None:
@@ -174,22 +175,25 @@ class BucketContents:
         fresh = False
         with self.lock:
             for one in tombstones:
-                known = self._tombstones.get(one.prefix)
-                if known is not None and known.below_sequence >= one.below_sequence:
+                known = self._tombstones.get(one.name)
+                if known is not None and known.below >= one.below:
                     continue
-                self._tombstones[one.prefix] = one
-                self.sequence = max(self.sequence, one.below_sequence)
+                self._tombstones[one.name] = one
+                self._stamps.observe(max(one.below, one.recorded))
                 fresh = True
                 if told:
                     self._removed.append(one)
         return fresh
 
-    def forget_tombstones(self, kept: Mapping[bytes, int]) -> None:
-        """Only these prefixes are still removed anywhere, by sequence."""
+    def tombstones(self) -> list[Tombstone]:
+        """Removals that any node still tells of."""
         with self.lock:
-            self._tombstones = {
-                prefix: one for prefix, one in self._tombstones.items() if prefix in kept
-            }
+            return list(self._tombstones.values())
+
+    def forget_tombstones(self, kept: Collection[bytes]) -> None:
+        """Only tombstones of these names are still told by any node."""
+        with self.lock:
+            self._tombstones = {name: one for name, one in self._tombstones.items() if name in kept}
 
     def standing(self, records: Records) -> Array:
         """Which records no removal covers."""
@@ -200,12 +204,12 @@ class BucketContents:
         keep = np.ones(len(records), dtype=bool)
         if not self._tombstones:
             return keep
-        keys, sequences = records["key"].tobytes(), records["sequence"].tolist()
-        for index, sequence in enumerate(sequences):
+        keys, stamps = records["key"].tobytes(), records["stamp"].tolist()
+        for index, stamp in enumerate(stamps):
             key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            for prefix in (key, key[:TAG_BYTES]):
-                found = self._tombstones.get(prefix)
-                if found is not None and sequence < found.below_sequence:
+            for name in (key, key[:TAG_BYTES]):
+                found = self._tombstones.get(name)
+                if found is not None and stamp < found.below:
                     keep[index] = False
         return keep
 
@@ -222,9 +226,7 @@ class BucketContents:
         if gone:
             words = np.concatenate([keys for keys, _ in gone])
             locations = np.concatenate([places for _, places in gone])
-        keys = [BlockKey(one.prefix) for one in removed if len(one.prefix) == KEY_BYTES]
-        tags = [one.prefix for one in removed if len(one.prefix) == TAG_BYTES]
-        return Changes(contents, words, locations, keys, tags)
+        return Changes(contents, words, locations, removed)
 
     def _contents(self, come: list[DataObject]) -> Contents:
         """The newest record of each key that is not removed; they count as in use."""
@@ -233,7 +235,7 @@ class BucketContents:
         records = np.concatenate([one.listing.records for one in come])
         places = np.concatenate([_locations(one) for one in come])
         standing = np.flatnonzero(self._standing(records))
-        order = standing[np.argsort(records["sequence"][standing], kind="stable")]
+        order = standing[np.argsort(records["stamp"][standing], kind="stable")]
         flat = np.ascontiguousarray(records["key"][order]).view("V32").reshape(-1)
         _, first = np.unique(flat[::-1], return_index=True)
         order = order[np.sort(len(order) - 1 - first)]
@@ -241,7 +243,8 @@ class BucketContents:
         payload_bytes = records["payload"][order].astype(np.int64)
         for location, nbytes in zip(places[order].tolist(), payload_bytes.tolist(), strict=True):
             self._count(self._slots[segment_of(location)], 1, record_bytes(nbytes))
-        return Contents(words, places[order], payload_bytes)
+        stamps = records["stamp"][order].astype(np.int64)
+        return Contents(words, places[order], payload_bytes, stamps)
 
 
 def _locations(one: DataObject) -> Array:

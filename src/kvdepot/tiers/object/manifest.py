@@ -2,18 +2,23 @@
 
     meta/format                                     what this is, and which version
     meta/alive/WRITER                               written again and again while a writer lives
+    meta/writers/WRITER                             there while data objects of a writer may be
     meta/index/WRITER/FIRST-LAST-GENERATION         a manifest
     data/WRITER/NUMBER                              records, one after the other
+    data/WRITER/probe                               by which a writer measures the bucket
+
+WRITER is 16 hexadecimal digits, a number 12. Nothing else below `data/` and `meta/` is ours: other
+programs, and depots below this one's prefix, may have it, and it is never deleted.
 
 A writer numbers its manifests. One that covers the numbers of others and has a higher generation
 replaces them: so manifests are merged and blocks leave them, without anything being overwritten.
 
 A manifest: magic, version, checksum of the rest, bytes of the JSON, rows; the JSON (data objects,
-removals, descriptions, and token ids, which older readers do not look at); 56 bytes for each
-record. All little-endian.
+tombstones, descriptions of namespaces, token ids); 56 bytes for each record. All little-endian.
 """
 
 import json
+import re
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,45 +29,48 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.codec.record import HEAD_BYTES, PAGE
-from kvdepot.core.block import KEY_BYTES, TAG_BYTES
+from kvdepot.core.metadata import Tombstone
 from kvdepot.native import checksum
 
-VERSION: Final = 1
+VERSION: Final = 2
 FORMAT_PATH: Final = "meta/format"
 ALIVE: Final = "meta/alive/"
+WRITERS: Final = "meta/writers/"
 INDEX: Final = "meta/index/"
 DATA: Final = "data/"
+PROBE: Final = "probe"
 _HEADER: Final = struct.Struct("<4sHHQII")
 _MAGIC: Final = b"KVDM"
 ROW: Final = np.dtype(
-    [("key", "<u8", 4), ("page", "<u4"), ("zero", "<u4"), ("payload", "<u8"), ("sequence", "<u8")]
+    [("key", "<u8", 4), ("page", "<u4"), ("zero", "<u4"), ("payload", "<u8"), ("stamp", "<u8")]
 )
 _NUMBER_DIGITS: Final = 12
 _WRITER_DIGITS: Final = 16
+_WRITER: Final = re.compile(f"[0-9a-f]{{{_WRITER_DIGITS}}}")
+_NUMBER: Final = re.compile(f"[0-9a-f]{{{_NUMBER_DIGITS}}}")
 Records = npt.NDArray[Any]
 """Rows of ROW: the records of one data object."""
 
 
+def writer_below(folder: str, path: str) -> str | None:
+    """The writer that an object directly below `meta/alive/` or `meta/writers/` names."""
+    name = path.removeprefix(folder)
+    return name if path.startswith(folder) and _WRITER.fullmatch(name) else None
+
+
+def data_path(writer: str, number: int) -> str:
+    return f"{DATA}{writer}/{number:0{_NUMBER_DIGITS}x}"
+
+
+def writer_of_data(path: str) -> str | None:
+    """The writer of a data object or a probe; None: this program cannot have made it."""
+    writer, _, name = path.removeprefix(DATA).partition("/")
+    known = name == PROBE or _NUMBER.fullmatch(name)
+    return writer if path.startswith(DATA) and _WRITER.fullmatch(writer) and known else None
+
+
 class DamagedManifestError(Exception):
     """Not a manifest, or of a version that this program does not know."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tombstone:
-    """A removal as all writers see it."""
-
-    prefix: bytes
-    """A whole key, or the tag of a namespace."""
-    below_sequence: int
-    created_s: int
-    """Of the calendar of the writer that removed."""
-
-    def covers(self, records: Records) -> npt.NDArray[np.bool_]:
-        """Which records it removes."""
-        words = np.frombuffer(self.prefix, "<u8")
-        same = (records["key"][:, : len(words)] == words).all(axis=1)
-        found: npt.NDArray[np.bool_] = same & (records["sequence"] < self.below_sequence)
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,9 +118,7 @@ class Entry:
                 "objects": [
                     [one.path, one.nbytes, one.created_s, len(one.records)] for one in self.objects
                 ],
-                "removals": [
-                    [one.prefix.hex(), one.below_sequence, one.created_s] for one in self.tombstones
-                ],
+                "removals": [[one.name.hex(), one.below, one.recorded] for one in self.tombstones],
                 "namespaces": {
                     tag.hex(): text.hex() for tag, text in sorted(self.descriptions.items())
                 },
@@ -151,7 +157,7 @@ class Entry:
             records = rows[at : at + int(count)]
             at += int(count)
             ends = records["page"].astype(np.int64) * PAGE + HEAD_BYTES
-            if not str(path).startswith(DATA) or ".." in path or (ends > int(nbytes)).any():
+            if writer_of_data(str(path)) is None or (ends > int(nbytes)).any():
                 raise ValueError(path)
             tokens = {
                 int(page): b64decode(ids)
@@ -160,11 +166,11 @@ class Entry:
             entry.objects.append(Listing(str(path), int(nbytes), int(created_s), records, tokens))
         if at != len(rows):
             raise ValueError("rows of no object")
-        for prefix, below, created_s in told["removals"]:
-            key = bytes.fromhex(prefix)
-            if len(key) not in (KEY_BYTES, TAG_BYTES):
-                raise ValueError(prefix)
-            entry.tombstones.append(Tombstone(key, int(below), int(created_s)))
+        for name, below, recorded in told["removals"]:
+            stone = Tombstone(bytes.fromhex(name), int(below), int(recorded))
+            if not stone.is_valid:
+                raise ValueError(name)
+            entry.tombstones.append(stone)
         for tag, text in told["namespaces"].items():
             entry.descriptions[bytes.fromhex(tag)] = bytes.fromhex(text)
         return entry
@@ -188,17 +194,12 @@ class ManifestName:
     def parse(cls, path: str) -> "ManifestName | None":
         """None: it is no manifest."""
         parts = path.removeprefix(INDEX).split("/")
-        if not path.startswith(INDEX) or len(parts) != 2 or len(parts[0]) != _WRITER_DIGITS:
+        if not path.startswith(INDEX) or len(parts) != 2 or not _WRITER.fullmatch(parts[0]):
             return None
         numbers = parts[1].split("-")
-        if len(numbers) != 3 or any(len(one) != _NUMBER_DIGITS for one in numbers):
+        if len(numbers) != 3 or not all(map(_NUMBER.fullmatch, numbers)):
             return None
-        try:
-            int(parts[0], 16)
-            first, last, generation = (int(one, 16) for one in numbers)
-        except ValueError:
-            return None
-        return cls(parts[0], first, last, generation)
+        return cls(parts[0], *(int(one, 16) for one in numbers))
 
     def replaces(self, other: "ManifestName") -> bool:
         return (

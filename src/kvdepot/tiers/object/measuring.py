@@ -10,7 +10,7 @@ from typing import Final
 from kvdepot.core.clock import Clock
 from kvdepot.tiers.device.speed import Profile
 from kvdepot.tiers.object.bucket import Bucket, BucketError
-from kvdepot.tiers.object.manifest import DATA
+from kvdepot.tiers.object.manifest import DATA, PROBE
 
 _PROBE_BYTES: Final = 1 << 20
 _SMALL_BYTES: Final = 4096
@@ -27,7 +27,7 @@ def measure(
     Should this process die meanwhile, the probe is garbage of a dead writer, which others collect.
     """
     steady, wall = clocks
-    path = f"{DATA}{writer}/probe"
+    path = f"{DATA}{writer}/{PROBE}"
 
     def seconds_of(size: int, requests: int) -> float:
         began_s = steady.now()

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.core.clock import Clock
+from kvdepot.core.metadata import Tombstone
 from kvdepot.tiers.object.bucket import Bucket, BucketError
 from kvdepot.tiers.object.contents import BucketContents
-from kvdepot.tiers.object.manifest import Entry, ManifestName, Tombstone
+from kvdepot.tiers.object.manifest import Entry, ManifestName
 
 _MERGED_ROWS: Final = 4096
 """A manifest with so many rows is not merged with others any more."""
@@ -218,9 +219,9 @@ class OwnManifests:
             if not self._is_gone(one.path, dropped) and standing.any():
                 entry.objects.append(one.only(standing))
         age_s = self._tombstone_age_s
-        newest = {(one.prefix): one for one in sorted(old.tombstones, key=_below)}
+        newest = {one.name: one for one in sorted(old.tombstones, key=_below)}
         entry.tombstones = [
-            one for one in newest.values() if not age_s or one.created_s + age_s > now_s
+            one for one in newest.values() if not age_s or one.recorded / 1e6 + age_s > now_s
         ]
         if len(entry):
             first, last = min(name.first for name in names), max(name.last for name in names)
@@ -236,11 +237,11 @@ class OwnManifests:
         """Whether a data object is to leave its manifest, or was found to be missing."""
         return path in dropped or path not in self._contents.objects
 
-    def tombstones(self) -> dict[bytes, int]:
-        """Own removals that are still told to others, by prefix."""
+    def tombstones(self) -> set[bytes]:
+        """Names of own tombstones that are still told to others."""
         with self._lock:
             entries = list(self._entries.values())
-        return {one.prefix: one.below_sequence for entry in entries for one in entry.tombstones}
+        return {one.name for entry in entries for one in entry.tombstones}
 
     def descriptions(self) -> dict[bytes, bytes]:
         """Takes no lock: a manifest that a lost server keeps waiting must not keep callers waiting.
@@ -253,4 +254,4 @@ class OwnManifests:
 
 
 def _below(tombstone: Tombstone) -> int:
-    return tombstone.below_sequence
+    return tombstone.below

@@ -14,10 +14,11 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.codec.record import PAGE, parse_own, place, token_ids
-from kvdepot.core.block import TAG_BYTES, BlockKey
-from kvdepot.core.clock import Clock, SystemClock, WallClock
+from kvdepot.core.block import BlockKey
+from kvdepot.core.clock import Clock, StampClock, SystemClock, WallClock
 from kvdepot.core.config import ObjectConfig
 from kvdepot.core.log import RateLimitedLog
+from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind, Tombstone
 from kvdepot.core.tier import (
     NO_CONTENTS,
     Changes,
@@ -26,8 +27,8 @@ from kvdepot.core.tier import (
     Health,
     Load,
     Loaded,
+    MetaWritten,
     Purpose,
-    Removal,
     SegmentInfo,
     Usage,
     pack_location,
@@ -36,7 +37,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.tiers.device.breaker import Breaker, RetryPauses
 from kvdepot.tiers.object.bucket import Bucket, BucketError, explain, open_bucket
 from kvdepot.tiers.object.contents import BucketContents, span_of
-from kvdepot.tiers.object.manifest import DATA, ROW, Entry, Listing, Tombstone
+from kvdepot.tiers.object.manifest import ROW, Entry, Listing, data_path
 from kvdepot.tiers.object.measuring import measure
 from kvdepot.tiers.object.reading import RangeLoads, RangeReader
 from kvdepot.tiers.object.upkeep import BucketUpkeep, Clocks
@@ -63,13 +64,17 @@ class ObjectTier:
         bucket: Bucket | None = None,
         clock: Clock | None = None,
         wall: Clock | None = None,
+        stamps: StampClock | None = None,
     ) -> None:
-        """Raises ConfigError where the bucket cannot be used, FormatError where it is newer."""
+        """Raises ConfigError where the bucket cannot be used, FormatError where what lies there is
+        newer, or not a depot.
+        """
         self.writable = writable
         self._config = config
         self._bucket = bucket or open_bucket(config)
         self._clocks = Clocks(clock or SystemClock(), wall or WallClock())
-        self._contents = BucketContents(secrets.token_hex(8))
+        stamps = stamps or StampClock(self._clocks.wall)
+        self._contents = BucketContents(secrets.token_hex(8), stamps)
         self._breaker = Breaker(
             self._clocks.steady,
             RetryPauses(config.retry_initial, config.retry_max),
@@ -106,17 +111,14 @@ class ObjectTier:
         drive: int,
         images: Sequence[memoryview],
         purpose: Purpose = Purpose.BLOCK,
-        *,
-        keep_sequence: Sequence[bool] | None = None,
     ) -> list[int | None]:
         del drive, purpose  # there is one drive, and nothing is kept back
         places: list[int | None] = [None] * len(images)
-        kept = keep_sequence or [False] * len(images)
         for group in self._groups(images):
             nbytes = sum(len(images[index]) for index in group)
             try:
                 if self.writable and self._breaker.allows():
-                    found = self._upload([images[i] for i in group], [kept[i] for i in group])
+                    found = self._upload([images[index] for index in group])
                     for index, location in zip(group, found, strict=True):
                         places[index] = location
                     self._breaker.succeeded()
@@ -145,7 +147,7 @@ class ObjectTier:
         if group:
             yield group
 
-    def _upload(self, images: Sequence[memoryview], kept: Sequence[bool]) -> list[int]:
+    def _upload(self, images: Sequence[memoryview]) -> list[int]:
         """Write one data object and publish it. Returns where its records are."""
         with self._lock:
             self._number += 1
@@ -153,16 +155,15 @@ class ObjectTier:
         records = np.zeros(len(images), ROW)
         at = 0
         tokens: dict[int, bytes] = {}
-        for row, image, keep in zip(records, images, kept, strict=True):
-            _, key, old, payload_bytes = parse_own(image)
+        for row, image in zip(records, images, strict=True):
+            _, key, stamp, payload_bytes = parse_own(image)
             if ids := token_ids(image, BlockKey(key)):
                 tokens[at // PAGE] = ids
-            sequence = old if keep else self._next_sequence()
-            place(image, number, sequence)
+            place(image, number)
             row["key"] = np.frombuffer(key, np.uint64)
-            row["page"], row["payload"], row["sequence"] = at // PAGE, payload_bytes, sequence
+            row["page"], row["payload"], row["stamp"] = at // PAGE, payload_bytes, stamp
             at += len(image)
-        path = f"{DATA}{self._contents.writer}/{number:012x}"
+        path = data_path(self._contents.writer, number)
         try:
             self._bucket.create(path, images)
         except BucketError:
@@ -180,14 +181,6 @@ class ObjectTier:
             self.upkeep.trash.add([path])
             raise
         return [pack_location(0, added.slot, int(page)) for page in records["page"]]
-
-    def _next_sequence(self) -> int:
-        """Rises with every record and removal, beyond all that was seen in the bucket."""
-        contents = self._contents
-        with contents.lock:
-            now_us = int(self._clocks.wall.now() * 1e6)
-            contents.sequence = max(contents.sequence + 1, now_us)
-            return contents.sequence
 
     def load(self, loads: Sequence[Load], timeout_s: float) -> Loaded:
         return self._reader.load(loads, timeout_s)
@@ -227,33 +220,35 @@ class ObjectTier:
         for location, nbytes in zip(locations, payload_bytes, strict=True):
             self._contents.discard(location, nbytes)
 
-    def removal(self, key: BlockKey, *, whole_namespace: bool = False) -> Removal:
-        return Removal(key, whole_namespace, self._next_sequence(), 0)
-
-    def erase(self, removals: Sequence[Removal], drives: Sequence[int] | None = None) -> list[int]:
-        """Tell all nodes that blocks are removed."""
-        if not removals or (drives is not None and 0 not in drives):
-            return []
-        now_s = int(self._clocks.wall.now())
-        tombstones = [
-            Tombstone(
-                bytes(one.key[:TAG_BYTES] if one.whole_namespace else one.key),
-                one.below_sequence,
-                now_s,
-            )
-            for one in removals
-        ]
+    def put_meta(self, entries: Sequence[MetaEntry], sync_s: float | None = None) -> MetaWritten:
+        """Tell all nodes of tombstones now; of namespaces with the next manifest, without a request
+        of their own. What else there is stays on the node's own drives.
+        """
+        del sync_s  # what is published is durable
+        if not self.writable:
+            return MetaWritten(0, 0)
+        known = self.descriptions()
+        for entry in entries:
+            text = entry.value if entry.kind is MetaKind.NAMESPACE else None
+            if text is not None and known.get(entry.name) != text:
+                self.upkeep.manifests.describe_namespace(entry.name, text)
+        stones = [entry for entry in entries if entry.kind is MetaKind.TOMBSTONE]
+        tombstones = [stone for stone in map(Tombstone.parse, stones) if stone is not None]
+        if not tombstones:
+            return MetaWritten(1, 1)
         if not self._publish(Entry(tombstones=tombstones)):
-            return [0]
+            return MetaWritten(0, 1)
         if self._contents.bury(tombstones, told=False):
             self.upkeep.manifests.recheck()
-        return []
+        return MetaWritten(1, 1)
 
-    def remember(self, tag: bytes, description: bytes) -> bool:
-        """No request: it is in the manifest of the next data object, or of the next round."""
-        if self.writable and self.descriptions().get(tag) != description:
-            self.upkeep.manifests.describe_namespace(tag, description)
-        return self.writable
+    def metadata(self) -> Metadata:
+        found = Metadata()
+        for tag, text in self.descriptions().items():
+            found.add(MetaEntry(MetaKind.NAMESPACE, tag, 0, text))
+        for stone in self._contents.tombstones():
+            found.add(stone.entry)
+        return found
 
     def _publish(self, entry: Entry) -> bool:
         if not self.writable or not self._breaker.allows():
@@ -267,6 +262,7 @@ class ObjectTier:
         return True
 
     def descriptions(self) -> dict[bytes, bytes]:
+        """By tag what namespaces are, as all nodes tell it."""
         return self.upkeep.descriptions()
 
     def has_room(self, drive: int, nbytes: int) -> bool:
@@ -337,7 +333,6 @@ class ObjectTier:
             record_bytes_max=min(self._config.capacity, _RECORD_BYTES_MAX),
             read_bytes_per_s=gauge.bytes_per_s,
             queued_bytes=gauge.queued_bytes,
-            reads_running=gauge.running,
         )
 
     def is_up(self, drive: int | None = None) -> bool:

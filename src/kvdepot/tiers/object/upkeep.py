@@ -16,6 +16,7 @@ from typing import Final
 from kvdepot.core.clock import Clock
 from kvdepot.core.config import ObjectConfig
 from kvdepot.core.log import RateLimitedLog
+from kvdepot.core.metadata import Tombstone
 from kvdepot.errors import FormatError
 from kvdepot.tiers.device.breaker import Breaker
 from kvdepot.tiers.object.bucket import Bucket, BucketError, Listed
@@ -25,11 +26,13 @@ from kvdepot.tiers.object.manifest import (
     DATA,
     FORMAT_PATH,
     VERSION,
+    WRITERS,
     DamagedManifestError,
     Entry,
     ManifestName,
-    Tombstone,
     in_force,
+    writer_below,
+    writer_of_data,
 )
 from kvdepot.tiers.object.publishing import OwnManifests, Trash
 from kvdepot.tiers.object.reading import RangeReader
@@ -95,6 +98,8 @@ class BucketUpkeep:
         self._signs: dict[str, tuple[str, float]] = {}
         """Sign of life of each writer, and since when it is the same."""
         self._adopted: set[str] = set()
+        self._marked: set[str] = set()
+        """Writers of which the last listing says that they may have data objects."""
         self._garbage: dict[str, float] = {}
         """Data objects of dead writers that no manifest lists, and since when."""
         self._collect = writable
@@ -108,14 +113,18 @@ class BucketUpkeep:
     def start(self) -> None:
         """Look at the bucket for the first time, and go on in the background.
 
-        Raises BucketError, and FormatError where it is of a newer format.
+        Raises BucketError, and FormatError where it is of a newer format, or not a depot.
         """
         listed = self._bucket.list_all("meta/")
-        self._check_format({one.path for one in listed})
+        paths = {one.path for one in listed}
+        if FORMAT_PATH not in paths:
+            self._refuse_others()
+        self._check_format(paths)
         if self._writable:
             self._sign(self._clock.now())
         self.refresh(listed)
         if self._writable:
+            self._mark()
             self._adopt()
         self._thread.start()
 
@@ -191,6 +200,7 @@ class BucketUpkeep:
             now_s = self._clock.now()
             if self._doubts:
                 self._look_for_own()
+            self._mark()
             if now_s - self._signed_s >= self._config.grace / _SIGNS:
                 self._sign(now_s)
             self._adopt()
@@ -260,7 +270,7 @@ class BucketUpkeep:
                 self._contents.drop(path)
         kept = self.manifests.tombstones()
         for foreign in self._known.values():
-            kept |= {one.prefix: one.below_sequence for one in foreign.tombstones}
+            kept |= {one.name for one in foreign.tombstones}
         self._contents.forget_tombstones(kept)
 
     def _get(self, name: ManifestName) -> Entry | None:
@@ -304,11 +314,8 @@ class BucketUpkeep:
         self._doubts -= 1
 
     def _watch(self, listed: Iterable[Listed]) -> None:
-        signs = {
-            one.path.removeprefix(ALIVE): one.version
-            for one in listed
-            if one.path.startswith(ALIVE)
-        }
+        signs = {writer: one.version for one in listed if (writer := writer_below(ALIVE, one.path))}
+        self._marked = {writer for one in listed if (writer := writer_below(WRITERS, one.path))}
         now_s = self._clock.now()
         before, self._signs = self._signs, {}
         for writer, version in signs.items():
@@ -326,6 +333,29 @@ class BucketUpkeep:
         self._bucket.overwrite(ALIVE + self._me, f"{now_s} {self._wall.now()}".encode())
         self._signed_s = now_s
 
+    def _mark(self) -> None:
+        """Say that data objects of this writer may be there: those of others are never deleted."""
+        if self._me not in self._marked:
+            self._bucket.overwrite(WRITERS + self._me, b"")
+            self._marked.add(self._me)
+
+    def _refuse_others(self) -> None:
+        """Raises FormatError where there is no depot and other programs have objects here."""
+        found = self._bucket.first_path()
+        if found is None:
+            return
+        try:
+            self._bucket.get(FORMAT_PATH)  # another node may have made it since
+        except BucketError as error:
+            if not error.missing:
+                raise
+            raise FormatError(
+                self._bucket.label,
+                f"is not empty and not a depot: it has {found}, and no {FORMAT_PATH}",
+                hint="use an empty prefix or folder in object.url, for example "
+                f"{self._bucket.label.rstrip('/')}/kvdepot",
+            ) from None
+
     def _check_format(self, paths: set[str]) -> None:
         """Find a format that this program knows, or make the bucket one of ours.
 
@@ -336,22 +366,29 @@ class BucketUpkeep:
             if not self._writable:
                 return
             try:
-                told = json.dumps({"kvdepot": "object", "version": VERSION}).encode()
-                self._bucket.create(FORMAT_PATH, told)
+                known = json.dumps({"kvdepot": "object", "version": VERSION}).encode()
+                self._bucket.create(FORMAT_PATH, known)
             except BucketError as error:
                 if not error.exists:
                     raise
             else:
                 return
         try:
-            version = int(json.loads(self._bucket.get(FORMAT_PATH))["version"])
-        except (ValueError, KeyError, TypeError):
-            raise FormatError(self._bucket.label, "is not a depot of this program") from None
-        if version > VERSION:
+            told = json.loads(self._bucket.get(FORMAT_PATH))
+            kind, version = told["kvdepot"], int(told["version"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            kind, version = None, 0
+        if kind != "object":
             raise FormatError(
                 self._bucket.label,
-                f"was written by a newer kvdepot (format {version}, this one knows {VERSION})",
-                hint="update kvdepot, or use another prefix",
+                f"is not a depot: its {FORMAT_PATH} is of another program, or damaged",
+                hint="use an empty prefix or folder in object.url",
+            )
+        if version != VERSION:
+            raise FormatError(
+                self._bucket.label,
+                f"a depot of format {version}, this kvdepot reads format {VERSION}",
+                hint="use another prefix, or the kvdepot version that made it",
             )
 
     def _adopt(self) -> None:
@@ -401,11 +438,7 @@ class BucketUpkeep:
         """Delete data objects of dead writers that no manifest has listed for a grace period."""
         if self._collect:
             self._collect = False
-            living = self._living() | {self._me}
-            for writer in self._bucket.folders(DATA):
-                if writer not in living:
-                    for one in self._bucket.list_all(f"{DATA}{writer}/"):
-                        self._garbage.setdefault(one.path, now_s)
+            self._look_for_garbage(now_s)
         with self._contents.lock:
             known = self._contents.objects.keys() & self._garbage.keys()
         for path in known:
@@ -415,6 +448,27 @@ class BucketUpkeep:
             self._bucket.delete(due)
             for path in due:
                 del self._garbage[path]
+
+    def _look_for_garbage(self, now_s: float) -> None:
+        """Only what a writer can have made that this bucket's own objects name; others' stays."""
+        dead = self._named() - self._living() - {self._me}
+        there = dead.intersection(self._bucket.folders(DATA))
+        empty = dead - there
+        for writer in there:
+            listed = [one.path for one in self._bucket.list_all(f"{DATA}{writer}/")]
+            paths = [path for path in listed if writer_of_data(path) == writer]
+            self._garbage |= {path: now_s for path in paths if path not in self._garbage}
+            if not paths:
+                empty.add(writer)
+        if unneeded := [WRITERS + writer for writer in sorted(empty & self._marked)]:
+            self._bucket.delete(unneeded)
+
+    def _named(self) -> set[str]:
+        """Writers by their marks, signs of life and manifests, and by what manifests list."""
+        with self._contents.lock:
+            listed = {writer_of_data(path) for path in self._contents.objects}
+        named = self._marked | self._signs.keys() | {name.writer for name in self._listed}
+        return named | {writer for writer in listed if writer is not None}
 
 
 def _heir(writer: str, living: Iterable[str]) -> str:

@@ -1,0 +1,191 @@
+"""What a volume keeps beside blocks: descriptions of namespaces, tombstones, sessions, a profile.
+
+An entry has a kind, a name and a stamp. Of several entries with one kind and name the greatest
+stamp counts, on whichever volume it lies; an entry without a value deletes the others. Tombstones
+are merged: see `Tombstone.merged`.
+"""
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES
+from kvdepot.core.clock import STAMP_MAX
+
+NAME_BYTES_MAX: Final = 1024
+VALUE_BYTES_MAX: Final = 8 << 20
+_U64: Final = struct.Struct("<Q")
+Array = npt.NDArray[Any]
+
+
+class MetaKind(IntEnum):
+    """What an entry is about. The name is in brackets."""
+
+    NAMESPACE = 1
+    """What a tag stands for, as JSON [tag]."""
+    TOMBSTONE = 2
+    """Records that are gone [key or tag]."""
+    SESSION = 3
+    """A named prompt, as JSON [tag and session name]."""
+    PIN = 4
+    """Blocks of a session that are kept until a time, as JSON [tag and session name]."""
+    QUARANTINE = 5
+    """A namespace of which nothing is served, as JSON [tag]."""
+    PRODUCER = 6
+    """A program that computes blocks, as text [its number]."""
+    MEMBER = 7
+    """A volume that belongs to the tier [its UUID]."""
+    FLOOR = 8
+    """Segments with this id or a lower one do not count, u64 [empty]."""
+    PROFILE = 9
+    """Measured speed of the volume itself [empty]."""
+
+
+OWN_KINDS: Final = frozenset({MetaKind.PROFILE})
+"""Kinds that concern one volume and are not copied to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetaEntry:
+    """One fact, or with `value` None its deletion."""
+
+    kind: MetaKind
+    name: bytes
+    stamp: int
+    value: bytes | None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the fields are within their limits. A checksum says nothing of that."""
+        return (
+            len(self.name) <= NAME_BYTES_MAX
+            and 0 <= self.stamp <= STAMP_MAX
+            and len(self.value or b"") <= VALUE_BYTES_MAX
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """Every record of a key, or of a namespace, whose stamp is below `below` is gone."""
+
+    name: bytes
+    """A whole key, or the tag of a namespace."""
+    below: int
+    recorded: int
+    """When this was recorded: copies of the block that it covers lie in segments with lower ids."""
+
+    @property
+    def is_valid(self) -> bool:
+        return (
+            len(self.name) in (KEY_BYTES, TAG_BYTES)
+            and 0 <= self.below <= STAMP_MAX
+            and 0 <= self.recorded <= STAMP_MAX
+        )
+
+    @property
+    def entry(self) -> MetaEntry:
+        return MetaEntry(MetaKind.TOMBSTONE, self.name, self.recorded, _U64.pack(self.below))
+
+    @classmethod
+    def parse(cls, entry: MetaEntry) -> "Tombstone | None":
+        """None: the entry is no valid tombstone."""
+        if entry.value is None or len(entry.value) != _U64.size:
+            return None
+        found = cls(entry.name, _U64.unpack(entry.value)[0], entry.stamp)
+        return found if found.is_valid else None
+
+    def merged(self, other: "Tombstone | None") -> "Tombstone":
+        """One tombstone that says what both say."""
+        if other is None or other == self:
+            return self
+        below, recorded = max(self.below, other.below), max(self.recorded, other.recorded)
+        return Tombstone(self.name, below, recorded)
+
+
+@dataclass(slots=True)
+class Metadata:
+    """Entries of one volume, or of several: the newest of each name."""
+
+    entries: dict[tuple[MetaKind, bytes], MetaEntry] = field(default_factory=dict)
+    tombstones: dict[bytes, Tombstone] = field(default_factory=dict)
+
+    def is_news(self, entry: MetaEntry) -> bool:
+        """Whether an entry is valid and says more than what is known."""
+        if entry.kind is MetaKind.TOMBSTONE:
+            stone, known = Tombstone.parse(entry), self.tombstones.get(entry.name)
+            return stone is not None and stone.merged(known) != known
+        before = self.entries.get((entry.kind, entry.name))
+        return entry.is_valid and (before is None or before.stamp < entry.stamp)
+
+    def add(self, entry: MetaEntry) -> None:
+        """Take an entry in, if it is news."""
+        if not self.is_news(entry):
+            return
+        stone = Tombstone.parse(entry) if entry.kind is MetaKind.TOMBSTONE else None
+        if stone is not None:
+            self.tombstones[stone.name] = stone.merged(self.tombstones.get(stone.name))
+        else:
+            self.entries[entry.kind, entry.name] = entry
+
+    def all(self) -> list[MetaEntry]:
+        """Every entry, deletions too."""
+        return [*self.entries.values(), *(stone.entry for stone in self.tombstones.values())]
+
+    def values(self, kind: MetaKind) -> dict[bytes, bytes]:
+        """Name to value of the entries of one kind that are not deleted."""
+        return {
+            name: entry.value
+            for (its_kind, name), entry in list(self.entries.items())
+            if its_kind is kind and entry.value is not None
+        }
+
+    @property
+    def floor(self) -> int:
+        """Segments with this id or a lower one do not count."""
+        entry = self.entries.get((MetaKind.FLOOR, b""))
+        value = entry.value if entry is not None else None
+        return _U64.unpack(value)[0] if value is not None and len(value) == _U64.size else 0
+
+    def drop_below(self, floor: int) -> int:
+        """Forget tombstones that cover no record in a segment above `floor`. Returns how many."""
+        gone = [name for name, stone in self.tombstones.items() if stone.recorded <= floor]
+        for name in gone:
+            del self.tombstones[name]
+        return len(gone)
+
+
+def floor_entry(floor: int, stamp: int) -> MetaEntry:
+    """Segments with the id `floor` or a lower one do not count from now on."""
+    return MetaEntry(MetaKind.FLOOR, b"", stamp, _U64.pack(floor))
+
+
+def merged(parts: Iterable[Metadata]) -> Metadata:
+    """What several volumes know together, but for what concerns one alone."""
+    found = Metadata()
+    for part in parts:
+        for entry in part.all():
+            if entry.kind not in OWN_KINDS:
+                found.add(entry)
+    return found
+
+
+def surviving(words: Array, stamps: Array, tombstones: Mapping[bytes, Tombstone]) -> Array:
+    """Indexes of the records that no tombstone covers. Keys are four u64 each."""
+    dead = np.zeros(len(words), dtype=bool)
+    keyed: dict[bytes, int] = {}
+    for name, stone in tombstones.items():
+        if len(name) == TAG_BYTES:
+            tag = np.frombuffer(name, np.uint64)[0]
+            dead |= (words[:, 0] == tag) & (stamps < stone.below)
+        else:
+            keyed[name] = stone.below
+    if keyed:
+        removed = np.frombuffer(b"".join(keyed), np.uint64).reshape(-1, 4)
+        for index in np.flatnonzero(np.isin(words[:, 2], removed[:, 2])).tolist():
+            dead[index] |= stamps[index] < keyed.get(words[index].tobytes(), 0)
+    return np.flatnonzero(~dead)

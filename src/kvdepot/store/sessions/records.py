@@ -1,0 +1,230 @@
+"""Sessions and pins as metadata: one entry for each, on every drive (core.metadata).
+
+Of a session without a pin a few keys of its prompt are kept, from which the index knows the others;
+a pin has all of its own.
+"""
+
+import base64
+import binascii
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.json_object import parse_object
+from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind, merged
+from kvdepot.core.order import SessionState
+from kvdepot.errors import ConfigError
+from kvdepot.index.catalog import Catalog
+from kvdepot.index.table import NONE
+from kvdepot.store.sessions.known import (
+    PACKED_BYTES,
+    Contract,
+    Prompt,
+    SessionId,
+    Sessions,
+    checked_name,
+)
+from kvdepot.store.state.state import StoreState
+
+_ANCHORS: Final = 4
+_SHARE: Final = 128
+"""All sessions take one part in so many of the smallest drive, and `_BYTES_MIN` at least."""
+_BYTES_MIN: Final = 256 << 10
+_BYTES_MAX: Final = 64 << 20
+_PIN_SHARE: Final = 2
+"""One pin takes one part in so many of that at most."""
+
+
+class SessionRecords:
+    """The sessions of one store, as its drives have them. Thread-safe; tiers are written without
+    the store's lock.
+    """
+
+    def __init__(self, state: StoreState, sessions: Sessions) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._tiers = [lower.tier for lower in state.lower_tiers if not lower.is_remote]
+        self._written: dict[tuple[MetaKind, bytes], MetaEntry] = {}
+        """What the drives have, as last written or read."""
+        self._bytes = 0
+        """What the sessions take there."""
+        self.dirty: set[SessionId] = set()
+        """Sessions to be written. Guarded by the store's lock, as all above."""
+        self._writing = threading.Lock()
+
+    @property
+    def exist(self) -> bool:
+        """Whether anything can be written down."""
+        return any(tier.writable for tier in self._tiers)
+
+    @property
+    def pin_bytes_max(self) -> int:
+        """What one pin may take."""
+        return self._bytes_max() // _PIN_SHARE
+
+    def changed(self, session: SessionId) -> None:
+        """A session is to be written as it is, or as forgotten. With the store's lock."""
+        self.dirty.add(session)
+
+    def load(self) -> None:
+        """Know what the drives have: once before anything else, and when a drive is back. With the
+        store's lock.
+        """
+        known = merged(tier.metadata() for tier in self._tiers)
+        pins = known.values(MetaKind.PIN)
+        for (kind, name), entry in known.entries.items():
+            before = self._written.get((kind, name))
+            if kind not in (MetaKind.SESSION, MetaKind.PIN):
+                continue
+            if before is not None and before.stamp >= entry.stamp:
+                continue
+            self._remember(entry)
+            if kind is MetaKind.PIN and (MetaKind.SESSION, name) in known.entries:
+                continue  # with its session
+            self._restore(name, known, pins)
+
+    def write(self, sync_s: float | None = None) -> bool:
+        """Write what has changed; with `sync_s`, make it durable. False: no drive has it. What is
+        not on all drives that should have it is written again another time.
+        """
+        with self._writing:
+            with self._state.lock:
+                sessions, self.dirty = self.dirty, set()
+                entries = [entry for one in sorted(sessions) for entry in self._entries(one)]
+            if not entries:
+                return True
+            written = [tier.put_meta(entries, sync_s) for tier in self._tiers if tier.writable]
+            with self._state.lock:
+                for entry in entries:
+                    self._remember(entry)
+                if not any(one.have for one in written):
+                    self.dirty |= sessions
+                    for entry in entries:
+                        self._written.pop((entry.kind, entry.name), None)
+                    return False
+        return True
+
+    def _remember(self, entry: MetaEntry) -> None:
+        before = self._written.get((entry.kind, entry.name))
+        self._bytes += len(entry.value or b"") - len((before and before.value) or b"")
+        self._written[entry.kind, entry.name] = entry
+
+    def _entries(self, session: SessionId) -> Iterator[MetaEntry]:
+        """What is to be written of a session. One without a pin that finds no room is left out."""
+        tag, name = session
+        label = tag + name.encode()
+        prompt = self._sessions.find(tag, name)
+        pin = prompt.contract if prompt is not None else None
+        texts = {
+            MetaKind.SESSION: _session_text(prompt) if prompt is not None else None,
+            MetaKind.PIN: _pin_text(pin) if pin is not None else None,
+        }
+        if pin is None and self._bytes > self._bytes_max():
+            texts[MetaKind.SESSION] = None
+        for kind, text in texts.items():
+            before = self._written.get((kind, label))
+            if (before.value if before is not None else None) != text:
+                yield MetaEntry(kind, label, self._state.stamps.next(), text)
+
+    def _bytes_max(self) -> int:
+        facts = [tier.drive(at) for tier in self._tiers for at in range(tier.drive_count())]
+        rooms = [fact.segment_bytes * fact.segments_max for fact in facts if fact.segments_max]
+        return max(_BYTES_MIN, min(_BYTES_MAX, min(rooms, default=0) // _SHARE))
+
+    def _restore(self, label: bytes, known: Metadata, pins: dict[bytes, bytes]) -> None:
+        """Know a session as the drives have it; one that makes no sense is left out."""
+        entry = known.entries.get((MetaKind.SESSION, label))
+        tag = label[:TAG_BYTES]
+        try:
+            name = checked_name(label[TAG_BYTES:].decode())
+            pin = _parse_pin(pins[label]) if label in pins else None
+            found = _parse_session(self._state.catalog, tag, entry, pin)
+        except (KeyError, TypeError, ValueError, OverflowError, ConfigError):
+            return
+        self._sessions.withdraw(tag, name)
+        if found is None:
+            self._sessions.forget(tag, name)
+            return
+        self._sessions.enter(tag, name, replace(found, contract=pin))
+        if pin is not None:
+            self._sessions.bind(tag, pin)
+
+
+def _session_text(prompt: Prompt) -> bytes:
+    fields = {
+        "state": int(prompt.state),
+        "turns": prompt.turns,
+        "told": round(prompt.told_s, 3),
+        "keys": list(_anchors(prompt.packed)),
+    }
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _parse_session(
+    catalog: Catalog, tag: bytes, entry: MetaEntry | None, pin: Contract | None
+) -> Prompt | None:
+    """The session; None if it was forgotten, or the index knows none of its blocks."""
+    if entry is None or entry.value is None:
+        return None
+    fields = parse_object(entry.value)
+    state, turns, told_s = SessionState(fields["state"]), int(fields["turns"]), fields["told"]
+    packed = _chain(catalog, tag, fields["keys"]) or (pin.packed if pin is not None else b"")
+    return Prompt(packed, state, turns, float(told_s)) if packed else None
+
+
+def _pin_text(pin: Contract) -> bytes:
+    fields = {
+        "number": pin.number,
+        "granted": pin.granted_s,
+        "until": pin.until_s,
+        "turn": pin.through_turn,
+        "keys": base64.b64encode(pin.packed).decode(),
+    }
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _parse_pin(text: bytes) -> Contract:
+    fields = parse_object(text)
+    try:
+        packed = base64.b64decode(fields["keys"], validate=True)
+    except binascii.Error as error:
+        raise ValueError("keys of a pin") from error
+    if not packed or len(packed) % PACKED_BYTES:
+        raise ValueError("keys of a pin")
+    return Contract(
+        int(fields["number"]),
+        packed,
+        float(fields["granted"]),
+        float(fields["until"]),
+        bool(fields["turn"]),
+        np.zeros(len(packed) // PACKED_BYTES, dtype=bool),
+    )
+
+
+def _anchors(packed: bytes) -> Iterator[tuple[int, str]]:
+    """Some keys of a prompt, the last first, with their places."""
+    count = len(packed) // PACKED_BYTES
+    places = {count * part // _ANCHORS - 1 for part in range(1, _ANCHORS + 1)} - {-1}
+    for place in sorted(places, reverse=True):
+        yield place, packed[place * PACKED_BYTES : (place + 1) * PACKED_BYTES].hex()
+
+
+def _chain(catalog: Catalog, tag: bytes, anchors: Iterable[Any]) -> bytes:
+    """The keys of a prompt up to the last anchor that the index knows all of; none: empty."""
+    for place, text in anchors:
+        key = tag + bytes.fromhex(text)
+        if len(key) != KEY_BYTES:
+            raise ValueError("a key of another length")
+        row, rows = catalog.row(BlockKey(key)), list[int]()
+        while row != NONE and len(rows) <= int(place):
+            rows.append(row)
+            row = catalog.tree.parent[row]
+        if rows and len(rows) == int(place) + 1:
+            words = catalog.table.words(np.array(rows[::-1], np.int64))
+            return np.ascontiguousarray(words[:, 1:]).tobytes()
+    return b""

@@ -1,0 +1,193 @@
+"""Drives that this machine does not have: real I/O, delayed as such a drive would delay it.
+
+The bytes are really read and written; then the caller sleeps until a drive of that bandwidth, seek
+time and latency would have been done. One head a drive: transfers queue up, and one that does not
+begin where the last one ended pays for a seek.
+
+A test or a benchmark opens a store on such drives with `open_emulated`. A daemon loads one as a
+plug-in tier:
+
+    [plugin]
+    name = "kvdepot.testing.emulation:emulated_drive"
+    path = "/mnt/nvme0/emulated"
+    capacity = "100GiB"
+    options = { read_bandwidth = "275MB", write_bandwidth = "275MB", seek = "12.5ms" }
+"""
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdepot.core.clock import SystemClock
+from kvdepot.core.config import Bytes, HddConfig, PluginConfig, Seconds, load
+from kvdepot.core.config_loader import load_settings
+from kvdepot.core.tier import Pending
+from kvdepot.errors import ConfigError
+from kvdepot.native import READ
+from kvdepot.store.open import assemble
+from kvdepot.store.store import Store
+from kvdepot.tiers.device.files import EngineKind, Files, Ops
+from kvdepot.tiers.log.hdd import HardDriveTier
+from kvdepot.tiers.log.medium import MountSettings
+from kvdepot.tiers.log.tier import LogTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveModel:
+    """How fast one emulated drive is."""
+
+    read_bandwidth: Bytes
+    """Bytes that it reads in a second."""
+
+    write_bandwidth: Bytes
+    """Bytes that it writes in a second."""
+
+    seek: Seconds = 0.0
+    """Seek and rotation before a transfer that does not begin where the last one ended."""
+
+    latency: Seconds = 0.0
+    """Time that every transfer takes beside others that are under way."""
+
+    def __post_init__(self) -> None:
+        for name in ("read_bandwidth", "write_bandwidth"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, "must be at least 1 byte a second")
+        for name in ("seek", "latency"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, "must not be negative")
+
+
+def open_emulated(models: Mapping[str, DriveModel], **settings: Any) -> Store:
+    """`kvdepot.open(**settings)`, with all drives of the tiers that `models` names emulated."""
+    config = load(overrides=settings)
+    drives = {
+        str(path): models[tier.TIER]
+        for tier in config.file_tiers
+        if tier.TIER in models
+        for path in tier.path
+    }
+    return assemble(config, files=EmulatedFiles(drives.get))
+
+
+def emulated_drive(config: PluginConfig, writable: bool) -> LogTier:
+    """A plug-in tier of one emulated drive. Its options are the fields of `DriveModel`."""
+    if config.path is None:
+        raise ConfigError("plugin.path", "missing: an emulated drive keeps its blocks in a folder")
+    model = load_settings(DriveModel, config.options, "plugin.options")
+    settings = MountSettings(
+        capacity_bytes=config.capacity,
+        segment_bytes=HddConfig(path=(config.path,), capacity=config.capacity).segment_bytes,
+        write_timeout_s=config.write_timeout,
+        writable=writable,
+        tier=config.TIER,
+    )
+    kind = HardDriveTier if model.seek else LogTier
+    return kind([config.path], EmulatedFiles(lambda _: model), settings, SystemClock())
+
+
+@dataclass(slots=True)
+class EmulatedHead:
+    """Where an emulated drive is, and until when it is busy."""
+
+    model: DriveModel
+    free_at_s: float = 0.0
+    at: tuple[int, int] = (-1, 0)
+    """A descriptor and an offset in it."""
+    slowdown: float = 1.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def move(self, fd: int, offset: int, nbytes: int, *, read: bool, now_s: float) -> float:
+        """Transfer after everything before; returns when it will be done."""
+        model = self.model
+        bandwidth = model.read_bandwidth if read else model.write_bandwidth
+        with self.lock:
+            seek_s = model.seek if self.at != (fd, offset) else 0.0
+            busy_s = (seek_s + nbytes / bandwidth) * self.slowdown
+            self.free_at_s = max(now_s, self.free_at_s) + busy_s
+            self.at = (fd, offset + nbytes)
+            return self.free_at_s + model.latency
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    """Ops that an emulated drive has not finished; the real ones have ended."""
+
+    done_at_s: float
+    real: Pending | None
+
+    def wait(self, timeout_s: float) -> bool:
+        left_s = self.done_at_s - time.monotonic()
+        time.sleep(max(0.0, min(left_s, timeout_s)))
+        if left_s > timeout_s:
+            return False
+        return self.real is None or self.real.wait(max(0.0, timeout_s - left_s))
+
+
+class EmulatedFiles(Files):
+    """Files of emulated drives. `model_of` gives the model of the drive at a path; a drive without
+    a model is not delayed.
+    """
+
+    def __init__(
+        self, model_of: Callable[[str], DriveModel | None], kind: EngineKind = "auto"
+    ) -> None:
+        super().__init__(kind)
+        self._model_of = model_of
+        self._heads: dict[str, EmulatedHead] = {}
+        self._head_of: dict[int, EmulatedHead] = {}
+
+    def is_emulated(self, drive: str) -> bool:
+        return self._model_of(drive) is not None
+
+    def attach(self, fd: int, drive: str) -> None:
+        model = self._model_of(drive)
+        if model is not None:
+            self._head_of[fd] = self._heads.setdefault(drive, EmulatedHead(model))
+
+    def slow_down(self, drive: str, factor: float) -> None:
+        """From now on a drive takes `factor` times as long as its model says."""
+        model = self._model_of(drive)
+        assert model is not None, f"{drive} is not emulated"
+        self._heads.setdefault(drive, EmulatedHead(model)).slowdown = factor
+
+    def run(self, ops: Ops, timeout_s: float) -> Pending | None:
+        started_s = time.monotonic()
+        pending = super().run(ops, timeout_s)
+        if timeout_s <= 0.0:
+            return pending  # nothing has started
+        ends_s = [
+            self._move(int(op["fd"]), int(op["offset"]), int(op["nbytes"]), started_s, read=read)
+            for op, read in zip(ops, (ops["opcode"] == READ).tolist(), strict=True)
+        ]
+        deadline_s = started_s + timeout_s
+        late = [index for index, end_s in enumerate(ends_s) if end_s > deadline_s]
+        last_s = max(ends_s, default=started_s)
+        time.sleep(max(0.0, min(last_s, deadline_s) - time.monotonic()))
+        if not late:
+            return pending
+        ops["result"][late] = -errno.ETIMEDOUT
+        return Delayed(last_s, pending)
+
+    def read(self, fd: int, offset: int, nbytes: int) -> memoryview:
+        started_s = time.monotonic()
+        found = super().read(fd, offset, nbytes)
+        self._sleep(self._move(fd, offset, len(found), started_s, read=True))
+        return found
+
+    def write(self, fd: int, offset: int, data: bytes) -> None:
+        started_s = time.monotonic()
+        super().write(fd, offset, data)
+        self._sleep(self._move(fd, offset, len(data), started_s, read=False))
+
+    def _move(self, fd: int, offset: int, nbytes: int, now_s: float, *, read: bool) -> float:
+        """When the drive would be done with what was asked of it at `now_s`."""
+        head = self._head_of.get(fd)
+        if head is None or not nbytes:
+            return now_s
+        return head.move(fd, offset, nbytes, read=read, now_s=now_s)
+
+    def _sleep(self, until_s: float) -> None:
+        time.sleep(max(0.0, until_s - time.monotonic()))

@@ -1,0 +1,95 @@
+"""Many threads on a small store, while one drive after the other fails for a while."""
+
+import errno
+import random
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.random_calls import DISK, RandomCalls, settings
+
+import kvdepot
+from kvdepot.core.config import load
+from kvdepot.store.open import assemble
+from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Operation
+from kvdepot.testing.images import payload_for
+
+
+def failing(path: Path) -> dict[str, Any]:
+    tree = settings(path)
+    tree["ssd"].update(retry_initial="20ms", retry_max="100ms")
+    return tree
+
+
+class Saboteur(threading.Thread):
+    """Lets one drive fail its reads for a while, then the other."""
+
+    def __init__(self, files: FaultyFiles, seed: int) -> None:
+        super().__init__()
+        self.files = files
+        self.random = random.Random(seed)
+        self.stop = threading.Event()
+        self.turns = 0
+
+    def run(self) -> None:
+        while not self.stop.wait(self.random.uniform(0.05, 0.2)):
+            drive = "ab"[self.turns % 2]
+            self.turns += 1
+            self.files.add(
+                Fault(
+                    Call.RUN_READ,
+                    Fail(errno.EIO),
+                    where=partial(_lies_on, drive),
+                    times=None,
+                )
+            )
+            self.stop.wait(self.random.uniform(0.05, 0.2))
+            self.files.clear()
+
+
+def _lies_on(drive: str, operation: Operation) -> bool:
+    return f"/{drive}/" in operation.path
+
+
+class Unlucky(RandomCalls):
+    """Threads for whom a failed read is a miss like any other."""
+
+    def _get(self, rng: random.Random, space: Any, keys: list[kvdepot.BlockKey]) -> int:
+        some = keys[: len(self.store.match(keys))] or keys[:2]
+        targets = [bytearray(space.block_bytes) for _ in some]
+        answers = self.store.get_many(some, targets)
+        for key, target, answer in zip(some, targets, answers, strict=True):
+            if answer and target != payload_for(key, space.block_bytes):
+                raise AssertionError(f"wrong bytes for {key.hex()} from {answer.tier}")
+        return sum(map(bool, answers))
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+def test_drives_that_fail_in_turn_under_six_threads(tmp_path: Path, seed: int) -> None:
+    files = FaultyFiles()
+    with assemble(load(overrides=failing(tmp_path)), files=files) as store:
+        calls = Unlucky(store, seed)
+        saboteur = Saboteur(files, seed)
+        saboteur.start()
+        calls.run(6, 5.0, ["read_failed"])
+        saboteur.stop.set()
+        saboteur.join()
+        files.clear()
+        assert saboteur.turns > 4
+        store.flush()
+        assert store.stats()["counters"]["quarantined"] == 0
+        assert store.stats()["tiers"]["ssd"]["held_bytes"] <= DISK
+        assert store.check(deep=False).ok
+        assert not any(len(store.match([key])) for key in calls.removed)
+    with kvdepot.open(**failing(tmp_path)) as store:
+        again = RandomCalls(store, calls.seed)
+        assert store.check()
+        assert not any(len(store.match([key])) for key in calls.removed), "it came back"
+        for space, keys in again.prompts:
+            for key in keys:
+                target = bytearray(space.block_bytes)
+                if store.get(key, target):
+                    assert target == payload_for(key, space.block_bytes)

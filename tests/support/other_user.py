@@ -1,0 +1,56 @@
+"""Runs code as another user of this machine, which only root can."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+OTHER_USERS = (65534, 12345)
+needs_other_user = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs a second user, which only root can be: run as root"
+)
+_BECOME = """
+import ctypes, errno, fcntl, json, mmap, os, signal, socket, stat, struct, sys, tempfile, threading
+from pathlib import Path
+import kvdepot, kvdepot.client.open, kvdepot.server.daemon, kvdepot.cli.main, kvdepot.cli.serve
+from kvdepot.wire.frames import Channel, FrameKind
+from tests.support.raw_client import hello
+os.setgroups([])
+os.setgid({uid})
+os.setuid({uid})
+os.chdir("/")
+"""
+
+
+def as_other_user(code: str, *arguments: object, uid: int = OTHER_USERS[0]) -> str:
+    """What the code prints when another user runs it; the last line of its error if it fails."""
+    command = [sys.executable, "-c", _BECOME.format(uid=uid) + code, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return ended.stdout.strip() or ended.stderr.strip().rpartition("\n")[2]
+
+
+@contextmanager
+def other_user_running(
+    code: str, *arguments: object, uid: int = OTHER_USERS[0]
+) -> Iterator[Callable[[], str]]:
+    """`as_other_user` beside the test, killed at the end; gives what reads its next line."""
+    command = [sys.executable, "-c", _BECOME.format(uid=uid) + code, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield lambda: (process.stdout.readline() if process.stdout else "").strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def shared_folder() -> "tempfile.TemporaryDirectory[str]":
+    """A folder where everybody may make files, like the system's own for temporary ones."""
+    folder = tempfile.TemporaryDirectory(prefix="kvdepot-shared-", dir="/dev/shm")
+    Path(folder.name).chmod(0o1777)
+    return folder
