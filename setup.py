@@ -1,7 +1,7 @@
 """Build the C fast path. Everything else about the package is in pyproject.toml.
 
 The extension is optional: without a compiler the package installs all the same and uses the
-pure-Python twin.
+Python fallback.
 """
 
 import os

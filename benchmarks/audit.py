@@ -37,8 +37,7 @@ from tests.support import wrong_producers
 
 import kvdepot
 from kvdepot.adapters.audit import BlockAuditor, HitChooser
-from kvdepot.adapters.demo import smollm2
-from kvdepot.adapters.hf import DepotModel, attach
+from kvdepot.adapters.hf import DepotModel, attach, smollm2
 from kvdepot.core.config import AuditConfig
 from kvdepot.core.layout import KVLayout
 from kvdepot.store.store import Store

@@ -33,6 +33,7 @@ import numpy as np
 import kvdepot
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import open_emulated
 
 MIB: Final = 1 << 20
 BLOCKS: Final = 40
@@ -187,7 +188,7 @@ def opened(folder: Path) -> Iterator[World]:
     # Memory for a few prompts only: reads and hints come from the drives.
     tree["dram"]["capacity"] = 4 * size.session_bytes
     tree["hdd"]["promote"] = True
-    with kvdepot.open(**tree) as store:
+    with open_emulated(hybrid.MODELS, **tree) as store:
         yield World(store)
 
 

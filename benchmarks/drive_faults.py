@@ -28,14 +28,14 @@ from typing import Any
 import numpy as np
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import EmulateConfig, load
+from kvdepot.core.config import load
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.tier import Pending, drive_of
 from kvdepot.native import READ
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.emulation import EmulatedFiles
+from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.tiers.device.files import Ops
 
 DRIVES, BAD = 3, 1
@@ -52,8 +52,8 @@ SEEK_S = {"ssd": 0.0, "hdd": 0.004}
 class BadFiles(EmulatedFiles):
     """Emulated drives, one of which may refuse what is asked of it."""
 
-    def __init__(self, model: EmulateConfig) -> None:
-        super().__init__(model)
+    def __init__(self, model: DriveModel) -> None:
+        super().__init__(lambda _: model)
         self._bad_fds: set[int] = set()
         self.reads_fail = 0
         self.writes_fail = 0
@@ -213,9 +213,7 @@ class World:
 @contextmanager
 def world_of(folder: Path, tier: str) -> Iterator[World]:
     speed = BYTES_PER_S[tier]
-    files = BadFiles(
-        EmulateConfig(read_bandwidth=speed, write_bandwidth=4 * speed, seek=SEEK_S[tier])
-    )
+    files = BadFiles(DriveModel(read_bandwidth=speed, write_bandwidth=4 * speed, seek=SEEK_S[tier]))
     paths = [folder / f"drive-{number}" / "kv" for number in range(DRIVES)]
     for path in paths:
         path.parent.mkdir(parents=True)

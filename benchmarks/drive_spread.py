@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.core.config import EmulateConfig, load
+from kvdepot.core.config import load
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.tier import drive_of
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.emulation import EmulatedFiles
+from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 
 FAST_BYTES_PER_S = 90_000_000
 RATIO = 3.0
@@ -33,7 +33,8 @@ ROUNDS = 3
 def opened(folder: Path, tier: str, profile: str) -> Store:
     speed = FAST_BYTES_PER_S
     seek = 0.004 if tier == "hdd" else 0.0
-    files = EmulatedFiles(EmulateConfig(read_bandwidth=speed, write_bandwidth=speed, seek=seek))
+    model = DriveModel(read_bandwidth=speed, write_bandwidth=speed, seek=seek)
+    files = EmulatedFiles(lambda _: model)
     files.slow_down(str(folder / "slow"), RATIO)
     table: dict[str, Any] = {
         "path": [str(folder / "slow"), str(folder / "fast")],

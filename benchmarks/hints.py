@@ -23,21 +23,23 @@ from typing import Any
 
 import numpy as np
 
-import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
+from kvdepot.core.units import format_bytes
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import DriveModel, open_emulated
 
 BLOCK_BYTES = 1 << 20
 BLOCK_TOKENS = 16
-DRIVE = {"read_bandwidth": "275MB", "write_bandwidth": "275MB", "seek": "12.5ms"}
+DRIVE = DriveModel(read_bandwidth=275 * 10**6, write_bandwidth=275 * 10**6, seek=0.0125)
 LEADS_S = (0.0, 0.1, 0.25, 0.5, 1.0)
 """The first is without a hint."""
 DRAM_BYTES = 1 << 30
 
 
-def opened(folder: Path, **hdd: Any) -> Store:
-    return kvdepot.open(
+def opened(folder: Path, models: dict[str, DriveModel], **hdd: Any) -> Store:
+    return open_emulated(
+        models,
         dram={"capacity": DRAM_BYTES, "prefault": True},
         ssd={"path": str(folder / "ssd"), "capacity": "4GiB"},
         hdd={"path": str(folder / "hdd"), "capacity": "8GiB", "segment": "256MiB", **hdd},
@@ -55,7 +57,7 @@ def payload(key: BlockKey) -> bytes:
 
 def fill(folder: Path, sessions: int, blocks: int) -> None:
     """Sessions on the hard drive only, which is not slowed down for it."""
-    with opened(folder, write_mode="pass-through") as store:
+    with opened(folder, {}, write_mode="pass-through") as store:
         for number in range(sessions):
             keys = session(store, number, blocks)
             assert all(store.put_many(keys, [payload(key) for key in keys], timeout_s=60.0))
@@ -81,7 +83,7 @@ def measure(folder: Path, rounds: int, blocks: int) -> dict[str, list[dict[str, 
     last = rounds * len(LEADS_S)
     fill(folder, last + 1, blocks)
     found: dict[str, list[dict[str, Any]]] = {str(lead_s): [] for lead_s in LEADS_S}
-    with opened(folder, emulate=DRIVE) as store:
+    with opened(folder, {"hdd": DRIVE}) as store:
         fetch(store, session(store, last, blocks), 0.0)  # memory is touched, files are open
         store.flush(60.0)
         number = 0
@@ -138,7 +140,7 @@ def main() -> int:
         json.dump(result, sys.stdout, indent=2)
         print()
         return 0
-    print(f"{args.blocks} MiB on one hard drive (emulated: {DRIVE['read_bandwidth']}/s)")
+    print(f"{args.blocks} MiB on one hard drive (emulated: {format_bytes(DRIVE.read_bandwidth)}/s)")
     print(f"{'hint before':>12}  {'get, median':>12}  {'range':>16}  from")
     for lead, one in leads.items():
         share = ", ".join(f"{tier} {part:.0%}" for tier, part in one["share_by_tier"].items())

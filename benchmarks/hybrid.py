@@ -34,6 +34,7 @@ from kvdepot.core.layout import KVLayout
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import DriveModel, open_emulated
 
 SCALE: Final = 100
 TOKENS: Final = 21_000
@@ -46,6 +47,19 @@ HDD_BYTES_PER_S: Final = (275_000_000, 275_000_000)
 SSD_LATENCY_S: Final = 0.0001
 HDD_SEEK_S: Final = 0.0125
 """Average seek and half a turn."""
+MODELS: Final = {
+    "ssd": DriveModel(
+        read_bandwidth=SSD_BYTES_PER_S[0] // SCALE,
+        write_bandwidth=SSD_BYTES_PER_S[1] // SCALE,
+        latency=SSD_LATENCY_S,
+    ),
+    # Writing is not measured: what lies on the hard drives was written long ago.
+    "hdd": DriveModel(
+        read_bandwidth=HDD_BYTES_PER_S[0] // SCALE,
+        write_bandwidth=HDD_BYTES_PER_S[1],
+        seek=HDD_SEEK_S,
+    ),
+}
 RUN_BYTES: Final = (32 << 20) // SCALE // 4096 * 4096
 TURNS: Final = (1, 2, 5, 10, 20, 50)
 DRIVES: Final = (4, 8, 12)
@@ -199,7 +213,7 @@ class HybridPlan:
         folder = self.directory / name
         folder.mkdir(exist_ok=True)
         size = size or self.size
-        store = open_store(**_settings(folder, size, drives))
+        store = open_emulated(MODELS, **_settings(folder, size, drives))
         try:
             yield World(store, size)
         finally:
@@ -268,7 +282,6 @@ def _settings(folder: Path, size: Size, drives: int) -> dict[str, Any]:
         "fsync": "never",
         "read_timeout": _WAIT_S,
         "promote": False,
-        "emulate": _emulated(SSD_BYTES_PER_S, latency=SSD_LATENCY_S),
     }
     tree: dict[str, Any] = {
         "dram": {"capacity": 2 * total, "prefault": False},
@@ -276,8 +289,6 @@ def _settings(folder: Path, size: Size, drives: int) -> dict[str, Any]:
         "ssd": ssd,
     }
     if drives:
-        # Writing is not measured: what lies on the drives was written long ago.
-        speeds = (HDD_BYTES_PER_S[0], HDD_BYTES_PER_S[1] * SCALE)
         tree["hdd"] = {
             "path": [folder / f"hdd-{number}" for number in range(drives)],
             "capacity": 2 * total + drives * 32 * MIB,
@@ -285,14 +296,8 @@ def _settings(folder: Path, size: Size, drives: int) -> dict[str, Any]:
             "run": RUN_BYTES,
             "fsync": "never",
             "read_timeout": _WAIT_S,
-            "emulate": _emulated(speeds, seek=HDD_SEEK_S),
         }
     return tree
-
-
-def _emulated(bytes_per_s: tuple[int, int], **more: float) -> dict[str, Any]:
-    read, write = (speed // SCALE for speed in bytes_per_s)
-    return {"read_bandwidth": read, "write_bandwidth": write, **more}
 
 
 def _chain(space: NamespaceHandle, user: int, blocks: int) -> list[BlockKey]:

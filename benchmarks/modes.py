@@ -35,8 +35,8 @@ from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import StateError
 from kvdepot.policy.placing.reclaim import RULES
-from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
+from kvdepot.testing.emulation import DriveModel, open_emulated
 
 SCALE: Final = 1024
 """Bytes that stand for one: a block of 256 tokens is 32 KiB."""
@@ -219,7 +219,8 @@ class ModesPlan:
         folder.mkdir()
         started_s = time.monotonic()
         try:
-            with open_store(**_settings(folder, modes, order, living_blocks(requests))) as store:
+            settings = _settings(folder, modes, order, living_blocks(requests))
+            with open_emulated(_MODELS, **settings) as store:
                 world = World(store)
                 half = len(requests) // 2
                 world.serve(requests[:half])
@@ -318,9 +319,6 @@ def _settings(folder: Path, modes: Modes, order: str, blocks: int) -> dict[str, 
             "segment": MIB // 4,
             "write_mode": modes.ssd,
             "eviction": order,
-            "emulate": _emulated(
-                hybrid.SSD_BYTES_PER_S[0], hybrid.SSDS, latency=hybrid.SSD_LATENCY_S
-            ),
             **_TERMS,
         },
         "hdd": {
@@ -330,9 +328,6 @@ def _settings(folder: Path, modes: Modes, order: str, blocks: int) -> dict[str, 
             "run": RECORD_BYTES,
             "write_mode": modes.hdd,
             "eviction": order,
-            "emulate": _emulated(
-                hybrid.HDD_BYTES_PER_S[0], hybrid.HDDS / HDD_PATHS, seek=hybrid.HDD_SEEK_S
-            ),
             **_TERMS,
         },
     }
@@ -341,11 +336,17 @@ def _settings(folder: Path, modes: Modes, order: str, blocks: int) -> dict[str, 
 _TERMS: Final = {"fsync": "never", "read_timeout": _WAIT_S}
 
 
-def _emulated(bytes_per_s: int, drives: float, **times_s: float) -> dict[str, Any]:
+def _model(bytes_per_s: int, drives: float, **times_s: float) -> DriveModel:
     """Writing is not measured, and takes no time: there is enough between two requests."""
     read = int(bytes_per_s * drives * HASTE / SCALE)
     faster = {name: seconds / HASTE for name, seconds in times_s.items()}
-    return {"read_bandwidth": read, "write_bandwidth": 1 << 40, **faster}
+    return DriveModel(read_bandwidth=read, write_bandwidth=1 << 40, **faster)
+
+
+_MODELS: Final = {
+    "ssd": _model(hybrid.SSD_BYTES_PER_S[0], hybrid.SSDS, latency=hybrid.SSD_LATENCY_S),
+    "hdd": _model(hybrid.HDD_BYTES_PER_S[0], hybrid.HDDS / HDD_PATHS, seek=hybrid.HDD_SEEK_S),
+}
 
 
 def _chain(

@@ -5,7 +5,7 @@
 The index is filled directly, without bytes: a scrape and a match look at nothing else. Matches of
 512 blocks are timed alone and while another thread scrapes ten times a second, by turns. The bars:
 a scrape takes 50 ms at most (median), and a match beside scrapes takes 1.1 times as long at most
-(median of the rounds' ratios of medians). The ledger's look at all blocks is timed too.
+(median of the rounds' ratios of medians).
 """
 
 import argparse
@@ -21,7 +21,7 @@ import numpy as np
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
-from kvdepot.store.metrics import render
+from kvdepot.server.http.exposition import render
 from kvdepot.store.store import Store
 
 SCRAPE_MS: Final = 50.0
@@ -104,11 +104,6 @@ def measure(blocks: int, scrapes: int) -> dict[str, Any]:
         for _ in range(_ROUNDS):
             alone.append(matches_ms(store, keys, _ROUND_S))
             ratios.append(beside_scrapes_ms(store, keys, _ROUND_S) / alone[-1])
-        ledger, looks = store.inspect().state.ledger, []
-        for number in range(_ROUNDS):
-            began_s = time.perf_counter()
-            ledger.sample(1e9 + number)
-            looks.append((time.perf_counter() - began_s) * 1e3)
     return {
         "blocks": blocks,
         "scrape_ms": {"median": median(times), "min": min(times), "max": max(times)},
@@ -116,7 +111,6 @@ def measure(blocks: int, scrapes: int) -> dict[str, Any]:
         "match_ms_alone": median(alone),
         "match_ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
         "match_ratio_bar": MATCH_RATIO,
-        "ledger_look_ms": {"median": median(looks), "min": min(looks), "max": max(looks)},
         "met": median(times) <= SCRAPE_MS and median(ratios) <= MATCH_RATIO,
     }
 

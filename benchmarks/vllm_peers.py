@@ -11,7 +11,7 @@ server. `turns`: 8 users with 4 turns each, two in flight, whose KV is four time
 has room for; plain vLLM and LMCache, to which no close bar applies, do this once. Medians of
 rounds, and the bars of kvdepot against the others. Environments with vLLM and LMCache are made when
 they are missing. Exit status 1 if a bar is missed or an arm has no hits. vLLM refuses its tiers on
-a CPU: its worker is replaced by `tests/support/cpu_tiering_spec.py`.
+a CPU: its worker is replaced by `tests/e2e/cpu_tiering_spec.py`.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.adapters.vllm.e2e import find_model, unique  # noqa: E402
-from tests.support.vllm_environments import NEWEST, python_with, python_with_lmcache  # noqa: E402
-from tests.support.vllm_servers import Server, free_port, kill_daemon  # noqa: E402
+from tests.e2e.vllm_connector import find_model, unique  # noqa: E402
+from tests.e2e.vllm_environments import NEWEST, python_with, python_with_lmcache  # noqa: E402
+from tests.e2e.vllm_servers import Server, free_port, kill_daemon  # noqa: E402
 
 ARMS = ("plain", "kvdepot", "tiering", "lmcache")
 PAGE_TOKENS = 128
@@ -131,7 +131,7 @@ class Arm:
             tier = {"type": "fs", "root_dir": str(kept), "n_read_threads": 2, "n_write_threads": 2}
             extra = {
                 "spec_name": "CpuTieringSpec",
-                "spec_module_path": "tests.support.cpu_tiering_spec",
+                "spec_module_path": "tests.e2e.cpu_tiering_spec",
                 "cpu_bytes_to_use": MEMORY_BYTES,
                 "secondary_tiers": [tier],
             }
