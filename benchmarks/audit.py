@@ -38,7 +38,7 @@ from tests.support import wrong_producers
 import kvdepot
 from kvdepot.adapters.audit import BlockAuditor, HitChooser
 from kvdepot.adapters.hf import DepotModel, attach, smollm2
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.layout import KVLayout
 from kvdepot.store.store import Store
 

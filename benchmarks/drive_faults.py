@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.tier import Pending, drive_of
+from kvdepot.io.files import Ops
 from kvdepot.native import READ
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
-from kvdepot.tiers.device.files import Ops
 
 DRIVES, BAD = 3, 1
 SLOWER = 20.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.tier import drive_of
 from kvdepot.store.open import assemble

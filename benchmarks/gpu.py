@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvdepot
 from kvdepot.adapters.tensors import KVTensors, open_mover
 from kvdepot.bench.raw import filled
+from kvdepot.io.files import Files, io_ops
 from kvdepot.native import NAME, READ, address_of
-from kvdepot.tiers.device.files import Files, io_ops
 
 LAYERS, HEADS, DIM = 32, 8, 128
 PAGE, PAGES_PER_BLOCK = 16, 16

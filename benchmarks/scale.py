@@ -29,7 +29,7 @@ from kvdepot.bench.rounds import BenchPart, Figure, Result, spread
 from kvdepot.cli.arguments import count
 from kvdepot.cli.bench.command import add_options, measure_and_report
 from kvdepot.cli.main import Parser, exit_status
-from kvdepot.core.config import Config, load
+from kvdepot.config.settings import Config, load
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store

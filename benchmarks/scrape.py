@@ -21,7 +21,7 @@ import numpy as np
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
-from kvdepot.server.http.exposition import render
+from kvdepot.daemon.http.exposition import render
 from kvdepot.store.store import Store
 
 SCRAPE_MS: Final = 50.0

@@ -583,8 +583,8 @@ def disk(
 def raw_reads(path: Path, nbytes: int) -> Callable[[int], float]:
     """Direct reads of the depot's own files by the native engine, a part of `nbytes` at a time."""
     from kvdepot.bench.raw import filled
+    from kvdepot.io.files import Files, io_ops
     from kvdepot.native import READ, address_of
-    from kvdepot.tiers.device.files import Files, io_ops
 
     files = Files("auto", depth=32)
     piece = 16 << 20

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, overload
 if TYPE_CHECKING:
     import os
 
-    from kvdepot.core.block import BlockKey, Got, Put
-    from kvdepot.core.config import Config
+    from kvdepot.config.settings import Config
+    from kvdepot.core.block import BlockKey, GetResult, PutResult
     from kvdepot.core.depot import Depot
     from kvdepot.core.hf_config import model_layout
     from kvdepot.core.layout import KVLayout, ModelLayout
@@ -49,7 +49,7 @@ __all__ = [
     "DriveError",
     "ExtraMissingError",
     "FormatError",
-    "Got",
+    "GetResult",
     "KVDepotError",
     "KVLayout",
     "KeyFormatError",
@@ -57,7 +57,7 @@ __all__ = [
     "ModelError",
     "ModelLayout",
     "Namespace",
-    "Put",
+    "PutResult",
     "StateError",
     "Store",
     "StoreBusyError",
@@ -74,13 +74,13 @@ __all__ = [
 
 _HOMES = {
     "BlockKey": "core.block",
-    "Config": "core.config",
+    "Config": "config.settings",
     "Depot": "core.depot",
-    "Got": "core.block",
+    "GetResult": "core.block",
     "KVLayout": "core.layout",
     "ModelLayout": "core.layout",
     "Namespace": "core.namespace",
-    "Put": "core.block",
+    "PutResult": "core.block",
     "Store": "store.store",
     "fingerprint": "core.namespace",
     "model_layout": "core.hf_config",
@@ -112,7 +112,7 @@ def open(config: "str | os.PathLike[str] | Config | None" = None, **settings: An
     else one of this process, see store.open.open_store.
     """
     if isinstance(config, str) and config.startswith("unix:"):
-        from kvdepot.client.open import open_remote
+        from kvdepot.daemon.client.open import open_remote
 
         return open_remote(config, **settings)
     from kvdepot.store.open import open_store
@@ -127,7 +127,7 @@ def metrics(store: "Depot") -> str:
     import importlib
 
     try:
-        exposition = importlib.import_module("kvdepot.server.http.exposition")
+        exposition = importlib.import_module("kvdepot.daemon.http.exposition")
     except ModuleNotFoundError as error:
         from kvdepot.errors import ExtraMissingError
 

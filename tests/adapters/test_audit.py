@@ -8,8 +8,8 @@ import pytest
 
 import kvdepot
 from kvdepot.adapters.audit import BlockAuditor, HitChooser, compare
+from kvdepot.config.settings import AUDIT_TOLERANCE, AuditConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import AUDIT_TOLERANCE, AuditConfig
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import ConfigError

@@ -31,7 +31,7 @@ def shipped_modules() -> list[str]:
     paths = [path.relative_to(SRC).with_suffix("") for path in SRC.rglob("*.py")]
     names = {".".join(path.parts).removesuffix(".__init__") for path in paths}
     names -= {f"kvdepot.store.announce.{name}" for name in ("announcer", "publisher")}
-    left_out = ("kvdepot.testing", "kvdepot.adapters.", "kvdepot.__main__", "kvdepot.server.http.")
+    left_out = ("kvdepot.testing", "kvdepot.adapters.", "kvdepot.__main__", "kvdepot.daemon.http.")
     return sorted(name for name in names if not name.startswith(left_out))
 
 

@@ -24,17 +24,17 @@ OVER = {
     "adapters/vllm/scheduler.py: methods of ConnectorScheduler": 36,
     "adapters/vllm/scheduler.py: attributes of ConnectorScheduler": 27,
     "adapters/vllm/worker.py: attributes of ConnectorWorker": 19,
-    "client/remote.py: methods of RemoteStore": 34,
-    "client/remote.py: imports": 22,
+    "daemon/client/remote.py: methods of RemoteStore": 34,
+    "daemon/client/remote.py: imports": 22,
     "core/depot.py: methods of Depot": 30,
     "core/tier.py: methods of Tier": 21,
     "index/catalog.py: attributes of Catalog": 18,
     "policy/eviction/reuse_density.py: attributes of ReuseDensity": 25,
-    "server/daemon.py: attributes of Daemon": 21,
-    "server/requests.py: methods of RequestHandler": 36,
+    "daemon/server/daemon.py: attributes of Daemon": 21,
+    "daemon/server/requests.py: methods of RequestHandler": 36,
     "store/mapped.py: methods of MappedStore": 30,
     "store/open.py: imports": 25,
-    "store/sessions/keeper.py: methods of SessionKeeper": 27,
+    "store/sessions/pins.py: methods of PinManager": 27,
     "store/state/lower_tier.py: methods of LowerTier": 26,
     "store/state/lower_tier.py: attributes of LowerTier": 27,
     "store/state/state.py: methods of StoreState": 32,
@@ -45,16 +45,16 @@ OVER = {
     "testing/power.py: methods of PowerFiles": 29,
     "testing/torture/ledger.py: attributes of Expectation": 20,
     "testing/torture/workload.py: methods of StoreSession": 30,
-    "testing/twins.py: attributes of WrappedTier": 19,
-    "tiers/log/drive.py: methods of Drive": 61,
-    "tiers/log/drive.py: attributes of Drive": 29,
-    "tiers/log/drive.py: lines": 922,
-    "tiers/log/medium.py: methods of Medium": 13,
-    "tiers/log/medium.py: methods of DirectoryMedium": 27,
-    "tiers/log/tier.py: methods of LogTier": 62,
-    "tiers/object/tier.py: methods of ObjectTier": 33,
-    "tiers/object/upkeep.py: attributes of BucketUpkeep": 26,
-    "tiers/object/upkeep.py: methods of BucketUpkeep": 26,
+    "testing/fakes.py: attributes of WrappedTier": 19,
+    "volumes/log/drive.py: methods of Drive": 61,
+    "volumes/log/drive.py: attributes of Drive": 29,
+    "volumes/log/drive.py: lines": 922,
+    "volumes/log/medium.py: methods of Medium": 13,
+    "volumes/log/medium.py: methods of DirectoryMedium": 27,
+    "volumes/log/tier.py: methods of LogTier": 62,
+    "volumes/object/tier.py: methods of ObjectTier": 33,
+    "volumes/object/upkeep.py: attributes of BucketUpkeep": 26,
+    "volumes/object/upkeep.py: methods of BucketUpkeep": 26,
 }
 
 Counted = Iterator[tuple[str, int]]
@@ -206,13 +206,13 @@ def test_exemptions() -> None:
 
 def test_imports_are_counted_once_a_module() -> None:
     tree = ast.parse(
-        "import kvdepot.core.config, os\n"
-        "from kvdepot.core.config import load, Config\n"
+        "import kvdepot.config.settings, os\n"
+        "from kvdepot.config.settings import load, Config\n"
         "from kvdepot.core import depot\n"
         "def f():\n    from kvdepot.errors import KVDepotError\n"
     )
     assert project_imports(tree) == {
-        "kvdepot.core.config",
+        "kvdepot.config.settings",
         "kvdepot.core.depot",
         "kvdepot.errors",
     }

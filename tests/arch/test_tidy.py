@@ -19,7 +19,7 @@ TALKS_TO_PEOPLE = {"cli/output.py", "native/build.py"}
 # Each of them makes files of this user alone: docs/security.md has the list of paths.
 MAKES_FILES = {
     "core/private.py",
-    "tiers/device/files.py",
+    "io/files.py",
     "cli/directories.py",
     "cli/doctor/machine.py",
     "cli/torture.py",
@@ -48,7 +48,7 @@ NAMED_BY_AN_ENGINE = {
 }
 UNNAMED = re.compile(r"(?i)\b(somebody|nobody|whoever|anybody)\b")
 IMPORTS_TESTS: set[str] = set()
-REACHES_INTO_A_STORE = {"server/test_clients_die.py", "store/read/test_prefetch.py"}
+REACHES_INTO_A_STORE = {"daemon/server/test_clients_die.py", "store/read/test_prefetch.py"}
 BANNED_FILE_WORDS = {"common", "helper", "helpers", "misc", "util", "utils"}
 
 Offences = Iterator[tuple[int, str]]
@@ -184,7 +184,7 @@ def test_only_the_output_module_prints() -> None:
     assert_none(offences, but=TALKS_TO_PEOPLE)
 
 
-ANSWERS_FOR_OTHERS = {"server/connection.py", "server/daemon.py"}
+ANSWERS_FOR_OTHERS = {"daemon/server/connection.py", "daemon/server/daemon.py"}
 """Whatever serving one client raises, the client is hung up on, and the daemon goes on."""
 
 

@@ -18,7 +18,7 @@ TOUR = ROOT / "docs" / "tour.md"
 WALK = ROOT / "benchmarks" / "walk.py"
 PLACE = re.compile(r"`(?P<file>[a-z_/]+\.py)(?:: (?P<name>[^`]+))?`")
 HOP = re.compile(r"^- `(?P<file>[^`:]+): (?P<name>[^`]+)` –")
-BY_TIMING = {"server/daemon.py", "server/connection.py"}
+BY_TIMING = {"daemon/server/daemon.py", "daemon/server/connection.py"}
 """Whether a thread or the loop serves a request."""
 TRIES = 3
 COUNTS = re.compile(r"^\| (?P<walk>[^|]+) \| \d+ \| (?P<entered>\d+) \|", re.MULTILINE)

@@ -10,7 +10,7 @@ import pytest
 import kvdepot
 from kvdepot.cli.arguments import parse_settings
 from kvdepot.cli.main import main
-from kvdepot.core import config
+from kvdepot.config import settings as config
 from kvdepot.errors import ConfigError
 
 Seen = pytest.CaptureFixture[str]

@@ -10,11 +10,11 @@ from tests.support.waiting import eventually
 import kvdepot
 from kvdepot.cli.doctor.drives import profile_text
 from kvdepot.cli.main import main
-from kvdepot.core.config import load
-from kvdepot.core.config_loader import to_toml
+from kvdepot.config.loader import to_toml
+from kvdepot.config.settings import load
+from kvdepot.io.speed import Profile
 from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.store_contract import prompt, put, space_of
-from kvdepot.tiers.device.speed import Profile
 
 Seen = pytest.CaptureFixture[str]
 MODEL = DriveModel(read_bandwidth=400_000_000, write_bandwidth=400_000_000, seek=0.001)

@@ -8,9 +8,9 @@ from tests.support.nats_broker import nats_binary, nats_broker
 from tests.support.waiting import until
 
 from kvdepot.cli.main import main
-from kvdepot.core.config import NatsConfig
-from kvdepot.site.link import NatsLink
-from kvdepot.site.messages import HintMessage, subject
+from kvdepot.cluster.link import NatsLink
+from kvdepot.cluster.messages import HintMessage, subject
+from kvdepot.config.settings import NatsConfig
 from kvdepot.testing.images import make_key
 
 pytest.importorskip("nats", reason="the extra nats is not installed")

@@ -14,9 +14,9 @@ from tests.support.small_store import prompt, put, settings, space_of
 
 import kvdepot
 from kvdepot.cli.main import main
-from kvdepot.codec.segment import FORMAT, SUPERBLOCK_MAGIC
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import KVDepotError
+from kvdepot.format.segment import FORMAT, SUPERBLOCK_MAGIC
 from kvdepot.native import checksum
 from kvdepot.testing.images import STAMPS
 

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 TABLE = """
 tiers add, then its own hint: a drive's room is halved without a word
-    tests/server/test_tiers.py::test_what_is_saved_gives_every_drive_its_room_again
+    tests/daemon/server/test_tiers.py::test_what_is_saved_gives_every_drive_its_room_again
 sim ignores options
     tests/sim/test_cli_sim.py::test_options_without_effect_are_refused
 sim --history-tokens 600000 is a traceback
@@ -34,7 +34,7 @@ plan sells codecs that do not exist
 plan cannot read what plan --show prints
     tests/planner/test_plan.py::test_what_show_prints_can_be_planned
 record into a missing folder: a wrong hint
-    tests/server/test_record.py::test_hints_say_what_is_in_the_way
+    tests/daemon/server/test_record.py::test_hints_say_what_is_in_the_way
 --set goal…: a wrong hint
     tests/planner/test_plan.py::test_hints_lead_on
 --tp 3 names another field
@@ -42,7 +42,7 @@ record into a missing folder: a wrong hint
 --json, and errors are text
     tests/cli/test_main.py::test_errors_are_json_where_json_was_asked_for
 sizes as raw bytes
-    tests/server/test_tiers.py::test_room_and_mode
+    tests/daemon/server/test_tiers.py::test_room_and_mode
 plurals
     tests/sim/test_cli_sim.py::test_one_request_is_no_requests
 tables wider than the terminal
@@ -52,7 +52,7 @@ no colour
 no completion
     tests/cli/test_main.py::test_completion_knows_every_command
 --socket is needed each time
-    tests/server/test_serve.py::test_by_default_it_listens_in_the_runtime_folder
+    tests/daemon/server/test_serve.py::test_by_default_it_listens_in_the_runtime_folder
 a trace file that the docs name is nowhere
     tests/sim/test_cli_sim.py::test_a_trace_that_is_not_there
 Azure traces print 0.0000 without saying why

@@ -9,11 +9,11 @@ import pytest
 
 import kvdepot
 from kvdepot.cli.main import main
-from kvdepot.codec.segment import FORMAT, Superblock
+from kvdepot.daemon.wire.versions import SpokenVersions
+from kvdepot.format.segment import FORMAT, Superblock
 from kvdepot.native import checksum
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import small
-from kvdepot.wire.versions import SpokenVersions
 
 Seen = pytest.CaptureFixture[str]
 
@@ -89,7 +89,7 @@ def test_a_daemon_of_another_protocol_stops_it(
 ) -> None:
     with DaemonProcess(tmp_path, small(tmp_path / "kv")):
         future = SpokenVersions(60_000, 60_001, 1, 1)
-        monkeypatch.setattr("kvdepot.client.connections._SPOKEN", future)
+        monkeypatch.setattr("kvdepot.daemon.client.connections._SPOKEN", future)
         status, found = checked(capsys, tmp_path)
     assert status == 1
     assert "the daemon speaks protocol" in found["daemon"]["found"]

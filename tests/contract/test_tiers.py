@@ -10,15 +10,15 @@ import pytest
 
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.tier import Tier
+from kvdepot.io.files import EngineKind, Files
 from kvdepot.native import uring_available
 from kvdepot.testing.contract import Reopen, TierContract
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
+from kvdepot.testing.fakes import CountingTier, FaultyTier, MemoryTier, SlowTier
 from kvdepot.testing.faults import FaultyFiles
-from kvdepot.testing.twins import CountingTier, FaultyTier, MemoryTier, SlowTier
-from kvdepot.tiers.device.files import EngineKind, Files
-from kvdepot.tiers.log.hdd import HardDriveTier
-from kvdepot.tiers.log.medium import DirectIo, MountSettings
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.hdd import HardDriveTier
+from kvdepot.volumes.log.medium import DirectIo, MountSettings
+from kvdepot.volumes.log.tier import LogTier
 
 CAPACITY_BYTES = 4 << 20
 LOG_BYTES = 4 << 20

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.core.config import (
+from kvdepot.config.loader import REMOVED_SETTINGS, show, to_toml
+from kvdepot.config.settings import (
     GIB,
     KIB,
     MIB,
@@ -25,7 +26,6 @@ from kvdepot.core.config import (
     WritebackConfig,
     load,
 )
-from kvdepot.core.config_loader import REMOVED_SETTINGS, show, to_toml
 from kvdepot.errors import ConfigError
 
 SSD = {"path": "/data", "capacity": "20GiB"}

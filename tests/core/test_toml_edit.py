@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.core.toml_edit import set_values
+from kvdepot.config.toml_edit import set_values
 from kvdepot.errors import ConfigError
 
 FILE = """# ours

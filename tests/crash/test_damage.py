@@ -41,7 +41,7 @@ from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.torture.damage import HARMS, Harm, flip, flip_some, swap
-from kvdepot.tiers.log.metadata import COPIES
+from kvdepot.volumes.log.metadata import COPIES
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from tests.support.waiting import until
 
 from kvdepot.core.clock import SystemClock
 from kvdepot.errors import KVDepotError
+from kvdepot.io.breaker import RetryPauses
+from kvdepot.io.files import Files
 from kvdepot.testing.images import make_image, make_key, removal_of
 from kvdepot.testing.power import PowerFiles
-from kvdepot.tiers.device.breaker import RetryPauses
-from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.medium import MountSettings
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.volumes.log.tier import LogTier
 
 pytestmark = pytest.mark.crash
 

@@ -27,9 +27,9 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot import errors
-from kvdepot.codec.record import PAGE
-from kvdepot.core.block import BlockKey, Put
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
+from kvdepot.core.block import BlockKey, PutResult
+from kvdepot.format.record import PAGE
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Corrupt, Fail, Fault, FaultyFiles, Stall
@@ -75,7 +75,7 @@ def test_failed_reads_are_misses_and_the_blocks_can_be_put_again(tmp_path: Path)
         target = bytearray(BLOCK)
         assert store.get(on_disk[0], target).reason == "failed"
         assert store.get(on_disk[1], target).reason == "failed"
-        assert store.put(on_disk[0], payload(on_disk[0])) is Put.STORED
+        assert store.put(on_disk[0], payload(on_disk[0])) is PutResult.STORED
         assert verified_hits(store, on_disk) == len(on_disk) - 1
         assert healthy(store)
         assert store.flush()
@@ -120,7 +120,7 @@ def test_damage_while_reading_is_never_served(tmp_path: Path) -> None:
         assert store.get(on_disk[1], target).reason == "corrupt"
         assert store.stats()["counters"]["quarantined"] == 2
         assert not store.match([on_disk[0]])
-        assert store.put(on_disk[0], payload(on_disk[0])) is Put.STORED
+        assert store.put(on_disk[0], payload(on_disk[0])) is PutResult.STORED
         assert store.flush()
         assert_quiet(store)
 
@@ -186,7 +186,7 @@ def test_late_bytes_that_are_damaged_are_not_kept(
     with store:
         key, stall = one_late_read(store, files)
         monkeypatch.setattr(
-            "kvdepot.store.read.late_reads.payload_intact", lambda image, head: False
+            "kvdepot.store.read.timed_out.payload_intact", lambda image, head: False
         )
         stall.release()
         assert store.inspect().wait_for_late_reads(60.0)
@@ -218,8 +218,8 @@ def test_a_stalled_write_blocks_nobody_beyond_its_deadline(tmp_path: Path) -> No
         files.add(Fault(Call.RUN_WRITE, stall, times=None))
         started = time.monotonic()
         outcomes = [store.put(key, payload(key), timeout_s=0.05) for key in prompt(space, 2, 64)]
-        assert Put.THROTTLED in outcomes, "producers are told"
-        assert set(outcomes) <= {Put.STORED, Put.THROTTLED}
+        assert PutResult.THROTTLED in outcomes, "producers are told"
+        assert set(outcomes) <= {PutResult.STORED, PutResult.THROTTLED}
         assert not store.flush(0.2)
         assert verified_hits(store, safe) == 4
         store.remove(safe[0])

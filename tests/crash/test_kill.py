@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.crash_workload import FULL, ROOMY, Moment, Plan, Promises
+from tests.support.crash_workload import FULL, ROOMY, Moment, PinnedRows, Plan
 from tests.support.kill_judge import (
     KILLED,
     Children,
@@ -35,7 +35,7 @@ def forks() -> Iterator[Children]:
         yield started
 
 
-def uninterrupted(forks: Children, folder: Path, segments: int) -> Promises:
+def uninterrupted(forks: Children, folder: Path, segments: int) -> PinnedRows:
     """What the workload does when nobody kills it."""
     folder.mkdir()
     plan = Plan(str(folder), WORKLOAD_SEED, segments)

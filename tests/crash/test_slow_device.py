@@ -24,8 +24,8 @@ from tests.support.failing_disks import (
 )
 from tests.support.waiting import eventually, until
 
-from kvdepot.core.block import Put
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
+from kvdepot.core.block import PutResult
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import tiers
@@ -66,7 +66,7 @@ def open_store(device: Disk, tier: str, **table: object) -> Store:
 def test_a_slow_disk_keeps_its_promises_and_its_deadlines(device: Disk, tier: str) -> None:
     with open_store(device, tier, read_timeout="20s", write_timeout="20s") as store:
         keys = prompt(space_of(store), 1, 12)
-        assert put_all(store, keys) == [Put.STORED] * 12
+        assert put_all(store, keys) == [PutResult.STORED] * 12
         assert store.flush(60.0)
     with open_store(device, tier, read_timeout="20s", write_timeout="20s") as store:
         space = space_of(store)
@@ -92,7 +92,7 @@ def test_a_disk_that_fails_costs_misses_until_it_works_again(device: Disk, tier:
         device.fail()
         assert verified_hits(store, keys) == 0
         fresh = prompt(space, 2, 4)
-        assert put_all(store, fresh) == [Put.STORED] * 4
+        assert put_all(store, fresh) == [PutResult.STORED] * 4
         assert verified_hits(store, fresh) == 4
         assert not store.flush(10.0)
         device.heal()

@@ -15,12 +15,12 @@ from tests.support.drive_traffic import BAD, DRIVES, Traffic, bad_drive, is_up, 
 from tests.support.failing_disks import unplug
 from tests.support.waiting import eventually
 
+from kvdepot.io.files import Files
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.drive import Drive
+from kvdepot.volumes.log.drive import Drive
 
 pytestmark = pytest.mark.crash
 

@@ -13,7 +13,7 @@ import pytest
 
 import kvdepot
 from kvdepot.cli.main import build_parser, main
-from kvdepot.core.config import MIB, Config, load
+from kvdepot.config.settings import MIB, Config, load
 from kvdepot.core.units import parse_bytes
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import small

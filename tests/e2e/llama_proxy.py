@@ -34,7 +34,7 @@ from tests.support.waiting import eventually
 import kvdepot
 from kvdepot.adapters.hf import smollm2
 from kvdepot.adapters.llama_cpp import SequenceCache
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.store.store import Store
 
 SENTENCE = "The lighthouse keeper counts ships, gulls and storms, and writes them into a book. "

@@ -30,9 +30,9 @@ from tests.e2e.vllm_servers import Server, kill_daemon
 from tests.support.nats_broker import NatsBroker
 from tests.support.s3_servers import SeaweedServer
 
-from kvdepot.core.config import ObjectConfig
-from kvdepot.tiers.object.bucket import Bucket, BucketError, open_bucket
-from kvdepot.tiers.object.manifest import DATA, Entry, ManifestName, in_force
+from kvdepot.config.settings import ObjectConfig
+from kvdepot.volumes.object.bucket import Bucket, BucketError, open_bucket
+from kvdepot.volumes.object.manifest import DATA, Entry, ManifestName, in_force
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("a", "b", "c")

@@ -171,8 +171,8 @@ def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
     with a request preempted, first with nothing in the depot."""
     wanted = json.loads(Path(args.reference).read_text())["answers"]
     bench = group_bench(args)
-    in_turn = is_asked_in_turn(args)
-    ask = bench.ask_in_turn if in_turn else bench.ask
+    next_queued = is_asked_in_turn(args)
+    ask = bench.ask_in_turn if next_queued else bench.ask
     bench.count()
     prompts = group_prompts(args)
     answers = bench.ask_in_turn(prompts)
@@ -182,7 +182,7 @@ def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
     if not args.quick:
         empty(bench)
         for name in ("preempted, cold", "preempted, warm"):
-            with squeezed(bench, beside=0 if in_turn else 1) as preempted:
+            with squeezed(bench, beside=0 if next_queued else 1) as preempted:
                 seen[name] = compare(ask(prompts), wanted)
             seen[name]["preempted"] = len(preempted)
             bench.forget()

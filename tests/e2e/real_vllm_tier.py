@@ -376,16 +376,16 @@ def events(folder: Path) -> None:
 
 def slow_drive(folder: Path) -> None:
     """A load that does not come is given up at its time; the scheduler never waits for it."""
-    from kvdepot.core.block import Got
+    from kvdepot.core.block import GetResult
 
     keys = chain(9, 4)
     with world(tier_settings(folder)) as seen:
         seen.offload(keys)
         seen.forget()
 
-        def late(keys: list[Any], intos: list[Any], **_: Any) -> list[Got]:
+        def late(keys: list[Any], intos: list[Any], **_: Any) -> list[GetResult]:
             time.sleep(0.5)
-            return [Got(None, "late") for _ in keys]
+            return [GetResult(None, "late") for _ in keys]
 
         seen.tier.depot.get_many = late
         context = seen.request("late", keys)

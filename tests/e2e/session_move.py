@@ -112,7 +112,7 @@ class OtherMachine:
         there.chmod(0o600)
         return there
 
-    def take_in(self, file: Path) -> Seen:
+    def insert_recovered(self, file: Path) -> Seen:
         """`kvdepot session import`, by the other user."""
         words = ("session", "import", str(file), "--socket", str(self.socket), "--json")
         command, env = self.command(*words)
@@ -181,7 +181,7 @@ def move(points: Points, folder: Path, python: Path) -> None:
     computed = answer(plain, turn)
     points.add("exported", exported["blocks"] == blocks > 0, **exported)
     with other.daemon():
-        taken = other.take_in(other.bring(file))
+        taken = other.insert_recovered(other.bring(file))
         points.add("imported", taken.get("complete", False), python=other.version, **taken)
         with (
             kvdepot.open(f"unix:{other.socket}", daemon_user=USER) as away,

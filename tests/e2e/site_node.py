@@ -15,9 +15,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import WallClock
-from kvdepot.core.config import load
 from kvdepot.core.layout import KVLayout
 from kvdepot.store.open import assemble
 from kvdepot.testing.images import payload_for

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvdepot.core.tier import Pending
+from kvdepot.io.files import Files, Ops
 from kvdepot.native import READ
-from kvdepot.tiers.device.files import Files, Ops
 
 MB = 1e6
 SPEEDS = (10_000.0, 1_000.0, 300.0, 100.0, 60.0, 40.0, 25.0, 15.0, 5.0, 1.0)

@@ -13,7 +13,7 @@ import torch
 from tests.support.toy_engine import PAGE_TOKENS, PROMPT, Split, ToyEngine, ask
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 
 pytestmark = pytest.mark.gpu

@@ -159,7 +159,7 @@ class TestPrefix:
         rows = [in_memory(catalog, one) for one in keys]
         catalog.lease(rows)
         catalog.lease(rows)
-        assert [catalog.doom(row) for row in rows] == [False] * count
+        assert [catalog.mark_deleted(row) for row in rows] == [False] * count
         assert catalog.rows(keys) == [NONE] * count
         assert catalog.unlease(rows) == []
         assert catalog.unlease(rows) == rows
@@ -189,8 +189,8 @@ class TestRemoval:
         ghost = in_memory(catalog, key(1))
         child = in_memory(catalog, key(2, 1))
         catalog.lease([ghost])
-        assert not catalog.doom(ghost)
-        assert catalog.is_doomed(ghost)
+        assert not catalog.mark_deleted(ghost)
+        assert catalog.is_deleted(ghost)
         assert not catalog.is_live(ghost)
         heir = in_memory(catalog, key(1))
         assert heir != ghost
@@ -207,8 +207,8 @@ class TestRemoval:
     def test_removing_twice_is_removing_once(self) -> None:
         catalog = Catalog()
         row = in_memory(catalog, key(1))
-        assert catalog.doom(row)
-        assert catalog.doom(row)
+        assert catalog.mark_deleted(row)
+        assert catalog.mark_deleted(row)
         assert catalog.row(key(1)) == NONE
 
     def test_a_row_stays_while_anybody_needs_it(self) -> None:
@@ -263,7 +263,7 @@ def test_blocks_recovered_beside_others_are_linked_to_them(there: list[int]) -> 
         children = sorted(rows[n] for n in parents if parents[n] == number)
         assert sorted(catalog.tree.children(rows[number])) == children
     for number in list(parents):
-        catalog.doom(rows.pop(number))
+        catalog.mark_deleted(rows.pop(number))
         for child in [n for n in rows if parents[n] == number]:
             assert catalog.tree.parent[rows[child]] == NONE
     assert not catalog.tree._orphans

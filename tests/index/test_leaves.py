@@ -188,7 +188,7 @@ def test_a_removed_parent_does_not_haunt_its_children(memory: Memory) -> None:
     memory.enter("parent")
     memory.enter("child", "parent")
     row = memory.row["parent"]
-    assert memory.catalog.doom(row)
+    assert memory.catalog.mark_deleted(row)
     memory.leave("parent")
     memory.enter("heir")
     assert memory.row["heir"] == row, "the row is used again"
@@ -200,7 +200,7 @@ def test_a_removed_child_frees_its_parent(memory: Memory) -> None:
     memory.enter("parent")
     memory.enter("child", "parent")
     assert memory.coldest() == "child"
-    memory.catalog.doom(memory.row["child"])
+    memory.catalog.mark_deleted(memory.row["child"])
     memory.leave("child")
     assert memory.drain() == ["parent"]
 

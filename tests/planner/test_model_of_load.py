@@ -16,7 +16,7 @@ from kvdepot.planner.retention import NEVER_S, ReuseModel, TurnGap
 from kvdepot.planner.traffic import Weights, model_on_gpus
 
 PARTS = load_parts()
-LINE = DataPath(run_bytes=32e6, links=55e9, link=55e9, network=25e9)
+LINE = DataPath(contiguous_bytes=32e6, links=55e9, link=55e9, network=25e9)
 
 
 def test_prefill_is_what_was_measured_on_an_h200() -> None:
@@ -143,7 +143,7 @@ def test_twelve_drives_are_three_times_four_until_the_network() -> None:
 def test_seeks_cost_where_blocks_are_small() -> None:
     """275 MB/s and 12 ms a seek: 128 KiB runs reach 10.5 MB/s, 32 MB runs 249 MB/s."""
     hdd = PARTS.tiers["hdd"]
-    small = DataPath(run_bytes=131_072, links=55e9, link=55e9, network=25e9)
+    small = DataPath(contiguous_bytes=131_072, links=55e9, link=55e9, network=25e9)
     assert tier_speed("hdd", hdd, 1, small).read_bytes_per_s == pytest.approx(10.5e6, rel=0.01)
     assert tier_speed("hdd", hdd, 1, LINE).read_bytes_per_s == pytest.approx(249e6, rel=0.01)
 

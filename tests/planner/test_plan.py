@@ -16,7 +16,7 @@ import pytest
 
 from kvdepot.cli.main import main
 from kvdepot.cli.plan.report import bill_table, hour_table, savings_words, wear_words
-from kvdepot.core.config import Config
+from kvdepot.config.settings import Config
 from kvdepot.planner.analytic import AnalyticEvaluator
 from kvdepot.planner.outcome import Cost, Evaluate, Mix, MixOutcome, TierUse
 from kvdepot.planner.parts import Parts, load_parts, shipped_parts

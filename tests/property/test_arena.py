@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvdepot.tiers.memory.arena import UNOWNED, Arena
+from kvdepot.memory.arena import UNOWNED, Arena
 
 CAPACITY = 4 << 20
 PAGE = 4096

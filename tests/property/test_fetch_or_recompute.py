@@ -107,11 +107,11 @@ def first_token_s(given_facts: Facts, blocks: int) -> float:
     start = max((first + blocks) * prompt.block_tokens, prompt.local_tokens)
     start = min(start, prompt.tokens - 1)
     rest = prompt.tokens - start
-    rest_s = max(rest / chunk, 1.0) * step_s + rest * pace.token_s
-    rest_s += attention_work(rest, start) * pace.pair_s
+    backoff_s = max(rest / chunk, 1.0) * step_s + rest * pace.token_s
+    backoff_s += attention_work(rest, start) * pace.pair_s
     lag = max(fetch_s - queue_s, 0.0) if engine.loads_while_queued else fetch_s
-    beside = min(lag, rest_s, step_s + chunk * pace.token_s) if engine.layer_steps > 1 else 0.0
-    return queue_s + lag + rest_s - beside * (1.0 - 1.0 / engine.layer_steps)
+    beside = min(lag, backoff_s, step_s + chunk * pace.token_s) if engine.layer_steps > 1 else 0.0
+    return queue_s + lag + backoff_s - beside * (1.0 - 1.0 / engine.layer_steps)
 
 
 @given(facts)

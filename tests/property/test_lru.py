@@ -120,7 +120,7 @@ class Model:
                 self.unline(block)
                 self.lines[block.group].append(block)
 
-    def doom(self, block: Block) -> None:
+    def mark_deleted(self, block: Block) -> None:
         parent = self.parent(block)
         block.doomed = True
         del self.known[block.number]
@@ -262,8 +262,8 @@ class CatalogMachine(RuleBasedStateMachine):
         block = self.model.known.get(number)
         if block is None:
             return
-        assert self.catalog.doom(block.row) == (not block.leases)
-        self.model.doom(block)
+        assert self.catalog.mark_deleted(block.row) == (not block.leases)
+        self.model.mark_deleted(block)
         if not block.leases and not block.dirty:
             self.drop_all(block)
 
@@ -302,7 +302,7 @@ def test_the_catalog_evicts_what_the_model_says() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["use", "lease", "unlease", "doom", "evict"]),
+            st.sampled_from(["use", "lease", "unlease", "mark_deleted", "evict"]),
             st.lists(Numbers, unique=True, max_size=BLOCKS),
         ),
         max_size=12,
@@ -340,8 +340,8 @@ def play(steps: list[tuple[str, list[int]]], few: int) -> list[object]:
                 leased.append(found)
             elif verb == "unlease" and leased:
                 seen.append(catalog.unlease(leased.pop()))
-            elif verb == "doom":
-                seen.append([catalog.doom(row) for row in found[:3]])
+            elif verb == "mark_deleted":
+                seen.append([catalog.mark_deleted(row) for row in found[:3]])
             elif (victim := catalog.leaves.coldest(GROUPS[0])) != NONE and verb == "evict":
                 catalog.leaves.leave(victim)
                 seen.append((victim, catalog.memory.drop(victim)))

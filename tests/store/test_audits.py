@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import kvdepot
-from kvdepot.codec.record import HEAD_BYTES, Kind, filled_producer, producer_of, write_head
 from kvdepot.core.audit import AuditFinding, producer_id
-from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
+from kvdepot.format.record import HEAD_BYTES, Kind, filled_producer, producer_of, write_head
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import values
 from kvdepot.store.store import Store
@@ -61,9 +61,9 @@ class TestQuarantine:
         assert tiers(store, keys) == [None] * 4
         assert store.hint(keys, 1.0).wanted == 0
         assert store.hint_described(keys, 1.0).wanted == 0
-        assert put(store, prompt(space_of(store), 2, 2)) == [Put.REFUSED] * 2
+        assert put(store, prompt(space_of(store), 2, 2)) == [PutResult.REFUSED] * 2
         with store.reserve(prompt(space_of(store), 3, 2)) as slots:
-            assert slots.outcomes == [Put.REFUSED] * 2
+            assert slots.outcomes == [PutResult.REFUSED] * 2
 
     def test_other_namespaces_go_on(self, store: Store) -> None:
         bad, good = prompt(space_of(store, "bad"), 1, 2), prompt(space_of(store, "good"), 1, 2)
@@ -108,7 +108,7 @@ class TestQuarantine:
         assert store.audits.purge(keys[0][:8].hex()) == 4
         assert store.audits.known()["quarantined"] == []
         assert tiers(store, keys) == [None] * 4
-        assert put(store, keys) == [Put.STORED] * 4
+        assert put(store, keys) == [PutResult.STORED] * 4
 
     def test_purge_of_what_is_not_in_quarantine(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 4)

@@ -7,8 +7,8 @@ import pytest
 from tests.support.stores import settings
 
 import kvdepot
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.errors import ConfigError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store

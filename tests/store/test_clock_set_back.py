@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of

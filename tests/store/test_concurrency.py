@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import kvdepot
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.core.tier import Pending
+from kvdepot.io.files import Files, Ops
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.tiers.device.files import Files, Ops
 
 THREADS_MAX = 40
 

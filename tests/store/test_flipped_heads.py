@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from tests.support.small_store import prompt, put, space_of, tiers
 
-from kvdepot.codec.record import PAGE, TABLE_OFFSET
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.tier import Outcome
+from kvdepot.format.record import PAGE, TABLE_OFFSET
+from kvdepot.io.files import Files
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
-from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.medium import MountSettings
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.volumes.log.tier import LogTier
 
 CHUNK_BYTES_AT = 88
 FIELD_BITS = 8 * (TABLE_OFFSET + 8)

@@ -13,8 +13,8 @@ import pytest
 from tests.support.small_store import prompt, put, space_of, tiers
 
 import kvdepot
+from kvdepot.io.files import Files
 from kvdepot.native import protocol
-from kvdepot.tiers.device.files import Files
 
 PACKAGE = str(Path(kvdepot.__file__).parent)
 ATTRIBUTE = re.compile(r"self\.(\w+)")
@@ -187,7 +187,7 @@ def test_locks_are_taken_in_order_and_io_is_done_without_the_stores(
     }
     assert not wrong, f"taken against the order: {wrong}"
     seen = {
-        (STORE, "tiers/log/drive.py: Drive._books"),
+        (STORE, "volumes/log/drive.py: Drive._books"),
         ("store/move/reclaim.py: DriveRoom._locks", STORE),
         ("store/drives/maintenance.py: DriveMaintenance._change", STORE),
     }

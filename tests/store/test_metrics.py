@@ -15,8 +15,8 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.core.first_token import FirstToken, Reason
+from kvdepot.daemon.http.exposition import render
 from kvdepot.index.table import as_words
-from kvdepot.server.http.exposition import render
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import METRICS, values
 from kvdepot.store.state.traffic import LatencyHistogram, StoreTraffic

@@ -9,7 +9,7 @@ import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of
-from kvdepot.tiers.log.metadata import COPIES
+from kvdepot.volumes.log.metadata import COPIES
 
 
 def opened(path: Path) -> Store:

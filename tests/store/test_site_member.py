@@ -12,8 +12,8 @@ from tests.support.nats_broker import NatsBroker, nats_binary, nats_broker, say
 from tests.support.small_store import TOKENS, prompt, put, space_of, tiers
 from tests.support.waiting import until
 
+from kvdepot.cluster.messages import HintMessage, subject
 from kvdepot.errors import ConfigError
-from kvdepot.site.messages import HintMessage, subject
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 

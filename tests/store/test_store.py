@@ -27,7 +27,7 @@ from tests.support.small_store import (
 from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.errors import LeaseError, StoreClosedError
 from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
@@ -41,8 +41,8 @@ class TestPutAndGet:
     ) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
             keys = prompt(space_of(store), 1, 8)
-            assert put(store, keys) == [kvdepot.Put.STORED] * 8
-            assert put(store, keys) == [kvdepot.Put.PRESENT] * 8
+            assert put(store, keys) == [kvdepot.PutResult.STORED] * 8
+            assert put(store, keys) == [kvdepot.PutResult.PRESENT] * 8
             assert tiers(store, keys) == ["dram"] * 8
             assert store.flush()
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -83,7 +83,7 @@ class TestPutAndGet:
     def test_the_same_block_twice_in_a_batch(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
             key = prompt(space_of(store), 1, 1)[0]
-            assert put(store, [key, key]) == [kvdepot.Put.STORED, kvdepot.Put.PRESENT]
+            assert put(store, [key, key]) == [kvdepot.PutResult.STORED, kvdepot.PutResult.PRESENT]
             store.flush()
             flood(store, space_of(store), 2 * IN_DRAM)
             assert tiers(store, [key] * 20) == ["ssd"] + ["dram"] * 19, "read once"
@@ -282,15 +282,15 @@ class TestThrottle:
             space = space_of(store)
             files.add(Fault(Call.RUN_WRITE, Stall(), times=None))
             keys = prompt(space, 1, DRAM // 2 // RECORD)
-            assert put(store, keys) == [kvdepot.Put.STORED] * len(keys)
+            assert put(store, keys) == [kvdepot.PutResult.STORED] * len(keys)
             late = prompt(space, 2, 3)
             began = time.monotonic()
             payloads = [payload_for(k, BLOCK) for k in late]
             answers = store.put_many(late, payloads, timeout_s=0.2)
             took_s = time.monotonic() - began
-            assert answers == [kvdepot.Put.THROTTLED] * 3, "it waited for the disk"
+            assert answers == [kvdepot.PutResult.THROTTLED] * 3, "it waited for the disk"
             assert 0.2 <= took_s < 100.0, "a write gives up after 120 s"
-            assert store.put_many(late, payloads, timeout_s=0.0) == [kvdepot.Put.STORED] * 3
+            assert store.put_many(late, payloads, timeout_s=0.0) == [kvdepot.PutResult.STORED] * 3
             assert tiers(store, keys + late) == ["dram"] * (len(keys) + 3)
             assert store.flush(0.05).waiting == len(keys) + 3
             files.clear()
@@ -324,7 +324,7 @@ class TestThrottle:
             payloads = [payload_for(key, BLOCK) for key in keys]
             answers = store.put_many(keys, payloads, timeout_s=0.0)
             limit = DRAM // 2 // RECORD
-            assert answers == [kvdepot.Put.STORED] * len(keys)
+            assert answers == [kvdepot.PutResult.STORED] * len(keys)
             counters = store.stats()["counters"]
             assert (counters["put_throttled"], counters["put_deferred"]) == (0, len(keys) - limit)
             files.clear()
@@ -337,7 +337,7 @@ class TestThrottle:
             keys = prompt(space_of(store), 1, IN_DRAM)
             files.add(Fault(Call.RUN_WRITE, Stall(), times=None))
             answers = store.put_many(keys, [payload_for(key, BLOCK) for key in keys], timeout_s=0.0)
-            assert set(answers[DRAM // 2 // RECORD :]) == {kvdepot.Put.THROTTLED}
+            assert set(answers[DRAM // 2 // RECORD :]) == {kvdepot.PutResult.THROTTLED}
             files.clear()
 
 

@@ -61,7 +61,7 @@ class Corner:
         assert (stats["leased"], stats["dirty_bytes"], stats["staging_bytes"]) == (0, 0, 0)
         assert self.store.check()
         key = self.fresh[0]
-        assert self.store.put(key, payload_for(key, BLOCK)) is kvdepot.Put.STORED
+        assert self.store.put(key, payload_for(key, BLOCK)) is kvdepot.PutResult.STORED
         assert self.store.get(key, self.target)
 
 

@@ -24,10 +24,10 @@ from tests.support.small_store import (
 from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
+from kvdepot.memory.memory import Memory
 from kvdepot.store.open import assemble, open_store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
-from kvdepot.tiers.memory.memory import Memory
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
@@ -58,7 +58,7 @@ class TestRemoval:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
             keys = prompt(space_of(store), 1, 5)
             for _ in range(3):
-                assert put(store, keys) == [kvdepot.Put.STORED] * 5
+                assert put(store, keys) == [kvdepot.PutResult.STORED] * 5
                 assert store.remove(keys) == 5
             put(store, keys)
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -82,7 +82,7 @@ class TestRemoval:
                 assert view is not None
                 assert view == bytes(put_payload(keys[1])), "its memory is not reused"
                 view.release()
-                assert put(store, keys) == [kvdepot.Put.STORED] * 3
+                assert put(store, keys) == [kvdepot.PutResult.STORED] * 3
             assert tiers(store, keys) == ["dram"] * 3, "the new ones are not the removed ones"
             assert store.flush()
             assert store.stats()["leased"] == 0
@@ -281,7 +281,7 @@ class TestReadOnly:
                 space_of(reader)
                 assert tiers(reader, keys) == ["ssd"] * 20
                 assert tiers(reader, keys) == ["dram"] * 20
-            assert put(writer, prompt(space_of(writer), 2, 5)) == [kvdepot.Put.STORED] * 5
+            assert put(writer, prompt(space_of(writer), 2, 5)) == [kvdepot.PutResult.STORED] * 5
             assert writer.flush()
 
     def test_a_reader_changes_nothing_on_disk(self, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ class TestReadOnly:
         with kvdepot.open(**settings(tmp_path / "kv"), mode="r") as reader:
             space = space_of(reader)
             new = prompt(space, 2, 5)
-            assert put(reader, new) == [kvdepot.Put.STORED] * 5
+            assert put(reader, new) == [kvdepot.PutResult.STORED] * 5
             assert tiers(reader, new) == ["dram"] * 5
             reader.remove(keys[3])
             assert len(reader.match(keys)) == 3

@@ -11,7 +11,7 @@ import pytest
 from tests.support.random_calls import DISK, RandomCalls, settings
 
 import kvdepot
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Operation
 from kvdepot.testing.images import payload_for

@@ -14,15 +14,15 @@ from typing import Any, Literal
 from tests.support.failures import check_data
 from tests.support.phases import Phase, Phases
 
+from kvdepot.config.settings import Config, load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import Config, load
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
+from kvdepot.io.files import EngineKind
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import BOUNDARIES, Fault, FaultyFiles, Kill, Operation
 from kvdepot.testing.images import payload_for
-from kvdepot.tiers.device.files import EngineKind
 
 BLOCK_TOKENS = 4
 SEGMENT_BYTES = 128 << 10
@@ -128,7 +128,7 @@ class Diary:
 
 
 @dataclass(slots=True)
-class Promises:
+class PinnedRows:
     """What the diary says must be there and must not; of anything else nothing is known."""
 
     known: set[BlockKey] = field(default_factory=set)
@@ -142,7 +142,7 @@ class Promises:
     """Boundaries that were in the plan's phase."""
 
     @classmethod
-    def read(cls, path: Path) -> "Promises":
+    def read(cls, path: Path) -> "PinnedRows":
         promises = cls()
         for line in path.read_text().splitlines() if path.exists() else ():
             promises.take(json.loads(line))

@@ -18,7 +18,7 @@ from typing import Any
 from tests.support.failures import check_data
 
 import kvdepot
-from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import Arrival, NamespaceHandle
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
@@ -157,7 +157,7 @@ class RandomClient:
                     view[:] = payload_for(key, BLOCK_BYTES)
                     indices.append(index)
             slots.seal(indices)
-            return slots.outcomes.count(Put.STORED)
+            return slots.outcomes.count(PutResult.STORED)
 
     def remove(self, keys: list[BlockKey]) -> int:
         return self.store.remove(keys[-2:])
@@ -175,7 +175,7 @@ def hold(store: kvdepot.Depot, seed: int) -> None:
     put(store, keys)
     leases = [store.lease(keys) for _ in range(3)]
     slots = store.reserve(prompt(space, 1000 + seed, 5), timeout_s=10.0)
-    say({"leased": sum(map(len, leases)), "reserved": slots.outcomes.count(Put.STORED)})
+    say({"leased": sum(map(len, leases)), "reserved": slots.outcomes.count(PutResult.STORED)})
     sys.stdin.read()
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from tests.support.waiting import eventually
 
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.core.tier import drive_of
+from kvdepot.io.files import Files
 from kvdepot.store.open import Mode, assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
-from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.drive import Drive
+from kvdepot.volumes.log.drive import Drive
 
 DRIVES = 3
 BAD = 1

@@ -9,7 +9,7 @@ import numpy as np
 from tests.support.failures import check_data
 from tests.support.waiting import until
 
-from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.store.store import Store
@@ -48,7 +48,7 @@ def prompt(space: NamespaceHandle, user: int, blocks: int) -> list[BlockKey]:
     return space.keys(np.arange(16 * blocks) + 100_000 * user)
 
 
-def put_all(store: Store, keys: list[BlockKey]) -> list[Put]:
+def put_all(store: Store, keys: list[BlockKey]) -> list[PutResult]:
     return [store.put(key, payload(key)) for key in keys]
 
 

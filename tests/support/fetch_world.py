@@ -141,8 +141,8 @@ class World:
         hole = choice.hole_blocks * self.machine.block_tokens
         busy_s = self.compute(0, hole, request.compute_luck) if hole else 0.0
         start = min(hole + came * self.machine.block_tokens, request.tokens - 1)
-        rest_s = self.compute(start, request.tokens, request.compute_luck)
-        return max(waited, busy_s) + rest_s
+        backoff_s = self.compute(start, request.tokens, request.compute_luck)
+        return max(waited, busy_s) + backoff_s
 
     def compute(self, start: int, stop: int, luck: float) -> float:
         """Prefill of the tokens start..stop, in steps of the engine, each of them observed."""
@@ -166,8 +166,8 @@ class World:
 
     def always_fetch(self, request: Request) -> float:
         start = min(request.matched_blocks * self.machine.block_tokens, request.tokens - 1)
-        rest_s = self.prefill_seconds(start, request.tokens) * request.compute_luck
-        return self.fetch_seconds(request.matched_blocks, request.fetch_luck, 0) + rest_s
+        backoff_s = self.prefill_seconds(start, request.tokens) * request.compute_luck
+        return self.fetch_seconds(request.matched_blocks, request.fetch_luck, 0) + backoff_s
 
     def always_recompute(self, request: Request) -> float:
         return self.prefill_seconds(0, request.tokens) * request.compute_luck

@@ -144,7 +144,7 @@ if __name__ == "__main__":
     import kvdepot.cli.serve
 
     with contextlib.suppress(ImportError):  # an extra
-        import kvdepot.server.http.service
+        import kvdepot.daemon.http.service
 
     # What was imported stays: a child that looked through it, or took it apart at its end, would
     # copy all of it.

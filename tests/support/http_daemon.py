@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
+from kvdepot.daemon.http.service import HttpService, HttpSettings
+from kvdepot.daemon.server.daemon import Daemon
+from kvdepot.daemon.server.listener import Listener
 from kvdepot.errors import ConfigError
-from kvdepot.server.daemon import Daemon
-from kvdepot.server.http.service import HttpService, HttpSettings
-from kvdepot.server.listener import Listener
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import small
 

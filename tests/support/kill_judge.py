@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from tests.support.crash_workload import FULL, ROOMY, SPACES, Plan, Promises, payload_of, register
+from tests.support.crash_workload import FULL, ROOMY, SPACES, PinnedRows, Plan, payload_of, register
 from tests.support.failures import DataError, check_data
 from tests.support.waiting import eventually
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import check_key
 from kvdepot.errors import KVDepotError
+from kvdepot.io.files import EngineKind
 from kvdepot.store.check.offline import audit
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.files import EngineKind
 
 ROOT = Path(__file__).parents[2]
 OURS = re.compile(r"superblock|lock|metadata-[ab]|segment-\d{6}\.kvs")
@@ -113,9 +113,9 @@ def kill_at_random_instants(forks: Children, folder: Path, seed: int, runs: int)
     assert killed >= runs // 2
 
 
-def judge(plan: Plan) -> Promises:
+def judge(plan: Plan) -> PinnedRows:
     """Everything that must hold after a child's end, however it came. Returns its promises."""
-    promises = Promises.read(plan.diary)
+    promises = PinnedRows.read(plan.diary)
     judge_audit(plan)
     store = assemble(plan.config())
     try:
@@ -137,7 +137,7 @@ def judge(plan: Plan) -> Promises:
     return promises
 
 
-def judge_store(store: Store, plan: Plan, promises: Promises) -> set[BlockKey]:
+def judge_store(store: Store, plan: Plan, promises: PinnedRows) -> set[BlockKey]:
     report = store.check()
     check_data(report.ok, [str(finding) for finding in report.findings])
     register(store)
@@ -150,7 +150,7 @@ def judge_store(store: Store, plan: Plan, promises: Promises) -> set[BlockKey]:
     return present
 
 
-def judge_residency(plan: Plan, promises: Promises) -> None:
+def judge_residency(plan: Plan, promises: PinnedRows) -> None:
     """What `match` says of a block is where it is read from; what it does not name is not there."""
     with assemble(plan.config()) as store:
         register(store)
@@ -198,7 +198,7 @@ def held_bytes(store: Store) -> int:
     return int(store.stats()["tiers"]["ssd"]["held_bytes"])
 
 
-def judge_usable(store: Store, promises: Promises) -> None:
+def judge_usable(store: Store, promises: PinnedRows) -> None:
     """The store goes on: a new block can be put, flushed and read."""
     (key,) = SPACES["small"].keys([7, 7, 7, 7])
     assert store.put(key, payload_of(key), timeout_s=10.0)

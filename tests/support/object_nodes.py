@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvdepot.codec.record import parse_own
+from kvdepot.config.settings import ObjectConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import ObjectConfig
 from kvdepot.core.tier import Changes, Outcome
+from kvdepot.format.record import parse_own
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
-from kvdepot.tiers.object.bucket import Bucket
-from kvdepot.tiers.object.tier import ObjectTier
+from kvdepot.volumes.object.bucket import Bucket
+from kvdepot.volumes.object.tier import ObjectTier
 
 NEVER_S = 1e6
 PAYLOAD = 16000
@@ -94,7 +94,7 @@ class Node:
     def die(self) -> None:
         """End without a word."""
         self.tier.upkeep._stop.set()
-        self.tier.upkeep.look_now()
+        self.tier.upkeep.request_refresh()
         self.tier._closed = True
         self.tier._reader.close()
 

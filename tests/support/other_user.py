@@ -17,8 +17,9 @@ needs_other_user = pytest.mark.skipif(
 _BECOME = """
 import ctypes, errno, fcntl, json, mmap, os, signal, socket, stat, struct, sys, tempfile, threading
 from pathlib import Path
-import kvdepot, kvdepot.client.open, kvdepot.server.daemon, kvdepot.cli.main, kvdepot.cli.serve
-from kvdepot.wire.frames import Channel, FrameKind
+import kvdepot, kvdepot.daemon.client.open, kvdepot.daemon.server.daemon
+import kvdepot.cli.main, kvdepot.cli.serve
+from kvdepot.daemon.wire.frames import Channel, FrameKind
 from tests.support.raw_client import hello
 os.setgroups([])
 os.setgid({uid})

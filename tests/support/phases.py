@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
-from kvdepot.store.move.copy_run import CopyJob, Piece, RecordMover
 from kvdepot.store.move.demote import Demoter
 from kvdepot.store.move.drain import MoveAway
+from kvdepot.store.move.mover import BlockMover, CopyBatch, CopyJob
 from kvdepot.store.move.reclaim import Reclaimer
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.write_back import WriteDown
@@ -36,7 +36,7 @@ class Phases:
         """Wrap the methods. For a process that ends afterwards."""
         self._wrap(Demoter, "_copy_run", "demotion")
         self._wrap(Reclaimer, "reclaim", "reclaim")
-        promote, copy = StoreState.promote, RecordMover.copy
+        promote, copy = StoreState.promote, BlockMover.copy
 
         @functools.wraps(promote)
         def promoted(state: StoreState, row: int, *rest: Any) -> None:
@@ -44,7 +44,7 @@ class Phases:
             promote(state, row, *rest)
 
         @functools.wraps(copy)
-        def copied(mover: RecordMover, job: CopyJob, piece: Piece, *rest: Any) -> bool:
+        def copied(mover: BlockMover, job: CopyJob, piece: CopyBatch, *rest: Any) -> bool:
             phase: Phase | None = "drain" if isinstance(job, MoveAway) else None
             rows = self._promoted.intersection(piece.rows)
             if rows and isinstance(job, WriteDown) and job.target.name == "ssd":
@@ -56,7 +56,7 @@ class Phases:
                 return copy(mover, job, piece, *rest)
 
         setattr(StoreState, "promote", promoted)  # noqa: B010
-        setattr(RecordMover, "copy", copied)  # noqa: B010
+        setattr(BlockMover, "copy", copied)  # noqa: B010
 
     def _wrap(self, owner: type, name: str, phase: Phase) -> None:
         inner: Callable[..., Any] = getattr(owner, name)

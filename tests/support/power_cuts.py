@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.support.crash_workload import BLOCK_TOKENS, FULL, ROOMY, SPACES, Plan, payload_of
 from tests.support.failures import DataError, check_data
 
+from kvdepot.config.settings import Config, load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import Config, load
 from kvdepot.errors import ConfigError, DriveError, FormatError, KVDepotError
 from kvdepot.store.check.offline import audit
 from kvdepot.store.open import assemble

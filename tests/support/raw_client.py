@@ -5,11 +5,11 @@ import socket
 from pathlib import Path
 from types import TracebackType
 
-from kvdepot.codec.record import VERSION as RECORD_VERSION
 from kvdepot.core.namespace import FORMAT_VERSION
-from kvdepot.wire.frames import FRAME_BYTES_MAX, Frame, FrameKind, pack, parse
-from kvdepot.wire.messages import MAGIC, NO_TOKEN, Hello
-from kvdepot.wire.versions import PROTOCOL
+from kvdepot.daemon.wire.frames import FRAME_BYTES_MAX, Frame, FrameKind, pack, parse
+from kvdepot.daemon.wire.messages import MAGIC, NO_TOKEN, Hello
+from kvdepot.daemon.wire.versions import PROTOCOL
+from kvdepot.format.record import VERSION as RECORD_VERSION
 
 TIMEOUT_S = 60.0
 

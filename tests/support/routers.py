@@ -16,7 +16,7 @@ import zmq
 
 from kvdepot.core.depot import Match
 
-Told = tuple[int, int]
+SessionUpdate = tuple[int, int]
 """Tokens of the leading blocks that are in memory, and of all that are here."""
 _START_S: Final = 60.0
 
@@ -28,7 +28,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def told_by(match: Match, block_tokens: int) -> Told:
+def told_by(match: Match, block_tokens: int) -> SessionUpdate:
     """What a depot says of a prompt, in the words of routers."""
     return match.blocks_in_memory * block_tokens, len(match) * block_tokens
 
@@ -137,7 +137,7 @@ class DynamoIndexer:
         facts = {"instance_id": number, "model_name": "m", "block_size": block_tokens}
         self._post("/register", {**facts, **told})
 
-    def query(self, token_ids: list[int]) -> dict[int, Told]:
+    def query(self, token_ids: list[int]) -> dict[int, SessionUpdate]:
         """What it knows of a prompt, by depot."""
         found = self._post("/query", {"token_ids": token_ids, "model_name": "m"})
         return {

@@ -35,7 +35,7 @@ def prompt(space: NamespaceHandle, number: int, blocks: int) -> list[kvdepot.Blo
     return space.keys([number, *range(1, TOKENS * blocks)])
 
 
-def put(store: kvdepot.Store, keys: Sequence[kvdepot.BlockKey]) -> list[kvdepot.Put]:
+def put(store: kvdepot.Store, keys: Sequence[kvdepot.BlockKey]) -> list[kvdepot.PutResult]:
     """Each key with the one payload that belongs to it."""
     return store.put_many(keys, [payload_for(key, BLOCK) for key in keys], timeout_s=20.0)
 

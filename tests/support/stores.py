@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from kvdepot.io.speed import Profile
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.speed import Profile
 
 PROFILE = Profile(
     read_bytes_per_s=200_000_000,

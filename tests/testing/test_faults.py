@@ -12,6 +12,7 @@ import pytest
 
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.tier import Outcome
+from kvdepot.io.files import EngineKind, Ops, aligned, io_ops
 from kvdepot.native import READ, WRITE, address_of
 from kvdepot.testing.faults import (
     Call,
@@ -25,9 +26,8 @@ from kvdepot.testing.faults import (
     Tear,
 )
 from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
-from kvdepot.tiers.device.files import EngineKind, Ops, aligned, io_ops
-from kvdepot.tiers.log.medium import MountSettings
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.volumes.log.tier import LogTier
 
 PAGE = 4096
 LONG_S = 60.0

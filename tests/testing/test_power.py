@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.codec.record import PAGE
+from kvdepot.format.record import PAGE
+from kvdepot.io.files import Files
 from kvdepot.testing.power import PowerFiles
-from kvdepot.tiers.device.files import Files
 
 Work = Callable[[Files, Path], None]
 OLD, NEW = b"o" * PAGE, b"n" * PAGE

@@ -19,8 +19,8 @@ from tests.support.waiting import until
 
 from kvdepot.core.depot import FlushReport
 from kvdepot.core.tier import Purpose
-from kvdepot.store.move import copy_run
-from kvdepot.store.move.copy_run import RecordMover
+from kvdepot.store.move import mover
+from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
@@ -43,7 +43,7 @@ from kvdepot.testing.torture.rounds import (
 )
 from kvdepot.testing.torture.workload import StoreSession, Trust
 from kvdepot.testing.torture.world import TierMix, World, prompts
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.tier import LogTier
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ ROUNDS_MAX = 60
 
 
 def forget_removals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordMover, "record_tombstones", lambda *_: None)
+    monkeypatch.setattr(BlockMover, "record_tombstones", lambda *_: None)
 
 
 def claim_to_flush(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_store_that_no_drive_opens_in_time_has_its_power_cut(
             self.late = 1.0
 
     monkeypatch.setattr(rounds, "TorturedFiles", LateFiles)
-    monkeypatch.setattr(copy_run, "_TOMBSTONE_WAIT_S", 0.0)  # as a cut leaves it
+    monkeypatch.setattr(mover, "_TOMBSTONE_WAIT_S", 0.0)  # as a cut leaves it
     mix = replace(TierMix.draw(random.Random(1)), ssds=1, hdds=0, engine="python")
     world = World(tmp_path / "drives", mix)
     world.folder.mkdir()

@@ -2,12 +2,11 @@
 
 import pytest
 
-from kvdepot.codec.record import HEAD_BYTES, record_bytes
 from kvdepot.core.tier import Load, Outcome, segment_of
+from kvdepot.format.record import HEAD_BYTES, record_bytes
 from kvdepot.native import address_of
 from kvdepot.testing.clocks import ManualClock
-from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
-from kvdepot.testing.twins import (
+from kvdepot.testing.fakes import (
     GARBAGE,
     CountingTier,
     FaultyTier,
@@ -15,6 +14,7 @@ from kvdepot.testing.twins import (
     Rates,
     SlowTier,
 )
+from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
 
 NBYTES = 10_000
 CAPACITY_BYTES = 1 << 20

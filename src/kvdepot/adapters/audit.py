@@ -21,9 +21,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.config.settings import AUDIT_TOLERANCE, AuditConfig
 from kvdepot.core.audit import AuditFinding
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
-from kvdepot.core.config import AUDIT_TOLERANCE, AuditConfig
 from kvdepot.core.depot import Depot, Reservation
 from kvdepot.core.keys import without_link
 from kvdepot.core.layout import DTYPE_BYTES, KVLayout

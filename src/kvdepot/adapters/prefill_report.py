@@ -20,7 +20,7 @@ _TOKEN_S_MIN: Final = 1e-12
 Warn = Callable[[str, BaseException], object]
 
 
-class PrefillTeller:
+class PrefillReporter:
     """Tells in a thread: the next step must not wait for a daemon. For one thread."""
 
     def __init__(self, store: Callable[[], Depot], warn: Warn) -> None:
@@ -67,7 +67,7 @@ class PrefillReport:
         self._lock = threading.Lock()
         self._tell_at_s = -inf
         self.model = PrefillModel()
-        self.teller = PrefillTeller(lambda: store, self._warn)
+        self.teller = PrefillReporter(lambda: store, self._warn)
 
     def observe(self, new_tokens: int, attention: float, seconds: float) -> None:
         """A step of the engine, as for `PrefillModel`. The ledger hears of it now and then."""

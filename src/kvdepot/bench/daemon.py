@@ -20,9 +20,9 @@ from kvdepot.bench.memory import MemoryStore
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
 from kvdepot.bench.rounds import BenchPart, Figure, Latency, Result, compare, percentile
-from kvdepot.client.open import open_remote
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Depot
+from kvdepot.daemon.client.open import open_remote
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store

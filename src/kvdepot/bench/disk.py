@@ -15,7 +15,7 @@ from kvdepot.bench.bars import DEGRADATION, disk_bar
 from kvdepot.bench.prompts import WAIT_S, FlushedStore, StoreUnderTest, fill_index
 from kvdepot.bench.raw import MIB, RawFile, raw_file
 from kvdepot.bench.rounds import Result, SpeedRow, Timings, Work, change, compare, fastest_way
-from kvdepot.core.block import Got
+from kvdepot.core.block import GetResult
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -62,7 +62,7 @@ class DiskStore(FlushedStore):
                 raise StateError("a get has delivered wrong bytes")
 
 
-def _check_origin(got: list[Got]) -> None:
+def _check_origin(got: list[GetResult]) -> None:
     strays = {answer.tier or answer.reason for answer in got} - {"ssd"}
     if strays:
         raise StateError(f"blocks came from {sorted(strays)} instead of the disk")

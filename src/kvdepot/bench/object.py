@@ -19,11 +19,11 @@ from kvdepot.bench.bars import METADATA_REQUESTS, OBJECT, OBJECT_PROMPT
 from kvdepot.bench.prompts import BLOCK_TOKENS, WAIT_S, FlushedStore
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import BenchPart, Figure, Result, compare, spread, stopwatch
-from kvdepot.core.config import ObjectConfig, load
+from kvdepot.config.settings import ObjectConfig, load
 from kvdepot.errors import ConfigError, StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.tiers.object.bucket import Bucket, BucketError, open_bucket
+from kvdepot.volumes.object.bucket import Bucket, BucketError, open_bucket
 
 _PREFIX_BLOCKS: Final = 512
 _PREFIX_BLOCK_BYTES: Final = 128 << 10

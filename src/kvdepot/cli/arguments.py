@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeVar, cast
 
 import kvdepot
-from kvdepot.core.config import DAEMON_USER_ENV, SOCKET_ENV
+from kvdepot.config.settings import DAEMON_USER_ENV, SOCKET_ENV
 from kvdepot.core.depot import Depot
 from kvdepot.core.private import runtime_folder
 from kvdepot.errors import ConfigError

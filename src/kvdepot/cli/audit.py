@@ -14,7 +14,7 @@ from kvdepot.cli.arguments import (
     open_daemon,
     parse_settings,
 )
-from kvdepot.core import config
+from kvdepot.config import settings as config
 from kvdepot.core.depot import Depot
 from kvdepot.core.units import format_count
 

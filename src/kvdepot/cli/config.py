@@ -6,7 +6,8 @@ from pathlib import Path
 
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_store_settings, parse_settings
-from kvdepot.core import config, config_loader
+from kvdepot.config import loader as config_loader
+from kvdepot.config import settings as config
 from kvdepot.errors import ConfigError
 from kvdepot.store.drives.disk_room import nearest, shortages
 

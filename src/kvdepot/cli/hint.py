@@ -8,12 +8,12 @@ from typing import Any
 
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_store_settings, explained, parse_settings
-from kvdepot.core import config
+from kvdepot.cluster.link import publish_once
+from kvdepot.cluster.messages import HintMessage, MalformedMessageError, subject
+from kvdepot.config import settings as config
 from kvdepot.core.block import BlockKey
 from kvdepot.core.units import parse_duration
 from kvdepot.errors import ConfigError
-from kvdepot.site.link import publish_once
-from kvdepot.site.messages import HintMessage, MalformedMessageError, subject
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -15,17 +15,17 @@ from kvdepot.cli import output
 from kvdepot.cli.arguments import count
 from kvdepot.cli.doctor.drives import NOT_MEASURED, profile_text
 from kvdepot.cli.report.tables import Table
-from kvdepot.codec.record import HEAD_BYTES, PAGE, token_ids
-from kvdepot.codec.segment import FORMAT
 from kvdepot.core.block import BlockKey
 from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import Metadata, MetaKind
 from kvdepot.core.tier import Contents, page_of, segment_of
 from kvdepot.core.units import format_bytes, format_count
+from kvdepot.format.record import HEAD_BYTES, PAGE, token_ids
+from kvdepot.format.segment import FORMAT
+from kvdepot.io.files import aligned
+from kvdepot.io.speed import Profile
 from kvdepot.store.check.offline import opened, read_drive
-from kvdepot.tiers.device.files import aligned
-from kvdepot.tiers.device.speed import Profile
-from kvdepot.tiers.log.drive import Drive
+from kvdepot.volumes.log.drive import Drive
 
 HIDDEN = ("secret",)
 """Never printed, wherever it may come from; descriptions on disk do not have it."""

@@ -16,7 +16,7 @@ from kvdepot.adapters.llama_cpp.server_link import LinkSettings
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_store_settings, count, explained, parse_settings
 from kvdepot.cli.directories import models_folder
-from kvdepot.core import config
+from kvdepot.config import settings as config
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError, ExtraMissingError
 

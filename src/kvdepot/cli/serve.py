@@ -20,17 +20,17 @@ from kvdepot.cli.arguments import (
     positive,
     socket_path,
 )
-from kvdepot.core import config
+from kvdepot.config import settings as config
 from kvdepot.core.private import make_private_folder
 from kvdepot.core.units import format_bytes, format_count, parse_bytes
+from kvdepot.daemon.server.client_resources import ClientLimits
+from kvdepot.daemon.server.daemon import Daemon
+from kvdepot.daemon.server.listener import Listener
+from kvdepot.daemon.wire.versions import PROTOCOL
 from kvdepot.errors import ConfigError, ExtraMissingError
-from kvdepot.server.client_holdings import ClientLimits
-from kvdepot.server.daemon import Daemon
-from kvdepot.server.listener import Listener
-from kvdepot.wire.versions import PROTOCOL
 
 if TYPE_CHECKING:
-    from kvdepot.server.http.service import HttpService
+    from kvdepot.daemon.http.service import HttpService
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 NOTIFY = "NOTIFY_SOCKET"
@@ -117,7 +117,7 @@ def parse_address(text: str) -> tuple[str, int]:
 def http_service(daemon: Daemon, args: argparse.Namespace) -> "HttpService":
     """The HTTP server that the options ask for."""
     try:
-        from kvdepot.server.http.service import HttpService, HttpSettings
+        from kvdepot.daemon.http.service import HttpService, HttpSettings
     except ImportError as error:
         raise ExtraMissingError("http", str(error.name)) from error
     host, port = args.http

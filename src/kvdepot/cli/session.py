@@ -14,7 +14,7 @@ from kvdepot.cli.tiers import waiting
 from kvdepot.core.depot import Depot
 from kvdepot.core.sessions import KEEP_S
 from kvdepot.core.units import format_bytes, format_count, parse_duration
-from kvdepot.store.sessions.known import SESSION_ORDERS
+from kvdepot.store.sessions.session_table import SESSION_ORDERS
 
 _FORMS: Final = "2026-11-20, 2026-11-20T18:00 or a weekday"
 _DAYS: Final = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         "warm": warm,
         "expire": expire,
         "export": export,
-        "import": take_in,
+        "import": insert_recovered,
     }
     with open_daemon(args) as store:
         return verbs[args.verb](store, args)
@@ -243,7 +243,7 @@ def export(store: Depot, args: argparse.Namespace) -> int:
     return said(args, facts, f"{args.name}: {text} in {args.file}")
 
 
-def take_in(store: Depot, args: argparse.Namespace) -> int:
+def insert_recovered(store: Depot, args: argparse.Namespace) -> int:
     """2: only a part of the archive is intact, or found room."""
     with moving(store, f"reading {args.file}"):
         facts = store.sessions.import_file(args.file)

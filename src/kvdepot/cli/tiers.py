@@ -10,10 +10,10 @@ from typing import Any
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_daemon, explained, open_daemon
 from kvdepot.cli.report.tables import Table
-from kvdepot.core.config_loader import toml_value
+from kvdepot.config.loader import toml_value
+from kvdepot.config.toml_edit import set_values
 from kvdepot.core.depot import Depot
 from kvdepot.core.private import replace_file
-from kvdepot.core.toml_edit import set_values
 from kvdepot.core.units import exact_bytes, format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.policy.placing.write_mode import WriteMode

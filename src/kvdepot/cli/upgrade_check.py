@@ -13,12 +13,12 @@ import kvdepot
 from kvdepot.cli import output
 from kvdepot.cli.arguments import add_daemon, open_daemon, socket_path
 from kvdepot.cli.report.tables import Table
-from kvdepot.codec.segment import FORMAT, Superblock
-from kvdepot.core import config
-from kvdepot.core.config import PAGE_BYTES
+from kvdepot.config import settings as config
+from kvdepot.config.settings import PAGE_BYTES
 from kvdepot.core.units import format_count
+from kvdepot.daemon.wire.versions import PROTOCOL, PROTOCOL_OLDEST
 from kvdepot.errors import ConfigError, DaemonError, WireError
-from kvdepot.wire.versions import PROTOCOL, PROTOCOL_OLDEST
+from kvdepot.format.segment import FORMAT, Superblock
 
 Verdict = Literal["ok", "note", "stop"]
 HEADS: Final = ("what", "", "found", "what to do")

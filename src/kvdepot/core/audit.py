@@ -1,8 +1,8 @@
 """Audits of a depot: blocks that an engine has computed again, and what came of it. docs/audit.md
 
 A checksum proves that bytes are as they were put. That they still mean what the engine takes them
-for, only computing them again can show. Implemented by store.audits.AuditDesk, in this process, and
-client.audits.RemoteAudits.
+for, only computing them again can show. Implemented by AuditService (this process) and RemoteAudits
+(a daemon).
 """
 
 import hashlib

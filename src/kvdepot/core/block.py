@@ -52,7 +52,7 @@ def check_transition(old: int, new: CopyState) -> None:
         raise StateError(f"a block's copy cannot go from {CopyState(old).name} to {new.name}")
 
 
-class Put(Enum):
+class PutResult(Enum):
     """Answer to `Store.put`. True when the block is in the store afterwards."""
 
     STORED = "stored"
@@ -61,11 +61,11 @@ class Put(Enum):
     REFUSED = "refused"
 
     def __bool__(self) -> bool:
-        return self in (Put.STORED, Put.PRESENT)
+        return self in (PutResult.STORED, PutResult.PRESENT)
 
 
 @dataclass(frozen=True, slots=True)
-class Got:
+class GetResult:
     """Answer to `Store.get`. True when the target holds the block; `tier` tells from where.
 
     After a miss the target's content is undefined and `reason` says why: absent, corrupt, failed,
@@ -79,15 +79,15 @@ class Got:
         return self.tier is not None
 
 
-MISS: Final = Got(None, "absent")
+MISS: Final = GetResult(None, "absent")
 ANSWERS: Final = (
-    Got("dram"),
-    Got("ssd"),
+    GetResult("dram"),
+    GetResult("ssd"),
     MISS,
-    *(Got(None, reason) for reason in ("corrupt", "failed", "late", "busy")),
-    Got("hdd"),
-    Got("cxl"),
-    Got("plugin"),
-    Got("object"),
+    *(GetResult(None, reason) for reason in ("corrupt", "failed", "late", "busy")),
+    GetResult("hdd"),
+    GetResult("cxl"),
+    GetResult("plugin"),
+    GetResult("object"),
 )
 """Every answer to a get. Between processes an answer is its place in here."""

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, Final, Protocol, Self
 
 from kvdepot.core.audit import DepotAudits
-from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.core.block import BlockKey, GetResult, PutResult
 from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.layout import KVLayout
@@ -232,7 +232,7 @@ class Lease(ABC):
         stop: int | None = None,
         beside: bool = False,
         timeout_s: float | None = None,
-    ) -> list[Got]:
+    ) -> list[GetResult]:
         """Onboard without a copy: hand leased blocks, start <= i < stop, to `sink` in place.
 
         `sink` gets lists of Arrivals, in this thread, as blocks come: those in memory first, then
@@ -279,7 +279,7 @@ class Reservation(ABC):
     those before them: seal these, then reserve again. For one thread at a time.
     """
 
-    outcomes: list[Put]
+    outcomes: list[PutResult]
 
     @abstractmethod
     def view(self, index: int) -> memoryview | None:
@@ -371,7 +371,7 @@ class Depot(Protocol):
         *,
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
-    ) -> Put:
+    ) -> PutResult:
         """Offload one block. See put_many."""
         return self.put_many([key], [buffer], timeout_s=timeout_s, token_ids=token_ids)[0]
 
@@ -383,7 +383,7 @@ class Depot(Protocol):
         *,
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
-    ) -> list[Put]:
+    ) -> list[PutResult]:
         """Offload blocks: in memory when this returns, on disk later (`flush` waits for that).
 
         Keys of one prompt go head first. STORED or PRESENT are true. PRESENT: memory has it. What
@@ -426,7 +426,7 @@ class Depot(Protocol):
         *,
         layers: range | None = None,
         timeout_s: float | None = None,
-    ) -> Got:
+    ) -> GetResult:
         """Onboard one block. See get_many."""
         return self.get_many([key], [into], layers=layers, timeout_s=timeout_s)[0]
 
@@ -438,7 +438,7 @@ class Depot(Protocol):
         *,
         layers: range | None = None,
         timeout_s: float | None = None,
-    ) -> list[Got]:
+    ) -> list[GetResult]:
         """Onboard blocks, or only a range of their layers, each into its buffer.
 
         Every answer is true and the buffer holds exactly what was put, or false with a reason, and

@@ -1,6 +1,6 @@
 """Sessions of a depot: what can be asked and done about them. docs/sessions.md
 
-Implemented by store.sessions.desk.SessionDesk, in this process, and client.sessions.RemoteSessions.
+Implemented by SessionService (this process) and RemoteSessions (a daemon).
 """
 
 import os

@@ -1,6 +1,6 @@
 """What a store needs of a tier below memory, and what a plug-in implements.
 
-A tier keeps record images (codec.record) at places that it chooses, and gives them back verified.
+A tier keeps record images (format.record) at places that it chooses, and gives them back verified.
 It never decides what to keep: the store picks what is appended, discarded and moved.
 
 - A **drive** is a part of a tier with its own room and health: a directory, a block device. A tier
@@ -320,7 +320,7 @@ class SharesContents(Protocol):
     def take_changes(self) -> Changes | None:
         """What has changed since the last call, or since `take_contents`. No I/O."""
 
-    def look_now(self) -> None:
+    def request_refresh(self) -> None:
         """Something may have changed: look soon, in the background, and not at the next turn."""
 
     def when_published(self, tell: Callable[[], None]) -> None:

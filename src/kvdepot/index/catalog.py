@@ -265,7 +265,7 @@ class Catalog:
     def leases(self, row: int) -> int:
         return self._leases[row]
 
-    def doom(self, row: int) -> bool:
+    def mark_deleted(self, row: int) -> bool:
         """Make a block unfindable for good. True: it has no lease, its copies can go now."""
         if not self._doomed[row]:
             self._doomed[row] = 1
@@ -281,7 +281,7 @@ class Catalog:
         rows: Rows = np.flatnonzero((self.residency.array != 0) & (self._doomed.array == 0))
         return rows
 
-    def is_doomed(self, row: int) -> bool:
+    def is_deleted(self, row: int) -> bool:
         return bool(self._doomed[row])
 
     def forget_if_gone(self, row: int) -> None:

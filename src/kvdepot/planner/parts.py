@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvdepot.core.config_loader import Unit, load_tree
+from kvdepot.config.loader import Unit, load_tree
 from kvdepot.errors import ConfigError
 
 
@@ -193,7 +193,7 @@ class TierSpeed:
 class DataPath:
     """What stands between a node's tiers and its GPUs."""
 
-    run_bytes: float
+    contiguous_bytes: float
     """Bytes that lie together on a unit: a block."""
     links: float
     """Bytes a second into all GPUs of the node."""
@@ -205,10 +205,10 @@ class DataPath:
 def tier_speed(name: str, device: Device, units: int, path: DataPath) -> TierSpeed:
     """`units` of `device` with blocks spread over all of them."""
     limits = {
-        "units": units * _rate(device.read, device.seek, path.run_bytes),
+        "units": units * _rate(device.read, device.seek, path.contiguous_bytes),
         "GPU link": path.links,
     }
-    write = units * _rate(device.write, device.seek, path.run_bytes)
+    write = units * _rate(device.write, device.seek, path.contiguous_bytes)
     if device.remote:
         limits["network"] = path.network
         write = min(write, path.network)
@@ -225,6 +225,6 @@ def tier_speed(name: str, device: Device, units: int, path: DataPath) -> TierSpe
     )
 
 
-def _rate(bandwidth: float, seek_s: float, run_bytes: float) -> float:
+def _rate(bandwidth: float, seek_s: float, contiguous_bytes: float) -> float:
     """Bytes a second when each run of bytes costs a seek first."""
-    return run_bytes / (seek_s + run_bytes / bandwidth)
+    return contiguous_bytes / (seek_s + contiguous_bytes / bandwidth)

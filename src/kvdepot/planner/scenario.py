@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvdepot.core.config_loader import Unit, load_tree
+from kvdepot.config.loader import Unit, load_tree
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DType
 from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import RAW, existing_codec

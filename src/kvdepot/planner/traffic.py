@@ -126,7 +126,7 @@ def work_out(scenario: Scenario, parts: Parts) -> PlannedLoad:
         engine=engine,
         first_token_s=weights.active * weights.bytes_each / (gpu.memory_bandwidth * fleet.tp),
         path=DataPath(
-            run_bytes=size.stored_bytes_per_token * scenario.block_tokens,
+            contiguous_bytes=size.stored_bytes_per_token * scenario.block_tokens,
             links=float(gpu.link * fleet.gpus_per_node),
             link=float(gpu.link * fleet.tp),
             network=float(parts.node.network),

@@ -102,7 +102,7 @@ class SimulatedFleet:
         for name, blocks in setup.preload.items():
             for tier in self._tiers:
                 if tier.name == name:
-                    tier.take_in(np.array(blocks, dtype=np.int64))
+                    tier.insert_recovered(np.array(blocks, dtype=np.int64))
 
     def run(self, arrivals: ArrivalTimes, progress: Callable[[int], None]) -> Findings:
         """Serve all requests. `progress` is called now and then with how many are done."""

@@ -243,7 +243,7 @@ def _serve(
     _use(index, tiers, prompt[:hit], hit=True)
     for tier in tiers:
         tier.leaves.hold_all(prompt)
-        tier.take_in(rows)
+        tier.insert_recovered(rows)
     _use(index, tiers, prompt, hit=False)
     for tier in tiers:
         tier.leaves.release_all(prompt)

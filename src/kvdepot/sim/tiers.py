@@ -57,7 +57,7 @@ class SimulatedTier:
     def has(self, rows: Rows) -> Bools:
         return self.leaves.resident_rows(rows)
 
-    def take_in(self, rows: Rows, gone: list[int] | None = None) -> int:
+    def insert_recovered(self, rows: Rows, gone: list[int] | None = None) -> int:
         """Bring in those blocks of a prompt that are not here, head first, as far as they fit.
 
         Call with all of the prompt held, so that it does not push itself out. Returns how many
@@ -127,7 +127,7 @@ class TimedTier(SimulatedTier):
             self.blocks_dropped += len(fresh) - taken
             held = rows.tolist()
             self.leaves.hold_all(held)
-            entered = self.take_in(fresh[:taken], gone)
+            entered = self.insert_recovered(fresh[:taken], gone)
             self.leaves.release_all(held)
             self.writes.append((now_s, entered * self.block_bytes))
         return gone

@@ -24,7 +24,7 @@ from kvdepot.policy.fetching.queue_plan import (
     Company,
     FetchingPrompt,
     MatchedPrompt,
-    decide_in_company,
+    decide_jointly,
 )
 from kvdepot.policy.fetching.speed_models import TierPace
 from kvdepot.sim.drives import Pipe
@@ -205,8 +205,8 @@ class ModelWorker:
         engine, queue = EngineFeatures(chunk_tokens=pace.chunk_tokens), self.gpu.queue()
         company = self._company if self.rules.considers else Company
         prompt = self._matched(running, where)
-        decision = decide_in_company(prompt, pace.prefill, paces, queue, engine, company)
-        self._loads[running.served.number] = now_s + decision.fetch_s, decision.rest_s
+        decision = decide_jointly(prompt, pace.prefill, paces, queue, engine, company)
+        self._loads[running.served.number] = now_s + decision.fetch_s, decision.backoff_s
         return decision.cut_blocks
 
     def _matched(self, running: RunningRequest, where: Rows) -> MatchedPrompt:
@@ -243,7 +243,7 @@ class ModelWorker:
         if self._keeps:
             self.memory.leaves.hold_all(rows[running.local :].tolist())
             self._reserved -= running.reserved
-            running.reserved = max(0, running.reserved - self.memory.take_in(rows))
+            running.reserved = max(0, running.reserved - self.memory.insert_recovered(rows))
             self._reserved += running.reserved
         prompt = rows.tolist()
         for tier in self.tiers:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvdepot.codec.record import HEAD_BYTES, producer_of
 from kvdepot.core.audit import PRODUCER_TEXT_MAX, AuditFinding, DepotAudits, producer_id
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock
@@ -21,6 +20,7 @@ from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import MetaEntry, MetaKind, merged
 from kvdepot.core.tier import KeepsProducers
 from kvdepot.errors import ConfigError
+from kvdepot.format.record import HEAD_BYTES, producer_of
 from kvdepot.index.table import NONE
 from kvdepot.store.state.state import StoreState
 
@@ -30,7 +30,7 @@ SYNC_S: Final = 10.0
 _logger = logging.getLogger("kvdepot.audit")
 
 
-class AuditDesk(DepotAudits):
+class AuditService(DepotAudits):
     """The audits of one store. Thread-safe; tiers are written without the store's lock."""
 
     def __init__(self, state: StoreState, wall: Clock, remove_tag: Callable[[bytes], int]) -> None:

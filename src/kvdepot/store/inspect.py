@@ -10,13 +10,13 @@ from kvdepot.core.tier import drive_of
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.store.drives.maintenance import DriveMaintenance
-from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.prefetch import Prefetcher
 from kvdepot.store.read.reader import Reader
+from kvdepot.store.read.timed_out import TimedOutIo
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.tier import LogTier
 
 
 class StoreInspector:
@@ -28,7 +28,7 @@ class StoreInspector:
         slots: SlotAllocator,
         reader: Reader,
         prefetcher: Prefetcher,
-        late: OverdueReads,
+        late: TimedOutIo,
         drives: DriveMaintenance,
     ) -> None:
         self.state = state

@@ -12,18 +12,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.codec.record import HEAD_BYTES, chunk_count, filled_producer, filled_tokens
-from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, Put
+from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, PutResult
 from kvdepot.core.depot import Arrival
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import TIER_NAMES
 from kvdepot.errors import ConfigError
+from kvdepot.format.record import HEAD_BYTES, chunk_count, filled_producer, filled_tokens
 from kvdepot.index.table import NONE, Keys, Rows
 from kvdepot.native import address_of
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint, Prefetcher
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.sessions.known import Sessions
+from kvdepot.store.sessions.session_table import Sessions
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.state.traffic import StoreTraffic
 from kvdepot.store.write.put import NewBlock, Putter
@@ -221,7 +221,7 @@ class MappedStore:
 
     def reserve(
         self, keys: Keys, timeout_s: float, *, pad: bool
-    ) -> tuple[list[NewBlock | None], list[Put]]:
+    ) -> tuple[list[NewBlock | None], list[PutResult]]:
         """Slots for new blocks, and an answer for each key, as Store.reserve has them.
 
         Without `pad` there is no answer for keys that were not tried, see Putter.admit.
@@ -232,14 +232,14 @@ class MappedStore:
         ]
         asked = [offer for offer in offers if offer is not None]
         found = iter((self._putter.reserve if pad else self._putter.admit)(asked, timeout_s))
-        answers: list[Put] = []
+        answers: list[PutResult] = []
         for offer in offers:
-            answer = Put.REFUSED if offer is None else next(found, None)
+            answer = PutResult.REFUSED if offer is None else next(found, None)
             if answer is None:
                 break
             answers.append(answer)
         slots = [
-            offer if answer is Put.STORED else None
+            offer if answer is PutResult.STORED else None
             for offer, answer in zip(offers, answers, strict=False)
         ]
         return slots, answers
@@ -264,7 +264,7 @@ class MappedStore:
         """`Store.hint` for keys, and how many of them are in the store."""
         wants, resident = self._away(keys)
         if resident < len(keys):
-            self._state.look_at_shared()
+            self._state.request_refresh()
         return self._prefetcher.start(wants, deadline_s), resident
 
     def hint_session(self, tag: bytes, name: str, deadline_s: float) -> tuple[Hint, int]:

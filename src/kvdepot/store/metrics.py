@@ -2,7 +2,7 @@
 
 Each metric has a source: the place in `stats` that its values come from. A store in this process
 and a daemon have the same `stats`, and so the same metrics. A metric without values is left out.
-`kvdepot.server.http.exposition` writes the values as Prometheus text.
+`kvdepot.daemon.http.exposition` writes the values as Prometheus text.
 """
 
 import re

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvdepot.codec.record import TOKEN_BYTES
+from kvdepot.config.settings import TenantConfig
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
-from kvdepot.core.config import TenantConfig
 from kvdepot.core.depot import Layout, NamespaceHandle
 from kvdepot.core.hf_config import model_layout
 from kvdepot.core.keys import TokenIds, check_key, token_bytes
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import BadBufferError, ConfigError, KeyFormatError
+from kvdepot.format.record import TOKEN_BYTES
 from kvdepot.native import address_of
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.write.put import NewBlock

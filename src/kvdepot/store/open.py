@@ -9,9 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from kvdepot.codec.record import round_up
-from kvdepot.core.clock import Clock, StampClock, SystemClock, WallClock
-from kvdepot.core.config import (
+from kvdepot.cluster.link import connect_options
+from kvdepot.config.settings import (
     Config,
     CxlConfig,
     FileTierConfig,
@@ -20,28 +19,29 @@ from kvdepot.core.config import (
     SsdConfig,
     load,
 )
+from kvdepot.core.clock import Clock, StampClock, SystemClock, WallClock
 from kvdepot.core.tier import Tier
 from kvdepot.errors import ConfigError, DriveError, KVDepotError
+from kvdepot.format.record import round_up
 from kvdepot.index.catalog import Catalog
-from kvdepot.index.promises import Promises
+from kvdepot.index.pinned_rows import PinnedRows
+from kvdepot.io.breaker import RetryPauses
+from kvdepot.io.files import Files
+from kvdepot.memory.arena import Arena
+from kvdepot.memory.dax import open_device
+from kvdepot.memory.memory import HUGE_BYTES, Memory, trim_heap
+from kvdepot.memory.numa import check_node
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
-from kvdepot.site.link import connect_options
 from kvdepot.store.drives.disk_room import shortages
 from kvdepot.store.state.lower_tier import LowerTier, share_tombstones
 from kvdepot.store.state.state import StoreClocks, StoreState
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.breaker import RetryPauses
-from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.hdd import HardDriveTier
-from kvdepot.tiers.log.medium import MountSettings
-from kvdepot.tiers.log.tier import LogTier
-from kvdepot.tiers.memory.arena import Arena
-from kvdepot.tiers.memory.dax import open_device
-from kvdepot.tiers.memory.memory import HUGE_BYTES, Memory, trim_heap
-from kvdepot.tiers.memory.numa import check_node
-from kvdepot.tiers.object.tier import ObjectTier
-from kvdepot.tiers.registry import open_plugin
+from kvdepot.volumes.log.hdd import HardDriveTier
+from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.volumes.log.tier import LogTier
+from kvdepot.volumes.object.tier import ObjectTier
+from kvdepot.volumes.registry import open_plugin
 
 _log = logging.getLogger("kvdepot.store")
 Mode = Literal["rw", "r"]
@@ -155,16 +155,16 @@ def _require_a_drive(tiers: Sequence[Tier]) -> None:
         raise DriveError(f"{logs[0].name}.path", f"no drive works: {told}", hint=reasons[0].hint)
 
 
-def _take_in(catalog: Catalog, lower_tiers: Sequence[LowerTier]) -> Promises:
+def _take_in(catalog: Catalog, lower_tiers: Sequence[LowerTier]) -> PinnedRows:
     """Enter what was found, the fullest tier first: an empty index takes in millions at once.
     Returns where the tiers look up what is under contract.
     """
-    promises = Promises(catalog.table)
+    promises = PinnedRows(catalog.table)
     for lower in lower_tiers:
         lower.share(promises, lower_tiers)
     found = [(lower, lower.tier.take_contents()) for lower in lower_tiers]
     for lower, contents in sorted(found, key=lambda one: -len(one[1].words)):
-        lower.take_in(contents)
+        lower.insert_recovered(contents)
         trim_heap()
     return promises
 

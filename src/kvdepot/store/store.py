@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.codec.record import record_bytes
-from kvdepot.core.block import MISS, TAG_BYTES, BlockKey, Got, Put
+from kvdepot.config.settings import NatsConfig
+from kvdepot.core.block import MISS, TAG_BYTES, BlockKey, GetResult, PutResult
 from kvdepot.core.clock import Clock
-from kvdepot.core.config import NatsConfig
 from kvdepot.core.depot import (
     CLOSE_TIMEOUT_S,
     CheckReport,
@@ -32,10 +31,12 @@ from kvdepot.core.order import SessionState
 from kvdepot.core.tier import SharesContents
 from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
-from kvdepot.index.promises import Promises
+from kvdepot.format.record import record_bytes
+from kvdepot.index.pinned_rows import PinnedRows
 from kvdepot.index.table import NONE, Keys
-from kvdepot.store.audits import SYNC_S, AuditDesk
+from kvdepot.store.audits import SYNC_S, AuditService
 from kvdepot.store.check.online import check_store
+from kvdepot.store.cluster_member import ClusterMember
 from kvdepot.store.drives.maintenance import DriveMaintenance
 from kvdepot.store.mapped import MappedStore
 from kvdepot.store.namespaces import (
@@ -47,17 +48,16 @@ from kvdepot.store.namespaces import (
 )
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.expected_time import expected_s
-from kvdepot.store.read.late_reads import OverdueReads
 from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
 from kvdepot.store.read.reader import Reader
+from kvdepot.store.read.timed_out import TimedOutIo
 from kvdepot.store.read.token_ids import TokenReader
-from kvdepot.store.sessions.archive import Archivist
-from kvdepot.store.sessions.desk import SessionDesk
-from kvdepot.store.sessions.keeper import SessionKeeper
-from kvdepot.store.sessions.known import Sessions, by_tag, checked_name, state_of
+from kvdepot.store.sessions.archive import SessionExporter
+from kvdepot.store.sessions.pins import PinManager
 from kvdepot.store.sessions.records import SessionRecords
-from kvdepot.store.site_member import SiteMember
+from kvdepot.store.sessions.service import SessionService
+from kvdepot.store.sessions.session_table import Sessions, by_tag, checked_name, state_of
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.stats import describe, describe_drives_of
 from kvdepot.store.trace_recorder import TraceRecorder
@@ -86,13 +86,13 @@ def _announcer(state: StoreState) -> "Announcer | None":
 class Store(Depot):
     """A depot in this process. Made by `kvdepot.open`."""
 
-    def __init__(self, state: StoreState, promises: Promises, wall: Clock) -> None:
+    def __init__(self, state: StoreState, promises: PinnedRows, wall: Clock) -> None:
         """`wall` tells the time of day."""
         self._state = state
         self._process = os.getpid()
         self._slots = SlotAllocator(state, state.memory_tiers[0])
         self._namespaces = Namespaces()
-        self._late = OverdueReads(state)
+        self._late = TimedOutIo(state)
         self._putter = Putter(state, self._slots)
         self._reader = Reader(state, self._slots, self._late)
         self._prefetcher = Prefetcher(state, self._reader)
@@ -101,12 +101,12 @@ class Store(Depot):
         flush = self._flusher.flush
         known = self._sessions = Sessions(state.catalog, wall, promises)
         records = SessionRecords(state, known)
-        self._keeper = SessionKeeper(state, known, records, wall, flush, self._drives.renew)
+        self._keeper = PinManager(state, known, records, wall, flush, self._drives.renew)
         parts = (state, known, self._reader, self._putter, self.register_tag)
-        archivist = self._archivist = Archivist(*parts)
-        self._desk = SessionDesk(state, known, self._keeper, archivist, wall, flush, self._warm)
+        archivist = self._archivist = SessionExporter(*parts)
+        self._desk = SessionService(state, known, self._keeper, archivist, wall, flush, self._warm)
         self._keeper.start()
-        self._audits = AuditDesk(state, wall, self.remove_tag)
+        self._audits = AuditService(state, wall, self.remove_tag)
         self._described = DescribedNamespaces(state.descriptions.all, state.config.tenants)
         self._site = self._join_site(state.config.nats) if state.config.nats else None
         self._announcer: Announcer | None = None
@@ -164,7 +164,7 @@ class Store(Depot):
         *,
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
-    ) -> list[Put]:
+    ) -> list[PutResult]:
         keys, buffers = list(keys), list(buffers)  # a lazy sequence would free what we point to
         if timeout_s is None:
             timeout_s = self._state.config.writeback.put_timeout
@@ -203,7 +203,7 @@ class Store(Depot):
         *,
         layers: range | None = None,
         timeout_s: float | None = None,
-    ) -> list[Got]:
+    ) -> list[GetResult]:
         keys, intos = list(keys), list(intos)
         self._state.check_open()
         reads = self._namespaces.reads(keys, intos, layers)
@@ -282,7 +282,7 @@ class Store(Depot):
                 prompts, session_state = [list(checked(keys))], SessionState.NONE
             wanted, resident = self._not_in_memory(prompts)
         if resident < sum(map(len, prompts)):
-            self._state.look_at_shared()
+            self._state.request_refresh()
         hint = self._prefetcher.start(
             self._namespaces.whole_reads(wanted), deadline_s, session_state
         )
@@ -407,11 +407,11 @@ class Store(Depot):
         return found | {name: part.describe() for name, part in parts.items() if part is not None}
 
     @property
-    def sessions(self) -> SessionDesk:
+    def sessions(self) -> SessionService:
         return self._desk
 
     @property
-    def audits(self) -> AuditDesk:
+    def audits(self) -> AuditService:
         return self._audits
 
     def report_first_token(self, first: FirstToken) -> None:
@@ -505,11 +505,11 @@ class Store(Depot):
         limit_s = max((lower.config.write_timeout for lower in tiers), default=0.0)
         with state.lock:
             rows = find_rows()
-            state.doom(rows)
+            state.mark_deleted(rows)
             state.counters.removed += len(rows)
             below = state.stamps.next()
             state.written.wait_for(
-                lambda: not state.is_being_written(filter(state.catalog.is_doomed, rows)), limit_s
+                lambda: not state.is_being_written(filter(state.catalog.is_deleted, rows)), limit_s
             )
             recorded = state.stamps.next()
         tombstones = [Tombstone(name, below, recorded) for name in names]
@@ -558,11 +558,11 @@ class Store(Depot):
         heads_first = itertools.zip_longest(*parts)
         return [key for some in heads_first for key in some if key is not None], resident
 
-    def _join_site(self, config: NatsConfig) -> SiteMember:
+    def _join_site(self, config: NatsConfig) -> ClusterMember:
         """Tell the other stores of a site what this one publishes, and follow their hints."""
         tiers = [lower.tier for lower in self._state.lower_tiers]
         shared = [tier for tier in tiers if isinstance(tier, SharesContents)]
-        return SiteMember(config, self, shared, self._state.clock)
+        return ClusterMember(config, self, shared, self._state.clock)
 
     def _check_fits(self, nbytes: int) -> None:
         """Refuse blocks that no tier could ever hold."""

@@ -27,10 +27,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvdepot.codec.record import HEAD_BYTES, PAGE, parse_head, parse_own, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.core.tier import Outcome, Tier, drive_of, segment_of
+from kvdepot.format.record import HEAD_BYTES, PAGE, parse_head, parse_own, record_bytes
 from kvdepot.native import address_of
 from kvdepot.testing.images import (
     STAMPS,

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Final, Protocol, TextIO
 
-from kvdepot.client.connections import Reconnector
-from kvdepot.client.remote import RemoteStore
+from kvdepot.config.loader import to_toml
+from kvdepot.config.settings import load
 from kvdepot.core.clock import SystemClock
-from kvdepot.core.config import load
-from kvdepot.core.config_loader import to_toml
 from kvdepot.core.depot import FlushReport
+from kvdepot.daemon.client.connections import Reconnector
+from kvdepot.daemon.client.remote import RemoteStore
 
 _STOP_S: Final = 60.0
 _LOOK_S: Final = 0.001

@@ -21,18 +21,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvdepot.config.loader import load_settings
+from kvdepot.config.settings import Bytes, HddConfig, PluginConfig, Seconds, load
 from kvdepot.core.clock import SystemClock
-from kvdepot.core.config import Bytes, HddConfig, PluginConfig, Seconds, load
-from kvdepot.core.config_loader import load_settings
 from kvdepot.core.tier import Pending
 from kvdepot.errors import ConfigError
+from kvdepot.io.files import EngineKind, Files, Ops
 from kvdepot.native import READ
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.files import EngineKind, Files, Ops
-from kvdepot.tiers.log.hdd import HardDriveTier
-from kvdepot.tiers.log.medium import MountSettings
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.hdd import HardDriveTier
+from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.volumes.log.tier import LogTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

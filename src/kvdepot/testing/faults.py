@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal, NoReturn
 
-from kvdepot.codec.record import PAGE
 from kvdepot.core.tier import Pending
+from kvdepot.format.record import PAGE
+from kvdepot.io.files import EngineKind, Files, Ops
 from kvdepot.native import READ, WRITE
 from kvdepot.native.memory import view_at
-from kvdepot.tiers.device.files import EngineKind, Files, Ops
 
 
 class Call(Enum):

@@ -3,7 +3,11 @@
 import hashlib
 from typing import Final
 
-from kvdepot.codec.record import (
+from kvdepot.core.block import KEY_BYTES, BlockKey
+from kvdepot.core.clock import StampClock, WallClock
+from kvdepot.core.metadata import MetaEntry, Tombstone
+from kvdepot.core.tier import Load
+from kvdepot.format.record import (
     HEAD_BYTES,
     PAGE,
     TABLE_OFFSET,
@@ -13,12 +17,8 @@ from kvdepot.codec.record import (
     set_stamp,
     write_head,
 )
-from kvdepot.core.block import KEY_BYTES, BlockKey
-from kvdepot.core.clock import StampClock, WallClock
-from kvdepot.core.metadata import MetaEntry, Tombstone
-from kvdepot.core.tier import Load
+from kvdepot.io.files import aligned
 from kvdepot.native import chunk_checksums
-from kvdepot.tiers.device.files import aligned
 
 CHUNK_BYTES: Final = PAGE
 """The chunk that images have unless told otherwise: small, so that small payloads have several."""

@@ -34,11 +34,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from kvdepot.codec.record import PAGE
 from kvdepot.core.tier import Pending
+from kvdepot.format.record import PAGE
+from kvdepot.io.files import EngineKind, Files, Ops, io_ops
 from kvdepot.native import SYNC, WRITE
 from kvdepot.native.memory import view_at
-from kvdepot.tiers.device.files import EngineKind, Files, Ops, io_ops
 
 Seam = Literal["sync", "sync_directory"]
 FileId = tuple[int, int]

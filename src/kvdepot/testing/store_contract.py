@@ -26,8 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvdepot.codec.record import HEAD_BYTES
-from kvdepot.core.block import BlockKey, Put
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import Arrival, Depot, NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import (
@@ -37,6 +36,7 @@ from kvdepot.errors import (
     LeaseError,
     StoreClosedError,
 )
+from kvdepot.format.record import HEAD_BYTES
 from kvdepot.native import address_of
 from kvdepot.testing.images import payload_for
 
@@ -70,7 +70,7 @@ def prompt(space: NamespaceHandle, number: int, blocks: int) -> list[BlockKey]:
     return space.keys([number, *range(1, TOKENS * blocks)])
 
 
-def put(store: Depot, keys: Sequence[BlockKey]) -> list[Put]:
+def put(store: Depot, keys: Sequence[BlockKey]) -> list[PutResult]:
     """Each key with the one payload that belongs to it."""
     return store.put_many(keys, [payload_for(k, BLOCK_BYTES) for k in keys], timeout_s=WAIT_S)
 
@@ -104,8 +104,8 @@ class StoreContract(OpenedStore):
 
     def test_what_was_put_comes_back(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 8)
-        assert put(store, keys) == [Put.STORED] * 8
-        assert put(store, keys) == [Put.PRESENT] * 8
+        assert put(store, keys) == [PutResult.STORED] * 8
+        assert put(store, keys) == [PutResult.PRESENT] * 8
         assert tiers(store, keys) == ["dram"] * 8
         assert store.match(keys).tiers == ("dram",) * 8
 
@@ -130,9 +130,9 @@ class StoreContract(OpenedStore):
         with depot() as store:
             space_of(store)
             assert store.match(keys).blocks_in_memory == 0
-            assert put(store, keys) == [Put.STORED] * 8
+            assert put(store, keys) == [PutResult.STORED] * 8
             assert store.match(keys).blocks_in_memory == 8
-            assert put(store, keys) == [Put.PRESENT] * 8
+            assert put(store, keys) == [PutResult.PRESENT] * 8
             assert tiers(store, keys) == ["dram"] * 8
             assert store.flush().durable == 8
             assert store.stats()["counters"]["written"] == 2
@@ -176,7 +176,7 @@ class StoreContract(OpenedStore):
 
     def test_the_same_block_twice_in_a_batch(self, store: Depot) -> None:
         key = prompt(space_of(store), 1, 1)[0]
-        assert put(store, [key, key]) == [Put.STORED, Put.PRESENT]
+        assert put(store, [key, key]) == [PutResult.STORED, PutResult.PRESENT]
         assert tiers(store, [key] * 5) == ["dram"] * 5
         assert store.flush()
         flood(store, space_of(store), 120)
@@ -345,7 +345,7 @@ class StoreContract(OpenedStore):
                 mistake()
         assert len(store.match([BlockKey(stranger)])) == 0
         assert store.stats()["blocks"] == 0
-        assert put(store, [key]) == [Put.STORED]
+        assert put(store, [key]) == [PutResult.STORED]
 
     def test_a_closed_store_says_so(self, depot: OpenDepot) -> None:
         store = depot()
@@ -438,7 +438,7 @@ class LikeADictionary(RuleBasedStateMachine):
     @rule(chain=chains)
     def put(self, chain: tuple[int, int]) -> None:
         keys = prompt(self.space, *chain)
-        expected = [Put.PRESENT if key in self.there else Put.STORED for key in keys]
+        expected = [PutResult.PRESENT if key in self.there else PutResult.STORED for key in keys]
         assert put(self.store, keys) == expected
         self.there.update(keys)
 
@@ -494,7 +494,7 @@ def swap_slots(store: Depot, one: bytes, other: bytes) -> None:
     memory[spans[0]], memory[spans[1]] = kept[1], kept[0]
 
 
-def fill(store: Depot, keys: list[BlockKey]) -> list[Put]:
+def fill(store: Depot, keys: list[BlockKey]) -> list[PutResult]:
     with store.reserve(keys, timeout_s=WAIT_S) as slots:
         for index, key in enumerate(keys):
             view = slots.view(index)
@@ -532,12 +532,12 @@ class InPlaceContract(OpenedStore):
     def test_what_is_filled_in_place_is_read_back_in_place(self, depot: OpenDepot) -> None:
         with depot() as store:
             keys = prompt(space_of(store), 1, 8)
-            assert fill(store, keys) == [Put.STORED] * 8
-            assert fill(store, keys) == [Put.PRESENT] * 8
+            assert fill(store, keys) == [PutResult.STORED] * 8
+            assert fill(store, keys) == [PutResult.PRESENT] * 8
             assert self.delivered(store, keys) == ["dram"] * 8
         with depot() as store:
             space_of(store)
-            assert fill(store, keys[:4]) == [Put.STORED] * 4
+            assert fill(store, keys[:4]) == [PutResult.STORED] * 4
             assert self.delivered(store, keys) == ["dram"] * 4 + ["ssd"] * 4
             assert self.delivered(store, keys) == ["dram"] * 8
             assert store.check()
@@ -572,7 +572,7 @@ class InPlaceContract(OpenedStore):
             assert slots.view(0) is None
         assert len(store.match(keys)) == 2
         assert store.stats()["counters"]["put_stored"] == 2
-        assert fill(store, keys) == [Put.PRESENT] * 2 + [Put.STORED] * 2
+        assert fill(store, keys) == [PutResult.PRESENT] * 2 + [PutResult.STORED] * 2
         assert store.remove(keys) == 4
         assert store.flush()
         assert store.stats()["tiers"]["dram"]["used_bytes"] == used
@@ -589,9 +589,11 @@ class InPlaceContract(OpenedStore):
     def test_a_reservation_takes_what_fits_and_throttles_the_rest(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 100)
         with store.reserve(keys, timeout_s=0.0) as slots:
-            stored = slots.outcomes.count(Put.STORED)
+            stored = slots.outcomes.count(PutResult.STORED)
             assert 10 <= stored <= 60
-            assert slots.outcomes == [Put.STORED] * stored + [Put.THROTTLED] * (100 - stored)
+            assert slots.outcomes == [PutResult.STORED] * stored + [PutResult.THROTTLED] * (
+                100 - stored
+            )
             assert slots.view(stored) is None
             assert len(slots) == 100
 

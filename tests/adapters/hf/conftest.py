@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import kvdepot  # noqa: E402
-from kvdepot.core.config import load  # noqa: E402
+from kvdepot.config.settings import load  # noqa: E402
+from kvdepot.io.files import Files  # noqa: E402
 from kvdepot.store.open import assemble  # noqa: E402
 from kvdepot.store.store import Store  # noqa: E402
-from kvdepot.tiers.device.files import Files  # noqa: E402
 
 OpenDepot = Callable[..., Store]
 

@@ -10,7 +10,7 @@ import torch
 from tests.support import tiny_transformers, wrong_producers
 
 from kvdepot.adapters.hf import DepotModel, attach
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.store.store import Store
 
 BLOCK = 16

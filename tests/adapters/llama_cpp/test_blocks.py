@@ -12,7 +12,7 @@ import kvdepot
 from kvdepot.adapters.llama_cpp import blocks as blocks_module
 from kvdepot.adapters.llama_cpp.blocks import SequenceBlocks, gguf_digest, gguf_files
 from kvdepot.adapters.llama_cpp.sequence_state import Rows, StateLayout, read_state
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
 

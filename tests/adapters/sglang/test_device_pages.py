@@ -14,7 +14,7 @@ import kvdepot
 from kvdepot.adapters.sglang.config import read_linker
 from kvdepot.adapters.sglang.device_pages import DevicePages
 from kvdepot.adapters.tensors import HostMover
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.errors import ConfigError, ModelError
 
 HASHES = [f"{number:064x}" for number in range(PAGES)]

@@ -15,7 +15,7 @@ import kvdepot
 from kvdepot.adapters.sglang.config import read
 from kvdepot.adapters.sglang.identity import identify
 from kvdepot.adapters.sglang.pages import HostPages
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.errors import ConfigError
 
 PAGE, LAYERS, WIDTH, PAGES = 4, 3, 32, 12

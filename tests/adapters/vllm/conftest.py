@@ -11,10 +11,10 @@ pytest.importorskip("torch")
 from tests.support.toy_engine import OpenEngine, OpenStore, ToyEngine
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
+from kvdepot.io.files import Files
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.files import Files
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,8 @@ from tests.support.toy_engine import (
 from tests.support.waiting import until
 
 from kvdepot.adapters.vllm import config
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import AuditConfig
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
 

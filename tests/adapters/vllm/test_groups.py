@@ -36,8 +36,8 @@ from kvdepot.adapters.vllm.groups import (
     layer_groups,
 )
 from kvdepot.adapters.vllm.requests import TrackedRequest
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.core.keys import without_link
 from kvdepot.errors import ConfigError, ModelError
 from kvdepot.store.open import assemble

@@ -28,8 +28,8 @@ from kvdepot.adapters.vllm import page_transfer
 from kvdepot.adapters.vllm.messages import LoadJob, SaveJob
 from kvdepot.adapters.vllm.metrics import ConnectorCounts
 from kvdepot.adapters.vllm.page_transfer import FinishedLoad, Loader, PagedCache, Saver
-from kvdepot.core.block import BlockKey, Got
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
+from kvdepot.core.block import BlockKey, GetResult
 from kvdepot.core.depot import Depot, Sink
 from kvdepot.core.layout import KVLayout
 from kvdepot.testing.daemons import DaemonProcess
@@ -136,12 +136,14 @@ class LateStore:
         with self._store.lease(keys) as self._lease:
             yield self
 
-    def deliver(self, sink: Sink, *, timeout_s: float, start: int = 0, beside: bool) -> list[Got]:
+    def deliver(
+        self, sink: Sink, *, timeout_s: float, start: int = 0, beside: bool
+    ) -> list[GetResult]:
         self.asked.append((start, timeout_s))
         if len(self.asked) > 1:
             return self._lease.deliver(sink, start=start, beside=beside, timeout_s=20.0)
         came = self._lease.deliver(sink, stop=self._in_time, beside=beside, timeout_s=20.0)
-        return [*came, *[Got(None, "late")] * (PAGES - self._in_time)]
+        return [*came, *[GetResult(None, "late")] * (PAGES - self._in_time)]
 
 
 def test_a_load_that_is_nearly_there_is_finished(open_store: OpenStore) -> None:
@@ -206,7 +208,7 @@ def test_a_daemons_restart_costs_misses_and_nothing_else(tmp_path: Path, turns: 
             assert save(store, cache, fresh) is None
             assert load(store, cache, fresh).end.failed_block is None
             assert sum(mover.driver.locked.values()) == locked
-            assert mapped_arenas() == arenas
+            until(lambda: mapped_arenas() == arenas)  # the last view of the old one may go later
         assert mover.driver.most_locked == locked
         assert store.stats()["leased"] == 0
 
@@ -233,10 +235,12 @@ class OneByOne:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def deliver(self, sink: object, *, start: int, beside: bool, timeout_s: float) -> list[Got]:
+    def deliver(
+        self, sink: object, *, start: int, beside: bool, timeout_s: float
+    ) -> list[GetResult]:
         self.given_s.append(timeout_s)
         self.now_s += self._take_s
-        return [Got(None, "late")]
+        return [GetResult(None, "late")]
 
 
 def test_the_time_of_a_load_runs_while_it_waits_for_a_thread(
@@ -270,10 +274,12 @@ class GatedLease:
     def __init__(self, store: GatedStore, key: BlockKey, count: int) -> None:
         self._store, self._key, self._count = store, key, count
 
-    def deliver(self, sink: object, *, start: int, beside: bool, timeout_s: float) -> list[Got]:
+    def deliver(
+        self, sink: object, *, start: int, beside: bool, timeout_s: float
+    ) -> list[GetResult]:
         self._store.begun.append(self._key)
         assert self._store.gates[self._key].wait(20.0)
-        return [Got(None, "absent")] * self._count
+        return [GetResult(None, "absent")] * self._count
 
 
 class GatedLoads:
@@ -284,10 +290,10 @@ class GatedLoads:
         cache = cache_of(HostMover())
         self.loader = Loader(self.store, [cache], ConnectorCounts(), 4)  # type: ignore[arg-type]
 
-    def submit(self, name: str, *, in_turn: bool = True, timeout_s: float = 60.0) -> None:
+    def submit(self, name: str, *, next_queued: bool = True, timeout_s: float = 60.0) -> None:
         key = BlockKey(name.encode() * 32)
         self.store.gates[key] = threading.Event()
-        job = LoadJob(name, "", ((key,),), (0,), 0, timeout_s=timeout_s, in_turn=in_turn)
+        job = LoadJob(name, "", ((key,),), (0,), 0, timeout_s=timeout_s, next_queued=next_queued)
         self.loader.submit(job, [key])
 
     def end(self, name: str) -> None:
@@ -322,7 +328,7 @@ def test_loads_from_drives_come_in_turn_and_memory_does_not_wait(
     for name in "abc":
         loads.submit(name)
     assert loads.begun("a")
-    loads.submit("m", in_turn=False)
+    loads.submit("m", next_queued=False)
     assert loads.begun("am")
     loads.end("m")
     assert loads.over() == ["m"]

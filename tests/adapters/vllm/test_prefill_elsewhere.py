@@ -20,7 +20,7 @@ from tests.support.toy_engine import (
 )
 from tests.support.waiting import until
 
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 

@@ -22,7 +22,7 @@ from tests.support.toy_engine import (
 from tests.support.waiting import eventually
 
 from kvdepot.adapters.vllm.queue_hints import session_of
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError
 from kvdepot.policy.fetching.speed_models import PrefillPace

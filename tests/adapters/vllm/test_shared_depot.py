@@ -15,8 +15,8 @@ import torch
 
 from kvdepot.adapters.vllm import shared_depot
 from kvdepot.adapters.vllm.config import ConnectorConfig, read
-from kvdepot.client import connections
 from kvdepot.core.layout import KVLayout
+from kvdepot.daemon.client import connections
 from kvdepot.errors import DaemonError, UnsafePathError
 
 

@@ -25,8 +25,8 @@ from kvdepot.policy.fetching.queue_plan import (
     MatchedPrompt,
     QueuedPrompt,
     QueueModel,
-    decide_in_company,
-    each_for_itself,
+    decide_jointly,
+    decide_separately,
     plan_queue,
 )
 from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace
@@ -67,7 +67,7 @@ def prompt(tokens: int = 10_000, local: int = 5_000) -> MatchedPrompt:
 
 def choose(company: Company, busy_s: float = 0.0) -> Decision:
     queue = EngineQueue(busy_s=busy_s)
-    return decide_in_company(prompt(), PACE, SSD, queue, ENGINE, lambda: company)
+    return decide_jointly(prompt(), PACE, SSD, queue, ENGINE, lambda: company)
 
 
 def sum_s(model: QueueModel, chosen: Sequence[FetchOption]) -> float:
@@ -83,7 +83,7 @@ def test_never_worse_together_than_any_simple_rule(
     for other in (
         [each[0] for each in queue],
         [each[-1] for each in queue],
-        each_for_itself(model, prompts),
+        decide_separately(model, prompts),
     ):
         assert total_s <= sum_s(model, other) * (1 + EPS)
 
@@ -96,7 +96,7 @@ def test_never_worse_together_than_any_simple_rule(
 def test_deadlines_are_kept_where_that_is_possible(
     model: QueueModel, queue: list[tuple[FetchOption, ...]], stretch: float
 ) -> None:
-    selfish = each_for_itself(model, [QueuedPrompt(each) for each in queue])
+    selfish = decide_separately(model, [QueuedPrompt(each) for each in queue])
     due = [stretch * at for at in model.finish_s(selfish)[0]]
     prompts = [QueuedPrompt(each, at) for each, at in zip(queue, due, strict=True)]
     chosen = plan_queue(model, prompts)
@@ -155,7 +155,7 @@ def test_no_prompt_pays_more_than_its_share(
     tiers = {"ssd": TierPace(1e-4, 1 / (disk_tokens_s * TOKEN_BYTES), 0.1)}
     one, queue = prompt(tokens, local // 250 * 250), EngineQueue(ahead, busy_s=busy_s)
     alone = decide(one.lengths, one.runs, PACE, tiers, queue, ENGINE)
-    found = decide_in_company(one, PACE, tiers, queue, ENGINE, lambda: company)
+    found = decide_jointly(one, PACE, tiers, queue, ENGINE, lambda: company)
     assert found.cut_blocks >= alone.cut_blocks
     if not company:
         assert found == alone
@@ -172,7 +172,7 @@ def test_what_is_not_known_is_decided_as_before(known: bool) -> None:
     pace = PACE if known else None
     tiers: dict[str, TierPace | None] = {"ssd": None} if known else dict(SSD)
     one = prompt()
-    found = decide_in_company(one, pace, tiers, queue, ENGINE, lambda: company)
+    found = decide_jointly(one, pace, tiers, queue, ENGINE, lambda: company)
     assert found == decide(one.lengths, one.runs, pace, tiers, queue, ENGINE)
     assert found.recompute_s == inf or found.reason is Reason.EXPLORE
 

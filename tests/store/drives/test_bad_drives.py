@@ -84,7 +84,7 @@ class TestSomethingElseInPlaceOfAFile:
         with kvdepot.open(**two_drives(tmp_path)) as store:
             chains = fill(store)
         in_place_of(name, KINDS[kind])(tmp_path / "b")
-        with caplog.at_level(logging.WARNING, "kvdepot.tiers"):
+        with caplog.at_level(logging.WARNING, "kvdepot.volumes"):
             store = kvdepot.open(**two_drives(tmp_path))
         with store:
             assert any(str(tmp_path / "b") in line for line in caplog.messages)
@@ -231,7 +231,7 @@ class TestAnotherStoresSuperblock:
         self, tmp_path: Path, segment: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         chains = self.stolen(tmp_path, segment=segment)
-        with caplog.at_level(logging.WARNING, "kvdepot.tiers"):
+        with caplog.at_level(logging.WARNING, "kvdepot.volumes"):
             store = kvdepot.open(**two_drives(tmp_path))
         with store:
             assert any("of another store" in line for line in caplog.messages)

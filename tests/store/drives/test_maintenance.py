@@ -13,23 +13,23 @@ from tests.support.stores import settings
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.core.block import BlockKey, Put
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.index.table import NONE
-from kvdepot.store.move import copy_run
-from kvdepot.store.move.copy_run import PIECE_BYTES
+from kvdepot.store.move import mover
 from kvdepot.store.move.drain import MoveAway
+from kvdepot.store.move.mover import PIECE_BYTES
 from kvdepot.store.open import assemble
+from kvdepot.store.state.background_throttle import ChunkSizer
 from kvdepot.store.state.state import TEMPORARY
-from kvdepot.store.state.yielding import PieceSize
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.tier import LogTier
 
 
 def two_drives(folder: Path, **ssd: Any) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def test_a_move_does_not_wait_for_staging_for_ever(
     """Other threads may hold all of it until this one has made room for them, and room is told of
     again and again.
     """
-    monkeypatch.setattr(copy_run, "_STAGING_S", 0.2)
+    monkeypatch.setattr(mover, "_STAGING_S", 0.2)
     keys = [key for chain in fill(store, 0, 4) for key in chain]
     view = store.inspect()
     state, done = view.state, threading.Event()
@@ -352,7 +352,7 @@ def test_a_move_does_not_wait_for_staging_for_ever(
 
     def move() -> None:
         mover = view.drives.mover
-        job, size = MoveAway(state, lower, 0), PieceSize(PIECE_BYTES)
+        job, size = MoveAway(state, lower, 0), ChunkSizer(PIECE_BYTES)
         left.extend(mover.copy_all(job, rows, lambda: [1], size=size))
         done.set()
 
@@ -417,7 +417,7 @@ class TestSmallerWhileLeased:
                 store.register(space)
             keys = [large.keys([number] * 4)[0] for number in range(7)]
             for key in keys:
-                assert store.put_many([key], [bytes(20_480)]) == [Put.STORED]
+                assert store.put_many([key], [bytes(20_480)]) == [PutResult.STORED]
                 assert store.flush()
             leases = [store.lease([keys[1]]), store.lease([keys[3]])]
             for number in range(4):

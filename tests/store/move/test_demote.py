@@ -10,9 +10,9 @@ from tests.support.stores import blocks_in, counter, settings
 from tests.support.waiting import eventually
 
 import kvdepot
-from kvdepot.codec.record import PAGE, record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError
+from kvdepot.format.record import PAGE, record_bytes
 from kvdepot.policy.placing.demotion import DemotionFacts, worth_demoting
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
 from kvdepot.store.store import Store

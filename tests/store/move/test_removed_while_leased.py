@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.core.tier import Pending
-from kvdepot.store.move.copy_run import RecordMover
+from kvdepot.io.files import Files, Ops
+from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.power import PowerFiles
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
-from kvdepot.tiers.device.files import Files, Ops
 
 BLOCKS = 40
 
@@ -97,7 +97,7 @@ def test_the_old_removal_covers_a_moved_record_until_the_new_one_is_written(
         keys = fill(store)
         lease = store.lease(keys)
         store.remove(keys)
-        monkeypatch.setattr(RecordMover, "record_tombstones", lambda *_: None)
+        monkeypatch.setattr(BlockMover, "record_tombstones", lambda *_: None)
         moved = store.stats()["counters"]["moved_ssd"]
         reclaim_everything(store, tmp_path)
         assert store.stats()["counters"]["moved_ssd"] > moved

@@ -8,9 +8,9 @@ import pytest
 from tests.support.stores import settings
 from tests.support.waiting import eventually
 
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
-from kvdepot.store.move import copy_run
+from kvdepot.store.move import mover
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
@@ -27,7 +27,7 @@ def files() -> FaultyFiles:
 
 @pytest.fixture
 def store(tmp_path: Path, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(copy_run, "_TOMBSTONE_WAIT_S", 0.05)
+    monkeypatch.setattr(mover, "_TOMBSTONE_WAIT_S", 0.05)
     ssd = {"capacity": "2MiB", "write_timeout": "200ms", "retry_initial": "1ms"}
     tree = settings(tmp_path, ssd={**ssd, "retry_max": "10ms", "promote": False})
     del tree["hdd"]

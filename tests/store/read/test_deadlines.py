@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.support.stores import counter, settings
 
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.core.depot import Arrival
 from kvdepot.store.open import assemble
 from kvdepot.store.read import disk_reads

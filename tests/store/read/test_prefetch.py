@@ -11,9 +11,9 @@ from tests.support.cold_prompt import SLOW, left_on_the_hard_drive
 from tests.support.stores import settings
 
 import kvdepot
-from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError
+from kvdepot.format.record import record_bytes
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.store import Store

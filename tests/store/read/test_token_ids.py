@@ -10,9 +10,9 @@ import pytest
 from tests.support.small_store import BLOCK, LAYOUT, TOKENS, settings, space_of
 
 import kvdepot
-from kvdepot.codec.record import TABLE_OFFSET
 from kvdepot.core.block import BlockKey
 from kvdepot.errors import KeyFormatError
+from kvdepot.format.record import TABLE_OFFSET
 from kvdepot.testing.images import payload_for
 
 BLOCKS = 6

@@ -6,12 +6,12 @@ import pytest
 from tests.support.waiting import until
 
 import kvdepot
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.tier import LogTier
 
 
 class Watch:

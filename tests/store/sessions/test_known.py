@@ -13,9 +13,9 @@ from kvdepot.core.clock import SystemClock
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KeyFormatError
 from kvdepot.index.catalog import Catalog
-from kvdepot.index.promises import Promises
+from kvdepot.index.pinned_rows import PinnedRows
 from kvdepot.index.table import as_words
-from kvdepot.store.sessions.known import Sessions
+from kvdepot.store.sessions.session_table import Sessions
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.store_contract import LAYOUT, TOKENS, prompt, put, small, space_of, tiers
@@ -94,7 +94,7 @@ class Books:
         self.sessions = Sessions(
             self.catalog,
             SystemClock(),
-            Promises(self.catalog.table),
+            PinnedRows(self.catalog.table),
             **bounds,
         )
 

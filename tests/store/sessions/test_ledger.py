@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvdepot
-from kvdepot.core.config import LedgerConfig, load
+from kvdepot.config.settings import LedgerConfig, load
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.errors import ConfigError
 from kvdepot.planner.parts import load_parts

@@ -10,8 +10,8 @@ import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
-from kvdepot.store.sessions import desk
-from kvdepot.store.sessions.known import PACKED_BYTES, Prompt
+from kvdepot.store.sessions import service
+from kvdepot.store.sessions.session_table import PACKED_BYTES, Prompt
 from kvdepot.store.sessions.shared_prefixes import shared_prefixes
 from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, put, small, space_of
 
@@ -83,8 +83,8 @@ def test_what_took_long_to_find_is_good_for_a_while(
     with kvdepot.open(**small(tmp_path)) as store:
         keys = space_of(store).keys(range(2 * TOKENS))
         store.session("a", keys)
-        monkeypatch.setattr(desk, "_QUICK_S", -1.0)
-        monkeypatch.setattr(desk, "rest_s", lambda _: 3600.0)
+        monkeypatch.setattr(service, "_QUICK_S", -1.0)
+        monkeypatch.setattr(service, "backoff_s", lambda _: 3600.0)
         assert store.sessions.shared_prefixes() == []
         store.session("b", keys)
         assert store.sessions.shared_prefixes() == []

@@ -12,14 +12,14 @@ import pytest
 from tests.support.stores import PROFILE
 from tests.support.waiting import eventually
 
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.core.tier import drive_of
+from kvdepot.io.files import Files
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
-from kvdepot.tiers.device.files import Files
 
 FASTER = 3.0
 MODEL = DriveModel(read_bandwidth=100_000_000, write_bandwidth=300_000_000)

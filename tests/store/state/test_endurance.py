@@ -10,18 +10,18 @@ import pytest
 from tests.support.stores import blocks_in, counter, settings
 
 import kvdepot
-from kvdepot.codec.segment import Superblock
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import load
 from kvdepot.core.endurance import BURST_S, DAY_S
 from kvdepot.core.tier import Pending
 from kvdepot.errors import ConfigError
+from kvdepot.format.segment import Superblock
+from kvdepot.io.files import Files, Ops
 from kvdepot.native import WRITE
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.tiers.device.files import Files, Ops
 
 DAILY_BYTES = 8 << 20
 STEP_S = 600.0

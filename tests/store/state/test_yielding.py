@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvdepot.store.state.yielding import FLASH_SHARE, REST_S_MAX, PieceSize, rest_s
+from kvdepot.store.state.background_throttle import FLASH_SHARE, REST_S_MAX, ChunkSizer, backoff_s
 
 MIB = 1 << 20
 
@@ -10,15 +10,15 @@ MIB = 1 << 20
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.5])
 def test_work_and_rest_together_leave_the_share(share: float) -> None:
     spent_s = 0.01
-    assert spent_s / (spent_s + rest_s(spent_s, share)) == pytest.approx(share)
+    assert spent_s / (spent_s + backoff_s(spent_s, share)) == pytest.approx(share)
 
 
 def test_nobody_rests_for_ever() -> None:
-    assert rest_s(3600.0, FLASH_SHARE) == REST_S_MAX
+    assert backoff_s(3600.0, FLASH_SHARE) == REST_S_MAX
 
 
 def test_a_slow_drive_gets_short_sizes_and_a_fast_one_whole_ones() -> None:
-    size = PieceSize(4 * MIB)
+    size = ChunkSizer(4 * MIB)
     assert size.nbytes == 4 * MIB
     size.learn(4 * MIB, 2.0)
     assert size.nbytes == pytest.approx(2 * MIB * 0.05, rel=0.01)
@@ -27,6 +27,6 @@ def test_a_slow_drive_gets_short_sizes_and_a_fast_one_whole_ones() -> None:
 
 
 def test_a_size_is_never_nothing() -> None:
-    size = PieceSize(MIB)
+    size = ChunkSizer(MIB)
     size.learn(1, 1e9)
     assert size.nbytes == 1

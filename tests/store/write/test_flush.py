@@ -9,7 +9,7 @@ from tests.support.stores import counter, settings
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.core.depot import Durability
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store

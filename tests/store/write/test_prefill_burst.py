@@ -15,8 +15,8 @@ from tests.support.small_store import (
 )
 from tests.support.stores import counter
 
-from kvdepot.core.block import BlockKey, Put
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
@@ -44,7 +44,7 @@ def store(tmp_path: Path, files: FaultyFiles) -> Iterator[Store]:
     opened.close()
 
 
-def offer(store: Store, keys: list[BlockKey]) -> list[Put]:
+def offer(store: Store, keys: list[BlockKey]) -> list[PutResult]:
     """As an engine does that cannot wait."""
     return store.put_many(keys, [payload_for(key, BLOCK) for key in keys], timeout_s=0.0)
 
@@ -53,7 +53,7 @@ def burst(store: Store, prompts: int, first: int = 1) -> list[list[BlockKey]]:
     numbers = range(first, first + prompts)
     made = [prompt(space_of(store), number, A_PROMPT) for number in numbers]
     for keys in made:
-        assert offer(store, keys) == [Put.STORED] * A_PROMPT
+        assert offer(store, keys) == [PutResult.STORED] * A_PROMPT
     return made
 
 
@@ -62,7 +62,7 @@ def test_nothing_is_turned_away(store: Store) -> None:
     assert counter(store, "put_throttled") == 0
     assert tiers(store, made[-1]) == ["dram"] * A_PROMPT
     with store.reserve(prompt(space_of(store), 999, A_PROMPT), timeout_s=0.0) as slots:
-        assert slots.outcomes == [Put.STORED] * A_PROMPT
+        assert slots.outcomes == [PutResult.STORED] * A_PROMPT
 
 
 def test_what_leaves_is_cold_and_tails_leave_before_heads(store: Store) -> None:

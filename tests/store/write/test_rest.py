@@ -9,7 +9,7 @@ from tests.support.small_store import IN_DRAM, prompt, put, settings, space_of, 
 from tests.support.stores import counter
 from tests.support.waiting import eventually, until
 
-from kvdepot.core.config import load
+from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.store.write import write_back
@@ -22,7 +22,7 @@ A_PROMPT = 4
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A call waits for its disk all the while, and a prompt was written since."""
     config = load(overrides=settings(tmp_path / "kv", read_timeout="10min"))
-    monkeypatch.setattr(write_back, "rest_s", lambda spent_s, share: 600.0)
+    monkeypatch.setattr(write_back, "backoff_s", lambda spent_s, share: 600.0)
     monkeypatch.setattr(write_back, "_REST_S_MAX", 600.0)
     with assemble(config) as before:
         put(before, prompt(space_of(before), 0, A_PROMPT))

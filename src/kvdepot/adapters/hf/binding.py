@@ -17,8 +17,8 @@ import kvdepot
 from kvdepot.adapters.hf.identity import Signs, model_fingerprint, signs_of, tuner_layers
 from kvdepot.adapters.hf.probe import LayerShape, probe
 from kvdepot.adapters.tensors.kvtensors import DTYPES
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot, NamespaceHandle
 from kvdepot.core.keys import TokenIds, without_link
 from kvdepot.core.layout import KVLayout

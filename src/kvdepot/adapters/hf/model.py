@@ -27,7 +27,7 @@ from kvdepot.adapters.hf.prefill_meter import PrefillMeter
 from kvdepot.adapters.hf.served_call import ModelParts, ServedCall
 from kvdepot.adapters.hf.stats import CallStats, ModelCounters
 from kvdepot.adapters.tensors import open_mover
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.core.keys import TokenIds
 from kvdepot.errors import ModelError, StoreClosedError

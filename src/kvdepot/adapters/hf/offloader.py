@@ -18,8 +18,8 @@ from kvdepot.adapters.hf.binding import AXES, ORDER, LayerGroup
 from kvdepot.adapters.hf.caches import KV, DepotSlidingLayer, join
 from kvdepot.adapters.hf.calls import Tokens
 from kvdepot.adapters.hf.stats import ModelCounters
-from kvdepot.adapters.tensors import BlockMover, KVTensors, Pieces
-from kvdepot.core.block import BlockKey, Put
+from kvdepot.adapters.tensors import KVTensors, Pieces, TensorMover
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import Depot
 
 JOBS_MAX: Final = 4
@@ -83,7 +83,7 @@ class Offloader:
         self,
         store: Depot,
         groups: Sequence[LayerGroup],
-        mover: BlockMover,
+        mover: TensorMover,
         counters: ModelCounters,
         auditor: BlockAuditor,
     ) -> None:
@@ -192,13 +192,13 @@ class Offloader:
             part = keys[:wave]
             some = None if ids is None else ids[: size * len(part)]
             with self._store.reserve(part, token_ids=some) as slots:
-                fresh = [at for at, put in enumerate(slots.outcomes) if put is Put.STORED]
+                fresh = [at for at, put in enumerate(slots.outcomes) if put is PutResult.STORED]
                 if fresh:
                     spans = [(starts[at], starts[at] + size) for at in fresh]
                     pieces = [tensors.span(*span, batch) for span in spans]
                     self._mover.offload(pieces, [slots.view(at) for at in fresh]).wait()
                     slots.seal(fresh)
-                done = sum(put is not Put.THROTTLED for put in slots.outcomes)
+                done = sum(put is not PutResult.THROTTLED for put in slots.outcomes)
             self._counters.add_offload(stored=len(fresh))
             if not done:
                 self._counters.add_offload(throttled=len(keys))

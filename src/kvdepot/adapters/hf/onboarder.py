@@ -24,8 +24,8 @@ from kvdepot.adapters.hf.binding import AXES, ORDER, Binding
 from kvdepot.adapters.hf.caches import KV, DepotCache, DepotLayer, DepotSlidingLayer, join
 from kvdepot.adapters.hf.calls import PromptRow
 from kvdepot.adapters.hf.stats import CallStats, ServedRow
-from kvdepot.adapters.tensors import BlockMover, KVTensors, OnboardTicket
-from kvdepot.core.block import MISS, BlockKey, Got
+from kvdepot.adapters.tensors import KVTensors, OnboardTicket, TensorMover
+from kvdepot.core.block import MISS, BlockKey, GetResult
 from kvdepot.core.depot import Arrival, Depot, Lease
 from kvdepot.errors import KVDepotError
 
@@ -156,7 +156,7 @@ class Onboarder:
         self,
         store: Depot,
         binding: Binding,
-        mover: BlockMover,
+        mover: TensorMover,
         timeout_s: float | None,
         audit: "AuditedCalls",
     ) -> None:
@@ -305,19 +305,19 @@ class Onboarder:
 
     def _deliver(
         self, keys: Sequence[BlockKey], scatter: "_Scatter", row: FetchedRow, budget: Budget
-    ) -> list[Got]:
+    ) -> list[GetResult]:
         lease = self._store.lease(keys)
         row.leases.append(lease)
         # While the bus is busy the processor's cores verify; only then is a block a success.
         beside = self._mover.device.type == "cuda"
         limit_s = budget.left_s()
-        answers: list[Got] = []
+        answers: list[GetResult] = []
         if len(lease):
             try:
                 answers = lease.deliver(scatter, beside=beside, timeout_s=limit_s)
             except (KVDepotError, RuntimeError):
                 # After a daemon's restart, until the mover has locked the new daemon's memory.
-                answers = [Got(None, "failed")] * len(lease)
+                answers = [GetResult(None, "failed")] * len(lease)
         answers += [MISS] * (len(keys) - len(answers))
         row.misses.update(answer.reason for answer in answers if not answer)
         budget.late = budget.late or any(answer.reason in _WAITED for answer in answers)
@@ -328,7 +328,7 @@ class Onboarder:
 class _Scatter:
     """Takes blocks that a lease delivers, and copies them into a group's tensors."""
 
-    mover: BlockMover
+    mover: TensorMover
     block_tokens: int
     tensors: KVTensors
     first: int

@@ -26,8 +26,8 @@ from kvdepot.adapters.llama_cpp.sequence_state import (
     Tokens,
     write_state,
 )
-from kvdepot.core.block import BlockKey, Put
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import Arrival, Depot
 from kvdepot.errors import ModelError
 
@@ -218,14 +218,14 @@ class SequenceBlocks:
             part = keys[first : first + wave]
             ids = tokens[first * size : (first + len(part)) * size]
             with self._depot.reserve(part, token_ids=ids if self._keeps_ids else None) as slots:
-                fresh = [at for at, put in enumerate(slots.outcomes) if put is Put.STORED]
+                fresh = [at for at, put in enumerate(slots.outcomes) if put is PutResult.STORED]
                 for at in fresh:
                     start = (first + at) * size - state.first
                     view = slots.view(at)
                     if view is not None:
                         state.take(start, start + size, np.frombuffer(view, np.uint8))
                 slots.seal(fresh)
-                done = sum(put is not Put.THROTTLED for put in slots.outcomes)
+                done = sum(put is not PutResult.THROTTLED for put in slots.outcomes)
             stored += len(fresh)
             if not done:
                 break

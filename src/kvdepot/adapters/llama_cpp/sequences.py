@@ -26,7 +26,7 @@ from kvdepot.adapters.llama_cpp.blocks import (
     probe_digest,
 )
 from kvdepot.adapters.llama_cpp.sequence_state import VERSIONS, SequenceState, read_state
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
 

@@ -34,7 +34,7 @@ from kvdepot.adapters.llama_cpp.blocks import (
 )
 from kvdepot.adapters.llama_cpp.sequence_state import SequenceState, read_slot_file
 from kvdepot.adapters.llama_cpp.slots import Owner, Slots
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import kvdepot
-from kvdepot.core.config import (
+from kvdepot.config.loader import load_settings
+from kvdepot.config.settings import (
     AuditConfig,
     Config,
     CxlConfig,
@@ -20,7 +21,6 @@ from kvdepot.core.config import (
     TenantConfig,
     WritebackConfig,
 )
-from kvdepot.core.config_loader import load_settings
 from kvdepot.core.depot import Depot
 from kvdepot.errors import ConfigError
 

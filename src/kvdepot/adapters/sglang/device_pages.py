@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvdepot.adapters.sglang.pages import PoolPages
-from kvdepot.adapters.tensors import BlockMover, OnboardTicket, Pieces
+from kvdepot.adapters.tensors import OnboardTicket, Pieces, TensorMover
 from kvdepot.adapters.tensors.kvtensors import DTYPES, Addresses, piece_size
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Arrival, Depot, Lease
@@ -50,7 +50,7 @@ class PageRun:
 class DevicePages(PoolPages):
     """Of a device pool, SGLang's DevicePoolEntry."""
 
-    def __init__(self, depot: Depot, entry: Any, mover: BlockMover) -> None:
+    def __init__(self, depot: Depot, entry: Any, mover: TensorMover) -> None:
         super().__init__(depot, entry.page_size)
         self._entry = entry
         self._mover = mover

@@ -47,8 +47,8 @@ from kvdepot.adapters.sglang.pages import usable_lengths
 from kvdepot.adapters.sglang.storage import tail_pages
 from kvdepot.adapters.tensors import open_mover
 from kvdepot.adapters.tensors.slices import COPY_BYTES_MIN
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import MEMORY_TIERS, Depot
 from kvdepot.errors import KVDepotError, ModelError
 from kvdepot.policy.fetching.advisor import Probe

@@ -22,8 +22,8 @@ from kvdepot.adapters.sglang.config import HiCacheSettings
 from kvdepot.adapters.sglang.identity import PageIdentity
 from kvdepot.adapters.sglang.loaded_weights import WEIGHTS
 from kvdepot.adapters.tensors.kvtensors import DTYPES
-from kvdepot.core.block import BlockKey, Put
-from kvdepot.core.config import AuditConfig
+from kvdepot.config.settings import AuditConfig
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import Arrival, Depot, NamespaceHandle
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
@@ -142,11 +142,11 @@ class PoolPages:
                 views = {
                     at: view
                     for at, put in enumerate(slots.outcomes)
-                    if put is Put.STORED and (view := slots.view(at)) is not None
+                    if put is PutResult.STORED and (view := slots.view(at)) is not None
                 }
                 copy([first + at for at in views], list(views.values()))
                 slots.seal(views)
-                served = [bool(put) for put in slots.outcomes if put is not Put.THROTTLED]
+                served = [bool(put) for put in slots.outcomes if put is not PutResult.THROTTLED]
             if not served:
                 break
             done += served

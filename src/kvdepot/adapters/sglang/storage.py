@@ -22,8 +22,8 @@ from kvdepot.adapters.sglang.config import read
 from kvdepot.adapters.sglang.identity import identify
 from kvdepot.adapters.sglang.loaded_weights import WEIGHTS
 from kvdepot.adapters.sglang.pages import HostPages, usable_lengths
+from kvdepot.config.settings import AuditConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import AuditConfig
 from kvdepot.core.depot import Depot
 from kvdepot.errors import KVDepotError
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from kvdepot.adapters.tensors.kvtensors import KVTensors, Pieces
 from kvdepot.adapters.tensors.mover import (
-    BlockMover,
     HostMover,
     OffloadTicket,
     OnboardTicket,
+    TensorMover,
     open_mover,
 )
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from kvdepot.adapters.tensors.cuda import Mover
 
 __all__ = [
-    "BlockMover",
     "HostMover",
     "KVTensors",
     "Mover",
     "OffloadTicket",
     "OnboardTicket",
     "Pieces",
+    "TensorMover",
     "open_mover",
 ]
 

@@ -30,7 +30,7 @@ from kvdepot.adapters.tensors.kvtensors import (
     check_pairs,
     check_view,
 )
-from kvdepot.adapters.tensors.mover import BlockMover, Done, OffloadTicket, OnboardTicket
+from kvdepot.adapters.tensors.mover import Done, OffloadTicket, OnboardTicket, TensorMover
 from kvdepot.adapters.tensors.pagelock import FollowedMemory, LockedMemory, PageLockError
 
 SLICE_BYTES: Final = 32 << 20
@@ -148,8 +148,8 @@ class CopyPipeline:
         self._buffers.clear()
 
 
-class Mover(BlockMover):
-    """Moves blocks between the tensors on one device and page-locked payloads; see `BlockMover`.
+class Mover(TensorMover):
+    """Moves blocks between the tensors on one device and page-locked payloads; see `TensorMover`.
 
     `memory()` names the payloads' memory, and is followed where that becomes other memory: until it
     is locked every call is a BadBufferError. Holds two times three staging buffers of `slice_bytes`

@@ -43,7 +43,7 @@ class OnboardTicket(Protocol):
         """Block until all layers are in place and the payloads are not read any more."""
 
 
-class BlockMover(Protocol):
+class TensorMover(Protocol):
     """Copies blocks between an engine's tensors and the payloads of a store.
 
     A mistake of the caller (sizes, devices, views outside the memory) is a BadBufferError, and
@@ -93,7 +93,7 @@ class BlockMover(Protocol):
 
 def open_mover(
     memory: Callable[[], Sequence[memoryview]], device: torch.device | str
-) -> BlockMover:
+) -> TensorMover:
     """The mover for tensors on `device` and payloads inside `memory()`, a store's `memory`.
 
     For a CUDA device the memory is page-locked until `close`, which took 1.8 s for 8 GiB beside an
@@ -122,7 +122,7 @@ class Done:
     def synchronize(self) -> None: ...
 
 
-class HostMover(BlockMover):
+class HostMover(TensorMover):
     """Tensors in host memory. Every call is synchronous."""
 
     device = _CPU

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kvdepot.core.config import (
+from kvdepot.config.loader import load_settings
+from kvdepot.config.settings import (
     AuditConfig,
     Config,
     CxlConfig,
@@ -18,7 +19,6 @@ from kvdepot.core.config import (
     TenantConfig,
     WritebackConfig,
 )
-from kvdepot.core.config_loader import load_settings
 from kvdepot.errors import ConfigError
 
 SETTING: Final = "kv_connector_extra_config"

@@ -73,7 +73,7 @@ class LoadUnderWay:
     outstanding_bytes: dict[str, int]
     cold: frozenset[str]
     until: float = 0.0
-    rest_s: float = 0.0
+    backoff_s: float = 0.0
     """When it is expected to be over, and the prefill that is left then."""
 
 
@@ -158,9 +158,9 @@ class FetchDecider:
         """What is being loaded, and the requests that wait behind this one."""
         now = self._clock()
         loads = [
-            FetchingPrompt(max(0.0, load.until - now), load.rest_s)
+            FetchingPrompt(max(0.0, load.until - now), load.backoff_s)
             for load in self._loading.values()
-            if load.rest_s
+            if load.backoff_s
         ]
         waiting: list[MatchedPrompt] = []
         behind, after = 0, False
@@ -187,9 +187,9 @@ class FetchDecider:
         decided = self._decisions.get(name)
         decision = decided.decision if decided is not None else None
         until = self._clock() + decision.fetch_s if decision is not None else 0.0
-        rest_s = decision.rest_s if decision is not None else 0.0
+        backoff_s = decision.backoff_s if decision is not None else 0.0
         before, cold = dict(self._outstanding), frozenset(self._cold)
-        self._loading[name] = LoadUnderWay(blocks_by_tier, before, cold, until, rest_s)
+        self._loading[name] = LoadUnderWay(blocks_by_tier, before, cold, until, backoff_s)
         for tier, blocks in blocks_by_tier.items():
             self._outstanding[tier] += blocks * self._block_bytes
         return decision

@@ -64,7 +64,7 @@ class LoadJob(TransferJob):
     """So many make up the load of the request."""
     shards: int = 0
     """The blocks were saved by so many shards; 0: as many as there are here."""
-    in_turn: bool = False
+    next_queued: bool = False
     """It reads drives, after the loads that were asked of them before."""
 
 

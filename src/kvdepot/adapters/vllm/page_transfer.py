@@ -20,17 +20,17 @@ import numpy as np
 import torch
 
 from kvdepot.adapters.audit import BlockAuditor
-from kvdepot.adapters.tensors import BlockMover, KVTensors, OffloadTicket, OnboardTicket, Pieces
+from kvdepot.adapters.tensors import KVTensors, OffloadTicket, OnboardTicket, Pieces, TensorMover
 from kvdepot.adapters.vllm.messages import DRIVES, LoadEnd, LoadJob, SaveJob, TierTime
 from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
 from kvdepot.adapters.vllm.shards import HeadAxis, HeadPart, fill_heads
 from kvdepot.adapters.vllm.shared_depot import use_all_cores
-from kvdepot.core.block import BlockKey, Got, Put
+from kvdepot.core.block import BlockKey, GetResult, PutResult
 from kvdepot.core.depot import Arrival, Depot, Reservation
 from kvdepot.core.layout import KVLayout
 from kvdepot.errors import KVDepotError, ModelError
+from kvdepot.memory.memory import populate
 from kvdepot.policy.fetching.fetch_or_recompute import worth_waiting_s
-from kvdepot.tiers.memory.memory import populate
 
 _GROUP_BYTES: Final = 128 << 20
 """Given to the mover at a time: the bus starts on the first ones while the rest is prepared."""
@@ -48,7 +48,7 @@ class PagedCache:
     """A worker's pages of one KV group, and the mover that copies them."""
 
     tensors: KVTensors
-    mover: BlockMover
+    mover: TensorMover
     pages_per_block: int
     layout: KVLayout
     axis: HeadAxis | None = None
@@ -72,7 +72,7 @@ class FinishedLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedLoad:
+class QueuedLoad:
     """A load, from when it was asked for."""
 
     job: LoadJob
@@ -107,11 +107,11 @@ class Loader:
             threads, "kvdepot-drive-load", initializer=use_all_cores
         )
         self._turns = threading.Lock()
-        self._in_turn: deque[AskedLoad] = deque()
+        self._in_turn: deque[QueuedLoad] = deque()
         """Loads from drives that have not begun; guarded by `_turns`, as is the next."""
         self._drive_bytes = 0
         """Of those that have begun."""
-        self._under_way: dict[tuple[str, int], AskedLoad] = {}
+        self._under_way: dict[tuple[str, int], QueuedLoad] = {}
         """By request and group."""
         self._one_ended = threading.Event()
         self._thread_local = threading.local()
@@ -154,10 +154,10 @@ class Loader:
         """
         deadline = time.monotonic() + job.timeout_s
         nbytes = len(keys) * self._caches[job.group].block_bytes
-        load = AskedLoad(job, keys, parts, deadline, self._start_after, nbytes)
+        load = QueuedLoad(job, keys, parts, deadline, self._start_after, nbytes)
         self._under_way[job.request_id, job.group] = load
         load.end.add_done_callback(lambda _: self._one_ended.set())
-        if not job.in_turn:
+        if not job.next_queued:
             self._threads.submit(self._load, load).add_done_callback(partial(_pass_on, load.end))
             return
         with self._turns:
@@ -166,7 +166,7 @@ class Loader:
 
     def _begin_next(self) -> None:
         """Begin loads from drives whose turn has come."""
-        begun: list[AskedLoad] = []
+        begun: list[QueuedLoad] = []
         with self._turns:
             while self._in_turn:
                 nbytes = self._in_turn[0].nbytes
@@ -179,7 +179,7 @@ class Loader:
             done = self._drive_threads.submit(self._load, load)
             done.add_done_callback(partial(self._turn_over, load))
 
-    def _turn_over(self, load: AskedLoad, done: "Future[LoadEnd]") -> None:
+    def _turn_over(self, load: QueuedLoad, done: "Future[LoadEnd]") -> None:
         _pass_on(load.end, done)
         with self._turns:
             self._drive_bytes -= load.nbytes
@@ -216,7 +216,7 @@ class Loader:
         self._threads.shutdown()
         self._drive_threads.shutdown()
 
-    def _finished(self, load: AskedLoad) -> FinishedLoad:
+    def _finished(self, load: QueuedLoad) -> FinishedLoad:
         job, future = load.job, load.end
         error = future.exception()
         if error is not None:
@@ -230,7 +230,7 @@ class Loader:
         return FinishedLoad(job, end, frozenset(job.pages[max(start, job.present_pages) :]))
 
     @torch.no_grad()
-    def _load(self, load: AskedLoad) -> LoadEnd:
+    def _load(self, load: QueuedLoad) -> LoadEnd:
         job, keys, parts = load.job, load.keys, load.parts
         started = time.monotonic()
         waited_s = started - load.deadline + job.timeout_s
@@ -254,7 +254,7 @@ class Loader:
             last = arrivals
             arrived(arrivals)
 
-        def deliver(start: int, timeout_s: float) -> list[Got]:
+        def deliver(start: int, timeout_s: float) -> list[GetResult]:
             try:
                 return lease.deliver(sink, start=start, beside=True, timeout_s=timeout_s)
             finally:
@@ -270,7 +270,7 @@ class Loader:
             first, more_s = _nearly_there(got, time.monotonic() - started, job.recompute_s)
             if more_s:
                 got = [*got[:first], *deliver(first, more_s)]
-        answers = [*got, *[Got(None, "absent")] * (len(keys or job.keys[0]) - len(got))]
+        answers = [*got, *[GetResult(None, "absent")] * (len(keys or job.keys[0]) - len(got))]
         self._counts.loaded(_times(got, arrived_s, cache.block_bytes, waited_s))
         self._counts.missed(answer.reason for answer in answers if not answer)
         failed = next((at for at, answer in enumerate(answers) if not answer), None)
@@ -346,7 +346,9 @@ def _finish(tickets: list[OnboardTicket]) -> None:
         tickets.pop(0).synchronize()
 
 
-def _nearly_there(got: Sequence[Got], elapsed_s: float, recompute_s: float) -> tuple[int, float]:
+def _nearly_there(
+    got: Sequence[GetResult], elapsed_s: float, recompute_s: float
+) -> tuple[int, float]:
     """The first block that is late, and how much longer to wait for all that are; 0: give up.
 
     What they were read into by then is in memory, so they count as read from there if they come:
@@ -358,7 +360,7 @@ def _nearly_there(got: Sequence[Got], elapsed_s: float, recompute_s: float) -> t
 
 
 def _times(
-    got: Sequence[Got], arrived_s: Mapping[int, float], block_bytes: int, waited_s: float
+    got: Sequence[GetResult], arrived_s: Mapping[int, float], block_bytes: int, waited_s: float
 ) -> list[TierTime]:
     """What came of each tier, and how long after it was asked for the last of it was there.
 
@@ -469,7 +471,7 @@ class Saver:
             self._counts.add("saved_blocks", 1, put.value)
         if fits < len(outcomes):
             self._counts.add("saved_blocks", len(outcomes) - fits, outcomes[fits].value)
-        fresh = [at for at in range(fits) if outcomes[at] is Put.STORED]
+        fresh = [at for at in range(fits) if outcomes[at] is PutResult.STORED]
         if not fresh:
             slots.close()
         elif not self._copy(save, job, slots, fresh, mark):

@@ -9,14 +9,14 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvdepot.adapters.prefill_report import PrefillTeller
+from kvdepot.adapters.prefill_report import PrefillReporter
 from kvdepot.adapters.vllm.metrics import RateLimitedWarnings
 from kvdepot.adapters.vllm.requests import EngineRequest, Phase, TrackedRequest
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import PrefetchHint
 from kvdepot.errors import KVDepotError
-from kvdepot.store.sessions.known import checked_name, state_of
+from kvdepot.store.sessions.session_table import checked_name, state_of
 
 SESSION: Final = "kvdepot_session"
 STATE: Final = "kvdepot_state"
@@ -38,7 +38,7 @@ class QueueHints:
         self._depot = depot
         self._warnings = warnings
         self._hint_s = hint_s
-        self.prefill = PrefillTeller(lambda: depot.store, warnings.warn)
+        self.prefill = PrefillReporter(lambda: depot.store, warnings.warn)
         self._waiting: dict[str, TrackedRequest] = {}
         """New requests that have not begun, in the order in which they came."""
         self._hints: dict[str, list[PrefetchHint]] = {}

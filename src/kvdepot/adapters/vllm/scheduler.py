@@ -425,7 +425,7 @@ class ConnectorScheduler:
                 load,
                 timeout_s=timeout_s,
                 recompute_s=recompute_s,
-                in_turn=not DRIVES.isdisjoint(tiers),
+                next_queued=not DRIVES.isdisjoint(tiers),
             )
             for load in loads
         ]
@@ -670,7 +670,7 @@ class ConnectorScheduler:
             (),
             first,
             timeout_s=self._config.load_timeout,
-            in_turn=not DRIVES.isdisjoint(tiers),
+            next_queued=not DRIVES.isdisjoint(tiers),
             generation=tracked.generation,
         )
 

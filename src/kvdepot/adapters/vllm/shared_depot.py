@@ -21,8 +21,7 @@ from typing import Final
 
 import kvdepot
 from kvdepot.adapters.vllm.config import SETTING, ConnectorConfig
-from kvdepot.client.connections import DaemonAwayError, is_served
-from kvdepot.core.config_loader import to_toml
+from kvdepot.config.loader import to_toml
 from kvdepot.core.depot import Depot
 from kvdepot.core.private import (
     make_private_folder,
@@ -30,6 +29,7 @@ from kvdepot.core.private import (
     runtime_folder,
     write_private_file,
 )
+from kvdepot.daemon.client.connections import DaemonAwayError, is_served
 from kvdepot.errors import ConfigError, DaemonError
 
 START_S: Final = 120.0

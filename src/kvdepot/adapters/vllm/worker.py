@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from kvdepot.adapters.audit import BlockAuditor
-from kvdepot.adapters.tensors import BlockMover, open_mover
+from kvdepot.adapters.tensors import TensorMover, open_mover
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import EngineGroup, layer_groups, pages_per_block
 from kvdepot.adapters.vllm.identity import (
@@ -88,7 +88,7 @@ class ConnectorWorker:
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._timer: StepTimer | None = None
-        self._mover: BlockMover | None = None
+        self._mover: TensorMover | None = None
         self._drops_pages = False
         self._parts: dict[str, list[FinishedLoad]] = {}
         """Of loads of several groups those that are over."""

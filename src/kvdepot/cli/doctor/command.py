@@ -19,7 +19,7 @@ import numpy
 from kvdepot import native
 from kvdepot.cli import output
 from kvdepot.cli.doctor import drives, machine, privacy
-from kvdepot.core import config
+from kvdepot.config import settings as config
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from kvdepot.cli import output
-from kvdepot.core.config import Config, FileTierConfig
+from kvdepot.config.settings import Config, FileTierConfig
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import ConfigError, FormatError
+from kvdepot.io.speed import Profile
 from kvdepot.store.check.offline import opened
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.tiers.device.speed import Profile
 
 Tier = TypeVar("Tier", bound=FileTierConfig)
 NOT_MEASURED: Final = "not measured"

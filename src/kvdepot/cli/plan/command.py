@@ -16,9 +16,9 @@ from kvdepot.cli.arguments import (
 from kvdepot.cli.directories import write_page
 from kvdepot.cli.plan.report import as_page, as_text, verdict, wear_year
 from kvdepot.cli.report.page import Origin
-from kvdepot.core.config import Config
-from kvdepot.core.config_loader import show as shown
-from kvdepot.core.config_loader import to_toml
+from kvdepot.config.loader import show as shown
+from kvdepot.config.loader import to_toml
+from kvdepot.config.settings import Config
 from kvdepot.planner.parts import Parts, load_parts, shipped_parts
 from kvdepot.planner.plan import Plan, all_mixes, make_plan
 from kvdepot.planner.savings import bill_lines, savings_of

@@ -19,7 +19,7 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
     PromptLengths,
     TierRun,
 )
-from kvdepot.policy.fetching.queue_plan import Company, MatchedPrompt, decide_in_company
+from kvdepot.policy.fetching.queue_plan import Company, MatchedPrompt, decide_jointly
 from kvdepot.policy.fetching.speed_models import (
     CROSSOVER_TOKENS,
     PrefillModel,
@@ -131,7 +131,7 @@ class Advisor:
             tier: model.pace(outstanding_bytes.get(tier, 0)) for tier, model in self.tiers.items()
         }
         matched, prefill = MatchedPrompt(prompt, runs), self.prefill.pace()
-        decision = decide_in_company(matched, prefill, paces, queue, self.engine, company)
+        decision = decide_jointly(matched, prefill, paces, queue, self.engine, company)
         return Advice(decision, self._probe(decision, runs, outstanding_bytes))
 
     def profiles(self) -> dict[str, TierProfile]:

@@ -266,7 +266,7 @@ class Decision:
     Of the matched blocks those before `cut_blocks` are fetched, but for `hole_blocks` from
     `hole_start` on, which the engine recomputes meanwhile. `deadline_s` and `fetch_s` count from
     now; what has not come by the deadline is recomputed too, which takes `saved_s` for all of it.
-    `rest_s`: prefill that is left when all has come. Times to the first token:
+    `backoff_s`: prefill that is left when all has come. Times to the first token:
     `predicted_s` of this decision, `fetch_all_s` of fetching all that can be asked for,
     `recompute_s` of fetching nothing; inf where the speed of prefill is not known.
     """
@@ -278,7 +278,7 @@ class Decision:
     fetch_s: float
     deadline_s: float
     saved_s: float
-    rest_s: float
+    backoff_s: float
     predicted_s: float
     fetch_all_s: float
     recompute_s: float
@@ -308,12 +308,12 @@ def decide(
     if prefill is not None:
         times = PrefillTimes(prompt, blocks, prefill, queue, engine)
         plan, fetch_all_s, recompute_s = _fastest(times, asked, tiers, splits=engine.splits)
-        saved_s, rest_s = times.saved_s(plan.cut), float(times.suffix_s[plan.cut])
+        saved_s, backoff_s = times.saved_s(plan.cut), float(times.suffix_s[plan.cut])
     else:
         # As long as no step was seen, a hit is taken to be worth its time.
         fetch_s = float(fetch_seconds(asked, _paces(asked, tiers, EXPLORE_S))[-1])
         plan, fetch_all_s, recompute_s = FetchPlan(blocks, 0, 0, fetch_s, 0.0, inf), inf, inf
-        saved_s, rest_s = inf, 0.0
+        saved_s, backoff_s = inf, 0.0
     by_run = split_by_run(runs, plan)
     used = [tiers[run.tier] for run, count in zip(runs, by_run, strict=True) if count]
     return Decision(
@@ -324,7 +324,7 @@ def decide(
         fetch_s=plan.fetch_s,
         deadline_s=deadline_of(plan, used, recompute_s),
         saved_s=saved_s,
-        rest_s=rest_s,
+        backoff_s=backoff_s,
         predicted_s=plan.finish_s,
         fetch_all_s=fetch_all_s,
         recompute_s=recompute_s,
@@ -414,9 +414,9 @@ def worth_waiting_s(came: int, late: int, elapsed_s: float, recompute_s: float) 
     """
     if not came or not late:
         return 0.0
-    rest_s = elapsed_s * late / came
+    backoff_s = elapsed_s * late / came
     limit_s = recompute_s * late / (came + late)
-    return min(rest_s * (1.0 + MARGIN_SHARE_MIN), limit_s) if rest_s < limit_s else 0.0
+    return min(backoff_s * (1.0 + MARGIN_SHARE_MIN), limit_s) if backoff_s < limit_s else 0.0
 
 
 def _reason(plan: FetchPlan, blocks: int, *, prefill_known: bool, explores: bool) -> Reason:

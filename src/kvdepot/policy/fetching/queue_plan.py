@@ -133,7 +133,7 @@ def plan_queue(model: QueueModel, prompts: Sequence[QueuedPrompt]) -> list[Fetch
     of a prompt is to recompute all, the last to fetch all.
     """
     starts = [
-        each_for_itself(model, prompts),
+        decide_separately(model, prompts),
         [prompt.options[0] for prompt in prompts],
         [prompt.options[-1] for prompt in prompts],
     ]
@@ -172,7 +172,7 @@ def _cost(
     return late, total_s
 
 
-def each_for_itself(model: QueueModel, prompts: Sequence[QueuedPrompt]) -> list[FetchOption]:
+def decide_separately(model: QueueModel, prompts: Sequence[QueuedPrompt]) -> list[FetchOption]:
     """The shortest time to the first token for one prompt after the other."""
     chosen: list[FetchOption] = []
     for prompt in prompts:
@@ -185,7 +185,7 @@ def each_for_itself(model: QueueModel, prompts: Sequence[QueuedPrompt]) -> list[
     return chosen
 
 
-def decide_in_company(
+def decide_jointly(
     prompt: MatchedPrompt,
     prefill: PrefillPace | None,
     tiers: Mapping[str, TierPace | None],
@@ -232,7 +232,7 @@ def decide_in_company(
         fetch_s=fetch_s,
         deadline_s=deadline_of(plan, used, max(alone.recompute_s, due_s)),
         saved_s=times.saved_s(chosen.cut),
-        rest_s=chosen.work_s,
+        backoff_s=chosen.work_s,
         predicted_s=finish_s,
         reason=Reason.RELIEVE,
     )
@@ -245,7 +245,7 @@ def _within_stretch(
 
     `own_s`: when it would have it by a decision for itself, after all that is being fetched.
     """
-    selfish = each_for_itself(model, [QueuedPrompt(each) for each in options])
+    selfish = decide_separately(model, [QueuedPrompt(each) for each in options])
     soonest_s, _ = model.finish_s(selfish)
     due_s = [STRETCH_MAX * one for one in (min(soonest_s[0], own_s), *soonest_s[1:])]
     prompts = [QueuedPrompt(each, due) for each, due in zip(options, due_s, strict=True)]

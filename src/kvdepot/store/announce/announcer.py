@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvdepot.config.settings import EventsConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import EventsConfig
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.errors import KVDepotError
 from kvdepot.store.announce.kv_events import (

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvdepot.core.config import EventsConfig
+from kvdepot.config.settings import EventsConfig
 from kvdepot.errors import ConfigError
 from kvdepot.store.announce.kv_events import Event
 

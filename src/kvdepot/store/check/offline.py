@@ -16,18 +16,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.codec.record import PAGE, Kind, parse_head, payload_intact, record_bytes
-from kvdepot.codec.segment import Entries, Superblock, parse_slots
 from kvdepot.core.clock import StampClock, SystemClock, WallClock
 from kvdepot.core.depot import CheckReport, Finding
 from kvdepot.core.tier import Contents
 from kvdepot.errors import FormatError
-from kvdepot.tiers.device.files import Files
-from kvdepot.tiers.log.contents import read_contents
-from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.medium import MountSettings
-from kvdepot.tiers.log.mount import mount
-from kvdepot.tiers.log.recovery import Recovered, SegmentReader
+from kvdepot.format.record import PAGE, Kind, parse_head, payload_intact, record_bytes
+from kvdepot.format.segment import Entries, Superblock, parse_slots
+from kvdepot.io.files import Files
+from kvdepot.volumes.log.contents import read_contents
+from kvdepot.volumes.log.drive import Drive
+from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.volumes.log.mount import mount
+from kvdepot.volumes.log.recovery import Recovered, SegmentReader
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes there are."""

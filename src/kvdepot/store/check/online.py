@@ -5,17 +5,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdepot.codec.copy_ops import transfers
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.core.block import BlockKey, CopyState
 from kvdepot.core.depot import CheckReport
 from kvdepot.core.tier import drive_of, segment_of
+from kvdepot.format.copy_ops import transfers
+from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.index.table import NONE
+from kvdepot.memory.arena import UNOWNED
 from kvdepot.native import VERIFY, address_of
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier
-from kvdepot.tiers.memory.arena import UNOWNED
 
 _READY = int(CopyState.READY)
 _BATCH = 256

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.codec.record import PAGE
-from kvdepot.codec.segment import ENTRY, Entries, SegmentHeader, Trailer, footer_bytes
 from kvdepot.core.depot import Finding
 from kvdepot.core.units import format_bytes
+from kvdepot.format.record import PAGE
+from kvdepot.format.segment import ENTRY, Entries, SegmentHeader, Trailer, footer_bytes
 from kvdepot.native import checksum
 from kvdepot.store.check.offline import Pace, Progress, examine, opened, reader_of
-from kvdepot.tiers.log.drive import Drive
-from kvdepot.tiers.log.recovery import Recovered, SegmentReader
+from kvdepot.volumes.log.drive import Drive
+from kvdepot.volumes.log.recovery import Recovered, SegmentReader
 
 
 @dataclass(slots=True)

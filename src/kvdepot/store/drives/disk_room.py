@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvdepot.core.config import Config
+from kvdepot.config.settings import Config
 from kvdepot.core.units import format_bytes
 
 

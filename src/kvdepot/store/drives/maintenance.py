@@ -10,10 +10,10 @@ from kvdepot.core.units import parse_bytes
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.policy.placing.write_mode import WriteMode
 from kvdepot.store.drives.watchdog import DriveWatchdog
-from kvdepot.store.move.copy_run import RecordMover
 from kvdepot.store.move.demote import DemoteAhead, Demoter
 from kvdepot.store.move.drain import drain
 from kvdepot.store.move.memory_levels import MemoryLevels
+from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.move.reclaim import DriveRoom
 from kvdepot.store.move.renew import renew
 from kvdepot.store.state.lower_tier import LowerTier
@@ -33,7 +33,7 @@ class DriveMaintenance:
         self.write_backs: dict[LowerTier, WriteBack] = {}
         self.demoters: dict[LowerTier, Demoter] = {}
         """By the upper tier."""
-        self.mover = RecordMover(
+        self.mover = BlockMover(
             state,
             lambda lower, drive, nbytes: self.rooms[lower].make(drive, nbytes),
         )

@@ -15,7 +15,7 @@ from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
 from kvdepot.core.metadata import Tombstone
 from kvdepot.core.tier import Changes, ChangesDrives, SharesContents
 from kvdepot.index.table import NONE
-from kvdepot.store.move.copy_run import RecordMover
+from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.move.reclaim import DriveRoom
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
@@ -32,7 +32,7 @@ class DriveWatchdog:
     """The background thread of all drives of a store."""
 
     def __init__(
-        self, state: StoreState, rooms: Mapping[LowerTier, DriveRoom], mover: RecordMover
+        self, state: StoreState, rooms: Mapping[LowerTier, DriveRoom], mover: BlockMover
     ) -> None:
         self._state = state
         self._rooms = rooms
@@ -90,10 +90,10 @@ class DriveWatchdog:
                 word = np.frombuffer(tag, np.uint64)[0]
                 known = np.flatnonzero(catalog.table.tags() == word).tolist()
                 rows += [row for row in known if catalog.is_live(row)]
-            state.doom(rows)
+            state.mark_deleted(rows)
             state.counters.removed += len(rows)
             recorded = state.stamps.next()
-            lower.take_in(changes.come)
+            lower.insert_recovered(changes.come)
         tombstones = [Tombstone(one.name, one.below, recorded) for one in removed]
         for other in others if tombstones else ():
             self._mover.record_tombstones(other, tombstones)

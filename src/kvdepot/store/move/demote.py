@@ -1,8 +1,9 @@
 """Copies blocks from one lower tier to the slower one below it, a prompt in one piece.
 
 Blocks of a path are gathered from wherever they lie and appended one behind the other, up to
-`run_bytes` on one drive, then on the next. So a returning prompt is a few long reads. What leaves a
-tier next is copied ahead: a reclaim then finds its blocks below already, and only drops them.
+`contiguous_bytes` on one drive, then on the next. So a returning prompt is a few long reads. What
+leaves a tier next is copied ahead: a reclaim then finds its blocks below already and only
+drops them.
 """
 
 import threading
@@ -11,15 +12,15 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.codec.record import record_bytes
 from kvdepot.core.tier import SegmentInfo
+from kvdepot.format.record import record_bytes
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
 from kvdepot.policy.placing.demotion import DemotionFacts, worth_demoting
-from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
+from kvdepot.store.move.mover import PIECE_BYTES, BlockMover, CopyJob
+from kvdepot.store.state.background_throttle import ChunkSizer
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.state.yielding import PieceSize
 
 _GATHER_MAX: Final = 4096
 """Blocks looked at in one go, with the lock."""
@@ -67,14 +68,14 @@ class Demoter:
     """Between two tiers. Threads may share it."""
 
     def __init__(
-        self, state: StoreState, upper: LowerTier, lower: LowerTier, mover: RecordMover
+        self, state: StoreState, upper: LowerTier, lower: LowerTier, mover: BlockMover
     ) -> None:
         self._state = state
         self.upper = upper
         self.lower = lower
         self._mover = mover
         self._job = Demote(state, upper, lower)
-        self._size = PieceSize(PIECE_BYTES)
+        self._size = ChunkSizer(PIECE_BYTES)
 
     def demote(self, rows: Sequence[int], *, urgent: bool) -> None:
         """Copy down what is worth it of `rows` and of their paths. They stay where they are.
@@ -128,7 +129,7 @@ class Demoter:
         for row in rows:
             run.append(row)
             total += record_bytes(nbytes[row])
-            if total >= max(self.lower.run_bytes, 1):
+            if total >= max(self.lower.contiguous_bytes, 1):
                 yield run
                 run, total = [], 0
         if run:

@@ -6,11 +6,11 @@ from kvdepot.core.tier import ChangesDrives
 from kvdepot.core.units import format_count
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
-from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
+from kvdepot.store.move.mover import PIECE_BYTES, BlockMover, CopyJob
 from kvdepot.store.move.reclaim import make_durable
+from kvdepot.store.state.background_throttle import ChunkSizer
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.state.yielding import PieceSize
 
 _WAIT_S = 0.1
 
@@ -47,7 +47,7 @@ class MoveAway(CopyJob):
             self._state.traffic.drained_away[self.target.name] += 1
 
 
-def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -> int:
+def drain(state: StoreState, lower: LowerTier, drive: int, mover: BlockMover) -> int:
     """Move every block of a drive to the others of its tier, and drop those that cannot be.
 
     Returns how many were moved. Afterwards the drive holds nothing and takes nothing new, unless
@@ -62,7 +62,7 @@ def drain(state: StoreState, lower: LowerTier, drive: int, mover: RecordMover) -
             lambda: state.closing.is_set() or not lower.tier.has_unentered(drive),
             lower.config.write_timeout,
         )
-    job, size, turn = MoveAway(state, lower, drive), PieceSize(PIECE_BYTES), itertools.count()
+    job, size, turn = MoveAway(state, lower, drive), ChunkSizer(PIECE_BYTES), itertools.count()
 
     def move(rows: list[int]) -> None:
         while rows and not state.closing.is_set():

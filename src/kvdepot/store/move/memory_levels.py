@@ -9,8 +9,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvdepot.codec.copy_ops import transfers
-from kvdepot.codec.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
+from kvdepot.format.copy_ops import transfers
+from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, VERIFY, address_of
 from kvdepot.policy.placing.memory_levels import ExpectedReuse, is_kept, is_promoted

@@ -14,16 +14,16 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.codec.record import HEAD_BYTES, PAGE, record_bytes
 from kvdepot.core.tier import ChangesDrives, Purpose, SegmentInfo
 from kvdepot.errors import KVDepotError
+from kvdepot.format.record import HEAD_BYTES, PAGE, record_bytes
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, rule_named
-from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
 from kvdepot.store.move.demote import Demoter
+from kvdepot.store.move.mover import PIECE_BYTES, BlockMover, CopyJob
+from kvdepot.store.state.background_throttle import ChunkSizer
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.state.yielding import PieceSize
 
 _OLDEST: Final = 8
 _NEWEST: Final = 4
@@ -45,7 +45,7 @@ class DriveRoom:
     """Keeps room on the drives of one tier. One thread at a time works on a drive."""
 
     def __init__(
-        self, state: StoreState, lower: LowerTier, mover: RecordMover, demoter: Demoter | None
+        self, state: StoreState, lower: LowerTier, mover: BlockMover, demoter: Demoter | None
     ) -> None:
         self._state = state
         self._lower = lower
@@ -149,7 +149,7 @@ class DriveRoom:
             return False
         if contents is not None:
             with state.lock:
-                self._lower.take_in(contents)
+                self._lower.insert_recovered(contents)
                 self._lower.promises.renew()
         return contents is not None
 
@@ -204,7 +204,7 @@ class Reclaimer:
     """Frees segments. For one thread a drive at a time (DriveRoom)."""
 
     def __init__(
-        self, state: StoreState, lower: LowerTier, mover: RecordMover, demoter: Demoter | None
+        self, state: StoreState, lower: LowerTier, mover: BlockMover, demoter: Demoter | None
     ) -> None:
         self._state = state
         self._lower = lower
@@ -376,7 +376,7 @@ class Reclaimer:
             catalog.lease(kept)
             self._drop(drive, slot, rows, set(kept))
         job = MoveOut(state, lower, drive, slot)
-        left, size = kept, PieceSize(PIECE_BYTES)
+        left, size = kept, ChunkSizer(PIECE_BYTES)
         while left:
             with state.lock:
                 piece, left = self._mover.claim(job, left, size.nbytes)

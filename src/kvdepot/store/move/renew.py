@@ -7,10 +7,10 @@ and relied on.
 
 from kvdepot.core.tier import Purpose
 from kvdepot.index.table import NONE
-from kvdepot.store.move.copy_run import PIECE_BYTES, CopyJob, RecordMover
+from kvdepot.store.move.mover import PIECE_BYTES, BlockMover, CopyJob
+from kvdepot.store.state.background_throttle import ChunkSizer
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.state.yielding import PieceSize
 
 
 class Renew(CopyJob):
@@ -36,12 +36,12 @@ class Renew(CopyJob):
         self._state.counters.add("moved", self.target.name)
 
 
-def renew(state: StoreState, lower: LowerTier, rows: list[int], mover: RecordMover) -> bool:
+def renew(state: StoreState, lower: LowerTier, rows: list[int], mover: BlockMover) -> bool:
     """False: some lie where they did: they could not be read or written."""
     with state.lock:
         job = Renew(state, lower, rows)
     facts = enumerate(lower.tier.drive(one) for one in range(lower.tier.drive_count()))
     able = [drive for drive, fact in facts if fact.up and not fact.draining]
-    mover.copy_all(job, rows, lambda: able, size=PieceSize(PIECE_BYTES))
+    mover.copy_all(job, rows, lambda: able, size=ChunkSizer(PIECE_BYTES))
     with state.lock:
         return not any(map(job.is_wanted, job.places))

@@ -14,25 +14,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvdepot.codec.copy_ops import copy_op, transfers
-from kvdepot.codec.record import HEAD_BYTES, record_bytes
-from kvdepot.core.block import BlockKey, CopyState, Got
+from kvdepot.core.block import BlockKey, CopyState, GetResult
 from kvdepot.core.depot import Arrival, Sink
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive_of
+from kvdepot.format.copy_ops import copy_op, transfers
+from kvdepot.format.record import HEAD_BYTES, record_bytes
 from kvdepot.index.table import NONE
 from kvdepot.native import address_of
-from kvdepot.store.read.late_reads import LateRead, OverdueReads
+from kvdepot.store.read.timed_out import LateRead, TimedOutIo
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator, by_size
 
-CORRUPT: Final = Got(None, "corrupt")
-BUSY: Final = Got(None, "busy")
-LATE: Final = Got(None, "late")
+CORRUPT: Final = GetResult(None, "corrupt")
+BUSY: Final = GetResult(None, "busy")
+LATE: Final = GetResult(None, "late")
 _REASONS: Final = {
     Outcome.CORRUPT: CORRUPT,
-    Outcome.FAILED: Got(None, "failed"),
+    Outcome.FAILED: GetResult(None, "failed"),
     Outcome.LATE: LATE,
 }
 _FILLING: Final = int(CopyState.FILLING)
@@ -72,7 +72,7 @@ class ReadCall:
     """One call: what is wanted, and the sink for blocks that have no target of their own."""
 
     reads: Sequence[BlockRead]
-    results: list[Got]
+    results: list[GetResult]
     deadline: float
     verify: bool
     sink: Sink | None = None
@@ -133,7 +133,7 @@ Done = queue.SimpleQueue[tuple[DriveWaves, Wave]]
 class DiskReads:
     """Reads blocks for calls that do not find them in memory."""
 
-    def __init__(self, state: StoreState, slots: SlotAllocator, late: OverdueReads) -> None:
+    def __init__(self, state: StoreState, slots: SlotAllocator, late: TimedOutIo) -> None:
         self._state = state
         self._slots = slots
         self._late = late
@@ -437,7 +437,7 @@ class DiskReads:
         self, call: ReadCall, lower: LowerTier, wave: Wave, outcomes: Sequence[Outcome]
     ) -> None:
         """Make the slots of what was read blocks of the memory tier, or give them back."""
-        state, got = self._state, Got(lower.name)
+        state, got = self._state, GetResult(lower.name)
         rows: list[int] = []
         for block, outcome in zip(wave.blocks, outcomes, strict=True):
             if outcome is not Outcome.OK:

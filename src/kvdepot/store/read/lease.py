@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from kvdepot.codec.record import HEAD_BYTES
-from kvdepot.core.block import BlockKey, Got
+from kvdepot.core.block import BlockKey, GetResult
 from kvdepot.core.depot import Arrival, Lease, Sink
 from kvdepot.errors import LeaseError
+from kvdepot.format.record import HEAD_BYTES
 from kvdepot.store.namespaces import Namespaces
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.state.state import StoreState
@@ -48,7 +48,7 @@ class StoreLease(Lease):
         stop: int | None = None,
         beside: bool = False,
         timeout_s: float | None = None,
-    ) -> list[Got]:
+    ) -> list[GetResult]:
         self._check()
         part = range(len(self.keys))[start:stop]
 

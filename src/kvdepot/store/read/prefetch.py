@@ -15,17 +15,17 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final
 
-from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.order import SessionState
 from kvdepot.core.tier import drive_of
 from kvdepot.errors import ConfigError
+from kvdepot.format.record import record_bytes
 from kvdepot.index.table import NONE
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.reader import Reader
+from kvdepot.store.state.background_throttle import FLASH_SHARE, HEAD_SHARE, ChunkSizer, backoff_s
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, PieceSize, rest_s
 
 _STEP_BYTES: Final = 32 << 20
 _LOOK_MAX: Final = 512
@@ -129,15 +129,15 @@ class Prefetcher:
         self._state = state
         self._reader = reader
         self._hints: list[Hint] = []
-        self._size = PieceSize(_STEP_BYTES, _ALONE_S)
+        self._size = ChunkSizer(_STEP_BYTES, _ALONE_S)
         """What is read in one go while no call reads."""
         self._size.nbytes = _FIRST_BYTES
-        self._small_size = PieceSize(_STEP_BYTES)
+        self._small_size = ChunkSizer(_STEP_BYTES)
         """What one drive reads in one go while calls read too."""
         self._thread: threading.Thread | None = None
-        run_bytes = max((lower.run_bytes for lower in state.lower_tiers), default=0)
-        if run_bytes:
-            reader.after_read = ReadAhead(state, self, run_bytes).after_read
+        contiguous_bytes = max((lower.contiguous_bytes for lower in state.lower_tiers), default=0)
+        if contiguous_bytes:
+            reader.after_read = ReadAhead(state, self, contiguous_bytes).after_read
 
     def start(
         self,
@@ -257,9 +257,9 @@ class Prefetcher:
         busy = self._busy(step, since_s)
         if hint.wait(0.0) or not busy:
             return
-        share = HEAD_SHARE if any(lower.run_bytes for lower in busy) else FLASH_SHARE
+        share = HEAD_SHARE if any(lower.contiguous_bytes for lower in busy) else FLASH_SHARE
         now_s = self._state.clock.now()
-        pause_s = min(rest_s(now_s - since_s, share), max(0.0, hint.deadline_s - now_s) / 2)
+        pause_s = min(backoff_s(now_s - since_s, share), max(0.0, hint.deadline_s - now_s) / 2)
         hint.wait(pause_s)
 
 
@@ -270,10 +270,10 @@ class ReadAhead:
     once, and what continues that is another turn of the conversation.
     """
 
-    def __init__(self, state: StoreState, prefetcher: Prefetcher, run_bytes: int) -> None:
+    def __init__(self, state: StoreState, prefetcher: Prefetcher, contiguous_bytes: int) -> None:
         self._state = state
         self._prefetcher = prefetcher
-        self._run_bytes = run_bytes
+        self._run_bytes = contiguous_bytes
         self._ends: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()
         """The last blocks of the latest reads; with each the block whose read calls for more."""
 
@@ -324,6 +324,6 @@ class ReadAhead:
                 break
             row = children[0]
             lower = self._state.source(row)
-            if lower is not None and lower.run_bytes and not catalog.in_memory(row):
+            if lower is not None and lower.contiguous_bytes and not catalog.in_memory(row):
                 found.append(row)
         return found

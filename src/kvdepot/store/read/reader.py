@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from kvdepot.codec.copy_ops import copy_op, read_op, transfers, verified_ops
-from kvdepot.codec.record import holds_key, record_bytes
-from kvdepot.core.block import MISS, TAG_BYTES, CopyState, Got
+from kvdepot.core.block import MISS, TAG_BYTES, CopyState, GetResult
 from kvdepot.core.depot import Sink
+from kvdepot.format.copy_ops import copy_op, read_op, transfers, verified_ops
+from kvdepot.format.record import holds_key, record_bytes
 from kvdepot.index.table import NONE
 from kvdepot.store.read.disk_reads import CORRUPT, BlockRead, DiskReads, ReadCall
-from kvdepot.store.read.late_reads import OverdueReads
+from kvdepot.store.read.timed_out import TimedOutIo
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 
@@ -29,7 +29,7 @@ _WAIT_SHARE: Final = 0.5
 class Reader:
     """Serves `get`, `deliver` and prefetches."""
 
-    def __init__(self, state: StoreState, slots: SlotAllocator, late: OverdueReads) -> None:
+    def __init__(self, state: StoreState, slots: SlotAllocator, late: TimedOutIo) -> None:
         self._state = state
         self._disks = DiskReads(state, slots, late)
         self._checks = ThreadPoolExecutor(_CHECKS_MAX, "kvdepot-check")
@@ -53,7 +53,7 @@ class Reader:
         is_prefetch: bool = False,
         counts_as_use: bool = True,
         read_ahead: bool = True,
-    ) -> list[Got]:
+    ) -> list[GetResult]:
         """Fill each block's target or say why not. Never raises for a fault of a tier.
 
         Blocks without a target go to `sink` as they arrive; what it raises is passed on. `verify`
@@ -245,7 +245,7 @@ class Reader:
             if other and idle and memory.copies.ready(row):
                 memory.drop(row)
                 return True
-            catalog.doom(row)
+            catalog.mark_deleted(row)
             return False
 
     def _from_drives(self, call: ReadCall, left: list[int]) -> None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from kvdepot.codec.record import HEAD_BYTES, token_ids
 from kvdepot.core.block import BlockKey
 from kvdepot.core.tier import KeepsTokens
+from kvdepot.format.record import HEAD_BYTES, token_ids
 from kvdepot.index.table import NONE
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState

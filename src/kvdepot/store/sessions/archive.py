@@ -20,7 +20,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, Put
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, PutResult
 from kvdepot.core.json_object import parse_object
 from kvdepot.core.keys import ROOT_LINK
 from kvdepot.core.layout import KVLayout
@@ -29,15 +29,15 @@ from kvdepot.core.order import SessionState
 from kvdepot.core.private import open_private_file
 from kvdepot.errors import ConfigError, FormatError
 from kvdepot.index.table import as_words
+from kvdepot.io.files import aligned
 from kvdepot.native import address_of
 from kvdepot.store.mapped import RegisterTag
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.read.token_ids import TokenReader
-from kvdepot.store.sessions.known import Prompt, Sessions, checked_name
+from kvdepot.store.sessions.session_table import Prompt, Sessions, checked_name
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.put import NewBlock, Putter
-from kvdepot.tiers.device.files import aligned
 
 MAGIC: Final = b"KVSESSN\n"
 VERSION: Final = 1
@@ -77,7 +77,7 @@ class ByteSource(Protocol):
     def readinto(self, into: memoryview, /) -> int: ...
 
 
-class Archivist:
+class SessionExporter:
     """Writes and reads archives of one store."""
 
     def __init__(
@@ -226,7 +226,7 @@ class Archivist:
                 offer = NewBlock(key, address, size, part.layout.chunk_bytes, tokens=tokens)
                 with self._state.using():
                     (put,) = self._putter.store([offer], _PUT_S)
-                if put is Put.REFUSED or put is Put.THROTTLED:
+                if put is PutResult.REFUSED or put is PutResult.THROTTLED:
                     return taken, f"block {number} found no room ({put.value})"
                 chain = key[2 * TAG_BYTES : 3 * TAG_BYTES]
                 taken.append(key)

@@ -21,9 +21,9 @@ from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
-from kvdepot.store.sessions.known import (
+from kvdepot.store.sessions.session_table import (
     PACKED_BYTES,
-    Contract,
+    Pin,
     Prompt,
     SessionId,
     Sessions,
@@ -166,7 +166,7 @@ def _session_text(prompt: Prompt) -> bytes:
 
 
 def _parse_session(
-    catalog: Catalog, tag: bytes, entry: MetaEntry | None, pin: Contract | None
+    catalog: Catalog, tag: bytes, entry: MetaEntry | None, pin: Pin | None
 ) -> Prompt | None:
     """The session; None if it was forgotten, or the index knows none of its blocks."""
     if entry is None or entry.value is None:
@@ -177,7 +177,7 @@ def _parse_session(
     return Prompt(packed, state, turns, float(told_s)) if packed else None
 
 
-def _pin_text(pin: Contract) -> bytes:
+def _pin_text(pin: Pin) -> bytes:
     fields = {
         "number": pin.number,
         "granted": pin.granted_s,
@@ -188,7 +188,7 @@ def _pin_text(pin: Contract) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _parse_pin(text: bytes) -> Contract:
+def _parse_pin(text: bytes) -> Pin:
     fields = parse_object(text)
     try:
         packed = base64.b64decode(fields["keys"], validate=True)
@@ -196,7 +196,7 @@ def _parse_pin(text: bytes) -> Contract:
         raise ValueError("keys of a pin") from error
     if not packed or len(packed) % PACKED_BYTES:
         raise ValueError("keys of a pin")
-    return Contract(
+    return Pin(
         int(fields["number"]),
         packed,
         float(fields["granted"]),

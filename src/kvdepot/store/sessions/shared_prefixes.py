@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.store.sessions.known import PACKED_BYTES, Prompt
+from kvdepot.store.sessions.session_table import PACKED_BYTES, Prompt
 
 _BYTES_MAX: Final = 16 << 20
 """Of prompts that are compared."""

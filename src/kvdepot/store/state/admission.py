@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvdepot.codec.record import record_bytes
+from kvdepot.format.record import record_bytes
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.policy.placing.admission import (

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.core.config import LedgerConfig
+from kvdepot.config.settings import LedgerConfig
 from kvdepot.index.table import Keys
 
 TENANTS_MAX: Final = 64

@@ -11,16 +11,16 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.codec.record import record_bytes
+from kvdepot.config.settings import FileTierConfig, HddConfig, LowerTierConfig, ObjectConfig
 from kvdepot.core.block import CopyState
 from kvdepot.core.clock import Clock, StampClock
-from kvdepot.core.config import FileTierConfig, HddConfig, LowerTierConfig, ObjectConfig
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.metadata import Metadata, Tombstone, merged, surviving
 from kvdepot.core.tier import Array, Contents, Tier, drive_of, segment_of
+from kvdepot.format.record import record_bytes
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
-from kvdepot.index.promises import Promises
+from kvdepot.index.pinned_rows import PinnedRows
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
@@ -54,11 +54,11 @@ class LowerTier:
         self.mode = WriteMode(config.write_mode)
         self.is_remote = isinstance(config, ObjectConfig)
         """Its medium is behind a network: no put waits for it."""
-        self.run_bytes = _run_bytes(config)
+        self.contiguous_bytes = _run_bytes(config)
         """How much of one prompt should lie in one piece; 0 where that does not matter."""
         self.writers_a_drive = _writers_a_drive(config)
         self.wave_bytes = (
-            _REMOTE_WAVE_BYTES if self.is_remote else 4 * self.run_bytes or _WAVE_BYTES
+            _REMOTE_WAVE_BYTES if self.is_remote else 4 * self.contiguous_bytes or _WAVE_BYTES
         )
         """How much is read from a drive in one go."""
         self.shares = DriveShares(tier)
@@ -85,13 +85,13 @@ class LowerTier:
         """Blocks up to this number do not wait for others of their prompt."""
         self.writers = 0
         """Threads that write dirty blocks; without any, blocks stay where they are."""
-        self.promises = Promises(catalog.table)
+        self.promises = PinnedRows(catalog.table)
         """Blocks under contract: of the whole store, see `share`."""
         self._others: list[LowerTier] = []
         self._hits_before = catalog.table.column(np.uint16, 0)
         """How often each block had been asked for when it was written here."""
 
-    def share(self, promises: Promises, tiers: Iterable["LowerTier"]) -> None:
+    def share(self, promises: PinnedRows, tiers: Iterable["LowerTier"]) -> None:
         """Know what is under contract, and the other lower tiers of the store."""
         self.promises = promises
         self._others = [lower for lower in tiers if lower is not self]
@@ -248,10 +248,10 @@ class LowerTier:
 
     def sort_dirty(self) -> None:
         """Bring what waits into the order of prompts, where that matters."""
-        if self.run_bytes:
+        if self.contiguous_bytes:
             self.dirty = deque(path_order(self.catalog.tree, self.dirty))
 
-    def take_in(self, contents: Contents) -> None:
+    def insert_recovered(self, contents: Contents) -> None:
         """Enter blocks that were found on the drives, but for those that another tier knows to be
         removed.
         """

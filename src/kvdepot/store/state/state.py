@@ -10,14 +10,15 @@ from dataclasses import dataclass, fields
 from math import inf
 from typing import Final
 
+from kvdepot.config.settings import Config
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock, StampClock
-from kvdepot.core.config import Config
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.tier import SharesContents
 from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
+from kvdepot.memory.arena import Arena
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
 from kvdepot.store.state.admission import Admission
@@ -27,7 +28,6 @@ from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.state.traffic import StoreTraffic
 from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.store.write.memory_eviction import ArenaTier
-from kvdepot.tiers.memory.arena import Arena
 
 _WAITING, _POLICY, _BUDGET, _READ_ONLY, _NO_DRIVE = map(
     DURABILITY.index,
@@ -178,11 +178,11 @@ class StoreState:
         if self.closing.is_set():
             raise StoreClosedError("the store is closed")
 
-    def look_at_shared(self) -> None:
+    def request_refresh(self) -> None:
         """Have the tiers that other stores write to looked at soon. Does not block."""
         for lower in self.lower_tiers:
             if isinstance(lower.tier, SharesContents):
-                lower.tier.look_now()
+                lower.tier.request_refresh()
 
     def using(self) -> "StoreCall":
         """A call that works on the store's memory: close waits for it."""
@@ -285,11 +285,11 @@ class StoreState:
                 self.drop_everywhere(row)
         self.room.notify_all()
 
-    def doom(self, rows: list[int]) -> None:
+    def mark_deleted(self, rows: list[int]) -> None:
         """Make blocks unfindable for good; drop those that are not in use."""
         assert self.held()
         for row in dict.fromkeys(rows):  # a row that was dropped may not be doomed again
-            if self.catalog.doom(row) and not self.is_dirty(row):
+            if self.catalog.mark_deleted(row) and not self.is_dirty(row):
                 self.drop_everywhere(row)
 
     def is_being_written(self, rows: Iterable[int]) -> bool:
@@ -387,7 +387,7 @@ class StoreState:
         assert self.held()
         lower.mark_clean(row)
         catalog = self.catalog
-        if catalog.is_doomed(row) and not catalog.leases(row) and not self.is_dirty(row):
+        if catalog.is_deleted(row) and not catalog.leases(row) and not self.is_dirty(row):
             self.drop_everywhere(row)
 
     def _queue(self, row: int, lower: LowerTier) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvdepot.codec.record import record_bytes
-from kvdepot.core.block import CopyState, Got
+from kvdepot.core.block import CopyState, GetResult
+from kvdepot.format.record import record_bytes
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Rows
+from kvdepot.memory.arena import UNOWNED, Arena, Slab
 from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
-from kvdepot.tiers.memory.arena import UNOWNED, Arena, Slab
 
 if TYPE_CHECKING:
     from kvdepot.store.state.state import StoreState
@@ -50,13 +50,13 @@ class ArenaTier:
     name: str = field(init=False)
     address: int = field(init=False)
     """Where the arena begins."""
-    served: Got = field(init=False)
+    served: GetResult = field(init=False)
     """The answer for a block that is here."""
 
     def __post_init__(self) -> None:
         self.name = self.copies.tier
         self.address = self.arena.address
-        self.served = Got(self.name)
+        self.served = GetResult(self.name)
 
     def image(self, row: int) -> memoryview:
         """The record of a block that is here."""

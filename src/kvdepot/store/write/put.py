@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.codec.copy_ops import checksum_slot, fill_op, transfers
-from kvdepot.codec.record import (
+from kvdepot.core.block import TAG_BYTES, BlockKey, PutResult
+from kvdepot.core.depot import Reservation
+from kvdepot.errors import LeaseError
+from kvdepot.format.copy_ops import checksum_slot, fill_op, transfers
+from kvdepot.format.record import (
     HEAD_BYTES,
     Kind,
     record_bytes,
     set_stamp,
     write_head,
 )
-from kvdepot.core.block import TAG_BYTES, BlockKey, Put
-from kvdepot.core.depot import Reservation
-from kvdepot.errors import LeaseError
 from kvdepot.index.table import NONE
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import SlotAllocator
@@ -73,7 +73,7 @@ class Putter:
         self._state = state
         self._slots = slots
 
-    def store(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
+    def store(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
         """Take in each offer or say why not.
 
         Waits for room until `timeout_s` has passed, no longer.
@@ -81,7 +81,7 @@ class Putter:
         state = self._state
         began_s = state.clock.now()
         deadline = began_s + timeout_s if timeout_s > 0 else _AT_ONCE
-        results: list[Put] = []
+        results: list[PutResult] = []
         while len(results) < len(offers):
             wave: list[NewBlock] = []
             with state.lock:
@@ -95,31 +95,31 @@ class Putter:
                 finally:
                     with state.lock:
                         self._seal(wave) if filled else self._abandon(wave)
-        if results.count(Put.STORED) < len(results):
+        if results.count(PutResult.STORED) < len(results):
             with state.lock:
                 self._count_others(results)
         state.traffic.took("put", state.clock.now() - began_s)
         return results
 
-    def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
+    def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
         """Find slots for offers, to be filled by the caller, then `finish`ed or `abandon`ed.
 
         Takes what fits at once and waits for the first one only: what waits may need these slots.
         """
         results = self.admit(offers, timeout_s)
-        left = [Put.THROTTLED] * (len(offers) - len(results))
+        left = [PutResult.THROTTLED] * (len(offers) - len(results))
         with self._state.lock:
             self._count_others(left)
         return results + left
 
-    def admit(self, offers: Sequence[NewBlock], timeout_s: float) -> list[Put]:
+    def admit(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
         """`reserve` without an answer for offers after the first that does not fit beside those
         before it: these were not tried.
         """
         state = self._state
         began_s = state.clock.now()
         deadline = began_s + timeout_s if timeout_s > 0 else _AT_ONCE
-        results: list[Put] = []
+        results: list[PutResult] = []
         wave: list[NewBlock] = []
         for part in _parts(offers):
             with state.lock:
@@ -161,7 +161,7 @@ class Putter:
     def _admit(
         self,
         offers: Sequence[NewBlock],
-        results: list[Put],
+        results: list[PutResult],
         wave: list[NewBlock],
         deadline: float,
         limit_bytes: int,
@@ -183,10 +183,10 @@ class Putter:
             if not wave or wave[-1].key[16:24] != offer.key[8:16]:
                 self._hold_before(offer)
             outcome = self._try(offer, room, ahead, may_wait=may_wait)
-            if outcome is Put.THROTTLED and offer.before != NONE:
+            if outcome is PutResult.THROTTLED and offer.before != NONE:
                 self._let_go(offer)  # memory has nothing else but this prompt
                 outcome = self._try(offer, room, ahead, may_wait=may_wait)
-            if outcome is Put.THROTTLED:
+            if outcome is PutResult.THROTTLED:
                 wait_s = deadline - state.clock.now()
                 if wave and wait_s > 0:
                     return
@@ -197,10 +197,10 @@ class Putter:
                 at_once = deadline == _AT_ONCE and state.written_through() is None
                 over = _NO_LIMIT if at_once else room
                 outcome = self._take_anyway(offer, room, over, ahead)
-                if wave and outcome is Put.THROTTLED:
+                if wave and outcome is PutResult.THROTTLED:
                     return
             results.append(outcome)
-            if outcome is Put.STORED:
+            if outcome is PutResult.STORED:
                 wave.append(offer)
                 total += record_bytes(offer.payload_bytes)
             else:
@@ -221,7 +221,7 @@ class Putter:
             self._state.catalog.unlease([offer.before])
             offer.before = NONE
 
-    def _take_anyway(self, offer: NewBlock, room: int, over: int, ahead: int) -> Put:
+    def _take_anyway(self, offer: NewBlock, room: int, over: int, ahead: int) -> PutResult:
         """Time is up: what is beyond `room` is taken up to `over`, and written later.
 
         Which blocks leave memory before they are written is up to eviction: cold ones, and tails
@@ -229,7 +229,7 @@ class Putter:
         """
         outcome = self._try(offer, over, ahead, may_wait=False)
         late = record_bytes(offer.payload_bytes) > room
-        offer.deferred = late and outcome is Put.STORED
+        offer.deferred = late and outcome is PutResult.STORED
         return outcome
 
     def _dirty_room(self) -> int:
@@ -239,13 +239,13 @@ class Putter:
             return _NO_LIMIT
         return state.dirty_limit_bytes - state.dirty_bytes if state.writes_back else _NO_LIMIT
 
-    def _try(self, offer: NewBlock, dirty_room: int, ahead: int, *, may_wait: bool) -> Put:
+    def _try(self, offer: NewBlock, dirty_room: int, ahead: int, *, may_wait: bool) -> PutResult:
         """Reserve a slot; `ahead` more offers follow. THROTTLED may change with time, REFUSED will
         not.
         """
         state, catalog = self._state, self._state.catalog
         if state.quarantined and offer.key[:TAG_BYTES] in state.quarantined:
-            return Put.REFUSED
+            return PutResult.REFUSED
         row, below = catalog.row(offer.key), False
         if row != NONE:
             if catalog.memory.absent(row):
@@ -253,18 +253,18 @@ class Putter:
             below = self._is_below(row)
             if not below and not catalog.is_absent(row):
                 catalog.use([row])
-                return Put.PRESENT
+                return PutResult.PRESENT
         nbytes = record_bytes(offer.payload_bytes)
         if not state.arena.chunks_for(nbytes):
-            return Put.REFUSED
+            return PutResult.REFUSED
         slot = None
         if below or nbytes <= dirty_room:
             slot = self._slots.allocate(nbytes, NONE, ahead=ahead, may_wait=may_wait)
         if slot is None and below:
             catalog.use([row])
-            return Put.PRESENT
+            return PutResult.PRESENT
         if slot is None:
-            return Put.THROTTLED
+            return PutResult.THROTTLED
         if row == NONE:
             row = catalog.add(offer.key, offer.payload_bytes)
         else:  # it may have gone with what was evicted
@@ -273,7 +273,7 @@ class Putter:
         catalog.memory.reserve(row, slot)
         catalog.lease([row])
         offer.row, offer.slot = row, slot
-        return Put.STORED
+        return PutResult.STORED
 
     def _is_below(self, row: int) -> bool:
         """Whether a block is in lower tiers only: what is offered belongs in memory again."""
@@ -345,15 +345,15 @@ class Putter:
             state.arena.free(state.catalog.memory.drop(offer.row))
         state.unlease(_leased(wave))
 
-    def _count_others(self, outcomes: Iterable[Put]) -> None:
+    def _count_others(self, outcomes: Iterable[PutResult]) -> None:
         """Count what was not stored; what was is counted when it is sealed."""
         counters = self._state.counters
         for outcome in outcomes:
-            if outcome is Put.PRESENT:
+            if outcome is PutResult.PRESENT:
                 counters.put_present += 1
-            elif outcome is Put.THROTTLED:
+            elif outcome is PutResult.THROTTLED:
                 counters.put_throttled += 1
-            elif outcome is Put.REFUSED:
+            elif outcome is PutResult.REFUSED:
                 counters.put_refused += 1
 
 
@@ -364,7 +364,7 @@ class StoreReservation(Reservation):
         self,
         putter: Putter,
         offers: Sequence[NewBlock],
-        outcomes: list[Put],
+        outcomes: list[PutResult],
         done: Callable[[], None],
     ) -> None:
         self.outcomes = outcomes
@@ -372,7 +372,7 @@ class StoreReservation(Reservation):
         self._open = {
             index: offer
             for index, (offer, outcome) in enumerate(zip(offers, outcomes, strict=True))
-            if outcome is Put.STORED
+            if outcome is PutResult.STORED
         }
         self._done = done
         self._over = False

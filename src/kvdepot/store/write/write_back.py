@@ -11,17 +11,17 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.codec.record import record_bytes
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import DURABILITY, Durability, FlushReport
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.tier import pack_location
+from kvdepot.format.record import record_bytes
 from kvdepot.index.table import NONE, Rows
-from kvdepot.store.move.copy_run import CopyJob, Piece, RecordMover
+from kvdepot.store.move.mover import BlockMover, CopyBatch, CopyJob
 from kvdepot.store.move.reclaim import DriveRoom
+from kvdepot.store.state.background_throttle import FLASH_SHARE, HEAD_SHARE, backoff_s
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.state.yielding import FLASH_SHARE, HEAD_SHARE, rest_s
 
 _BLOCKS_MAX: Final = 512
 _THREADS_MAX: Final = 8
@@ -89,7 +89,7 @@ class WriteBack:
     """The background threads of one tier."""
 
     def __init__(
-        self, state: StoreState, lower: LowerTier, mover: RecordMover, room: DriveRoom
+        self, state: StoreState, lower: LowerTier, mover: BlockMover, room: DriveRoom
     ) -> None:
         self._state = state
         self._lower = lower
@@ -124,7 +124,7 @@ class WriteBack:
         finally:
             self._end_thread()
 
-    def _next(self) -> tuple[int, Piece, WriteDown] | None:
+    def _next(self) -> tuple[int, CopyBatch, WriteDown] | None:
         """Wait for dirty blocks and claim some for a drive. None: the store closes."""
         state, lower = self._state, self._lower
         with state.lock:
@@ -140,14 +140,14 @@ class WriteBack:
                     if piece.rows:
                         lower.shares.take(drive, piece.nbytes, state.clock.now())
                         self._busy[drive] += 1
-                        if lower.run_bytes:
+                        if lower.contiguous_bytes:
                             state.work.notify_all()
                         return drive, piece, job
                     pause_s = _LINGER_S if lower.dirty else None
                 state.work.wait(pause_s)
         return None
 
-    def _write(self, drive: int, piece: Piece, job: WriteDown) -> None:
+    def _write(self, drive: int, piece: CopyBatch, job: WriteDown) -> None:
         state, nbytes = self._state, piece.nbytes
         self._mover.copy(
             job, piece, [drive], lambda _, number, least: self._room.wait_for(number, least)
@@ -168,8 +168,8 @@ class WriteBack:
         """Leave the drives to reads that came since then, for a while."""
         lower, now_s = self._lower, self._state.clock.now()
         if not lower.is_remote and lower.foreground.busy_since(since_s):
-            share = HEAD_SHARE if lower.run_bytes else FLASH_SHARE
-            self._rests_until_s = now_s + min(_REST_S_MAX, rest_s(now_s - since_s, share))
+            share = HEAD_SHARE if lower.contiguous_bytes else FLASH_SHARE
+            self._rests_until_s = now_s + min(_REST_S_MAX, backoff_s(now_s - since_s, share))
 
     def _is_pressed(self) -> bool:
         """Much waits, or a block found no room of late: a prompt whose tail waits stays whole."""
@@ -206,7 +206,7 @@ class WriteBack:
             return first, None
         if first in able and not pressed:
             # The drive that should take the next run is busy: wait for it a little.
-            if lower.run_bytes:
+            if lower.contiguous_bytes:
                 wait_s = self._left_s(lower.shares.taken_s, _LINGER_S)
             elif lower.shares.are_uneven():
                 wait_s = self._left_s(max(lower.shares.taken_s, lower.dirty_since_s), _YIELD_S)
@@ -217,8 +217,8 @@ class WriteBack:
     def _linger_s(self) -> float:
         """How long blocks should still wait: for reads, or for others of their prompt."""
         lower, resting_s = self._lower, self._left_s(self._rests_until_s, 0.0)
-        enough = lower.dirty_bytes >= lower.run_bytes * (1 + lower.tier.drive_count())
-        if resting_s or not lower.run_bytes or enough:
+        enough = lower.dirty_bytes >= lower.contiguous_bytes * (1 + lower.tier.drive_count())
+        if resting_s or not lower.contiguous_bytes or enough:
             return resting_s
         return self._left_s(lower.dirty_since_s, _LINGER_S)
 
@@ -246,7 +246,7 @@ class WriteBack:
         lower.sort_dirty()
         segment_bytes = lower.tier.drive(drive).segment_bytes
         most = segment_bytes if lower.is_remote else segment_bytes // 4
-        budget = min(lower.run_bytes or self._part_bytes(drive), most)
+        budget = min(lower.contiguous_bytes or self._part_bytes(drive), most)
         rows: list[int] = []
         passed_over: list[int] = []
         for _ in range(min(len(lower.dirty), _BLOCKS_MAX)):
@@ -255,7 +255,7 @@ class WriteBack:
             if rows and nbytes > budget:
                 break
             lower.dirty.popleft()
-            if catalog.is_doomed(row) or not lower.copies.absent(row):
+            if catalog.is_deleted(row) or not lower.copies.absent(row):
                 state.mark_clean(row, lower)
                 state.written.notify_all()
             elif self._mover.is_appended_elsewhere(row, lower):

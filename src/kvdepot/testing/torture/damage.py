@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvdepot.codec.record import PAGE
+from kvdepot.format.record import PAGE
 
 Harm = Callable[[Path, random.Random, Path], None]
 

@@ -48,7 +48,7 @@ from kvdepot.testing.torture.world import (
     read_blocks,
     residents,
 )
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.tier import LogTier
 
 Kind = Literal["cuts", "kills", "damages"]
 KINDS: Final[tuple[Kind, ...]] = ("cuts", "kills", "damages")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Literal, TypeVar
 
-from kvdepot.core.block import Put
+from kvdepot.core.block import PutResult
 from kvdepot.core.depot import Durability, Lease
 from kvdepot.core.tier import Tier
 from kvdepot.errors import ConfigError, StoreClosedError
@@ -27,7 +27,7 @@ from kvdepot.testing.torture.world import (
     read_blocks,
     residents,
 )
-from kvdepot.tiers.log.tier import LogTier
+from kvdepot.volumes.log.tier import LogTier
 
 ALLOWANCE_S: Final = 20.0
 """How much later than its deadline a call may return: machines are busy."""
@@ -137,7 +137,7 @@ class StoreSession:
             "put_many", PUT_S, lambda: self.store.put_many(keys, payloads, timeout_s=PUT_S)
         )
         pairs = list(zip(blocks, answers, strict=True))
-        present = {block.number for block, answer in pairs if answer is Put.PRESENT}
+        present = {block.number for block, answer in pairs if answer is PutResult.PRESENT}
         stayed = present & flushed & set(residents(self.store))
         self._ledger.write("stayed", stayed)
         self._unflushed |= {block.number for block, answer in pairs if answer} - stayed

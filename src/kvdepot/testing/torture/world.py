@@ -8,15 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from kvdepot.config.settings import Config, load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.config import Config, load
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
+from kvdepot.io.files import EngineKind, Files
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.images import payload_for
-from kvdepot.tiers.device.files import EngineKind, Files
 
 BLOCK_TOKENS: Final = 4
 SEGMENT_BYTES: Final = 64 << 10

@@ -1,0 +1,207 @@
+"""Offloading through the daemon: it reserves slots, this process fills and checksums them, the
+daemon seals them. Or the caller fills the slots itself (`RemoteReservation`).
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvdepot.core.block import PutResult
+from kvdepot.core.depot import Reservation
+from kvdepot.daemon.client.connections import Connections, DaemonAwayError, Link, expect
+from kvdepot.daemon.client.get import address_in, batches, payload_in
+from kvdepot.daemon.wire import messages
+from kvdepot.daemon.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
+from kvdepot.errors import LeaseError
+from kvdepot.format.copy_ops import checksum_slot, fill_op, transfers
+from kvdepot.format.record import fill_producer, fill_tokens, record_bytes
+from kvdepot.store.write.put import NewBlock
+
+_WAVE_BYTES: Final = 64 << 20
+
+
+class RemotePutter:
+    """Serves `put` over one connection, in waves: the seal of one and the reservation of the next
+    travel together.
+    """
+
+    def __init__(self, connections: Connections, link: Link, timeout_s: float) -> None:
+        self._connections = connections
+        self._link = link
+        self._deadline = time.monotonic() + timeout_s
+        self._limit_s = timeout_s + connections.call_s
+        self._sealing: int | None = None
+
+    def store(self, offers: Sequence[NewBlock], outcomes: list[PutResult]) -> None:
+        """Append an outcome for each offer. DaemonAwayError: only those that are there hold."""
+        settled: list[PutResult] = []
+        while len(outcomes) + len(settled) < len(offers):
+            wave = _wave(offers, len(outcomes) + len(settled))
+            serial = self._reserve(wave)
+            self._sealed(outcomes, settled)
+            frame = expect(self._link.answer(serial, self._limit_s), FrameKind.RESERVED)
+            settled = self._fill(frame, wave)
+        self._sealed(outcomes, settled)
+
+    def _reserve(self, wave: Sequence[NewBlock]) -> int:
+        head = messages.Seconds(max(0.0, self._deadline - time.monotonic()))
+        keys = b"".join([offer.key for offer in wave])
+        return self._link.send(FrameKind.RESERVE, head.body() + keys)
+
+    def _sealed(self, outcomes: list[PutResult], settled: list[PutResult]) -> None:
+        """Wait until the last wave is sealed; its outcomes hold from then on."""
+        if self._sealing is not None:
+            expect(self._link.answer(self._sealing, self._limit_s), FrameKind.NUMBER)
+            self._sealing = None
+        outcomes += settled
+        settled.clear()
+
+    def _fill(self, frame: Frame, wave: Sequence[NewBlock]) -> list[PutResult]:
+        """Fill the slots that a wave got. Returns the outcomes of those that were tried."""
+        number, answers, slots = _reserved_of(frame, len(wave))
+        ops = []
+        for index, location in slots.items():
+            offer = wave[index]
+            slot = address_in(self._connections.arena, location, offer.payload_bytes)
+            ops.append(fill_op(slot, offer.source, offer.payload_bytes, offer.chunk_bytes))
+        if ops:
+            transfers(ops)
+            flags = _fill_heads(self._connections, [(wave[at], slots[at]) for at in slots])
+            body = messages.with_table(number, np.array(list(slots), "<u4"))
+            self._sealing = self._link.send(FrameKind.SEAL, body, flags)
+        return answers
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedBatch:
+    """As many slots of a reservation as fit in a frame."""
+
+    number: int
+    """What the daemon calls it."""
+    start: int
+    slots: dict[int, int]
+    """Index, counted from `start`, to the slot's place."""
+
+
+class RemoteReservation(Reservation):
+    """Slots of a daemon's store. When the daemon is gone before `seal`, what was filled is lost:
+    its outcomes become THROTTLED.
+    """
+
+    def __init__(
+        self,
+        connections: Connections | None,
+        offers: Sequence[NewBlock],
+        outcomes: list[PutResult],
+        batches: list[ReservedBatch],
+    ) -> None:
+        self.outcomes = outcomes
+        self._connections = connections
+        self._offers = offers
+        self._batches = batches
+        self._open = {
+            batch.start + index: location
+            for batch in batches
+            for index, location in batch.slots.items()
+        }
+        self._over = False
+
+    def view(self, index: int) -> memoryview | None:
+        location = self._open.get(index)
+        if location is None or self._connections is None:
+            return None
+        return payload_in(self._connections.arena, location, self._offers[index].payload_bytes)
+
+    def seal(self, indices: Iterable[int] | None = None) -> None:
+        chosen = sorted(self._open if indices is None else indices)
+        if any(index not in self._open for index in chosen):
+            raise LeaseError("a slot was sealed that is not reserved")
+        connections = self._connections
+        if connections is None or not chosen:
+            return
+        filled = [(self._offers[index], self._open.pop(index)) for index in chosen]
+        for offer, location in filled:
+            address_in(connections.arena, location, offer.payload_bytes)
+            checksum_slot(connections.arena.view[location:], offer.payload_bytes, offer.chunk_bytes)
+        flags = _fill_heads(connections, filled)
+        try:
+            with connections.link() as link:
+                for batch in self._batches:
+                    mine = [at - batch.start for at in chosen if at - batch.start in batch.slots]
+                    if mine:
+                        body = messages.with_table(batch.number, np.array(mine, "<u4"))
+                        link.number(FrameKind.SEAL, body, connections.call_s, flags)
+            connections.count_stored(len(chosen))
+        except DaemonAwayError:
+            connections.count_away()
+            for index in chosen:
+                self.outcomes[index] = PutResult.THROTTLED
+
+    def close(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._connections is None:
+            return
+        for batch in self._batches:
+            if any(batch.start + index in self._open for index in batch.slots):
+                self._connections.tell(FrameKind.ABANDON, messages.Number(batch.number).body())
+        self._open.clear()
+        self._connections.leave()
+
+
+def reserve(
+    connections: Connections, link: Link, offers: Sequence[NewBlock], timeout_s: float
+) -> tuple[list[PutResult], list[ReservedBatch]]:
+    """Outcomes of all offers. Where one frame found no room the next is not asked for."""
+    outcomes: list[PutResult] = []
+    found: list[ReservedBatch] = []
+    for part in batches(offers):
+        body = messages.Seconds(timeout_s if not outcomes else 0.0).body()
+        body += b"".join([offers[index].key for index in part])
+        frame = link.call(FrameKind.RESERVE, body, timeout_s + connections.call_s, Flag.PAD)
+        number, answers, slots = _reserved_of(expect(frame, FrameKind.RESERVED), len(part))
+        outcomes += answers
+        if slots:
+            found.append(ReservedBatch(number, part.start, slots))
+        if PutResult.THROTTLED in answers:
+            break
+    return outcomes + [PutResult.THROTTLED] * (len(offers) - len(outcomes)), found
+
+
+def _fill_heads(connections: Connections, filled: Sequence[tuple[NewBlock, int]]) -> int:
+    """Lay token ids and producers of blocks into their slots. Returns the flags of SEAL."""
+    flags = 0
+    if any(len(offer.tokens) for offer, _ in filled):
+        flags |= Flag.TOKENS
+        for offer, location in filled:
+            sizes = (offer.payload_bytes, offer.chunk_bytes)
+            fill_tokens(connections.arena.view[location:], *sizes, offer.tokens)
+    if any(offer.producer for offer, _ in filled):
+        flags |= Flag.PRODUCER
+        for offer, location in filled:
+            fill_producer(connections.arena.view[location:], offer.producer)
+    return flags
+
+
+def _reserved_of(frame: Frame, count: int) -> tuple[int, list[PutResult], dict[int, int]]:
+    """What RESERVED says: a number, the outcomes, and the slots by index."""
+    number, rows = messages.table(frame.body, messages.SLOT_DTYPE)
+    codes = rows["outcome"].tolist()
+    if not 0 < len(codes) <= count or max(codes) >= len(messages.PUTS):
+        raise DaemonAwayError("outcomes that make no sense")
+    answers = [messages.PUTS[code] for code in codes]
+    places = rows["location"].tolist()
+    slots = {at: places[at] for at, answer in enumerate(answers) if answer is PutResult.STORED}
+    return number, answers, slots
+
+
+def _wave(offers: Sequence[NewBlock], start: int) -> Sequence[NewBlock]:
+    total, stop = 0, start
+    while stop < len(offers) and stop - start < KEYS_MAX and total < _WAVE_BYTES:
+        total += record_bytes(offers[stop].payload_bytes)
+        stop += 1
+    return offers[start:stop]

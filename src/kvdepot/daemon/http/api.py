@@ -1,0 +1,378 @@
+"""What can be asked over HTTP, and the answers. FastAPI makes /openapi.json from these functions.
+
+Functions that are not coroutines may block: they run in threads.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+
+from kvdepot.config.loader import show
+from kvdepot.core.order import SessionState
+from kvdepot.daemon.http import bodies
+from kvdepot.daemon.http.archives import ARCHIVE, MEDIA, ArchiveMover
+from kvdepot.daemon.http.changes import ChangeRunner
+from kvdepot.daemon.http.events import RecentEvents
+from kvdepot.daemon.http.exposition import CONTENT_TYPE, render
+from kvdepot.daemon.http.guard import IMPORT_PATH, PREFIX_PATH
+from kvdepot.daemon.http.prefixes import longest_prefixes
+from kvdepot.daemon.server.daemon import Daemon
+from kvdepot.daemon.wire.messages import key_words
+from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.store.alerts import alerts as alerts_of
+from kvdepot.store.metrics import derived
+from kvdepot.store.sessions.service import SessionService
+from kvdepot.store.sessions.session_table import state_of
+from kvdepot.store.sessions.shared_prefixes import PREFIX_ORDERS
+from kvdepot.store.store import Store
+
+_SHOWN: Final = 5
+"""Sessions of each kind on the dashboard."""
+Answer = dict[str, Any]
+
+
+class NotThereError(KVDepotError):
+    """What a request names does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The daemon whose store is served, and what the server keeps beside it."""
+
+    daemon: Daemon
+    archives: ArchiveMover
+    events: RecentEvents = field(default_factory=RecentEvents)
+    changes: ChangeRunner = field(default_factory=ChangeRunner)
+
+    @property
+    def store(self) -> Store:
+        return self.daemon.store
+
+    @property
+    def sessions(self) -> SessionService:
+        return self.daemon.store.sessions
+
+    def stats(self) -> Answer:
+        """What `stats` answers to a client of the daemon."""
+        return {**self.store.stats(), "daemon": self.daemon.describe()}
+
+    def tags(self, name: str, namespace: str | None) -> list[bytes]:
+        """Namespaces that have a session of that name; NotThereError if there is none."""
+        found = self.store.namespaces_of_session(name)
+        tags = [tag for tag in found if namespace in (None, tag.hex())]
+        if not tags:
+            raise NotThereError("session: is not known", hint="GET /api/sessions")
+        return tags
+
+    def named(self, said: bodies.SessionName) -> tuple[str, str]:
+        """The session and the namespace that a body names, or NotThereError."""
+        self.tags(said.session, said.namespace)
+        return said.session, said.namespace or ""
+
+
+async def _served(request: Request) -> Served:
+    found: Served = request.app.state.served
+    return found
+
+
+async def _is_trusted(request: Request) -> bool:
+    return bool(request.state.trusted)
+
+
+async def _need_token(request: Request) -> None:
+    if not request.state.trusted:
+        raise HTTPException(403, "this needs a token: start with --http-token-file FILE")
+
+
+TOKEN: Final = Depends(HTTPBearer(scheme_name="token", auto_error=False))
+"""Says in /openapi.json that a path takes the token. The Guard checks it."""
+Here = Annotated[Served, Depends(_served)]
+Trusted = Annotated[bool, Depends(_is_trusted)]
+"""Whether the request came with the token."""
+Tier = Annotated[str, Path(max_length=32)]
+health = APIRouter()
+router = APIRouter(dependencies=[TOKEN])
+
+
+@health.get("/healthz")
+async def healthz() -> Answer:
+    """The daemon runs."""
+    return {"ok": True}
+
+
+@health.get("/readyz", responses={503: {"description": "The daemon stops."}})
+async def readyz(here: Here, response: Response) -> Answer:
+    """The daemon takes clients."""
+    if here.daemon.is_stopping:
+        response.status_code = 503
+        return {"ready": False, "why": "the daemon stops"}
+    return {"ready": True}
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+def metrics(here: Here) -> Response:
+    """The metrics as Prometheus text."""
+    return Response(render(here.stats()), headers={"content-type": CONTENT_TYPE})
+
+
+@router.get("/api/overview")
+def overview(here: Here, trusted: Trusted) -> Answer:
+    """All that the dashboard shows."""
+    stats, prefixes = here.stats(), here.sessions.shared_prefixes
+    return {
+        "stats": stats,
+        "derived": derived(stats),
+        "alerts": [alert.as_dict() for alert in alerts_of(stats)],
+        "events": here.events.latest(),
+        "sessions": {
+            order: _hidden(here.sessions.known(order, _SHOWN), here, trusted)
+            for order in ("busy", "cold")
+        },
+        "prefixes": {order: prefixes(order, _SHOWN) for order in PREFIX_ORDERS},
+        "change": here.changes.last.as_dict(),
+        "names_hidden": not trusted,
+    }
+
+
+@router.get("/api/stats")
+def stats(here: Here) -> Answer:
+    """All that is known of the store."""
+    return here.stats()
+
+
+@router.get("/api/tiers")
+def tiers(here: Here) -> Answer:
+    """The tiers and their drives."""
+    return {"tiers": here.store.stats()["tiers"]}
+
+
+@router.get("/api/sessions")
+def sessions(here: Here, trusted: Trusted, asked: Annotated[bodies.SessionList, Query()]) -> Answer:
+    """Sessions that are remembered. Without the token their names are hidden."""
+    found = here.sessions.known(asked.order, asked.limit)
+    return {"sessions": _hidden(found, here, trusted), "names_hidden": not trusted}
+
+
+@router.get("/api/prefixes")
+def prefixes(here: Here, asked: Annotated[bodies.PrefixList, Query()]) -> Answer:
+    """Prefixes that several sessions begin with: how many, and where their blocks are."""
+    return {"prefixes": here.sessions.shared_prefixes(asked.order, asked.limit)}
+
+
+@router.get("/api/ledger")
+def ledger(here: Here, trusted: Trusted) -> Answer:
+    """Tokens given back and GPU seconds saved, by tenant and session, and what they are worth.
+    Without the token names of sessions are hidden.
+    """
+    found = here.sessions.ledger()
+    _hidden(found["sessions"], here, trusted)
+    return found
+
+
+def _hidden(listed: list[Answer], here: Served, trusted: bool) -> list[Answer]:
+    """Sessions with names that only tell them apart, for requests without the token."""
+    for one in listed if not trusted else ():
+        said = f"{one['namespace']} {one['name']}".encode()
+        digest = hashlib.blake2b(said, key=here.daemon.instance).hexdigest()
+        one["name"] = f"session {digest[:8]}"
+    return listed
+
+
+@router.get("/api/config")
+def config(here: Here) -> Answer:
+    """The settings in force; secrets are masked."""
+    return {"config": show(here.daemon.config)}
+
+
+@router.get("/api/alerts")
+def alerts(here: Here) -> Answer:
+    """What is wrong, and what to do."""
+    return {"alerts": [alert.as_dict() for alert in alerts_of(here.stats())]}
+
+
+@router.get("/api/events")
+def events(here: Here) -> Answer:
+    """The latest lines of the daemon's log."""
+    return {"events": here.events.latest()}
+
+
+@router.get("/api/change")
+def change(here: Here) -> Answer:
+    """The latest change, and what became of it."""
+    return here.changes.last.as_dict()
+
+
+changes = APIRouter(
+    prefix="/api/tiers/{tier}",
+    dependencies=[TOKEN],
+    responses={202: {"description": "The change goes on: see GET /api/change."}},
+)
+
+
+@changes.post("/drives")
+def add_drive(here: Here, tier: Tier, said: bodies.DriveBody, response: Response) -> Answer:
+    """Use one more drive."""
+    work = lambda: here.store.add_drive(tier, said.path)  # noqa: E731
+    return _change(here, tier, f"add {said.path} to {tier}", work, response)
+
+
+@changes.post("/drain")
+def drain(here: Here, tier: Tier, said: bodies.DriveBody, response: Response) -> Answer:
+    """Move a drive's blocks to the others and use it no more."""
+    work = lambda: here.store.drain_drive(tier, said.path)  # noqa: E731
+    return _change(here, tier, f"drain {said.path} of {tier}", work, response)
+
+
+@changes.put("/capacity")
+def resize(here: Here, tier: Tier, said: bodies.CapacityBody, response: Response) -> Answer:
+    """Give a tier more or less room."""
+    work = lambda: here.store.resize(tier, said.capacity)  # noqa: E731
+    return _change(here, tier, f"resize {tier} to {said.capacity}", work, response)
+
+
+@changes.put("/write-mode")
+def set_mode(here: Here, tier: Tier, said: bodies.Mode, response: Response) -> Answer:
+    """Change when blocks come to a tier."""
+    mode = said.mode.value
+    work = lambda: here.store.set_write_mode(tier, mode)  # noqa: E731
+    return _change(here, tier, f"set the write mode of {tier} to {mode}", work, response)
+
+
+def _change(
+    here: Served, tier: str, what: str, work: Callable[[], int | None], response: Response
+) -> Answer:
+    """Begin a change; 202 while it goes on."""
+    known = here.store.stats()["tiers"]
+    if tier not in known:
+        raise NotThereError(f"{tier}: no such tier", hint=f"this store has {', '.join(known)}")
+    found = here.changes.run(what, work)
+    if found.state == "failed":
+        raise ConfigError("change", found.error, hint=found.hint)
+    if found.state == "running":
+        response.status_code = 202
+    return found.as_dict()
+
+
+@router.post("/api/sessions/state")
+def tell_session(here: Here, said: bodies.SessionTold) -> Answer:
+    """Tell what becomes of a session."""
+    state, name = SessionState(state_of(said.state)), said.session
+    tags = here.tags(name, said.namespace)
+    blocks = sum(here.daemon.mapped.tell(tag, name, None, state, 0) for tag in tags)
+    return {"namespaces": [tag.hex() for tag in tags], "blocks": blocks}
+
+
+@router.post("/api/sessions/show")
+def session(here: Here, said: bodies.SessionName) -> Answer:
+    """All that is known of a session."""
+    name, namespace = here.named(said)
+    return {"sessions": here.sessions.show(name, namespace=namespace)}
+
+
+@router.post("/api/sessions/pin")
+def pin(here: Here, said: bodies.PinBody) -> Answer:
+    """Keep a session's blocks until a moment. `kept` is false, with a reason, where that cannot be
+    promised.
+    """
+    name, namespace = here.named(said)
+    receipt = here.sessions.pin(
+        name,
+        until_s=said.until_s,
+        for_s=said.for_s,
+        through_turn=said.through_turn == "yes",
+        namespace=namespace,
+    )
+    return receipt.as_dict()
+
+
+@router.post("/api/sessions/unpin")
+def unpin(here: Here, said: bodies.SessionName) -> Answer:
+    """End a session's contract."""
+    name, namespace = here.named(said)
+    return {"contracts_ended": here.sessions.unpin(name, namespace=namespace)}
+
+
+@router.post("/api/sessions/park")
+def park(here: Here, said: bodies.SessionName) -> Answer:
+    """A session pauses: write its blocks to drives, and free their memory."""
+    name, namespace = here.named(said)
+    return here.sessions.park(name, namespace=namespace)
+
+
+@router.post("/api/sessions/warm")
+def warm(here: Here, said: bodies.Warm) -> Answer:
+    """A session comes back soon: bring its blocks to memory."""
+    name, namespace = here.named(said)
+    return here.sessions.warm(name, said.deadline_s, namespace=namespace)
+
+
+@router.post("/api/sessions/expire")
+def expire(here: Here, said: bodies.SessionName) -> Answer:
+    """A session is over: forget it; its blocks make room first."""
+    name, namespace = here.named(said)
+    return here.sessions.expire(name, namespace=namespace)
+
+
+@router.get(
+    "/api/sessions/{session:path}/export",
+    dependencies=[Depends(_need_token)],
+    response_class=Response,
+    responses={200: {"content": ARCHIVE}},
+)
+async def export(
+    here: Here,
+    request: Request,
+    session: Annotated[bodies.Name, Path()],
+    asked: Annotated[bodies.ExportQuery, Query()],
+) -> Response:
+    """A session with its blocks as an archive, streamed. Needs the token."""
+    if request.state.head_only:
+        return Response(media_type=MEDIA)
+
+    def begin() -> Any:
+        here.tags(session, asked.namespace)
+        return here.sessions.export_pieces(session, namespace=asked.namespace or "")
+
+    return await here.archives.download(begin)
+
+
+@router.post(IMPORT_PATH, openapi_extra={"requestBody": {"required": True, "content": ARCHIVE}})
+async def import_archive(here: Here, request: Request) -> Answer:
+    """Take in a session from an archive, as far as it is intact: `complete` and `damage` say what
+    was left out.
+    """
+    return await here.archives.upload(request, here.sessions.import_from)
+
+
+@router.post("/api/hints")
+def hint(here: Here, said: bodies.HintBody) -> Answer:
+    """Bring the blocks of a session, of keys, or of a prompt's tokens to memory ahead of need."""
+    mapped, deadline_s = here.daemon.mapped, said.deadline_s
+    if sum(one is not None for one in (said.session, said.keys, said.tokens)) != 1:
+        raise ConfigError("hint", "give either a session or keys or tokens")
+    if said.keys is not None:
+        words = key_words(b"".join(bytes.fromhex(key) for key in said.keys))
+        hints = [mapped.hint(words, deadline_s)]
+    elif said.tokens is not None:
+        prompts = here.store.keys_of_tokens(said.tokens, said.model or "")
+        brought = [here.store.hint_described(prompt, deadline_s) for prompt in prompts]
+        hints = [(one, one.resident) for one in brought]
+    else:
+        name = str(said.session)
+        tags = here.tags(name, said.namespace)
+        hints = [mapped.hint_session(tag, name, deadline_s) for tag in tags]
+    resident = sum(found for _, found in hints)
+    return {"resident": resident, "wanted": sum(one.wanted for one, _ in hints)}
+
+
+@router.post(PREFIX_PATH)
+def prefix(here: Here, said: bodies.PrefixQuestion) -> Answer:
+    """The longest prefix of a prompt that is here, by tier, and how long it would take to load.
+    Changes nothing.
+    """
+    return longest_prefixes(here.store, said)

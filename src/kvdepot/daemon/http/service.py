@@ -1,0 +1,257 @@
+"""The HTTP server of a daemon: one thread with an event loop, and two for what may block."""
+
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+from anyio.to_thread import current_default_thread_limiter
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import kvdepot
+from kvdepot.daemon.http import api
+from kvdepot.daemon.http.archives import ARCHIVE_BYTES_MAX, ArchiveMover
+from kvdepot.daemon.http.changes import ChangeRunningError
+from kvdepot.daemon.http.guard import RATE, AccessRules, Guard, refusal
+from kvdepot.daemon.server.daemon import Daemon
+from kvdepot.errors import ConfigError, KVDepotError, StateError, StoreClosedError
+
+_TOKEN_BYTES_MIN: Final = 16
+_CONNECTIONS_MAX: Final = 64
+_STOP_S: Final = 5.0
+_THREADS: Final = 2
+"""Threads for calls that may block, beside those of archives."""
+_NAME_SHOWN: Final = 100
+"""Characters of a field's name in an error: the name may be the sender's own."""
+_HERE: Final = "kvdepot.daemon.http"
+_PAGE: Final[dict[str, tuple[str, list[tuple[str, str]]]]] = {
+    "/": ("text/html; charset=utf-8", [(_HERE, "page/index.html")]),
+    "/dashboard.js": ("text/javascript; charset=utf-8", [(_HERE, "page/dashboard.js")]),
+    "/dashboard.css": (
+        "text/css; charset=utf-8",
+        [("kvdepot.core", "palette.css"), (_HERE, "page/dashboard.css")],
+    ),
+}
+"""Paths of the dashboard: media type, and the files that make them."""
+_log: Final = logging.getLogger("kvdepot.http")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Where to listen, and who may ask."""
+
+    host: str
+    port: int
+    token_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    requests_per_s: float = RATE
+    archive_bytes_max: int = ARCHIVE_BYTES_MAX
+    """Of a session that is imported."""
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def token(self) -> bytes:
+        """The token in the file; empty where there is no file. ConfigError: it cannot be used."""
+        if self.token_file is None:
+            if self.is_loopback:
+                return b""
+            raise ConfigError(
+                "--http",
+                f"{self.host} can be reached from other machines, and there is no token",
+                hint="give --http-token-file FILE, or listen on 127.0.0.1",
+            )
+        try:
+            found = self.token_file.read_bytes().strip()
+        except OSError as error:
+            reason = f"{self.token_file} cannot be read: {error.strerror or error}"
+            raise ConfigError("--http-token-file", reason) from error
+        if len(found) < _TOKEN_BYTES_MIN:
+            raise ConfigError(
+                "--http-token-file",
+                f"{self.token_file} has less than {_TOKEN_BYTES_MIN} characters",
+                hint="for example: openssl rand -hex 32",
+            )
+        return found
+
+    def check(self) -> None:
+        """Raise ConfigError where it cannot work."""
+        self.token()
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ConfigError("--http-cert", "a certificate and its key go together")
+        for name, path in (("--http-cert", self.cert_file), ("--http-key", self.key_file)):
+            if path is not None and not path.is_file():
+                raise ConfigError(name, f"{path} is not a file")
+
+    def listen(self) -> socket.socket:
+        """A socket that listens there. ConfigError: the address cannot be used."""
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            opened = socket.socket(family, kind, protocol)
+            try:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                opened.bind(address)
+                opened.listen(_CONNECTIONS_MAX)
+            except OSError:
+                opened.close()
+                raise
+        except OSError as error:
+            raise ConfigError(
+                "--http",
+                f"cannot listen on {self.host} port {self.port}: {error.strerror or error}",
+                hint="another port, or port 0 for any that is free",
+            ) from error
+        return opened
+
+
+class HttpService:
+    """Serves one daemon from `start` to `stop`."""
+
+    def __init__(self, daemon: Daemon, settings: HttpSettings) -> None:
+        settings.check()
+        self._served = api.Served(daemon, ArchiveMover(settings.archive_bytes_max))
+        self._socket = settings.listen()
+        self.port: int = self._socket.getsockname()[1]
+        scheme = "https" if settings.cert_file else "http"
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"{scheme}://{host}:{self.port}"
+        token = settings.token()
+        hosts = set() if token else {"localhost", "127.0.0.1", "::1", settings.host}
+        rules = AccessRules(token, frozenset(hosts), settings.requests_per_s)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Guard(make_app(self._served), rules),
+                http="h11",
+                loop="asyncio",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=_CONNECTIONS_MAX,
+                backlog=_CONNECTIONS_MAX,
+                timeout_graceful_shutdown=1,
+                ssl_certfile=settings.cert_file,
+                ssl_keyfile=settings.key_file,
+            )
+        )
+        try:
+            self._server.config.load()
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError("--http-cert", f"cannot be used: {error}") from error
+        self._thread = threading.Thread(target=self._run, name="kvdepot-http", daemon=True)
+
+    def start(self) -> None:
+        """Serve from now on, in a thread."""
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        self._served.events.attach()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Serve no more."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+        self._socket.close()
+        self._served.archives.close()
+        self._served.events.detach()
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+
+class Refusal(BaseModel):
+    """Why a request was not served, and what to do."""
+
+    error: str
+    hint: str = ""
+
+
+def make_app(served: api.Served) -> FastAPI:
+    """The paths and the errors, without the Guard."""
+    app = FastAPI(
+        title="kvdepot",
+        version=kvdepot.__version__,
+        description="Watch and change a daemon's store. docs/daemon.md",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_limited_threads,
+        responses={"4XX": {"model": Refusal}, "5XX": {"model": Refusal}},
+        exception_handlers={
+            HTTPException: _refused,
+            RequestValidationError: _malformed,
+            KVDepotError: _failed,
+            OSError: _failed,
+        },
+    )
+    app.state.served = served
+    for path, (media, files) in _PAGE.items():
+        parts = [resources.files(at).joinpath(name).read_bytes() for at, name in files]
+        app.router.routes.append(Route(path, _static(b"".join(parts), media)))
+    for router in (api.health, api.router, api.changes):
+        app.include_router(router)
+    return app
+
+
+@asynccontextmanager
+async def _limited_threads(_: FastAPI) -> AsyncIterator[None]:
+    current_default_thread_limiter().total_tokens = _THREADS
+    yield
+
+
+def _static(content: bytes, media: str) -> Callable[[Request], Any]:
+    async def handle(_: Request) -> Response:
+        return Response(content, headers={"content-type": media})
+
+    return handle
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+
+
+async def _malformed(_: Request, error: Exception) -> Response:
+    """Names the first field that is wrong, and not what was sent."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"][1:]))[:_NAME_SHOWN] or str(first["loc"][0])
+    return refusal(400, f"{place}: {first['msg']}", "GET /openapi.json has the fields")
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    if isinstance(error, StateError):
+        _log.error("a bug in kvdepot: %s", error)
+        return refusal(500, "a bug in kvdepot: see the daemon's log")
+    if isinstance(error, StoreClosedError):
+        return refusal(503, "the daemon stops")
+    if isinstance(error, api.NotThereError):
+        return refusal(404, str(error), error.hint)
+    if isinstance(error, ChangeRunningError):
+        return refusal(409, str(error), error.hint)
+    return refusal(400, str(error), getattr(error, "hint", ""))

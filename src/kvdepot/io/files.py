@@ -1,0 +1,291 @@
+"""All I/O of a drive goes through here: batches by the native engine, single pages and everything
+that changes a directory by the OS.
+
+One seam, so that tests can put faults, delays, kills and power cuts between a drive and its disk
+(kvdepot.testing.faults, kvdepot.testing.power), and so that nothing else in the tiers calls the OS.
+"""
+
+import errno
+import itertools
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.core.tier import Pending
+from kvdepot.format.record import round_up
+from kvdepot.native import IO_DTYPE, SYNC, WRITE, address_of, open_engine
+
+EngineKind = Literal["auto", "uring", "threads", "python"]
+Ops = npt.NDArray[Any]
+LOST_AND_FOUND: Final = "lost+found"
+"""What a new ext4 filesystem has, and who looks for an empty folder does not count."""
+_WORDS: Final = IO_DTYPE.itemsize // 8
+
+
+def io_ops(count: int) -> Ops:
+    """An empty batch for `Files.run`."""
+    return np.zeros(count, dtype=IO_DTYPE)
+
+
+def io_rows(rows: Sequence[tuple[int, ...]]) -> Ops:
+    """A batch of native.IO_DTYPE rows for `Files.run`."""
+    words = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(rows) * _WORDS)
+    return words.view(IO_DTYPE)
+
+
+def aligned(nbytes: int) -> memoryview:
+    """Fresh page-aligned memory for direct I/O."""
+    return memoryview(mmap.mmap(-1, round_up(max(nbytes, 1))))
+
+
+class Descriptors:
+    """When a descriptor may be closed: its number must not be given to another file while a read
+    or write that was planned with it may still come. Thread-safe.
+
+    Who plans I/O says so (`use`) before it looks descriptors up. One that is given up points to
+    nothing at once, so that its disk can be unmounted, and is closed when everything that was
+    under way at that moment has ended.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._users: dict[int, Pending | None] = {}
+        """What is under way, by number; with what outlives its call."""
+        self._given_up: list[tuple[int, int]] = []
+        """Descriptors, with the number of the moment they were given up."""
+        self._lock = threading.Lock()
+
+    def begin(self) -> int:
+        """Descriptors are about to be looked up and used, until `end`."""
+        number = next(self._numbers)
+        self._users[number] = None
+        return number
+
+    def end(self, number: int, pending: Pending | None = None) -> None:
+        """The use that `begin` has numbered is over, but for what is pending."""
+        if pending is not None:
+            self._users[number] = pending
+            self._forget_ended()
+        else:
+            del self._users[number]
+        if self._given_up:
+            self._close_unused()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        number = self.begin()
+        try:
+            yield
+        finally:
+            self.end(number)
+
+    def give_up(self, fd: int) -> None:
+        """Close a descriptor, as soon as it is not in use. Its file is closed now."""
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(null, fd, inheritable=False)
+        os.close(null)
+        with self._lock:
+            self._given_up.append((next(self._numbers), fd))
+        self._close_unused()
+
+    def close(self) -> None:
+        """Close what was given up; nothing may be under way."""
+        with self._lock:
+            left, self._given_up = self._given_up, []
+        for _, fd in left:
+            os.close(fd)
+
+    def _forget_ended(self) -> None:
+        for number, pending in list(self._users.items()):
+            if pending is not None and pending.wait(0.0):
+                self._users.pop(number, None)
+
+    def _close_unused(self) -> None:
+        self._forget_ended()
+        with self._lock:
+            oldest = min(list(self._users), default=next(self._numbers))
+            unused = [fd for number, fd in self._given_up if number < oldest]
+            self._given_up = [one for one in self._given_up if one[0] > oldest]
+        for fd in unused:
+            os.close(fd)
+
+
+class SharedPending:
+    """Late I/O that several threads may ask about: those that wait, and those that look."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+        self._asked = threading.Lock()
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        if not self._asked.acquire(timeout=max(0.0, timeout_s)):
+            return False
+        try:
+            return self._pending.wait(max(0.0, deadline_s - time.monotonic()))
+        finally:
+            self._asked.release()
+
+
+class Files:
+    """Files and directories of drives. Raises OSError; batches report errors in their `result`
+    column. What is made is for its owner alone.
+    """
+
+    def __init__(self, kind: EngineKind = "auto", depth: int = 32, timeout_s: float = 10.0) -> None:
+        self.engine = open_engine(kind, depth=depth)
+        self._timeout_s = timeout_s
+        self._adrift: list[tuple[Pending, list[tuple[int, int, int]], object]] = []
+        """I/O that missed its deadline: what it writes to (descriptor, start, stop), its memory."""
+        self._adrift_lock = threading.Lock()
+        self._holders = 1
+        self.descriptors = Descriptors()
+
+    def open_file(self, path: Path, flags: int) -> int:
+        """Open a regular file, or make it; ELOOP for a symlink, EINVAL for anything else.
+
+        A FIFO or a device in place of the file is not waited for.
+        """
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        os.set_blocking(fd, True)
+        return fd
+
+    def open_directory(self, path: Path, flags: int = 0) -> int:
+        """For `sync_directory`, and to tell whether it is still there."""
+        return os.open(path, flags | os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def open_device(self, path: Path, flags: int) -> int:
+        """Open a block device; its name may be a symlink."""
+        return os.open(path, flags | os.O_CLOEXEC)
+
+    def make_directory(self, path: Path) -> None:
+        """Make it durably, unless it exists."""
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            return
+        parent_fd = self.open_directory(path.parent)
+        try:
+            self.sync_directory(parent_fd)
+        finally:
+            os.close(parent_fd)
+
+    def unlink(self, path: Path) -> None:
+        """Take a file out of its directory, if it is there."""
+        path.unlink(missing_ok=True)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Give a file another name of the same directory, in place of what has that name."""
+        os.replace(source, target)
+
+    def sync_directory(self, fd: int) -> None:
+        """What was made, renamed and unlinked in a directory so far survives a power cut."""
+        os.fsync(fd)  # fdatasync need not write a new name down
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Give a file another size."""
+        os.ftruncate(fd, nbytes)
+
+    def is_emulated(self, drive: str) -> bool:
+        """Whether this is a drive that the machine does not have (testing/emulation.py)."""
+        return False
+
+    def attach(self, fd: int, drive: str) -> None:
+        """Know that a descriptor belongs to a drive."""
+
+    def run(self, ops: Ops, timeout_s: float) -> Pending | None:
+        """Execute a batch; see native.Engine.run. GIL released."""
+        pending = self.engine.run(ops, timeout_s)
+        return None if pending is None else SharedPending(pending)
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Make transfers to and from this memory cheaper. False: the machine does not let us."""
+        return self.engine.register(address, nbytes)
+
+    def read(self, fd: int, offset: int, nbytes: int) -> memoryview:
+        """`nbytes` (whole pages) from `offset`; fewer at the end of the file."""
+        buffer = aligned(nbytes)
+        done = 0
+        while done < nbytes:
+            got = os.preadv(fd, [buffer[done:nbytes]], offset + done)
+            if got <= 0:
+                break
+            done += got
+        return buffer[:done]
+
+    def write(self, fd: int, offset: int, data: bytes) -> None:
+        """Write whole pages at `offset`, all or OSError; ETIMEDOUT when the medium stalls."""
+        buffer = aligned(len(data))
+        buffer[: len(data)] = data
+        ops = io_ops(1)
+        ops["fd"], ops["opcode"], ops["offset"] = fd, WRITE, offset
+        ops["address"], ops["nbytes"] = address_of(buffer)[0], len(data)
+        self._run_one(ops, buffer)
+
+    def sync(self, fd: int) -> None:
+        """Bytes written so far survive a power cut, or OSError; ETIMEDOUT on a stalled medium."""
+        ops = io_ops(1)
+        ops["fd"], ops["opcode"] = fd, SYNC
+        self._run_one(ops, None)
+
+    def keep(self, pending: Pending, ops: Ops, memory: object) -> None:
+        """Hold on to memory that the kernel may still use, until it has let go of it."""
+        writes = ops[ops["opcode"] == WRITE]
+        starts, stops = writes["offset"], writes["offset"] + writes["nbytes"]
+        places = list(zip(writes["fd"].tolist(), starts.tolist(), stops.tolist(), strict=True))
+        with self._adrift_lock:
+            self._adrift.append((pending, places, memory))
+        self.descriptors.end(self.descriptors.begin(), pending)
+
+    def may_still_write(self, fd: int, start: int, stop: int) -> bool:
+        """Whether a write that missed its deadline may arrive there yet."""
+        with self._adrift_lock:
+            self._adrift = [part for part in self._adrift if not part[0].wait(0.0)]
+            return any(
+                fd == written and start < last and first < stop
+                for _, places, _ in self._adrift
+                for written, first, last in places
+            )
+
+    def _run_one(self, ops: Ops, memory: object) -> None:
+        pending = Files.run(self, ops, self._timeout_s)
+        if pending is not None:
+            self.keep(pending, ops, memory)
+        code = -int(ops["result"][0])
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Give a file its full size, with its blocks reserved where the filesystem can."""
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self.truncate(fd, nbytes)
+
+    def share(self) -> "Files":
+        """The same for one holder more; the last to close it does so."""
+        self._holders += 1
+        return self
+
+    def close(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self.engine.close()
+            self.descriptors.close()
+
+
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})

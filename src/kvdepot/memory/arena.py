@@ -1,0 +1,210 @@
+"""Slots in memory: equal-sized places for blocks, by size class.
+
+The memory is cut into chunks of 64 KiB. A slab is a run of chunks cut into slots of one class;
+a class is an exact size in pages, since a model's blocks are all of one size. A slab whose slots
+are all free gives its chunks back. Each slot remembers its owner (a row number), so that a slab
+can be emptied for another class.
+
+Not thread-safe; the store's lock guards it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+
+from kvdepot.format.record import PAGE
+from kvdepot.memory.memory import Memory
+
+CHUNK: Final = 64 << 10
+_SLAB_MIN: Final = 1 << 20
+_SLAB_SLOTS_MAX: Final = 64
+_WASTE_MAX: Final = 0.02
+UNOWNED: Final = -1
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """A run of chunks cut into slots of one size."""
+
+    start: int
+    chunks: int
+    slot_bytes: int
+    owners: list[int]
+    free: list[int] = field(default_factory=list)
+
+
+def slab_chunks(slot_bytes: int, chunks_max: int) -> int:
+    """How many chunks a slab of this class gets: few, and little of them left over."""
+    first = max(-(-slot_bytes // CHUNK), _SLAB_MIN // CHUNK)
+    best, best_waste = 0, 1.0
+    for chunks in range(first, min(chunks_max, first * _SLAB_SLOTS_MAX) + 1):
+        waste = (chunks * CHUNK) % slot_bytes / (chunks * CHUNK)
+        if waste < best_waste:
+            best, best_waste = chunks, waste
+        if best_waste <= _WASTE_MAX:
+            break
+    return best or (-(-slot_bytes // CHUNK) if slot_bytes <= chunks_max * CHUNK else 0)
+
+
+class Arena:
+    """Slots for blocks."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        huge_pages: Literal["auto", "always", "never"] = "auto",
+        *,
+        shared: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        """In `memory`, if it is given, else in memory of its own."""
+        self.memory = memory or Memory(capacity_bytes, huge_pages, shared=shared)
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.chunk_count = capacity_bytes // CHUNK
+        self._taken = np.zeros(self.chunk_count, dtype=bool)
+        self._free_chunks = self.chunk_count
+        self._free_slots: Counter[int] = Counter()
+        self._slab_at: dict[int, Slab] = {}
+        self._slab_of_chunk = np.full(self.chunk_count, -1, dtype=np.int32)
+        self._slab_starts: memoryview = self._slab_of_chunk.data
+        """The same, fast for single values."""
+        self._open: dict[int, list[Slab]] = {}
+        self._sizes: dict[int, int] = {}
+        self._slab_counts: Counter[int] = Counter()
+        self._hint = 0
+        self._no_run_of = self.chunk_count + 1
+        """Runs this long or longer were looked for in vain since a slab was last given back."""
+
+    @property
+    def address(self) -> int:
+        return self.memory.address
+
+    def image(self, location: int, nbytes: int) -> memoryview:
+        return self.memory.view[location : location + nbytes]
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """The size class for `nbytes`: exact, in pages."""
+        return -(-nbytes // PAGE) * PAGE
+
+    def allocate(self, nbytes: int, owner: int) -> int | None:
+        """Location of a free slot, or None when the class has none and no room for a slab."""
+        slot_bytes = -(-nbytes // PAGE) * PAGE
+        slabs = self._open.get(slot_bytes)
+        if not slabs:
+            slab = self._new_slab(slot_bytes)
+            if slab is None:
+                return None
+            slabs = self._open.setdefault(slot_bytes, [])
+            slabs.append(slab)
+        slab = slabs[-1]
+        slot = slab.free.pop()
+        self._free_slots[slot_bytes] -= 1
+        slab.owners[slot] = owner
+        if not slab.free:
+            slabs.pop()
+        self.used_bytes += slot_bytes
+        return slab.start * CHUNK + slot * slot_bytes
+
+    def free(self, location: int) -> None:
+        slab = self._slab(location)
+        slot = (location - slab.start * CHUNK) // slab.slot_bytes
+        slab.owners[slot] = UNOWNED
+        slab.free.append(slot)
+        self._free_slots[slab.slot_bytes] += 1
+        self.used_bytes -= slab.slot_bytes
+        if len(slab.free) == 1:
+            self._open.setdefault(slab.slot_bytes, []).append(slab)
+        if len(slab.free) == len(slab.owners):
+            self._retire(slab)
+
+    def room(self, nbytes: int) -> int:
+        """Bytes that are free for this size class, as far as can be told without a search."""
+        slot_bytes = self.slot_bytes(nbytes)
+        slots = self._free_slots[slot_bytes]
+        chunks = -(-slot_bytes // CHUNK)
+        if chunks < self._no_run_of:
+            slots += self._free_chunks // chunks * (chunks * CHUNK // slot_bytes)
+        return slots * slot_bytes
+
+    def set_owner(self, location: int, owner: int) -> None:
+        slab = self._slab(location)
+        slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes] = owner
+
+    def owner(self, location: int) -> int:
+        slab = self._slab(location)
+        return slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes]
+
+    def has_others(self, nbytes: int) -> bool:
+        """Whether there are slabs of another size class than this one's."""
+        return any(slot_bytes != self.slot_bytes(nbytes) for slot_bytes in self._slab_counts)
+
+    def slabs(self) -> list[Slab]:
+        return list(self._slab_at.values())
+
+    def chunks_for(self, nbytes: int) -> int:
+        """Chunks that a new slab of this class needs; 0 if the arena can never hold one."""
+        slot_bytes = self.slot_bytes(nbytes)
+        if slot_bytes not in self._sizes:
+            self._sizes[slot_bytes] = slab_chunks(slot_bytes, self.chunk_count)
+        return self._sizes[slot_bytes]
+
+    def slabs_in(self, start: int, chunks: int) -> list[Slab]:
+        starts = np.unique(self._slab_of_chunk[start : start + chunks])
+        return [self._slab_at[int(at)] for at in starts if at >= 0]
+
+    def close(self) -> None:
+        self.memory.close()
+
+    def _slab(self, location: int) -> Slab:
+        return self._slab_at[self._slab_starts[location // CHUNK]]
+
+    def _new_slab(self, slot_bytes: int) -> Slab | None:
+        if slot_bytes > self._no_run_of * CHUNK:
+            return None
+        chunks = self.chunks_for(slot_bytes)
+        start = self._find(chunks) if chunks else None
+        if start is None and chunks:
+            chunks = -(-slot_bytes // CHUNK)
+            start = self._find(chunks)
+        if start is None:
+            return None
+        slots = chunks * CHUNK // slot_bytes
+        slab = Slab(start, chunks, slot_bytes, [UNOWNED] * slots, list(range(slots - 1, -1, -1)))
+        self._taken[start : start + chunks] = True
+        self._free_chunks -= chunks
+        self._free_slots[slot_bytes] += slots
+        self._slab_of_chunk[start : start + chunks] = start
+        self._slab_at[start] = slab
+        self._slab_counts[slot_bytes] += 1
+        self._hint = start + chunks
+        return slab
+
+    def _find(self, chunks: int) -> int | None:
+        """First run of free chunks that is long enough, looking behind the last one found first."""
+        if chunks >= self._no_run_of:
+            return None
+        fits = self._hint + chunks <= self.chunk_count
+        if fits and not self._taken[self._hint : self._hint + chunks].any():
+            return self._hint
+        free = np.flatnonzero(np.diff(np.r_[True, self._taken, True].astype(np.int8)))
+        starts, stops = free[::2], free[1::2]
+        fitting = np.flatnonzero(stops - starts >= chunks)
+        if not len(fitting):
+            self._no_run_of = chunks
+            return None
+        return int(starts[fitting[0]])
+
+    def _retire(self, slab: Slab) -> None:
+        self._open[slab.slot_bytes].remove(slab)
+        self._taken[slab.start : slab.start + slab.chunks] = False
+        self._free_chunks += slab.chunks
+        self._free_slots[slab.slot_bytes] -= len(slab.owners)
+        self._slab_of_chunk[slab.start : slab.start + slab.chunks] = -1
+        del self._slab_at[slab.start]
+        self._slab_counts[slab.slot_bytes] -= 1
+        if not self._slab_counts[slab.slot_bytes]:
+            del self._slab_counts[slab.slot_bytes]
+        self._no_run_of = self.chunk_count + 1

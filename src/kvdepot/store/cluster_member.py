@@ -1,0 +1,150 @@
+"""A store among those of its site: it tells when it has published something in the tier that they
+share, looks there when others have, and follows hints.
+
+A hint names a prompt by its keys, its tokens or its session. A session is known where it was told
+of: that node passes its keys on to the one that the hint is for. What has not come to the shared
+tier yet is looked for until the hint's time is over.
+"""
+
+import secrets
+import socket
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from kvdepot.cluster.link import NatsLink
+from kvdepot.cluster.messages import (
+    KEYS_MAX,
+    ChangedMessage,
+    HintMessage,
+    subject,
+)
+from kvdepot.config.settings import NatsConfig
+from kvdepot.core.block import BlockKey
+from kvdepot.core.clock import Clock
+from kvdepot.core.depot import PrefetchHint
+from kvdepot.core.tier import SharesContents
+
+_OPEN_MAX: Final = 256
+"""Hints whose blocks are not all here yet."""
+
+
+class HintsPrompts(Protocol):
+    """What a store does for its site."""
+
+    def hint_described(self, keys: Sequence[BlockKey], deadline_s: float) -> PrefetchHint:
+        """Hint at keys of a namespace that is described here."""
+
+    def keys_of_tokens(self, tokens: Sequence[int], model: str) -> list[list[BlockKey]]:
+        """Of a prompt, in each namespace of a model that is described here."""
+
+    def keys_of_session(self, name: str, tenant: str) -> list[list[BlockKey]]:
+        """Of a session's prompt, in each namespace that has it."""
+
+
+@dataclass(slots=True)
+class OpenHint:
+    """A prompt of which not all is here yet."""
+
+    keys: list[BlockKey]
+    due_s: float
+
+
+class ClusterMember:
+    """One store. The messages come in the thread of its link."""
+
+    def __init__(
+        self,
+        config: NatsConfig,
+        store: HintsPrompts,
+        shared: Sequence[SharesContents],
+        clock: Clock,
+    ) -> None:
+        self.site, self.node = config.site, config.node or socket.gethostname()
+        self._store = store
+        self._shared = shared
+        self._clock = clock
+        self._hints: Counter[str] = Counter()
+        self._open: deque[OpenHint] = deque(maxlen=_OPEN_MAX)
+        self._changed = ChangedMessage(secrets.token_hex(8)).pack()
+        handlers = {
+            subject(config.site, "changed"): self._others_changed,
+            subject(config.site, "hint"): self._hinted,
+        }
+        self._link = NatsLink(config, handlers, tick=self._look_again, came=self._look)
+        for tier in shared:
+            tier.when_published(self._tell)
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats`."""
+        names = ("followed", "open", "passed_on", "unknown")
+        hints = {name: self._hints[name] for name in names}
+        facts = {"site": self.site, "node": self.node, "connected": self._link.is_up}
+        return {**facts, "messages": dict(self._link.counts), "hints": hints}
+
+    def close(self) -> None:
+        for tier in self._shared:
+            tier.when_published(_nothing)
+        self._link.close()
+
+    def _tell(self) -> None:
+        self._link.publish(subject(self.site, "changed"), self._changed)
+
+    def _look(self) -> None:
+        for tier in self._shared:
+            tier.request_refresh()
+
+    def _others_changed(self, raw: bytes) -> None:
+        ChangedMessage.parse(raw)
+        self._look()
+
+    def _hinted(self, raw: bytes) -> None:
+        hint = HintMessage.parse(raw)
+        if hint.node in ("", self.node):
+            self._follow(hint)
+        elif hint.session:
+            self._pass_on(hint)
+
+    def _follow(self, hint: HintMessage) -> None:
+        prompts = list(self._prompts(hint))
+        if not prompts:
+            self._hints["unknown"] += 1
+        for keys in prompts:
+            due_s = self._clock.now() + hint.within_s
+            found = self._store.hint_described(keys, hint.within_s).resident
+            self._hints["followed"] += 1
+            if found < len(keys) and self._shared:
+                self._look()
+                self._open.append(OpenHint(keys[found:], due_s))
+
+    def _prompts(self, hint: HintMessage) -> Iterator[list[BlockKey]]:
+        if hint.keys:
+            yield list(hint.keys)
+        elif hint.tokens:
+            yield from self._store.keys_of_tokens(hint.tokens, hint.model)
+        else:
+            yield from self._store.keys_of_session(hint.session, hint.tenant)
+
+    def _pass_on(self, hint: HintMessage) -> None:
+        """Tell the node that a hint is for what its session stands for."""
+        for keys in self._store.keys_of_session(hint.session, hint.tenant):
+            passed = HintMessage(hint.node, hint.within_s, keys=tuple(keys[:KEYS_MAX]))
+            self._link.publish(subject(self.site, "hint"), passed.pack())
+            self._hints["passed_on"] += 1
+
+    def _look_again(self) -> None:
+        """Hint at what has come since."""
+        for _ in range(len(self._open)):
+            one = self._open.popleft()
+            left_s = one.due_s - self._clock.now()
+            if left_s <= 0:
+                continue
+            one.keys = one.keys[self._store.hint_described(one.keys, left_s).resident :]
+            if one.keys:
+                self._open.append(one)
+        self._hints["open"] = len(self._open)
+
+
+def _nothing() -> None:
+    """There is no site to tell."""

@@ -1,0 +1,90 @@
+"""Reads that outlived their deadline.
+
+When the kernel has let go of the slots, what was read into memory and is intact becomes a block of
+the memory tier: too late for the call that asked, there for the next one. Other slots are freed.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.core.block import BlockKey
+from kvdepot.core.tier import Pending
+from kvdepot.format.record import parse_head, payload_intact
+from kvdepot.index.table import NONE
+from kvdepot.store.state.state import StoreState
+
+_SLICE_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LateRead:
+    """A slot that the kernel may still fill."""
+
+    slot: int
+    key: BlockKey
+    nbytes: int
+    in_arena: bool
+    """Else in staging, where nothing is kept."""
+
+
+class TimedOutIo:
+    """A thread that exists only while something is late."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._work: queue.SimpleQueue[tuple[Pending, Sequence[LateRead]]] = queue.SimpleQueue()
+        self._busy = 0
+
+    def add(self, pending: Pending, reads: Sequence[LateRead]) -> None:
+        """Keep or free what was read when `pending` has ended. Does not block."""
+        with self._state.lock:
+            self._work.put((pending, reads))
+            self._busy += 1
+            if self._busy == 1:
+                threading.Thread(target=self._run, name="kvdepot-late-reads", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """True once nothing is late any more."""
+        with self._state.lock:
+            return self._state.idle.wait_for(lambda: not self._busy, timeout_s)
+
+    def _run(self) -> None:
+        state = self._state
+        while True:
+            pending, reads = self._work.get()
+            while not pending.wait(_SLICE_S):
+                pass
+            good = [self._is_good(read) for read in reads]
+            with state.lock:
+                for read, intact in zip(reads, good, strict=True):
+                    if not (intact and self._keep(read)):
+                        (state.arena if read.in_arena else state.staging).free(read.slot)
+                self._busy -= 1
+                state.room.notify_all()
+                state.idle.notify_all()
+                if not self._busy:
+                    return
+
+    def _is_good(self, read: LateRead) -> bool:
+        """Whether the slot holds the whole block."""
+        if not read.in_arena:
+            return False
+        image = self._state.arena.image(read.slot, read.nbytes)
+        head = parse_head(image)
+        return head is not None and head.key == read.key and payload_intact(image, head)
+
+    def _keep(self, read: LateRead) -> bool:
+        """Make it a block of the memory tier, unless it is one, or is gone."""
+        assert self._state.held()
+        state, catalog = self._state, self._state.catalog
+        row = catalog.row(read.key)
+        if row == NONE or not catalog.is_live(row) or not catalog.memory.absent(row):
+            return False
+        state.arena.set_owner(read.slot, row)
+        catalog.memory.reserve(row, read.slot)
+        state.memory_tiers[0].seal(row)
+        state.counters.promoted += 1
+        return True

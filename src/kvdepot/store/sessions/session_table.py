@@ -1,0 +1,378 @@
+"""The prompts of sessions by name, and what becomes of them: alive, pending, closed.
+
+What is known of them is kept on the drives too (records.py). A name belongs to one namespace, so
+what one tenant calls a session is none of another's. Number and size are bounded: beyond that, the
+namespace that has most forgets its oldest; those under a contract of retention stay.
+"""
+
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.clock import Clock
+from kvdepot.core.order import SessionState
+from kvdepot.errors import ConfigError
+from kvdepot.index.catalog import Catalog
+from kvdepot.index.pinned_rows import PinnedRows
+from kvdepot.index.table import NONE, Bools, Keys, as_words
+
+NUMBER_MAX: Final = 1 << 16
+BYTES_MAX: Final = 64 << 20
+NAME_BYTES_MAX: Final = 200
+STATES: Final = {
+    state.name.lower(): state for state in SessionState if state is not SessionState.NONE
+}
+_WORD_BYTES: Final = 8
+PACKED_BYTES: Final = 3 * _WORD_BYTES
+"""A key without its namespace's tag."""
+_LOOKED_AT: Final = 4096
+_OVERHEAD_BYTES: Final = 600
+"""Of a name and its entry."""
+
+
+SessionId = tuple[bytes, str]
+"""The tag of its namespace, and its name."""
+
+
+def state_of(name: str) -> SessionState:
+    """The state of that name, or ConfigError."""
+    found = STATES.get(name)
+    if found is None:
+        raise ConfigError("state", f"{name!r} is not one of {', '.join(STATES)}")
+    return found
+
+
+def checked_name(name: object) -> str:
+    """The name of a session, or ConfigError."""
+    is_text = isinstance(name, str) and name.isprintable()
+    if is_text and 0 < len(str(name).encode()) <= NAME_BYTES_MAX:
+        return str(name)
+    raise ConfigError("session", f"a name is text of 1 to {NAME_BYTES_MAX} bytes, not {name!r:.40}")
+
+
+def by_tag(keys: Sequence[BlockKey]) -> dict[bytes, Keys]:
+    """The keys of each namespace among them, in their order."""
+    parts: dict[bytes, list[BlockKey]] = {}
+    for key in keys:
+        parts.setdefault(key[:TAG_BYTES], []).append(key)
+    return {tag: as_words(part) for tag, part in parts.items()}
+
+
+def unpacked(tag: bytes, packed: bytes) -> Keys:
+    """Keys of a namespace that were kept without its tag."""
+    words = np.empty((len(packed) // PACKED_BYTES, 4), np.uint64)
+    words[:, 0] = np.frombuffer(tag, np.uint64)[0]
+    words[:, 1:] = np.frombuffer(packed, np.uint64).reshape(-1, 3)
+    return words
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """Blocks that are kept until a moment, whatever else needs room."""
+
+    number: int
+    packed: bytes
+    """The blocks' keys, as those of a Prompt."""
+    granted_s: float
+    until_s: float
+    """By the time of day."""
+    through_turn: bool
+    """It ends with the session's next turn, if that comes before."""
+    held: Bools
+    """Which of the blocks the index has under this contract."""
+
+    def __len__(self) -> int:
+        return len(self.packed) // PACKED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is remembered of a session in one namespace."""
+
+    packed: bytes
+    state: SessionState
+    turns: int = 1
+    """How often it was told of."""
+    told_s: float = 0.0
+    """When it was told of last, by the time of day."""
+    contract: Pin | None = None
+
+    def __len__(self) -> int:
+        return len(self.packed) // PACKED_BYTES
+
+    @property
+    def tail(self) -> bytes:
+        return self.packed[-PACKED_BYTES:]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.packed) + _OVERHEAD_BYTES
+
+    def words(self, tag: bytes) -> Keys:
+        """The keys, whole again."""
+        return unpacked(tag, self.packed)
+
+    def keys(self, tag: bytes) -> list[BlockKey]:
+        raw = self.words(tag).tobytes()
+        return [BlockKey(raw[at : at + KEY_BYTES]) for at in range(0, len(raw), KEY_BYTES)]
+
+
+SESSION_ORDERS: Final[dict[str, Callable[[tuple[bytes, str, Prompt]], float]]] = {
+    "recent": lambda one: -one[2].told_s,
+    "cold": lambda one: one[2].told_s,
+    "busy": lambda one: -one[2].turns,
+}
+"""In which sessions are listed."""
+
+
+class Sessions:
+    """All sessions of a store. Call with the store's lock held."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        clock: Clock,
+        promises: PinnedRows,
+        number_max: int = NUMBER_MAX,
+        bytes_max: int = BYTES_MAX,
+    ) -> None:
+        self._catalog = catalog
+        self._clock = clock
+        self.promises = promises
+        self._number_max = number_max
+        self._bytes_max = bytes_max
+        self._known: dict[bytes, OrderedDict[str, Prompt]] = {}
+        """By tag and name, the one told of longest ago first."""
+        self._tails: Counter[tuple[bytes, bytes]] = Counter()
+        """With what remembered prompts end: by tag, a key without it."""
+        self._held: Counter[bytes] = Counter()
+        """Bytes by tag."""
+        self._number = 0
+        self._forgotten = 0
+        self.contracts: dict[SessionId, Pin] = {}
+        self.contracts_ended = 0
+        """Since the store was opened; one that another takes the place of is not counted."""
+        self.changed: Callable[[SessionId], None] = lambda _: None
+        """Told of every session that is to be written down, or is forgotten."""
+
+    def remember(
+        self, tag: bytes, name: str, words: Keys, state: SessionState, start: int = 0
+    ) -> None:
+        """Know the prompt of a session from now on, or its blocks from `start` on.
+
+        What does not go on where the last one ended is ignored.
+        """
+        before = self.find(tag, name)
+        packed = np.ascontiguousarray(words[:, 1:]).tobytes()
+        if start:
+            if before is None or len(before) != start:
+                return
+            packed = before.packed + packed
+        if len(packed) > self._bytes_max // 2:
+            return
+        turns = before.turns + (not start) if before is not None else 1
+        contract = before.contract if before is not None else None
+        comes_back = state is SessionState.ALIVE and not start
+        if contract is not None and contract.through_turn and comes_back:
+            self.end_contract(tag, name)
+            before, contract = self.find(tag, name), None
+        now_s = self._clock.now()
+        self.enter(tag, name, Prompt(packed, state, turns, now_s, contract))
+        while self._number > self._number_max or self._held.total() > self._bytes_max:
+            if not self._forget_oldest():
+                break
+
+    def enter(self, tag: bytes, name: str, prompt: Prompt) -> None:
+        """A session is known from now on as it is here."""
+        self._take_out(tag, name)
+        self._known.setdefault(tag, OrderedDict())[name] = prompt
+        self._tails[tag, prompt.tail] += 1
+        self._held[tag] += prompt.nbytes
+        self._number += 1
+        if prompt.contract is not None:
+            self.contracts[tag, name] = prompt.contract
+        self.changed((tag, name))
+
+    def _forget_oldest(self) -> bool:
+        """Of the namespace that has most. False: all are under contract."""
+        for tag in sorted(self._held, key=self._held.__getitem__, reverse=True):
+            names = self._known[tag]
+            oldest = next((name for name, one in names.items() if one.contract is None), None)
+            if oldest is not None:
+                self.forget(tag, oldest)
+                self._forgotten += 1
+                return True
+        return False
+
+    def forget_older(self, told_s: float) -> None:
+        """Forget sessions that were not told of since, but for those under contract."""
+        for tag, names in list(self._known.items()):
+            old = itertools.takewhile(lambda one: one[1].told_s < told_s, list(names.items()))
+            for name in [name for name, prompt in old if prompt.contract is None]:
+                self.forget(tag, name)
+
+    def agree(self, tag: bytes, name: str, contract: Pin) -> None:
+        """A session is under a contract from now on, in the place of the one it had."""
+        self.withdraw(tag, name)
+        prompt = self.find(tag, name)
+        if prompt is not None:
+            self._known[tag][name] = replace(prompt, contract=contract)
+            self.contracts[tag, name] = contract
+            self.bind(tag, contract)
+            self.changed((tag, name))
+
+    def bind(self, tag: bytes, contract: Pin) -> None:
+        """Put blocks under a contract as far as the index has them and it does not hold them."""
+        rows = self._catalog.table.find_many(unpacked(tag, contract.packed))
+        found = (rows != NONE) & ~contract.held
+        self.promises.add(np.unique(rows[found]))
+        contract.held |= found
+
+    def bind_all(self) -> None:
+        """Put the blocks of all contracts under them anew: rows were freed and taken since."""
+        self.promises.clear()
+        for (tag, _), contract in self.contracts.items():
+            contract.held[:] = False
+            self.bind(tag, contract)
+
+    def end_contract(self, tag: bytes, name: str) -> bool:
+        """A session is under no contract any more. False: it was under none."""
+        contract = self.withdraw(tag, name)
+        self.contracts_ended += contract is not None
+        return contract is not None
+
+    def withdraw(self, tag: bytes, name: str) -> Pin | None:
+        """A session has no contract, as if it never had had that one. None: it had none."""
+        contract = self.contracts.pop((tag, name), None)
+        if contract is None:
+            return None
+        rows = self._catalog.table.find_many(unpacked(tag, contract.packed))
+        self.promises.take_off(np.unique(rows[(rows != NONE) & contract.held]))
+        prompt = self.find(tag, name)
+        if prompt is not None:
+            self._known[tag][name] = replace(prompt, contract=None)
+        self.changed((tag, name))
+        return contract
+
+    def find(self, tag: bytes, name: str) -> Prompt | None:
+        names = self._known.get(tag)
+        return names.get(name) if names is not None else None
+
+    def recall(self, tags: Sequence[bytes], name: str) -> tuple[list[list[BlockKey]], SessionState]:
+        """The prompts of a session, one of each namespace that has it, and its state."""
+        found = [(tag, prompt) for tag in tags if (prompt := self.find(tag, name)) is not None]
+        state = max((prompt.state for _, prompt in found), default=SessionState.NONE)
+        return [prompt.keys(tag) for tag, prompt in found], state
+
+    def forget(self, tag: bytes, name: str) -> None:
+        """Know a session no more. Nothing happens if it is not known."""
+        self.end_contract(tag, name)
+        if self._take_out(tag, name) is not None:
+            self.changed((tag, name))
+
+    def _take_out(self, tag: bytes, name: str) -> Prompt | None:
+        names = self._known.get(tag)
+        prompt = names.pop(name, None) if names else None
+        if prompt is None:
+            return None
+        self._number -= 1
+        self._held[tag] -= prompt.nbytes
+        self._tails[tag, prompt.tail] -= 1
+        if not self._tails[tag, prompt.tail]:
+            del self._tails[tag, prompt.tail]
+        if not names:
+            del self._known[tag], self._held[tag]
+        return prompt
+
+    def tell(
+        self, tag: bytes, name: str, words: Keys | None, state: SessionState, start: int = 0
+    ) -> int:
+        """A session is in a state now, with this prompt or the one that is remembered.
+
+        Returns how many of its leading blocks are in the store.
+        """
+        if words is None:
+            prompt = self.find(tag, name)
+            if prompt is None:
+                return 0
+            words = prompt.words(tag)
+        if state is SessionState.CLOSED and (tag, name) not in self.contracts:
+            self.forget(tag, name)
+        else:
+            self.remember(tag, name, words, state, start)
+        rows = self._resident(words)
+        self._mark(tag, words, rows, state)
+        return len(rows)
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats`."""
+        total = self._held.total()
+        return {
+            "remembered": self._number,
+            "bytes": total,
+            "forgotten": self._forgotten,
+            "contracts": len(self.contracts),
+            "contracts_ended": self.contracts_ended,
+            "promised_blocks": self.promises.total,
+        }
+
+    def known(self, order: str, limit: int) -> list[tuple[bytes, str, Prompt]]:
+        """The first of an order, with the tags of their namespaces; the lock is not held for more
+        than some thousands. `busy` is of those told of last.
+        """
+        limit = _LOOKED_AT if order == "busy" else min(limit, _LOOKED_AT)
+        found: list[tuple[bytes, str, Prompt]] = []
+        for tag, names in self._known.items():
+            told = names.items() if order == "cold" else reversed(names.items())
+            found += [(tag, name, prompt) for name, prompt in islice(told, limit)]
+            if len(found) > 2 * _LOOKED_AT:
+                break
+        return found
+
+    def everything(self) -> list[tuple[bytes, str, Prompt]]:
+        return [(tag, name, one) for tag, some in self._known.items() for name, one in some.items()]
+
+    def bytes_of(self, tag: bytes, prompt: Prompt) -> dict[str, int]:
+        """What the blocks of a prompt take in each tier."""
+        catalog = self._catalog
+        rows = np.array(self._resident(prompt.words(tag)), np.int64)
+        sizes, where = catalog.nbytes.array[rows].astype(np.int64), catalog.residency.array[rows]
+        found = {one.tier: int(sizes[where & one.bit != 0].sum()) for one in catalog.tiers}
+        return {tier: nbytes for tier, nbytes in found.items() if nbytes}
+
+    def tags_of(self, name: str) -> list[bytes]:
+        """Namespaces that have a session of that name."""
+        return [tag for tag, names in self._known.items() if name in names]
+
+    def tiers_of(self, tag: bytes, prompt: Prompt) -> dict[str, int]:
+        """How many blocks of a prompt each tier is the fastest to have."""
+        rows = self._resident(prompt.words(tag))
+        return dict(Counter(self._catalog.fastest(rows)))
+
+    def _mark(self, tag: bytes, words: Keys, rows: list[int], state: SessionState) -> None:
+        """Let the order of leaving know, and the file tiers."""
+        catalog = self._catalog
+        if state is not SessionState.CLOSED:
+            catalog.closed.discard(rows)
+        else:
+            packed = np.ascontiguousarray(words[:, 1:]).tobytes()
+            tails = [packed[at : at + PACKED_BYTES] for at in range(0, len(packed), PACKED_BYTES)]
+            pairs = zip(rows, tails, strict=False)
+            rows = catalog.closed.unshared(
+                rows, {row for row, tail in pairs if (tag, tail) in self._tails}
+            )
+            catalog.closed.add(rows)
+        catalog.leaves.session_changed(rows, state)
+
+    def _resident(self, words: Keys) -> list[int]:
+        catalog = self._catalog
+        rows = catalog.table.find_many(words)
+        there = (rows != NONE) & (catalog.residency.array[rows] != 0)
+        found: list[int] = rows[: len(rows) if there.all() else int(there.argmin())].tolist()
+        return found

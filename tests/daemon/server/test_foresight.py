@@ -1,0 +1,274 @@
+"""Sessions and hints through a daemon: as in a store of one's own, and gone with their client."""
+
+import inspect
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemon_clients import StartDaemon
+from tests.support.raw_client import RawClient
+from tests.support.stores import settings
+from tests.support.waiting import eventually
+
+import kvdepot
+from kvdepot.core.block import BlockKey
+from kvdepot.core.depot import Depot
+from kvdepot.core.first_token import FirstToken, Reason
+from kvdepot.daemon.client import connections
+from kvdepot.daemon.client.remote import RemoteStore
+from kvdepot.daemon.wire.frames import FrameKind
+from kvdepot.daemon.wire.messages import Hinted, Seconds
+from kvdepot.errors import ConfigError
+from kvdepot.store.store import Store
+from kvdepot.testing.daemons import DaemonProcess
+from kvdepot.testing.store_contract import LAYOUT, MANY, prompt, put, small, space_of, tiers
+
+CRAWLING = {"read_bandwidth": "100kB", "write_bandwidth": "100MB", "seek": "5ms"}
+FAST = {"read_bandwidth": "1GB", "write_bandwidth": "1GB"}
+BLOCKS = 10
+
+
+def on_the_hard_drive(folder: Path) -> list[BlockKey]:
+    """A prompt that lies on the hard drive only."""
+    with kvdepot.open(**settings(folder, hdd={"write_mode": "pass-through"})) as store:
+        keys = prompt(space_of(store), 1, BLOCKS)
+        assert all(put(store, keys))
+    return keys
+
+
+def emulated(folder: Path, options: dict[str, str], **plugin: Any) -> dict[str, Any]:
+    """Settings with an emulated drive in the place of the hard drive."""
+    tree = settings(folder, dram={"capacity": "16MiB"})
+    del tree["hdd"]
+    name = "kvdepot.testing.emulation:emulated_drive"
+    path = str(folder / "emulated")
+    table = {"name": name, "path": path, "capacity": "32MiB", "options": options}
+    return {**tree, "plugin": {**table, **plugin}}
+
+
+def on_the_emulated_drive(folder: Path) -> list[list[BlockKey]]:
+    """Two prompts that lie on the emulated drive only."""
+    with kvdepot.open(**emulated(folder, FAST, write_mode="pass-through")) as store:
+        found = [prompt(space_of(store), number, BLOCKS) for number in (1, 2)]
+        for keys in found:
+            assert all(put(store, keys))
+    return found
+
+
+def hinting(store: Depot) -> list[int]:
+    return [session["hints"] for session in store.stats()["daemon"]["sessions"]]
+
+
+@pytest.mark.parametrize("kind", [Store, RemoteStore])
+def test_both_stores_have_every_method_of_a_depot(kind: type[Depot]) -> None:
+    for name, method in inspect.getmembers(Depot):
+        if name.startswith("_"):
+            continue
+        twin = getattr(kind, name)
+        assert inspect.getdoc(twin), name
+        if inspect.isfunction(method):
+            mine, its = inspect.signature(method), inspect.signature(twin)
+            assert list(mine.parameters.values()) == list(its.parameters.values()), name
+
+
+def test_first_tokens_are_told_to_the_daemon(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    daemon = start_daemon(**settings(tmp_path))
+    told = [
+        FirstToken(900, 640, 0.25, 0.5, 2.0, Reason.SPLIT),
+        FirstToken(10, 0, 0.5, inf, inf, Reason.PREFILL_UNKNOWN),
+    ]
+    with kvdepot.open(daemon.address) as store:
+        for first in told:
+            store.report_first_token(first)
+        assert eventually(lambda: len(store.stats()["first_tokens"]["latest"]) == 2)
+        found = store.stats()["first_tokens"]
+    assert found["decisions"] == {"split": 1, "prefill_unknown": 1}
+    assert (found["compared"], found["seconds"], found["recompute_seconds"]) == (1, 0.25, 2.0)
+    assert found["latest"][1]["why"] == Reason.SPLIT.value
+
+
+def test_a_daemon_from_before_is_not_told(
+    start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hang up: the client has agreed on protocol 5 with it."""
+    daemon = start_daemon(**settings(tmp_path))
+    monkeypatch.setattr(connections, "_SPOKEN", connections._SPOKEN._replace(newest=5))
+    with kvdepot.open(daemon.address) as store:
+        store.report_first_token(FirstToken(1, 0, 1.0, 1.0, 1.0, Reason.RECOMPUTE))
+        stats = store.stats()
+        assert stats["first_tokens"]["latest"] == []
+        assert stats["daemon"]["counters"]["malformed"] == 0
+
+
+def test_what_was_hinted_at_comes_from_memory(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    keys = on_the_hard_drive(tmp_path)
+    daemon = start_daemon(**settings(tmp_path))
+    with kvdepot.open(daemon.address) as store:
+        space_of(store)
+        hint = store.hint(keys, 20.0)
+        assert hint.wait(60.0)
+        assert (hint.wanted, hint.brought) == (BLOCKS, BLOCKS)
+        assert tiers(store, keys) == ["dram"] * BLOCKS
+        assert store.stats()["counters"]["get_hdd"] == 0
+        again = store.hint(keys, 20.0)
+        assert again.wait(0.0) and again.wanted == again.brought == 0
+
+
+def test_a_session_is_hinted_at_by_another_client(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """The engine names it, the gateway hints at it, by name only."""
+    keys = on_the_hard_drive(tmp_path)
+    daemon = start_daemon(**settings(tmp_path))
+    with kvdepot.open(daemon.address) as engine, kvdepot.open(daemon.address) as gateway:
+        space_of(engine)
+        space_of(gateway)
+        assert engine.session("chat", keys, "pending") == BLOCKS
+        gateway.namespace(model="m", layout=LAYOUT, tenant="b", secret=b"2" * 16)
+        assert gateway.hint("chat", 20.0, tenant="b").wanted == 0
+        hint = gateway.hint("chat", 20.0)
+        assert hint.wait(60.0) and hint.brought == BLOCKS
+        assert tiers(engine, keys) == ["dram"] * BLOCKS
+        assert gateway.session("chat", state="closed") == BLOCKS
+        assert engine.session("chat") == 0
+
+
+@pytest.mark.slow
+def test_a_hint_is_called_off_by_its_client_or_with_it(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """The first is being read; the others wait for their turn."""
+    busy, keys = on_the_emulated_drive(tmp_path)
+    daemon = start_daemon(**emulated(tmp_path, CRAWLING))
+    with kvdepot.open(daemon.address) as store:
+        space_of(store)
+        store.hint(busy[-1:], 60.0)
+        hint = store.hint(keys, 60.0)
+        assert sum(hinting(store)) == 2
+        hint.cancel()
+        assert hint.wait(60.0)
+        assert hint.brought == 0
+        with RawClient(daemon.socket) as client:
+            answer = client.ask(FrameKind.HINT, Seconds(60.0).body() + b"".join(keys))
+            assert answer is not None and Hinted.parse(answer.body).wanted == BLOCKS
+            assert max(hinting(store)) == 1
+        assert eventually(lambda: hinting(store) == [0])
+        assert store.match(keys).tiers == ("plugin",) * BLOCKS
+        assert store.check(deep=False)
+
+
+@pytest.mark.slow
+def test_hints_of_a_client_are_limited(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    busy, keys = on_the_emulated_drive(tmp_path)
+    daemon = start_daemon(**emulated(tmp_path, CRAWLING))
+    with kvdepot.open(daemon.address) as store:
+        space_of(store)
+        hints = [store.hint(busy, 60.0), *[store.hint(keys[-1:], 60.0) for _ in range(70)]]
+        assert [hint.wanted for hint in hints] == [BLOCKS, *[1] * 63, *[0] * 7]
+        assert store.stats()["daemon"]["counters"]["limited"] == 7
+        for hint in hints:
+            hint.cancel()
+        assert store.hint(keys[:1], 60.0).wanted == 1
+
+
+def test_a_prompt_of_many_frames(daemon: DaemonProcess) -> None:
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, MANY)
+        assert put(store, keys[:20]) and store.flush()
+        assert store.session("chat", keys) == 20
+        assert store.session("chat", state="pending") == 20
+        assert store.session("chat", keys, "closed") == 20
+        assert store.session("chat") == 0
+        assert store.hint(keys, 20.0).wait(60.0)
+
+
+def test_mistakes_are_the_callers(daemon: DaemonProcess) -> None:
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 1)
+        with pytest.raises(ConfigError, match="not one of alive, pending, closed"):
+            store.session("chat", keys, "asleep")
+        with pytest.raises(ConfigError, match="text of 1 to"):
+            store.session("", keys)
+        with pytest.raises(ConfigError, match="deadline_s"):
+            store.hint(keys, -1.0)
+        assert store.stats()["client"]["lost"] == 0
+
+
+def test_without_a_daemon_nothing_is_brought(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    daemon = start_daemon()
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 3)
+        put(store, keys)
+        hint = store.hint(keys, 300.0)
+        daemon.kill()
+        assert hint.wait(60.0) and hint.brought == 0
+        hint.cancel()
+        assert store.session("chat", keys) == 0
+        assert store.hint(keys, 30.0).wait(0.0)
+        assert store.hint("chat", 30.0).wanted == 0
+
+
+def test_names_outlive_the_daemon(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon()
+    with kvdepot.open(daemon.address) as store:
+        keys = prompt(space_of(store), 1, 3)
+        assert put(store, keys) and store.flush()
+        assert store.session("chat", keys) == 3
+        assert daemon.stop() == 0
+        daemon.start()
+        assert eventually(lambda: len(store.match(keys)) == 3)
+        assert store.session("chat") == 3
+
+
+class TestChanges:
+    """What the person on call does to a daemon's tiers."""
+
+    @pytest.fixture
+    def daemon(self, start_daemon: StartDaemon, tmp_path: Path) -> DaemonProcess:
+        ssd: dict[str, Any] = small(tmp_path)["ssd"]
+        paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+        return start_daemon(ssd={**ssd, "path": paths, "promote": False})
+
+    def test_drives_come_and_go(self, daemon: DaemonProcess, tmp_path: Path) -> None:
+        with kvdepot.open(daemon.address) as store:
+            space = space_of(store)
+            chains = [prompt(space, number, 8) for number in range(12)]
+            for keys in chains:
+                assert all(put(store, keys)) and store.flush()
+            room = store.stats()["tiers"]["ssd"]["capacity_bytes"]
+            store.add_drive("ssd", tmp_path / "c")
+            assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == room * 3 // 2
+            assert store.drain_drive("ssd", tmp_path / "a") > 0
+            assert not list((tmp_path / "a").glob("segment-*"))
+            store.resize("ssd", "24MiB")
+            assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 24 << 20
+            store.set_write_mode("ssd", "write-through")
+            assert [None in tiers(store, keys) for keys in chains] == [False] * 12
+            assert store.check()
+
+    def test_mistakes_are_told_as_a_store_tells_them(
+        self, daemon: DaemonProcess, tmp_path: Path
+    ) -> None:
+        with kvdepot.open(daemon.address) as store:
+            with pytest.raises(ConfigError, match="not one of this store's drives"):
+                store.drain_drive("ssd", tmp_path / "nowhere")
+            with pytest.raises(ConfigError, match="no such tier"):
+                store.add_drive("hdd", tmp_path / "c")
+            with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
+                store.resize("dram", "1GiB")
+            assert "settings" in caught.value.hint
+            with pytest.raises(ConfigError, match="is not a size"):
+                store.resize("ssd", "much")
+            with pytest.raises(ConfigError, match="write-back, write-through"):
+                store.set_write_mode("ssd", "often")
+            (tmp_path / "file").write_text("")
+            with pytest.raises(ConfigError):
+                store.add_drive("ssd", tmp_path / "file")
+            assert store.stats()["client"]["lost"] == 0
+
+    def test_without_a_daemon_they_fail_aloud(self, daemon: DaemonProcess) -> None:
+        with kvdepot.open(daemon.address) as store:
+            daemon.kill()
+            with pytest.raises(kvdepot.errors.DaemonError, match="did not answer"):
+                store.resize("ssd", "24MiB")
