@@ -26,12 +26,12 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from kvdepot.core.tier import Pending, drive_of
 
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
-from kvdepot.core.tier import Pending, drive_of
 from kvdepot.io.files import Ops
 from kvdepot.native import READ
 from kvdepot.store.open import assemble

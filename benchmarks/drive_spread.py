@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from kvdepot.core.tier import drive_of
 
 from kvdepot.config.settings import load
 from kvdepot.core.layout import KVLayout
-from kvdepot.core.tier import drive_of
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles

@@ -89,8 +89,9 @@ HAPPENS: Final = {
     "store/write/put.py": "finds a slot, copies and checksums in one pass, seals",
     "store/write/write_back.py": "a background thread chooses a drive and what goes to it",
     "io/files.py": "one batch to the native I/O engine",
-    "volumes/log/drive.py": "gives the records their places in the active segment and writes them",
-    "volumes/log/tier.py": "the tier protocol: append, load",
+    "volumes/log/appender.py": "gives the records places in the active segment, writes them",
+    "volumes/log/reader.py": "plans operations for the records, reads and verifies them",
+    "volumes/log/volume.py": "the interface of a volume: append, read",
     "format/copy_ops.py": "one batch to the native copy",
     "daemon/wire/frames.py": "frames over a socket",
 }

@@ -12,6 +12,7 @@ from kvdepot.cli.doctor.drives import profile_text
 from kvdepot.cli.main import main
 from kvdepot.config.loader import to_toml
 from kvdepot.config.settings import load
+from kvdepot.core.metadata import MetaKind
 from kvdepot.io.speed import Profile
 from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.store_contract import prompt, put, space_of
@@ -51,10 +52,10 @@ def test_what_is_measured_of_an_emulated_drive_is_known_as_such(
     tmp_path: Path, capsys: Seen
 ) -> None:
     with open_emulated({"hdd": MODEL}, **settings(tmp_path, profile="always")) as store:
-        (drive,) = store.inspect().log_tier().drives
-        assert eventually(lambda: drive.gauge.profile is not None)
-        assert drive.gauge.profile is not None
-        assert 0 < drive.gauge.profile.read_bytes_per_s <= MODEL.read_bandwidth * 1.05
+        meter = store.inspect().log_volume().reader.meter
+        assert eventually(lambda: meter.profile is not None)
+        assert meter.profile is not None
+        assert 0 < meter.profile.read_bytes_per_s <= MODEL.read_bandwidth * 1.05
     assert main(["inspect", str(tmp_path / "hdd")]) == 0
     assert "speed     emulated, read" in capsys.readouterr().out
 
@@ -62,8 +63,8 @@ def test_what_is_measured_of_an_emulated_drive_is_known_as_such(
 def test_a_small_store_on_emulated_drives_is_known_as_such(tmp_path: Path, capsys: Seen) -> None:
     with open_emulated({"hdd": MODEL}, **settings(tmp_path)) as store:
         assert all(put(store, prompt(space_of(store), 1, 2)))
-        (drive,) = store.inspect().log_tier().drives
-        assert eventually(lambda: drive.profile is not None)
+        metadata = store.inspect().log_volume().metadata
+        assert eventually(lambda: bool(metadata.known.values(MetaKind.PROFILE)))
     assert main(["inspect", str(tmp_path / "hdd")]) == 0
     assert "speed     emulated, not measured" in capsys.readouterr().out
 

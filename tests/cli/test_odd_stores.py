@@ -81,7 +81,7 @@ def test_metadata(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str])
         for _ in range(40):
             name, kind = rng.choice([b"", rng.randbytes(8), rng.randbytes(32)]), rng.choice(KINDS)
             entry = MetaEntry(kind, name, STAMPS.next(), odd_description(rng))
-            assert store.inspect().log_tier().put_meta([entry]).have
+            assert store.inspect().log_volume().put_meta([entry])
     answers(tmp_path / "store", capsys)
     with kvdepot.open(**settings(tmp_path / "store")) as store:
         assert store.check().ok

@@ -26,6 +26,7 @@ from kvdepot.config.settings import (
     WritebackConfig,
     load,
 )
+from kvdepot.core.volume import VOLUMES_MAX
 from kvdepot.errors import ConfigError
 
 SSD = {"path": "/data", "capacity": "20GiB"}
@@ -344,10 +345,10 @@ def test_toml_and_show_load_back(config: Config) -> None:
 
 @pytest.mark.parametrize("tier", ["ssd", "hdd"])
 def test_a_tier_has_as_many_drives_as_a_location_can_name(tier: str) -> None:
-    paths = [f"/mnt/{number}" for number in range(128)]
-    settings = {"path": paths[:127], "capacity": "1TiB"}
-    assert len(load(overrides={tier: settings}).file_tiers[0].path) == 127
-    with pytest.raises(ConfigError, match="128 paths are too many") as raised:
+    paths = [f"/mnt/{number}" for number in range(VOLUMES_MAX + 1)]
+    settings = {"path": paths[:-1], "capacity": "1PiB"}
+    assert len(load(overrides={tier: settings}).file_tiers[0].path) == VOLUMES_MAX
+    with pytest.raises(ConfigError, match="32769 paths are too many") as raised:
         load(overrides={tier: {**settings, "path": paths}})
     assert raised.value.hint
 

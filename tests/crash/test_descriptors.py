@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from tests.support.waiting import until
 
-from kvdepot.core.clock import SystemClock
+from kvdepot.core.clock import StampClock, SystemClock, WallClock
+from kvdepot.core.volume import OpenVolume, VolumeContext
 from kvdepot.errors import KVDepotError
 from kvdepot.io.breaker import RetryPauses
 from kvdepot.io.files import Files
-from kvdepot.testing.images import make_image, make_key, removal_of
+from kvdepot.store.volume_set import VolumeSet
+from kvdepot.testing.contract import put
+from kvdepot.testing.images import make_key, make_records, removal_of
 from kvdepot.testing.power import PowerFiles
 from kvdepot.volumes.log.medium import MountSettings
-from kvdepot.volumes.log.tier import LogTier
+from kvdepot.volumes.log.volume import LogVolume
 
 pytestmark = pytest.mark.crash
 
@@ -82,38 +85,48 @@ class PullingFiles(Files):
 
 
 def lead_a_life(
-    folder: Path, files: Files, before_remount: Callable[[], None] = lambda: None
+    folder: Path, files: Files, before_reopening: Callable[[], None] = lambda: None
 ) -> None:
-    """Everything that opens or closes files: drives mounted, lost, mounted again, added, drained
-    and made smaller. What fails is left.
+    """Everything that opens or closes files: volumes opened, lost, opened again, added, drained and
+    made smaller. What fails is left.
     """
     folder.mkdir()
     drives = [folder / name / "kv" for name in "012"]
     for path in drives:
         path.parent.mkdir()
-    images = [make_image(make_key(number), bytes(12_000)) for number in range(8)]
     settings = MountSettings(4 * SEGMENT_BYTES, SEGMENT_BYTES, pauses=RetryPauses(0.001, 0.01))
-    tier = LogTier(drives[:2], files, settings, SystemClock())
+    volumes = VolumeSet(VolumeContext(SystemClock(), WallClock(), StampClock(WallClock())))
+
+    def opener(path: Path) -> OpenVolume:
+        return lambda context: LogVolume(path, files, settings, context, [])
+
+    try:
+        volumes.open_all([("ssd", str(path), opener(path)) for path in drives[:2]])
+    except KVDepotError:
+        volumes.entries.clear()
+    keys = [make_key(number) for number in range(8)]
+    entries = volumes.entries
     steps: list[Callable[[], object]] = [
-        lambda: [tier.append(number % 2, [image]) for number, image in enumerate(images)],
-        lambda: tier.put_meta(removal_of(make_key(3))),
-        tier.flush,
+        lambda: [put(entry.volume, make_records(keys, 12_000)) for entry in entries],
+        lambda: volumes.metadata.put(removal_of(make_key(3))),
+        lambda: [entry.volume.sync(10.0) for entry in entries],
         lambda: drives[0].rename(folder / "hidden"),
-        lambda: tier.probe(0),
+        lambda: entries[0].volume.maintain(lambda: False),
         lambda: (folder / "hidden").rename(drives[0]),
-        before_remount,
-        lambda: until(lambda: not tier.drive(0).retry_in_s),
-        lambda: tier.remount(0, lambda: None),
-        lambda: tier.add(drives[2]),
-        lambda: tier.start_drain(1),
-        lambda: tier.retire(1),
-        lambda: tier.resize(0, 3),
-        lambda: tier.trim(0),
+        before_reopening,
+        lambda: until(lambda: not volumes.facts(0).retry_in_s),
+        lambda: volumes.reopen(entries[0]),
+        lambda: volumes.add("ssd", str(drives[2]), opener(drives[2])),
+        lambda: entries[1].volume.set_limits(None, may_write=False),
+        lambda: volumes.retire(entries[1]),
+        lambda: entries[0].volume.set_limits(3 * SEGMENT_BYTES, may_write=True),
+        lambda: entries[0].volume.maintain(lambda: False),
     ]
     for step in steps:
-        with contextlib.suppress(OSError, KVDepotError):
+        with contextlib.suppress(OSError, KVDepotError, IndexError):
             step()
-    tier.close()
+    volumes.close()
+    files.close()
 
 
 def open_files() -> int:

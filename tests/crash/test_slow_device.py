@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.disk import Disk, are_there
-from tests.support.drive_traffic import BAD, DRIVES, Traffic, bad_drive, is_up
+from tests.support.drive_traffic import BAD, DRIVES, Traffic, bad_volume, is_up
 from tests.support.drive_traffic import opened as opened_beside
 from tests.support.drive_traffic import spread as spread_out
 from tests.support.failing_disks import (
@@ -143,8 +143,7 @@ def test_a_real_disk_goes_bad_beside_others_and_comes_back(
             assert traffic.goes_on(list(range(DRIVES)), 700)
             begin[fault]()
             if fault != "filled":  # its segments are there already: it goes on
-                drive = bad_drive(store)
-                assert eventually(lambda: drive.lost or not drive.breaker.closed)
+                assert eventually(lambda: not bad_volume(store).facts().up)
             assert traffic.goes_on([0, 2], 300)
             end[fault]()
             assert eventually(lambda: is_up(store), 60.0)

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from tests.support.drive_traffic import BAD, DRIVES, Traffic, bad_drive, is_up, opened, spread
+from tests.support.drive_traffic import BAD, DRIVES, Traffic, bad_volume, is_up, opened, spread
 from tests.support.failing_disks import unplug
 from tests.support.waiting import eventually
 
+from kvdepot.core.volume import Volume
 from kvdepot.io.files import Files
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.volumes.log.drive import Drive
 
 pytestmark = pytest.mark.crash
 
@@ -88,14 +88,14 @@ def tier(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     "name", ["pulled", "filled", pytest.param("slowed", marks=pytest.mark.slow), "errors"]
 )
-def test_a_bad_drive_harms_nobody_and_comes_back(
+def test_a_bad_volume_harms_nobody_and_comes_back(
     tmp_path: Path, tier: str, name: Name, writes: bool
 ) -> None:
     if name == "filled" and not writes:
         pytest.skip("a full drive reads as ever")
     world = World(tmp_path, tier, name)
     with opened(tmp_path, tier, world.files) as store:
-        drive = bad_drive(store)
+        drive = bad_volume(store)
         traffic = Traffic(store, spread(store), writes)
         with traffic.running():
             assert traffic.goes_on(list(range(DRIVES)), USUAL if name == "slowed" else 16)
@@ -108,7 +108,7 @@ def test_a_bad_drive_harms_nobody_and_comes_back(
                 assert traffic.goes_on([BAD], 16), "with its blocks"
             if writes:
                 assert eventually(lambda: written_to(store)), "and is written to"
-        assert (name == "pulled") == (bad_drive(store) is not drive), "only a pulled one is new"
+        assert (name == "pulled") == (bad_volume(store) is not drive), "only a pulled one is new"
         assert store.flush() or name == "pulled", "what went with a drive is said"
         assert store.check().ok
     with opened(tmp_path, tier, None) as store:
@@ -118,20 +118,19 @@ def test_a_bad_drive_harms_nobody_and_comes_back(
             tiers(store, keys)
 
 
-def is_left_alone(drive: Drive, name: Name) -> bool:
-    """A full drive is left alone by writes only."""
+def is_left_alone(volume: Volume, name: Name) -> bool:
+    """A full volume is left alone by writes only."""
+    facts = volume.facts()
     if name == "filled":
-        assert drive.breaker.closed
-        return not drive.facts().takes_blocks
-    return drive.lost or not drive.breaker.closed
+        assert facts.up
+        return not facts.takes_blocks
+    return not facts.up
 
 
 def written_to(store: Store) -> bool:
-    drive = bad_drive(store)
-    before = {segment.segment_id: segment.tail for segment in list(drive.segments.values())}
+    before = bad_volume(store).facts(details=True).details["written"]["bytes"]
     time.sleep(0.2)
-    after = {segment.segment_id: segment.tail for segment in list(drive.segments.values())}
-    return after != before
+    return bool(bad_volume(store).facts(details=True).details["written"]["bytes"] != before)
 
 
 def test_a_store_that_is_only_read_gets_its_drive_back_with_its_blocks(
@@ -143,10 +142,10 @@ def test_a_store_that_is_only_read_gets_its_drive_back_with_its_blocks(
     away = tmp_path / "away"
     with opened(tmp_path, tier, None, mode="r") as store:
         space_of(store)
-        drive = bad_drive(store)
+        drive = bad_volume(store)
         assert None not in tiers(store, by_drive[BAD])
         (tmp_path / f"drive-{BAD}").rename(away)
-        assert eventually(lambda: drive.lost)
+        assert eventually(lambda: drive.facts().lost)
         assert set(tiers(store, by_drive[BAD])) == {None}
         assert None not in tiers(store, by_drive[0])
         away.rename(tmp_path / f"drive-{BAD}")
@@ -166,10 +165,10 @@ def test_another_folder_in_its_place_is_not_taken_for_the_drive(tmp_path: Path) 
         assert all(put(store, theirs))
     with opened(tmp_path, "ssd", None, mode="r") as store:
         space_of(store)
-        drive = bad_drive(store)
+        drive = bad_volume(store)
         (tmp_path / f"drive-{BAD}").rename(tmp_path / "away")
         (other / f"drive-{BAD}").rename(tmp_path / f"drive-{BAD}")
-        assert eventually(lambda: bad_drive(store) is not drive and is_up(store))
+        assert eventually(lambda: bad_volume(store) is not drive and is_up(store))
         assert set(tiers(store, by_drive[BAD])) == {None}
         assert None not in tiers(store, by_drive[0])
         assert store.check().ok

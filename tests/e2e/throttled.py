@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvdepot.core.tier import Pending
-from kvdepot.io.files import Files, Ops
+from kvdepot.io.files import Files, Ops, Pending
 from kvdepot.native import READ
 
 MB = 1e6

@@ -3,7 +3,9 @@
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvdepot.core.block import KEY_BYTES, LINK_BYTES, TAG_BYTES
@@ -14,11 +16,21 @@ TEXT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
 CODES = {"u64": "Q", "u32": "I", "u16": "H", "u8": "B"}
 ROW = re.compile(r"^\| (\d+) \| (\w+) \| (.+) \|$", re.MULTILINE)
 SUPERBLOCK = "<Q8sII"
+
+
+def _struct_code(field: np.dtype[Any]) -> str:
+    return f"{field.itemsize}s" if field.kind == "V" else {4: "I", 8: "Q"}[field.itemsize]
+
+
+def _fields(dtype: np.dtype[Any]) -> list[np.dtype[Any]]:
+    return [dtype[name] for name in dtype.names or ()]
+
+
 STRUCTS = {
     "Superblock": SUPERBLOCK,
     "Segment header": segment._HEADER.format,
     "Trailer": segment._TRAILER.format,
-    "Footer entry": segment._ENTRY.format,
+    "Footer entry": "<" + "".join(map(_struct_code, _fields(segment.ENTRY))),
     "Record": record._HEAD.format + 4 * "Q",  # producer, key id, tenant, weight epoch
     "Key": f"<{TAG_BYTES}s{LINK_BYTES}s{KEY_BYTES - TAG_BYTES - LINK_BYTES}s",
     "Log header": metadata._HEADER.format + metadata._U64.format[1:],  # its checksum, at its end

@@ -3,6 +3,7 @@
 import random
 import struct
 
+import numpy as np
 import pytest
 
 from kvdepot.core.clock import STAMP_MAX
@@ -19,20 +20,23 @@ from kvdepot.format.record import (
     chunk_count,
     fill_tokens,
     filled_tokens,
-    identity,
+    identities,
     own_chunk_bytes,
     parse_head,
-    parse_own,
     payload_intact,
     place,
+    place_records,
     producer_of,
     record_bytes,
+    record_sizes,
     round_up,
     set_stamp,
+    stamp_of,
     token_ids,
     tokens_max,
     write_head,
 )
+from kvdepot.native import address_of
 from kvdepot.testing.images import make_image, make_key, payload_for
 
 KEY = make_key(1)
@@ -141,21 +145,28 @@ def test_a_record_cut_short_is_not_intact() -> None:
 
 
 def test_what_a_reader_expects_is_what_the_head_holds() -> None:
-    image = placed()
-    assert bytes(image[IDENTITY]) == identity(Kind.BLOCK, KEY, 77)
-    assert bytes(image[IDENTITY]) != identity(Kind.BLOCK, KEY, 78)
-    assert bytes(image[IDENTITY]) != identity(Kind.BLOCK, make_key(2), 77)
+    keys = np.frombuffer(KEY + KEY + make_key(2), np.uint64).reshape(-1, 4)
+    right, *wrong = identities(keys, np.array([77, 78, 77]))
+    head = bytes(placed()[IDENTITY])
+    assert right.tobytes() == head
+    assert all(one.tobytes() != head for one in wrong)
 
 
-def test_own_records_tell_their_fields_without_checks() -> None:
-    assert parse_own(placed()) == (Kind.BLOCK, KEY, 88, 3 * CHUNK + 5)
+def test_records_are_placed_together_as_one_by_one() -> None:
+    images = [make_image(make_key(number), payload_for(KEY, 100), CHUNK) for number in range(3)]
+    place_records(np.array([address_of(image)[0] for image in images]), 77)
+    assert [head and head.segment_id for head in map(parse_head, images)] == [77] * 3
+
+
+def test_an_own_record_tells_its_stamp_without_checks() -> None:
+    assert stamp_of(placed()) == 88
 
 
 @pytest.mark.parametrize(
     ("payload", "expected"), [(0, PAGE), (1, 2 * PAGE), (PAGE, 2 * PAGE), (PAGE + 1, 3 * PAGE)]
 )
 def test_a_record_is_a_head_and_whole_pages(payload: int, expected: int) -> None:
-    assert record_bytes(payload) == expected
+    assert record_bytes(payload) == record_sizes(np.array([payload]))[0] == expected
 
 
 @pytest.mark.parametrize(("nbytes", "unit", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8)])
@@ -238,7 +249,7 @@ def test_no_flipped_bit_of_a_head_raises_or_lets_a_size_through_that_is_none() -
         token_ids(image, KEY)
         producer_of(image, KEY)
         filled_tokens(image, nbytes, CHUNK)
-        parse_own(image)
+        stamp_of(image)
         head = parse_head(image)
         if bit < 8 * (TABLE_OFFSET + 8):
             assert head is None, "its checksum is wrong"

@@ -181,7 +181,7 @@ class TestAfterARestart:
             put(store, keys)
             stamp = store.inspect().state.stamps.next()
             entry = MetaEntry(MetaKind.QUARANTINE, keys[0][:8], stamp, b"{no json")
-            store.inspect().log_tier().put_meta([entry])
+            store.inspect().log_volume().put_meta([entry])
             assert store.flush(WAIT_S)
         with opened(tmp_path) as store:
             space_of(store)

@@ -7,8 +7,7 @@ from typing import Any
 
 import kvdepot
 from kvdepot.config.settings import load
-from kvdepot.core.tier import Pending
-from kvdepot.io.files import Files, Ops
+from kvdepot.io.files import Files, Ops, Pending
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers

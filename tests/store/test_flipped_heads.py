@@ -1,21 +1,24 @@
 """A head in memory with a flipped bit is found by a check, and never served, nor an exception."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tests.support.small_store import prompt, put, space_of, tiers
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.clock import SystemClock
-from kvdepot.core.tier import Outcome
+from kvdepot.core.clock import StampClock, SystemClock, WallClock
+from kvdepot.core.volume import NO_PLACE, Outcome, VolumeContext
 from kvdepot.format.record import PAGE, TABLE_OFFSET
 from kvdepot.io.files import Files
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
+from kvdepot.testing.contract import put as put_records
+from kvdepot.testing.contract import read
+from kvdepot.testing.images import Reads, make_key, make_records, payload_for
 from kvdepot.volumes.log.medium import MountSettings
-from kvdepot.volumes.log.tier import LogTier
+from kvdepot.volumes.log.volume import LogVolume
 
 CHUNK_BYTES_AT = 88
 FIELD_BITS = 8 * (TABLE_OFFSET + 8)
@@ -52,23 +55,30 @@ def test_every_bit_of_the_fields(store: Store) -> None:
         store.remove([key])
 
 
-def test_a_drive_that_is_given_such_a_block_goes_on(tmp_path: Path) -> None:
-    tier = LogTier([tmp_path / "ssd"], Files(), MountSettings(32 << 20, 1 << 20), SystemClock())
-    try:
+def test_a_volume_that_is_given_such_a_block_goes_on(tmp_path: Path) -> None:
+    with opened(tmp_path / "ssd") as volume:
         for bit in range(FIELD_BITS):
-            key, other = make_key(2 * bit), make_key(2 * bit + 1)
-            images = [make_image(one, payload_for(one, PAGE)) for one in (key, other)]
-            images[0][bit // 8] ^= 1 << bit % 8
-            places = tier.append(0, images)
-            for one, place in zip((key, other), places, strict=True):
-                assert place is not None
-                wanted = make_load(one, place, PAGE)
-                (outcome,), _ = tier.load([wanted], 30.0)
-                if outcome is Outcome.OK:
-                    assert loaded(wanted) == payload_for(one, PAGE)
-            assert outcome is Outcome.OK, "the block beside it"
-    finally:
-        tier.close()
-    again = LogTier([tmp_path / "ssd"], Files(), MountSettings(32 << 20, 1 << 20), SystemClock())
-    again.take_contents()
-    again.close()
+            keys = [make_key(2 * bit), make_key(2 * bit + 1)]
+            records = make_records(keys, PAGE)
+            records.images[0][bit // 8] ^= 1 << bit % 8
+            reads = Reads()
+            for key, place in zip(keys, put_records(volume, records), strict=True):
+                assert place != NO_PLACE
+                reads.add(key, place, PAGE)
+            outcomes = read(volume, reads)
+            assert outcomes[1] == Outcome.OK, "the block beside it"
+            for index, outcome in enumerate(outcomes):
+                if outcome == Outcome.OK:
+                    assert reads.payload(index) == payload_for(keys[index], PAGE)
+    with opened(tmp_path / "ssd") as volume:
+        volume.contents(None)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[LogVolume]:
+    files, clock = Files(), SystemClock()
+    context = VolumeContext(clock, WallClock(), StampClock(WallClock()))
+    volume = LogVolume(path, files, MountSettings(32 << 20, 1 << 20), context, [])
+    yield volume
+    volume.close()
+    files.close()

@@ -187,8 +187,8 @@ def test_locks_are_taken_in_order_and_io_is_done_without_the_stores(
     }
     assert not wrong, f"taken against the order: {wrong}"
     seen = {
-        (STORE, "volumes/log/drive.py: Drive._books"),
-        ("store/move/reclaim.py: DriveRoom._locks", STORE),
-        ("store/drives/maintenance.py: DriveMaintenance._change", STORE),
+        (STORE, "volumes/log/segments.py: SegmentSet.state_lock"),
+        ("store/move/reclaim.py: VolumeRoom._locks", STORE),
+        ("store/drives/maintenance.py: VolumeMaintenance._change", STORE),
     }
     assert seen <= order.pairs, "drives were not written to, reclaimed and drained"

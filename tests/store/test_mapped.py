@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import TIER_NAMES
+from kvdepot.core.volume import TIER_NAMES
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import Keys
 from kvdepot.store.open import open_store

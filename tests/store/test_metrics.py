@@ -356,12 +356,15 @@ def test_the_oldest_block_that_waits_has_an_age(tmp_path: Path) -> None:
         state = store.inspect().state
         assert store.flush(WAIT_S)
         with state.lock:
-            lower.tickets[1], lower._arrivals = 10, type(lower._arrivals)([(5, 100.0), (12, 107.0)])
-            assert lower.oldest_age_s(130.0) == 30.0
-            lower.tickets[1] = 12
-            assert lower.oldest_age_s(130.0) == 23.0
-            del lower.tickets[1]
-            assert lower.oldest_age_s(130.0) == 0.0
+            lower.queue.tickets[1], lower.queue._arrivals = (
+                10,
+                type(lower.queue._arrivals)([(5, 100.0), (12, 107.0)]),
+            )
+            assert lower.queue.oldest_age_s(130.0) == 30.0
+            lower.queue.tickets[1] = 12
+            assert lower.queue.oldest_age_s(130.0) == 23.0
+            del lower.queue.tickets[1]
+            assert lower.queue.oldest_age_s(130.0) == 0.0
 
 
 def page_script() -> ModuleType:

@@ -31,8 +31,8 @@ def test_a_removal_that_one_tier_has_lost(tmp_path: Path, forgets: str) -> None:
     with opened(tmp_path) as store:
         keys: list[BlockKey] = prompt(space_of(store), 1, 4)
         assert all(put(store, keys)) and store.flush(WAIT_S)
-        tiers = [lower.tier for lower in store.inspect().state.lower_tiers]
-        assert all(tier.usage().used_bytes for tier in tiers), "both tiers have the blocks"
+        volumes = store.inspect().volumes
+        assert all(volumes.facts(number).used_bytes for number in (0, 1)), "both have the blocks"
         before = tmp_path / "before"
         before.mkdir()
         for name in COPIES:
@@ -46,5 +46,6 @@ def test_a_removal_that_one_tier_has_lost(tmp_path: Path, forgets: str) -> None:
             space_of(store)
             assert not store.match(keys[:2])
             assert all(len(store.match([key])) for key in keys[2:]), "others are still there"
-            found = [lower.tier.metadata() for lower in store.inspect().state.lower_tiers]
-            assert all(set(keys[:2]) <= one.tombstones.keys() for one in found)
+            for number in (0, 1):
+                known = store.inspect().log_volume(number).metadata.known
+                assert set(keys[:2]) <= known.tombstones.keys()

@@ -12,12 +12,11 @@ from tests.support.waiting import eventually
 
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import drive_of
+from kvdepot.core.volume import Volume, volume_of
 from kvdepot.io.files import Files
 from kvdepot.store.open import Mode, assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
-from kvdepot.volumes.log.drive import Drive
 
 DRIVES = 3
 BAD = 1
@@ -117,14 +116,15 @@ def spread(store: Store) -> dict[int, list[BlockKey]]:
         for key, row in zip(keys, store.inspect().catalog.rows(keys), strict=True):
             if store.inspect().catalog.memory.ready(row):
                 store.inspect().memory().drop(row)
-            found[drive_of(level.copies.location[row])].append(key)
+            found[volume_of(level.copies.location[row])].append(key)
     assert all(len(some) >= 8 for some in found.values())
     return found
 
 
-def bad_drive(store: Store) -> Drive:
-    return store.inspect().log_tier().drives[BAD]
+def bad_volume(store: Store) -> Volume:
+    return store.inspect().volumes.entries[BAD].volume
 
 
 def is_up(store: Store) -> bool:
-    return bad_drive(store).breaker.closed and not bad_drive(store).lost
+    facts = bad_volume(store).facts()
+    return facts.up and not facts.lost and BAD not in store.inspect().volumes.down

@@ -1,16 +1,18 @@
-"""Nodes over one bucket: tiers whose background work is done when a test says so."""
+"""Nodes over one bucket: volumes whose background work is done when a test says so."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from kvdepot.config.settings import ObjectConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import Changes, Outcome
-from kvdepot.format.record import parse_own
+from kvdepot.core.clock import StampClock
+from kvdepot.core.metadata import Metadata, MetaKind
+from kvdepot.core.volume import Contents, Outcome, Priority, VolumeContext
 from kvdepot.testing.clocks import ManualClock
-from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
+from kvdepot.testing.contract import store
+from kvdepot.testing.images import Reads, make_key, payload_for
 from kvdepot.volumes.object.bucket import Bucket
-from kvdepot.volumes.object.tier import ObjectTier
+from kvdepot.volumes.object.volume import BucketVolume
 
 NEVER_S = 1e6
 PAYLOAD = 16000
@@ -42,61 +44,70 @@ def same_bucket(bucket: Bucket) -> Bucket:
 
 
 class Node:
-    """A tier that stands for one machine, with its own clocks."""
+    """A volume that stands for one machine, with its own clocks."""
 
     def __init__(self, bucket: Bucket, *, wall_s: float = 1.8e9, **more: Any) -> None:
         self.clock = ManualClock(100.0)
         self.wall = ManualClock(wall_s)
+        self.stamps = StampClock(self.wall)
         self.bucket = same_bucket(bucket)
-        config = object_config(refresh=NEVER_S, **more)
-        self.tier = ObjectTier(config, bucket=self.bucket, clock=self.clock, wall=self.wall)
+        context = VolumeContext(self.clock, self.wall, self.stamps)
+        self.volume = BucketVolume(object_config(refresh=NEVER_S, **more), context, self.bucket)
         self.places: dict[BlockKey, int] = {}
         """What this node knows, as its store would."""
-        self.take(self.tier.take_changes())
+        self.learned = Metadata()
+        """What other nodes have told it."""
+        self._token = 0
+        self._take(self.volume.contents(None))
 
     def put(self, numbers: Sequence[int]) -> None:
-        images = [make_image(key, payload_for(key, PAYLOAD)) for key in map(make_key, numbers)]
-        for image, place in zip(images, self.tier.append(0, images), strict=True):
-            assert place is not None
-            self.tier.count(place, PAYLOAD)
-            self.places[BlockKey(parse_own(image)[1])] = place
+        keys = [make_key(number) for number in numbers]
+        self.places.update(zip(keys, store(self.volume, keys, PAYLOAD), strict=True))
 
-    def step(self) -> Changes | None:
+    def step(self) -> None:
         """Do what the background thread does, and take in what it found."""
-        self.tier.upkeep.step()
-        changes = self.tier.take_changes()
-        self.take(changes)
-        return changes
+        self.volume.upkeep.step()
+        self._take(self.volume.contents(self._token))
 
-    def take(self, changes: Changes | None) -> None:
-        if changes is None:
-            return
-        gone = set(changes.gone_locations.tolist())
+    def _take(self, contents: Contents) -> None:
+        self._token = contents.token
+        gone = set(contents.gone_places.tolist())
         self.places = {key: at for key, at in self.places.items() if at not in gone}
-        for stone in changes.removed:
-            self.places.pop(BlockKey(stone.name), None)
-        come = changes.come
-        for words, place in zip(come.words, come.locations.tolist(), strict=True):
+        for entry in contents.metadata:
+            self.learned.add(entry)
+            if entry.kind is MetaKind.TOMBSTONE:
+                self.places.pop(BlockKey(entry.name), None)
+        for words, place in zip(contents.words, contents.places.tolist(), strict=True):
             self.places.setdefault(BlockKey(words.tobytes()), place)
 
     def knows(self) -> list[BlockKey]:
         return sorted(self.places)
 
     def read(self, number: int) -> Outcome:
-        """Load a block that this node knows; never a wrong byte."""
+        """Read a block that this node knows; never a wrong byte."""
         key = make_key(number)
-        wanted = make_load(key, self.places[key], PAYLOAD)
-        (outcome,), _ = self.tier.load([wanted], 30.0)
-        if outcome is Outcome.OK:
-            assert loaded(wanted) == payload_for(key, PAYLOAD)
-        return outcome
+        reads = Reads().add(key, self.places[key], PAYLOAD)
+        (outcome,) = self.volume.read(reads.rows, Priority.FOREGROUND, 30.0).result()
+        if outcome == Outcome.OK:
+            assert reads.payload(0) == payload_for(key, PAYLOAD)
+        return Outcome(outcome)
+
+    def described(self) -> dict[bytes, bytes]:
+        """What it knows of namespaces, by their tags."""
+        return self.learned.values(MetaKind.NAMESPACE)
+
+    def owned(self) -> list[int]:
+        """Segments that this node may release."""
+        table = self.volume.segments()
+        segments: list[int] = table.segments[table.sealed].tolist()
+        return segments
 
     def die(self) -> None:
         """End without a word."""
-        self.tier.upkeep._stop.set()
-        self.tier.upkeep.request_refresh()
-        self.tier._closed = True
-        self.tier._reader.close()
+        self.volume.upkeep._stop.set()
+        self.volume.upkeep.request_refresh()
+        self.volume._closed = True
+        self.volume._reader.close()
 
 
 def keys_of(numbers: Sequence[int]) -> list[BlockKey]:

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.volumes import open_log
 
-from kvdepot.core.clock import SystemClock
-from kvdepot.core.tier import Outcome
+from kvdepot.core.volume import Outcome
 from kvdepot.io.files import EngineKind, Ops, aligned, io_ops
 from kvdepot.native import READ, WRITE, address_of
+from kvdepot.testing.contract import read, store
 from kvdepot.testing.faults import (
     Call,
     Corrupt,
@@ -25,9 +26,7 @@ from kvdepot.testing.faults import (
     Stall,
     Tear,
 )
-from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
-from kvdepot.volumes.log.medium import MountSettings
-from kvdepot.volumes.log.tier import LogTier
+from kvdepot.testing.images import Reads, make_key, payload_for
 
 PAGE = 4096
 LONG_S = 60.0
@@ -153,18 +152,17 @@ def test_a_corrupt_read_flips_bits_in_memory_only(files: FaultyFiles, fd: int) -
 @pytest.mark.parametrize("kind", ["threads", "python"])
 def test_the_engine_itself_notices_corrupt_reads(kind: EngineKind, tmp_path: Path) -> None:
     files = FaultyFiles(kind)
-    settings = MountSettings(1 << 20, 128 << 10)
-    tier = LogTier([tmp_path / "drive"], files, settings, SystemClock())
+    volume = open_log(tmp_path / "drive", files, segments=8, segment_bytes=128 << 10)
     key, nbytes = make_key(1), 10_000
-    (location,) = tier.append(0, [make_image(key, payload_for(key, nbytes))])
-    assert location is not None
+    (place,) = store(volume, [key], nbytes)
     for at in (0, 60, 130, PAGE, PAGE + 9_999):
         files.add(Fault(Call.RUN_READ, Corrupt(at=at)))
-        load = make_load(key, location, nbytes)
-        assert tier.load([load], LONG_S) == ([Outcome.CORRUPT], None)
-        assert tier.load([load], LONG_S) == ([Outcome.OK], None)
-        assert loaded(load) == payload_for(key, nbytes)
-    tier.close()
+        reads = Reads().add(key, place, nbytes)
+        assert read(volume, reads) == [Outcome.CORRUPT]
+        assert read(volume, reads) == [Outcome.OK]
+        assert reads.payload(0) == payload_for(key, nbytes)
+    volume.close()
+    files.close()
 
 
 def test_a_stalled_batch_gives_up_at_its_deadline_and_ends_on_release(

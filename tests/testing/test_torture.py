@@ -18,14 +18,14 @@ from tests.support.failures import check_data
 from tests.support.waiting import until
 
 from kvdepot.core.depot import FlushReport
-from kvdepot.core.tier import Purpose
+from kvdepot.core.volume import Purpose
 from kvdepot.store.move import mover
 from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
 from kvdepot.testing.faults import BOUNDARIES, Fail, Fault, FaultyFiles
-from kvdepot.testing.images import make_image, make_key
+from kvdepot.testing.images import make_key, make_records
 from kvdepot.testing.torture import rounds, workload
 from kvdepot.testing.torture.ledger import Expectation, Ledger
 from kvdepot.testing.torture.rounds import (
@@ -42,8 +42,7 @@ from kvdepot.testing.torture.rounds import (
     torture,
 )
 from kvdepot.testing.torture.workload import StoreSession, Trust
-from kvdepot.testing.torture.world import TierMix, World, prompts
-from kvdepot.volumes.log.tier import LogTier
+from kvdepot.testing.torture.world import SEGMENT_BYTES, TierMix, World, prompts
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
@@ -171,18 +170,17 @@ def test_room_is_left_for_a_segment_that_is_begun_after_the_last_words(tmp_path:
         words = LastWords(ledger, 0)
         store = words.store = world.open()
         session = StoreSession(world, store, ledger, random.Random(1), Trust())
-        (lower,) = store.inspect().state.lower_tiers
-        assert isinstance(lower.tier, LogTier)
-        (drive,) = lower.tier.drives
+        volume = store.inspect().log_volume()
         for blocks in prompts():
-            if len(drive.segments) < 3:
+            if len(volume.segments().segments) < 3:
                 session._put(list(blocks))
                 session.flush()
-        assert len(drive.segments) == 3
-        drive.resize(3)
+        assert len(volume.segments().segments) == 3
+        volume.set_limits(3 * SEGMENT_BYTES, may_write=True)
         words.say()
         for number in range(18):  # as a thread that is at a write, and needs no lock of the store
-            drive.append([make_image(make_key(number), bytes(6_000))], Purpose.MOVE)
+            moved = make_records([make_key(number)], 6_000)
+            volume.append(moved.rows, Purpose.MOVE)
         words.end()
 
     assert in_child(world, ledger, live) == -signal.SIGKILL

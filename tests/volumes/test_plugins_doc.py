@@ -1,4 +1,4 @@
-"""docs/plugins.md, typed as printed, ends with blocks in somebody else's tier."""
+"""docs/plugins.md, typed as printed, ends with blocks on a medium of somebody else."""
 
 import os
 import re
@@ -14,6 +14,7 @@ import kvdepot
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plugins.md"
 SOURCES = Path(kvdepot.__file__).parents[1]
 WAIT_S = 300.0
+LINES_MAX = 90
 EXAMPLES = """
 from hypothesis import settings
 settings.register_profile("few", max_examples=10, deadline=None)
@@ -29,8 +30,8 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A folder on the path with the document's package, as pip would leave it."""
-    tier, contract, program = blocks("python")
-    (tmp_path / "kvdepot_folder.py").write_text(tier)
+    volume, contract, program = blocks("python")
+    (tmp_path / "kvdepot_folder.py").write_text(volume)
     (tmp_path / "test_folder.py").write_text(contract)
     (tmp_path / "program.py").write_text(program)
     (tmp_path / "conftest.py").write_text(EXAMPLES)
@@ -63,13 +64,18 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_the_tier_passes_the_contract(package: Path) -> None:
+def test_the_example_is_short_and_typed(package: Path) -> None:
+    assert len((package / "kvdepot_folder.py").read_text().splitlines()) <= LINES_MAX
+    run(package, "-m", "mypy", "--strict", "kvdepot_folder.py", "test_folder.py")
+
+
+def test_the_volume_passes_the_contract(package: Path) -> None:
     assert " passed" in run(
         package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_folder.py"
     )
 
 
-def test_the_program_ends_with_blocks_in_the_tier(package: Path) -> None:
+def test_the_program_ends_with_blocks_in_the_volume(package: Path) -> None:
     (expected,) = blocks("text")
     assert run(package, "program.py") == expected
-    assert len(list((package / "blocks").glob("*.block"))) == 3
+    assert len(list((package / "blocks").glob("record-*.value"))) == 3

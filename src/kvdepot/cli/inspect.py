@@ -18,14 +18,13 @@ from kvdepot.cli.report.tables import Table
 from kvdepot.core.block import BlockKey
 from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import Metadata, MetaKind
-from kvdepot.core.tier import Contents, page_of, segment_of
 from kvdepot.core.units import format_bytes, format_count
+from kvdepot.core.volume import Contents, page_of, segment_of
 from kvdepot.format.record import HEAD_BYTES, PAGE, token_ids
 from kvdepot.format.segment import FORMAT
 from kvdepot.io.files import aligned
 from kvdepot.io.speed import Profile
-from kvdepot.store.check.offline import opened, read_drive
-from kvdepot.volumes.log.drive import Drive
+from kvdepot.store.check.offline import OpenedVolume, opened
 
 HIDDEN = ("secret",)
 """Never printed, wherever it may come from; descriptions on disk do not have it."""
@@ -103,8 +102,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    with output.Progress(f"reading {args.path}"), opened(args.path) as drive:
-        found = inspect(args.path, drive, args.tokens)
+    with output.Progress(f"reading {args.path}"), opened(args.path) as volume:
+        found = inspect(args.path, volume, args.tokens)
     if args.json:
         output.document(found)
     else:
@@ -112,22 +111,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def inspect(path: Path, drive: Drive, tokens: int = 0) -> Inspection:
-    contents, recovered = read_drive(drive)
+def inspect(path: Path, volume: OpenedVolume, tokens: int = 0) -> Inspection:
+    contents, recovered = volume.read()
     entries = [segment.entries["stamp"] for segment in recovered if len(segment.entries)]
     stamps = np.concatenate(entries) if entries else np.zeros(1, np.uint64)
-    in_use = drive.segments
+    in_use = volume.segments.by_slot
+    measured = volume.metadata.known.values(MetaKind.PROFILE).get(b"")
     return Inspection(
         path=str(path),
         format=FORMAT,
-        uuid=str(uuid.UUID(bytes=drive.store)),
-        segment_bytes=drive.settings.segment_bytes,
-        held_bytes=drive.held_bytes(),
-        free_slots=len(drive.free),
-        blocks=len(contents.locations),
-        live_bytes=sum(segment.live_bytes for segment in in_use.values()),
-        tombstones=len(drive.metadata.known.tombstones),
-        profile=drive.profile,
+        uuid=str(uuid.UUID(bytes=volume.segments.store)),
+        segment_bytes=volume.segment_bytes,
+        held_bytes=volume.segments.slot_count() * volume.segment_bytes,
+        free_slots=len(volume.segments.free),
+        blocks=len(contents.places),
+        live_bytes=volume.segments.live_bytes,
+        tombstones=len(volume.metadata.known.tombstones),
+        profile=Profile.parse(measured) if measured else None,
         oldest_stamp=int(stamps.min()),
         newest_stamp=int(stamps.max()),
         segments=[
@@ -141,19 +141,19 @@ def inspect(path: Path, drive: Drive, tokens: int = 0) -> Inspection:
             )
             for found in sorted(recovered, key=lambda segment: segment.segment_id)
         ],
-        namespaces=list(spaces(drive.metadata.known, contents)),
-        damage=list(drive.damage),
-        tokens=token_rows(drive, contents, tokens),
+        namespaces=list(spaces(volume.metadata.known, contents)),
+        damage=list(volume.damage),
+        tokens=token_rows(volume, contents, tokens),
     )
 
 
-def token_rows(drive: Drive, contents: Contents, wanted: int) -> list[TokenRow]:
+def token_rows(volume: OpenedVolume, contents: Contents, wanted: int) -> list[TokenRow]:
     """Token ids of the first blocks, read from the heads of their records."""
     head, found = aligned(HEAD_BYTES)[:HEAD_BYTES], []
-    for at in np.argsort(contents.locations)[:wanted].tolist():
-        key, location = BlockKey(contents.words[at].tobytes()), int(contents.locations[at])
-        fd, base = drive.segments[segment_of(location)].extent
-        nbytes = os.preadv(fd, [head], base + page_of(location) * PAGE)
+    for at in np.argsort(contents.places)[:wanted].tolist():
+        key, place = BlockKey(contents.words[at].tobytes()), int(contents.places[at])
+        fd, base = volume.segments.by_slot[segment_of(place)].extent
+        nbytes = os.preadv(fd, [head], base + page_of(place) * PAGE)
         ids = token_ids(head, key) if nbytes == HEAD_BYTES else b""
         found.append(TokenRow(key.hex(), np.frombuffer(ids, "<u4").tolist()))
     return found

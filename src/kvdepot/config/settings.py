@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from kvdepot.config.loader import Secret, Unit, load_tree
-from kvdepot.core.tier import DRIVES_MAX
 from kvdepot.core.units import format_bytes
+from kvdepot.core.volume import VOLUMES_MAX
 from kvdepot.errors import ConfigError
 
 ENV_PREFIX: Final = "KVDEPOT_"
@@ -176,8 +176,8 @@ class FileTierConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError(self._name("path"), "needs at least one path")
-        if len(self.path) > DRIVES_MAX:
-            reason = f"{len(self.path)} paths are too many: there may be {DRIVES_MAX}"
+        if len(self.path) > VOLUMES_MAX:
+            reason = f"{len(self.path)} paths are too many: there may be {VOLUMES_MAX}"
             raise ConfigError(self._name("path"), reason, hint="join drives in a RAID or a volume")
         if len(set(self.path)) != len(self.path):
             raise ConfigError(self._name("path"), "names the same path twice")
@@ -194,6 +194,16 @@ class FileTierConfig:
     def path_capacity(self) -> int:
         """Bytes of the capacity that fall to each path."""
         return self.capacity // len(self.path)
+
+    @property
+    def daily_bytes(self) -> int:
+        """What may be written to each path in a day; 0: no limit."""
+        return 0
+
+    @property
+    def contiguous_bytes(self) -> int:
+        """How much of a prompt should lie in one piece on a path; 0: seeks cost nothing."""
+        return 0
 
     @property
     def segment_bytes(self) -> int:
@@ -265,6 +275,11 @@ class HddConfig(FileTierConfig):
     def __post_init__(self) -> None:
         super(HddConfig, self).__post_init__()
         _check_size("hdd.run", self.run)
+
+    @property
+    def contiguous_bytes(self) -> int:
+        """How much of a prompt should lie in one piece on a path."""
+        return self.run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

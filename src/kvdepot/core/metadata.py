@@ -19,6 +19,8 @@ from kvdepot.core.clock import STAMP_MAX
 
 NAME_BYTES_MAX: Final = 1024
 VALUE_BYTES_MAX: Final = 8 << 20
+TOMBSTONE_AGE_US: Final = 30 * 86_400 * 1_000_000
+"""How long deletions are kept for a volume that is away."""
 _U64: Final = struct.Struct("<Q")
 Array = npt.NDArray[Any]
 

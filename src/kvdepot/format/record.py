@@ -25,12 +25,16 @@ The payload starts at 4096 and is padded with zeros to a multiple of 4096. All l
 
 import struct
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.clock import STAMP_MAX
 from kvdepot.errors import ConfigError
 from kvdepot.native import checksum
+from kvdepot.native.memory import view_at
 
 PAGE: Final = 4096
 HEAD_BYTES: Final = PAGE
@@ -42,11 +46,20 @@ SIZE_MAX: Final = 1 << 40
 """Of a payload and of its chunks, in bytes: more is damage, and would not fit where sizes go."""
 IDENTITY: Final = slice(8, 56)
 """The part of a head that a reader knows beforehand: magic, version, kind, key, segment id."""
+IDENTITY_DTYPE: Final = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("kind", "<u2"),
+        ("key", "<u8", (4,)),
+        ("segment", "<u8"),
+    ]
+)
+"""What `head[IDENTITY]` of many records must be."""
 
 TOKEN_BYTES: Final = 4
 
 _HEAD: Final = struct.Struct("<QIHH32sQQIHHQQQIIQ")
-_IDENTITY: Final = struct.Struct("<IHH32sQ")
 _U64: Final = struct.Struct("<Q")
 _KEY_AT: Final = 16
 _TOKENS: Final = struct.Struct("<IQ")
@@ -90,6 +103,12 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 def record_bytes(payload_bytes: int) -> int:
     """Length of a record with this payload, head and padding included."""
     return HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
+
+
+def record_sizes(payload_bytes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """`record_bytes` for many."""
+    sizes: npt.NDArray[np.int64] = HEAD_BYTES + -(-payload_bytes.astype(np.int64) // PAGE) * PAGE
+    return sizes
 
 
 def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
@@ -213,6 +232,12 @@ def place(image: memoryview, segment_id: int) -> None:
     _U64.pack_into(image, 0, checksum(image[8:used]))
 
 
+def place_records(images: npt.NDArray[np.int64], segment_id: int) -> None:
+    """`place` for records at these addresses."""
+    for address in images.tolist():
+        place(view_at(address, HEAD_BYTES).data, segment_id)
+
+
 def parse_head(image: memoryview) -> Head | None:
     """The head at the start of `image`, or None if there is no intact one."""
     if len(image) < HEAD_BYTES:
@@ -240,10 +265,9 @@ def _sizes_agree(payload_bytes: int, chunk_bytes: int, count: int) -> bool:
     return in_range and -(-payload_bytes // chunk_bytes) == count
 
 
-def parse_own(image: memoryview) -> tuple[int, bytes, int, int]:
-    """Kind, key, stamp and payload bytes of a record this process wrote itself. No checks."""
-    fields = _HEAD.unpack_from(image, 0)
-    return fields[3], fields[4], fields[6], fields[10]
+def stamp_of(image: memoryview) -> int:
+    """The stamp of a record that this process wrote itself. No checks."""
+    return int(_U64.unpack_from(image, _STAMP_AT)[0])
 
 
 def holds_key(memory: memoryview, at: int, key: BlockKey) -> bool:
@@ -274,10 +298,13 @@ def payload_intact(image: memoryview, head: Head) -> bool:
     return True
 
 
-def identity(kind: Kind, key: BlockKey, segment_id: int) -> bytes:
-    """What `head[IDENTITY]` of the record must be."""
-    return _IDENTITY.pack(MAGIC, VERSION, kind, key, segment_id)
+def identities(keys: npt.NDArray[np.uint64], segments: npt.NDArray[Any]) -> npt.NDArray[np.void]:
+    """What `head[IDENTITY]` of blocks with these keys must be in segments with these ids."""
+    expected = np.zeros(len(keys), IDENTITY_DTYPE)
+    expected["magic"], expected["version"], expected["kind"] = MAGIC, VERSION, Kind.BLOCK
+    expected["key"], expected["segment"] = keys, segments
+    return expected
 
 
-assert _IDENTITY.size == IDENTITY.stop - IDENTITY.start
+assert IDENTITY_DTYPE.itemsize == IDENTITY.stop - IDENTITY.start
 assert _HEAD.size <= _PRODUCER_AT < TABLE_OFFSET and KEY_BYTES == 32

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvdepot.core.clock import STAMP_MAX
 from kvdepot.core.json_object import parse_object
-from kvdepot.core.tier import SEGMENTS_MAX
+from kvdepot.core.volume import SEGMENTS_MAX
 from kvdepot.format.record import PAGE, round_up
 from kvdepot.native import checksum
 
@@ -48,9 +48,8 @@ Entries = npt.NDArray[np.void]
 """An array of ENTRY."""
 
 _SLOTS_CHARS_MAX: Final = 5 << 9
-_SEGMENT_BYTES_MAX: Final = 1 << 44
-"""Pages of a segment are counted in 32 bits."""
-_ENTRY: Final = struct.Struct("<32sIIQQQ")
+_SEGMENT_BYTES_MAX: Final = 1 << 36
+"""Pages of a segment are counted in 24 bits."""
 _HEADER: Final = struct.Struct("<QIIQQQ16s")
 _TRAILER: Final = struct.Struct("<QIIQQQQQQQQ16s")
 
@@ -206,18 +205,17 @@ def _is_segment_size(nbytes: int) -> bool:
     return 2 * PAGE < nbytes <= _SEGMENT_BYTES_MAX and nbytes % PAGE == 0
 
 
-def pack_entry(key: bytes, page: int, kind: int, payload_bytes: int, stamp: int) -> bytes:
-    return _ENTRY.pack(key, page, kind, payload_bytes, stamp, payload_bytes)
-
-
 def footer_bytes(count: int) -> int:
     """Room that a footer of `count` entries and the trailer need at a segment's end."""
     return round_up(count * ENTRY.itemsize) + PAGE
 
 
+def footer_sizes(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`footer_bytes` for many."""
+    sizes: npt.NDArray[np.int64] = -(-counts * ENTRY.itemsize // PAGE) * PAGE + PAGE
+    return sizes
+
+
 def _closed(page: bytearray, used: int) -> bytes:
     struct.pack_into("<Q", page, 0, checksum(memoryview(page)[8:used]))
     return bytes(page)
-
-
-assert _ENTRY.size == ENTRY.itemsize

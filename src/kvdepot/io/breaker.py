@@ -8,7 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdepot.core.clock import Clock
-from kvdepot.core.tier import Health
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a medium can be used now, and why not."""
+
+    ok: bool
+    reason: str = ""
+    errors: int = 0
+    retry_in_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,26 +20,20 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.core.tier import Pending
 from kvdepot.format.record import round_up
-from kvdepot.native import IO_DTYPE, SYNC, WRITE, address_of, open_engine
+from kvdepot.native import IO_DTYPE, SYNC, WRITE, PendingOps, address_of, open_engine
 
+Pending = PendingOps
+"""I/O that outlived its deadline. Its memory is busy until `wait` is true."""
 EngineKind = Literal["auto", "uring", "threads", "python"]
 Ops = npt.NDArray[Any]
 LOST_AND_FOUND: Final = "lost+found"
 """What a new ext4 filesystem has, and who looks for an empty folder does not count."""
-_WORDS: Final = IO_DTYPE.itemsize // 8
 
 
 def io_ops(count: int) -> Ops:
     """An empty batch for `Files.run`."""
     return np.zeros(count, dtype=IO_DTYPE)
-
-
-def io_rows(rows: Sequence[tuple[int, ...]]) -> Ops:
-    """A batch of native.IO_DTYPE rows for `Files.run`."""
-    words = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(rows) * _WORDS)
-    return words.view(IO_DTYPE)
 
 
 def aligned(nbytes: int) -> memoryview:

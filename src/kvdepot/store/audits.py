@@ -17,11 +17,10 @@ from kvdepot.core.audit import PRODUCER_TEXT_MAX, AuditFinding, DepotAudits, pro
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.json_object import parse_object
-from kvdepot.core.metadata import MetaEntry, MetaKind, merged
-from kvdepot.core.tier import KeepsProducers
+from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
-from kvdepot.format.record import HEAD_BYTES, producer_of
-from kvdepot.index.table import NONE
+from kvdepot.format.record import producer_of
+from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.state.state import StoreState
 
 _PRODUCERS_MAX: Final = 64
@@ -37,7 +36,6 @@ class AuditService(DepotAudits):
         self._state = state
         self._wall = wall
         self._remove_tag = remove_tag
-        self._tiers = [lower.tier for lower in state.lower_tiers if not lower.is_remote]
         self._lock = threading.Lock()
         """Over all below."""
         self._counts: Counter[str] = Counter({"compared": 0, "mismatched": 0})
@@ -123,7 +121,7 @@ class AuditService(DepotAudits):
 
     def producer_of(self, key: BlockKey) -> str:
         """What has computed a block; empty: not known."""
-        number = self._read_producer(key)
+        (number,) = read_heads(self._state, [key], producer_of, 0)
         with self._lock:
             return self._producers.get(number, "")
 
@@ -155,35 +153,19 @@ class AuditService(DepotAudits):
     ) -> None:
         """Record an entry on every drive; with `sync_s`, durably within that time."""
         entry = MetaEntry(kind, name, self._state.stamps.next(), value)
-        tiers = [tier for tier in self._tiers if tier.writable]
-        if tiers and not any(tier.put_meta([entry], sync_s).have for tier in tiers):
+        written = self._state.volumes.metadata.put([entry], sync_s)
+        if written.should and not written.have:
             _logger.warning("kvdepot: no drive took what is known of audits; it ends with this run")
 
     def _publish(self) -> None:
         self._state.quarantined = frozenset(self._quarantined)
 
-    def _read_producer(self, key: BlockKey) -> int:
-        """Of a block that is kept; 0: not known."""
-        state = self._state
-        with state.lock:
-            row = state.catalog.row(key)
-            if row == NONE:
-                return 0
-            memory = state.memory_of(row)
-            if memory is not None:
-                return producer_of(memory.image(row)[:HEAD_BYTES], key)
-            lower = state.source(row)
-            place = lower.place(row) if lower is not None else 0
-        if lower is None or not isinstance(lower.tier, KeepsProducers):
-            return 0
-        return lower.tier.read_producers([key], [place])[0]
-
     def _load(self) -> None:
         """Know what the drives have. A quarantine whose text is damaged counts all the same."""
-        known = merged(tier.metadata() for tier in self._tiers)
-        for name, text in known.values(MetaKind.PRODUCER).items():
+        volumes = self._state.volumes
+        for name, text in volumes.metadata.values(MetaKind.PRODUCER).items():
             self._producers[int.from_bytes(name, "big")] = text.decode(errors="replace")
-        for tag, text in known.values(MetaKind.QUARANTINE).items():
+        for tag, text in volumes.metadata.values(MetaKind.QUARANTINE).items():
             try:
                 self._quarantined[tag] = parse_object(text)
             except ValueError:

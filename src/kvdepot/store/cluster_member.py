@@ -24,7 +24,7 @@ from kvdepot.config.settings import NatsConfig
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.depot import PrefetchHint
-from kvdepot.core.tier import SharesContents
+from kvdepot.store.volume_set import VolumeSet
 
 _OPEN_MAX: Final = 256
 """Hints whose blocks are not all here yet."""
@@ -58,12 +58,12 @@ class ClusterMember:
         self,
         config: NatsConfig,
         store: HintsPrompts,
-        shared: Sequence[SharesContents],
+        volumes: VolumeSet,
         clock: Clock,
     ) -> None:
         self.site, self.node = config.site, config.node or socket.gethostname()
         self._store = store
-        self._shared = shared
+        self._volumes = volumes
         self._clock = clock
         self._hints: Counter[str] = Counter()
         self._open: deque[OpenHint] = deque(maxlen=_OPEN_MAX)
@@ -73,8 +73,7 @@ class ClusterMember:
             subject(config.site, "hint"): self._hinted,
         }
         self._link = NatsLink(config, handlers, tick=self._look_again, came=self._look)
-        for tier in shared:
-            tier.when_published(self._tell)
+        volumes.on_published = self._tell
 
     def describe(self) -> dict[str, Any]:
         """For `stats`."""
@@ -84,16 +83,14 @@ class ClusterMember:
         return {**facts, "messages": dict(self._link.counts), "hints": hints}
 
     def close(self) -> None:
-        for tier in self._shared:
-            tier.when_published(_nothing)
+        self._volumes.on_published = _nothing
         self._link.close()
 
     def _tell(self) -> None:
         self._link.publish(subject(self.site, "changed"), self._changed)
 
     def _look(self) -> None:
-        for tier in self._shared:
-            tier.request_refresh()
+        self._volumes.look()
 
     def _others_changed(self, raw: bytes) -> None:
         ChangedMessage.parse(raw)
@@ -114,7 +111,7 @@ class ClusterMember:
             due_s = self._clock.now() + hint.within_s
             found = self._store.hint_described(keys, hint.within_s).resident
             self._hints["followed"] += 1
-            if found < len(keys) and self._shared:
+            if found < len(keys) and self._volumes.are_shared:
                 self._look()
                 self._open.append(OpenHint(keys[found:], due_s))
 

@@ -2,21 +2,24 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import drive_of
+from kvdepot.core.volume import volume_of
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
-from kvdepot.store.drives.maintenance import DriveMaintenance
+from kvdepot.store.drives.maintenance import VolumeMaintenance
 from kvdepot.store.read.prefetch import Prefetcher
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.read.timed_out import TimedOutIo
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
-from kvdepot.volumes.log.tier import LogTier
+from kvdepot.store.volume_set import VolumeSet
+from kvdepot.store.write.memory_eviction import ArenaTier
+from kvdepot.store.write.put import Putter
+from kvdepot.volumes.log.volume import LogVolume
 
 
 class StoreInspector:
@@ -25,14 +28,14 @@ class StoreInspector:
     def __init__(
         self,
         state: StoreState,
-        slots: SlotAllocator,
+        putter: Putter,
         reader: Reader,
         prefetcher: Prefetcher,
         late: TimedOutIo,
-        drives: DriveMaintenance,
+        drives: VolumeMaintenance,
     ) -> None:
         self.state = state
-        self.slots = slots
+        self.slots = putter.slots
         self.reader = reader
         self.prefetcher = prefetcher
         self.drives = drives
@@ -46,11 +49,13 @@ class StoreInspector:
         """One of the tiers below memory, fastest first."""
         return self.state.lower_tiers[number]
 
-    def log_tier(self, number: int = 0) -> LogTier:
-        """A lower tier of drives with segments, with all of its parts."""
-        tier = self.lower(number).tier
-        assert isinstance(tier, LogTier)
-        return tier
+    @property
+    def volumes(self) -> VolumeSet:
+        return self.state.volumes
+
+    def log_volume(self, number: int = 0) -> LogVolume:
+        """A volume with segments, with all of its parts."""
+        return cast(LogVolume, self.volumes.entries[number].volume)
 
     def memory(self, number: int = 0) -> ArenaTier:
         """One of the memory tiers, fastest first."""
@@ -69,9 +74,9 @@ class StoreInspector:
                 copies.location[row] if row != NONE and copies.ready(row) else NONE for row in rows
             ]
 
-    def drives_of(self, keys: Sequence[BlockKey], number: int = 0) -> list[int]:
-        """The drive of each block in a lower tier; -1 where it is not there."""
-        return [drive_of(location) for location in self.locations(keys, number)]
+    def volumes_of(self, keys: Sequence[BlockKey], number: int = 0) -> list[int]:
+        """The volume of each block in a lower tier; -1 where it is not there."""
+        return [volume_of(location) for location in self.locations(keys, number)]
 
     def are_in(self, keys: Sequence[BlockKey], number: int = 0) -> list[bool]:
         """Whether each block is in a lower tier."""

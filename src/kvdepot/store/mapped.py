@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvdepot.core.block import ANSWERS, TAG_BYTES, BlockKey, CopyState, PutResult
 from kvdepot.core.depot import Arrival
 from kvdepot.core.order import SessionState
-from kvdepot.core.tier import TIER_NAMES
+from kvdepot.core.volume import TIER_NAMES
 from kvdepot.errors import ConfigError
 from kvdepot.format.record import HEAD_BYTES, chunk_count, filled_producer, filled_tokens
 from kvdepot.index.table import NONE, Keys, Rows
@@ -317,7 +317,7 @@ class MappedStore:
             same = catalog.table.words(rows).tobytes() == keys.tobytes()
         except IndexError:  # the table grows just now
             return None
-        all_up = all(lower.tier.is_up() for lower in self._state.lower_tiers)
+        all_up = not self._state.volumes.down
         return residency if same and all_up and (rows != NONE).all() and residency.all() else None
 
     def _resident(self, keys: Keys) -> Rows:
@@ -329,7 +329,7 @@ class MappedStore:
         if self._state.quarantined:
             there &= ~np.isin(keys[:, 0], [_word(tag) for tag in self._state.quarantined])
         count = len(rows) if there.all() else int(there.argmin())
-        if not all(lower.tier.is_up() for lower in self._state.lower_tiers):
+        if self._state.volumes.down:
             count = len(self._state.usable_prefix(rows[:count].tolist()))
         return rows[:count]
 

@@ -1,5 +1,6 @@
 """Putting a store together from a configuration."""
 
+import contextlib
 import logging
 import os
 import resource
@@ -7,25 +8,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from kvdepot.cluster.link import connect_options
-from kvdepot.config.settings import (
-    Config,
-    CxlConfig,
-    FileTierConfig,
-    ObjectConfig,
-    PluginConfig,
-    SsdConfig,
-    load,
-)
+from kvdepot.config.settings import Config, CxlConfig, load
 from kvdepot.core.clock import Clock, StampClock, SystemClock, WallClock
-from kvdepot.core.tier import Tier
-from kvdepot.errors import ConfigError, DriveError, KVDepotError
+from kvdepot.core.volume import VolumeContext
+from kvdepot.errors import ConfigError
 from kvdepot.format.record import round_up
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.pinned_rows import PinnedRows
-from kvdepot.io.breaker import RetryPauses
 from kvdepot.io.files import Files
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.dax import open_device
@@ -34,14 +26,11 @@ from kvdepot.memory.numa import check_node
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.store.drives.disk_room import shortages
-from kvdepot.store.state.lower_tier import LowerTier, share_tombstones
-from kvdepot.store.state.state import StoreClocks, StoreState
+from kvdepot.store.state.lower_tier import LowerTier, TierVolumes
+from kvdepot.store.state.state import StoreClocks, StoreMemory, StoreState
 from kvdepot.store.store import Store
-from kvdepot.volumes.log.hdd import HardDriveTier
-from kvdepot.volumes.log.medium import MountSettings
-from kvdepot.volumes.log.tier import LogTier
-from kvdepot.volumes.object.tier import ObjectTier
-from kvdepot.volumes.registry import open_plugin
+from kvdepot.store.volume_set import Blocks, VolumeSet
+from kvdepot.volumes.registry import ConfiguredVolumes
 
 _log = logging.getLogger("kvdepot.store")
 Mode = Literal["rw", "r"]
@@ -82,105 +71,77 @@ def assemble(
     """
     if config.nats is not None:
         connect_options(config.nats)  # refuse what cannot work before anything is open
-    clock = SystemClock()
-    stamps = StampClock(wall or WallClock())
+    clock, wall = SystemClock(), wall or WallClock()
+    stamps = StampClock(wall)
+    writable = mode == "rw"
     _raise_open_files_limit()
-    if mode == "rw":
+    if writable:
         for disk in shortages(config):
             _log.warning("%s; blocks are evicted when the disk is full", disk)
-    held: list[Closable] = []
-    try:
-        tiers: list[Tier] = []
-        for settings in config.lower_tiers:
-            if isinstance(settings, PluginConfig):
-                tiers.append(open_plugin(settings, mode == "rw"))
-            elif isinstance(settings, ObjectConfig):
-                tiers.append(ObjectTier(settings, writable=mode == "rw", wall=wall, stamps=stamps))
-            else:
-                given = files.share() if files is not None and tiers else files
-                tiers.append(_open_tier(settings, given, mode, wall or WallClock(), stamps))
-            held.append(tiers[-1])
-        _require_a_drive(tiers)
+    with contextlib.ExitStack() as held:
+        configured = ConfiguredVolumes(config, wall, files, writable=writable)
+        held.callback(configured.close)
+        volumes = VolumeSet(VolumeContext(clock, wall, stamps, writable))
+        contents = volumes.open_all(configured.openers)
+        held.callback(volumes.close)
         dram = config.dram
         arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
-        held.append(arena)
+        held.callback(arena.close)
         huge_pages: HugePages = "never" if dram.huge_pages == "never" else "auto"
         staging = _arena(
             "writeback.staging", config.writeback.staging, huge_pages, shared=dram.shared
         )
-        held.append(staging)
+        held.callback(staging.close)
         cxl = _slower_arena(config.cxl, shared=dram.shared) if config.cxl else None
-        held += [cxl] if cxl else []
+        if cxl is not None:
+            held.callback(cxl.close)
         _lock(config, arena, cxl)
-    except KVDepotError:
-        for part in held:
-            part.close()
-        raise
+        held.pop_all()
     return_times = ReturnTimes()
     catalog = Catalog(
-        [tier.name for tier in tiers] or ["ssd"],
+        [settings.TIER for settings in config.lower_tiers] or ["ssd"],
         ("dram", "cxl") if cxl else ("dram",),
         order=order_named(config.dram.eviction, config.block_tokens),
         below=return_times,
     )
     lower_tiers = [
-        LowerTier(tier, settings, catalog, copies, clock)
-        for tier, settings, copies in zip(tiers, config.lower_tiers, catalog.files, strict=False)
+        LowerTier(
+            TierVolumes(volumes, copies.tier), settings, catalog, copies, clock, writable=writable
+        )
+        for settings, copies in zip(config.lower_tiers, catalog.files, strict=False)
     ]
-    promises = _take_in(catalog, lower_tiers)
-    share_tombstones(lower_tiers, stamps)
+    promises = _take_in(catalog, lower_tiers, contents)
     touched = [arena] * config.dram.prefault
     touched += [staging] * (config.dram.prefault or config.writeback.prefault)
-    for memory in (one.memory for one in touched):
-        memory.prefault(partial(_register, tiers, memory))
+    for one in touched:
+        one.memory.prefault(partial(_register, configured, one.memory))
     if cxl and config.cxl and config.cxl.prefault:
         cxl.memory.prefault(bool)
-    arenas = [arena, cxl] if cxl else [arena]
-    state = StoreState(
-        config, StoreClocks(clock, stamps), catalog, arenas, staging, lower_tiers, return_times
-    )
-    return Store(state, promises, wall or WallClock())
+    memory = StoreMemory([arena, cxl] if cxl else [arena], staging, return_times)
+    state = StoreState(config, StoreClocks(clock, stamps), catalog, memory, volumes, lower_tiers)
+    return Store(state, configured, promises, wall)
 
 
-def _require_a_drive(tiers: Sequence[Tier]) -> None:
-    """Raise where no drive at all could be mounted. One of several may be missing."""
-    logs = [tier for tier in tiers if isinstance(tier, LogTier)]
-    reasons = [error for tier in logs for error in tier.left_out.values()]
-    if len(logs) < len(tiers) or len(reasons) < sum(tier.drive_count() for tier in logs):
-        return
-    if len(reasons) == 1:
-        raise reasons[0]
-    if reasons:
-        told = "; ".join(map(str, reasons))
-        raise DriveError(f"{logs[0].name}.path", f"no drive works: {told}", hint=reasons[0].hint)
-
-
-def _take_in(catalog: Catalog, lower_tiers: Sequence[LowerTier]) -> PinnedRows:
+def _take_in(
+    catalog: Catalog, lower_tiers: Sequence[LowerTier], contents: Sequence[Blocks]
+) -> PinnedRows:
     """Enter what was found, the fullest tier first: an empty index takes in millions at once.
     Returns where the tiers look up what is under contract.
     """
     promises = PinnedRows(catalog.table)
+    found = []
     for lower in lower_tiers:
         lower.share(promises, lower_tiers)
-    found = [(lower, lower.tier.take_contents()) for lower in lower_tiers]
-    for lower, contents in sorted(found, key=lambda one: -len(one[1].words)):
-        lower.insert_recovered(contents)
+        found.append((lower, [contents[entry.number] for entry in lower.volumes.entries]))
+    for lower, parts in sorted(found, key=lambda one: -sum(len(part.words) for part in one[1])):
+        lower.insert_recovered(parts)
         trim_heap()
     return promises
 
 
-def _register(tiers: Sequence[Tier], memory: Memory) -> None:
-    """Tell every tier's I/O engine of memory that is faulted in."""
-    for tier in tiers:
-        if isinstance(tier, LogTier):
-            tier.register_memory(memory)
-
-
-class Closable(Protocol):
-    """Something that holds resources."""
-
-    def close(self) -> None:
-        """Give them up."""
+def _register(configured: ConfiguredVolumes, memory: Memory) -> None:
+    """Tell the I/O engines of memory that is faulted in."""
+    configured.register_memory(memory)
 
 
 def _lock(config: Config, arena: Arena, cxl: Arena | None) -> None:
@@ -215,27 +176,6 @@ def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = Fals
         return Arena(nbytes, huge_pages, shared=shared)
     except OSError as error:
         raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
-
-
-def _open_tier(
-    config: FileTierConfig, files: Files | None, mode: Mode, wall: Clock, stamps: StampClock
-) -> LogTier:
-    files = files or Files(depth=config.io_depth, timeout_s=config.write_timeout)
-    settings = MountSettings(
-        capacity_bytes=config.path_capacity,
-        segment_bytes=config.segment_bytes,
-        direct_io=config.direct_io,
-        fsync=config.fsync,
-        write_timeout_s=config.write_timeout,
-        pauses=RetryPauses(config.retry_initial, config.retry_max),
-        writable=mode == "rw",
-        tier=config.TIER,
-        daily_bytes=config.daily_bytes if isinstance(config, SsdConfig) else 0,
-        wall=wall,
-        profile=config.profile,
-    )
-    kind = HardDriveTier if config.TIER == "hdd" else LogTier
-    return kind(config.path, files, settings, SystemClock(), stamps)
 
 
 def _raise_open_files_limit() -> None:

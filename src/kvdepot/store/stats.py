@@ -20,9 +20,9 @@ def describe(state: StoreState) -> dict[str, Any]:
     now_s = state.clock.now()
     for lower in state.lower_tiers:
         tiers[lower.name]["write_queue"] = {
-            "blocks": len(lower.tickets),
-            "bytes": lower.dirty_bytes,
-            "oldest_s": round(lower.oldest_age_s(now_s), 3),
+            "blocks": len(lower.queue.tickets),
+            "bytes": lower.queue.dirty_bytes,
+            "oldest_s": round(lower.queue.oldest_age_s(now_s), 3),
         }
     recorder = state.recorder
     recording = recorder and {"path": str(recorder.path), "requests": recorder.requests}
@@ -43,13 +43,11 @@ def describe(state: StoreState) -> dict[str, Any]:
 
 
 def describe_drives_of(state: StoreState, tier: str) -> list[dict[str, Any]]:
-    """The drives of one tier that are used."""
-    found = [one for lower in state.lower_tiers if lower.name == tier for one in _drives(lower)]
+    """The volumes of one tier that are used."""
+    found = [
+        one for lower in state.lower_tiers if lower.name == tier for one in lower.volumes.describe()
+    ]
     return [drive for drive in found if not drive.get("drained") and not drive.get("draining")]
-
-
-def _drives(lower: LowerTier) -> list[dict[str, Any]]:
-    return lower.tier.describe_drives()
 
 
 def _memory(memory: ArenaTier) -> dict[str, Any]:
@@ -62,14 +60,14 @@ def _memory(memory: ArenaTier) -> dict[str, Any]:
 
 
 def _lower(lower: LowerTier) -> dict[str, Any]:
-    usage, health, drives = lower.tier.usage(), lower.tier.health(), lower.tier.describe_drives()
+    facts, drives = [one for _, one in lower.volumes.all_facts()], lower.volumes.describe()
     return {
         "blocks": lower.copies.count,
-        "capacity_bytes": usage.capacity_bytes,
-        "used_bytes": usage.used_bytes,
-        "held_bytes": usage.held_bytes,
-        "healthy": health.ok,
-        "errors": health.errors,
+        "capacity_bytes": sum(one.capacity_bytes for one in facts),
+        "used_bytes": sum(one.used_bytes for one in facts),
+        "held_bytes": sum(one.held_bytes for one in facts),
+        "healthy": all(one.up for one in facts),
+        "errors": sum(one.errors for one in facts),
         "emulated": any(drive["emulated"] for drive in drives),
         "write_mode": lower.mode.value,
         "drives": drives,

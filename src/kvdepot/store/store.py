@@ -28,16 +28,15 @@ from kvdepot.core.keys import TokenIds
 from kvdepot.core.metadata import Tombstone
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.order import SessionState
-from kvdepot.core.tier import SharesContents
 from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
-from kvdepot.format.record import record_bytes
+from kvdepot.format.record import record_bytes, token_ids
 from kvdepot.index.pinned_rows import PinnedRows
 from kvdepot.index.table import NONE, Keys
 from kvdepot.store.audits import SYNC_S, AuditService
 from kvdepot.store.check.online import check_store
 from kvdepot.store.cluster_member import ClusterMember
-from kvdepot.store.drives.maintenance import DriveMaintenance
+from kvdepot.store.drives.maintenance import VolumeMaintenance
 from kvdepot.store.mapped import MappedStore
 from kvdepot.store.namespaces import (
     DescribedNamespaces,
@@ -52,7 +51,7 @@ from kvdepot.store.read.lease import StoreLease
 from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
 from kvdepot.store.read.reader import Reader
 from kvdepot.store.read.timed_out import TimedOutIo
-from kvdepot.store.read.token_ids import TokenReader
+from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.sessions.archive import SessionExporter
 from kvdepot.store.sessions.pins import PinManager
 from kvdepot.store.sessions.records import SessionRecords
@@ -64,6 +63,7 @@ from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.store.write.memory_eviction import SlotAllocator
 from kvdepot.store.write.put import Putter, StoreReservation
 from kvdepot.store.write.write_back import Flusher
+from kvdepot.volumes.registry import ConfiguredVolumes
 
 if TYPE_CHECKING:
     from kvdepot.store.announce.announcer import Announcer
@@ -86,17 +86,20 @@ def _announcer(state: StoreState) -> "Announcer | None":
 class Store(Depot):
     """A depot in this process. Made by `kvdepot.open`."""
 
-    def __init__(self, state: StoreState, promises: PinnedRows, wall: Clock) -> None:
-        """`wall` tells the time of day."""
+    def __init__(
+        self, state: StoreState, configured: ConfiguredVolumes, promises: PinnedRows, wall: Clock
+    ) -> None:
+        """`wall` is the time of day."""
         self._state = state
+        self._configured = configured
         self._process = os.getpid()
-        self._slots = SlotAllocator(state, state.memory_tiers[0])
+        slots = SlotAllocator(state, state.memory_tiers[0])
         self._namespaces = Namespaces()
         self._late = TimedOutIo(state)
-        self._putter = Putter(state, self._slots)
-        self._reader = Reader(state, self._slots, self._late)
+        self._putter = Putter(state, slots)
+        self._reader = Reader(state, slots, self._late)
         self._prefetcher = Prefetcher(state, self._reader)
-        self._drives = DriveMaintenance(state)
+        self._drives = VolumeMaintenance(state, configured.opener)
         self._flusher = Flusher(state)
         flush = self._flusher.flush
         known = self._sessions = Sessions(state.catalog, wall, promises)
@@ -124,7 +127,7 @@ class Store(Depot):
         rooms = {"dram": config.dram.capacity} | (
             {"cxl": config.cxl.capacity} if config.cxl else {}
         )
-        rooms |= {lower.name: lower.tier.usage().capacity_bytes for lower in state.lower_tiers}
+        rooms |= {lower.name: lower.volumes.capacity_bytes for lower in state.lower_tiers}
         told = ", ".join(f"{name} {format_bytes(room)}" for name, room in rooms.items())
         return f"<kvdepot.Store, {told}: {format_count(state.catalog.table.live, 'block')}>"
 
@@ -426,7 +429,7 @@ class Store(Depot):
         not here. Reads a page of each block that is not in memory.
         """
         with self._state.using():
-            found = TokenReader(self._state).read(checked(list(keys)))
+            found = read_heads(self._state, checked(list(keys)), token_ids, b"")
         return [np.frombuffer(ids, "<u4").tolist() for ids in found]
 
     def peek(self, keys: Sequence[BlockKey]) -> Match:
@@ -460,7 +463,7 @@ class Store(Depot):
         """What tests and benchmarks may see and do beyond the public calls."""
         from kvdepot.store.inspect import StoreInspector
 
-        parts = (self._slots, self._reader, self._prefetcher, self._late, self._drives)
+        parts = (self._putter, self._reader, self._prefetcher, self._late, self._drives)
         return StoreInspector(self._state, *parts)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
@@ -474,7 +477,7 @@ class Store(Depot):
         with state.lock:
             state.closing.set()
             for lower in state.lower_tiers:
-                lower.dirty.clear()
+                lower.queue.dirty.clear()
             for condition in (state.work, state.room, state.written, state.arrived):
                 condition.notify_all()
             stuck = not state.idle.wait_for(lambda: not state.calls, timeout_s)
@@ -492,8 +495,8 @@ class Store(Depot):
             return replace(report, complete=False)
         for arena in state.all_arenas:
             arena.memory.stop()
-        for lower in state.lower_tiers:
-            lower.tier.close()
+        state.volumes.close()
+        self._configured.close()
         for arena in state.all_arenas:
             arena.close()
         return report
@@ -501,7 +504,7 @@ class Store(Depot):
     def _remove(self, find_rows: Callable[[], list[int]], names: Sequence[bytes]) -> int:
         """Take blocks out of the index; wait for those that are being written; record it."""
         state = self._state
-        tiers = [lower for lower in state.lower_tiers if lower.tier.writable]
+        tiers = [lower for lower in state.lower_tiers if lower.writable]
         limit_s = max((lower.config.write_timeout for lower in tiers), default=0.0)
         with state.lock:
             rows = find_rows()
@@ -513,8 +516,8 @@ class Store(Depot):
             )
             recorded = state.stamps.next()
         tombstones = [Tombstone(name, below, recorded) for name in names]
-        for lower in tiers:
-            self._drives.mover.record_tombstones(lower, tombstones)
+        if tombstones:
+            self._drives.mover.record_tombstones(tombstones)
         return len(rows)
 
     def _check_promises(
@@ -560,9 +563,7 @@ class Store(Depot):
 
     def _join_site(self, config: NatsConfig) -> ClusterMember:
         """Tell the other stores of a site what this one publishes, and follow their hints."""
-        tiers = [lower.tier for lower in self._state.lower_tiers]
-        shared = [tier for tier in tiers if isinstance(tier, SharesContents)]
-        return ClusterMember(config, self, shared, self._state.clock)
+        return ClusterMember(config, self, self._state.volumes, self._state.clock)
 
     def _check_fits(self, nbytes: int) -> None:
         """Refuse blocks that no tier could ever hold."""
@@ -578,8 +579,10 @@ class Store(Depot):
                 "writeback.staging", f"a block takes {format_bytes(nbytes)}, more than there is"
             )
         for lower in state.lower_tiers:
-            drives = range(lower.tier.drive_count())
-            room = min(lower.tier.drive(drive).record_bytes_max for drive in drives)
+            rooms = [
+                facts.record_bytes_max for _, facts in lower.volumes.all_facts() if not facts.lost
+            ]
+            room = min(rooms, default=nbytes)
             if nbytes > room:
                 segment = f"{lower.name}.segment"
                 raise ConfigError(

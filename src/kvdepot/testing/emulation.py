@@ -5,7 +5,7 @@ time and latency would have been done. One head a drive: transfers queue up, and
 begin where the last one ended pays for a seek.
 
 A test or a benchmark opens a store on such drives with `open_emulated`. A daemon loads one as a
-plug-in tier:
+plug-in volume:
 
     [plugin]
     name = "kvdepot.testing.emulation:emulated_drive"
@@ -23,16 +23,14 @@ from typing import Any
 
 from kvdepot.config.loader import load_settings
 from kvdepot.config.settings import Bytes, HddConfig, PluginConfig, Seconds, load
-from kvdepot.core.clock import SystemClock
-from kvdepot.core.tier import Pending
+from kvdepot.core.volume import VolumeContext
 from kvdepot.errors import ConfigError
-from kvdepot.io.files import EngineKind, Files, Ops
+from kvdepot.io.files import EngineKind, Files, Ops, Pending
 from kvdepot.native import READ
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.volumes.log.hdd import HardDriveTier
 from kvdepot.volumes.log.medium import MountSettings
-from kvdepot.volumes.log.tier import LogTier
+from kvdepot.volumes.log.volume import LogVolume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +70,21 @@ def open_emulated(models: Mapping[str, DriveModel], **settings: Any) -> Store:
     return assemble(config, files=EmulatedFiles(drives.get))
 
 
-def emulated_drive(config: PluginConfig, writable: bool) -> LogTier:
-    """A plug-in tier of one emulated drive. Its options are the fields of `DriveModel`."""
+def emulated_drive(config: PluginConfig, context: VolumeContext) -> LogVolume:
+    """A plug-in volume on one emulated drive. Its options are the fields of `DriveModel`."""
     if config.path is None:
         raise ConfigError("plugin.path", "missing: an emulated drive keeps its blocks in a folder")
     model = load_settings(DriveModel, config.options, "plugin.options")
+    drive = HddConfig(path=(config.path,), capacity=config.capacity)
     settings = MountSettings(
         capacity_bytes=config.capacity,
-        segment_bytes=HddConfig(path=(config.path,), capacity=config.capacity).segment_bytes,
+        segment_bytes=drive.segment_bytes,
         write_timeout_s=config.write_timeout,
-        writable=writable,
+        writable=context.writable,
         tier=config.TIER,
+        contiguous_bytes=drive.contiguous_bytes if model.seek else 0,
     )
-    kind = HardDriveTier if model.seek else LogTier
-    return kind([config.path], EmulatedFiles(lambda _: model), settings, SystemClock())
+    return LogVolume(config.path, EmulatedFiles(lambda _: model), settings, context, [])
 
 
 @dataclass(slots=True)

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal, NoReturn
 
-from kvdepot.core.tier import Pending
 from kvdepot.format.record import PAGE
-from kvdepot.io.files import EngineKind, Files, Ops
+from kvdepot.io.files import EngineKind, Files, Ops, Pending
 from kvdepot.native import READ, WRITE
 from kvdepot.native.memory import view_at
 
@@ -304,7 +303,7 @@ class FaultyFiles(Files):
 
 @dataclass(slots=True)
 class _LateBatch:
-    """What is left of a batch at its deadline. Implements core.tier.Pending."""
+    """What is left of a batch at its deadline. Implements io.files.Pending."""
 
     files: FaultyFiles
     stalls: list[tuple[Stall, Ops]]

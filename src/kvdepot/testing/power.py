@@ -34,9 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from kvdepot.core.tier import Pending
 from kvdepot.format.record import PAGE
-from kvdepot.io.files import EngineKind, Files, Ops, io_ops
+from kvdepot.io.files import EngineKind, Files, Ops, Pending, io_ops
 from kvdepot.native import SYNC, WRITE
 from kvdepot.native.memory import view_at
 
@@ -95,7 +94,7 @@ class UnsyncedNames:
 
 @dataclass(eq=False, slots=True)
 class LateWrites:
-    """Writes that missed their deadline. Implements core.tier.Pending."""
+    """Writes that missed their deadline. Implements io.files.Pending."""
 
     files: "PowerFiles"
     writes: list[tuple[int, int, bytes]]

@@ -1,59 +1,129 @@
-"""Checking records that lie in memory, and handing them over: for tiers that hold them whole."""
+"""Help for volumes that hold records whole, as files or values: read, verify, list them."""
 
 import errno
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import DriveFacts, Health, Load, Outcome, Usage
+from kvdepot.core.metadata import MetaEntry
+from kvdepot.core.volume import Array, Contents, Outcome, Outcomes
 from kvdepot.format.copy_ops import copy_op, read_op, transfers
-from kvdepot.format.record import HEAD_BYTES, Kind, parse_head, payload_intact, record_bytes
+from kvdepot.format.record import (
+    HEAD_BYTES,
+    Head,
+    Kind,
+    parse_head,
+    payload_intact,
+    record_bytes,
+    record_sizes,
+)
 from kvdepot.native import COPY, address_of
+from kvdepot.native.memory import Bytes, view_at
 
 
-def deliver(record: bytes | memoryview, load: Load) -> Outcome:
-    """Serve a load from a record as it was appended: OK, or CORRUPT where it is not that block.
+class BlockingReads:
+    """Reads that block the thread that waits for them. Implements core.volume.PendingRead.
 
-    The record may be the load's image.
+    `fetch` returns the record at a place, or None after an error of the medium. The deadline is
+    looked at between records, so `fetch` must be quick.
+    """
+
+    def __init__(
+        self, reads: Array, fetch: Callable[[int], bytes | None], timeout_s: float
+    ) -> None:
+        self._reads = reads
+        self._fetch = fetch
+        self._deadline = time.monotonic() + timeout_s
+        self._outcomes: Outcomes = np.full(len(reads), Outcome.LATE, np.uint8)
+        self._taken = threading.Lock()
+        """Held for good by the first that reads or cancels."""
+        self._ended = threading.Event()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self.result()
+        call()
+
+    def result(self) -> Outcomes:
+        if self._taken.acquire(blocking=False):
+            self._outcomes[:] = [self._read(read) for read in self._reads]
+            self._ended.set()
+        self._ended.wait()
+        return self._outcomes
+
+    def cancel(self) -> bool:
+        if not self._taken.acquire(blocking=False):
+            return False
+        self._ended.set()
+        return True
+
+    def released(self, timeout_s: float) -> bool:
+        return not self._taken.locked() or self._ended.wait(timeout_s)
+
+    def _read(self, read: Any) -> Outcome:
+        if time.monotonic() > self._deadline:
+            return Outcome.LATE
+        record = self._fetch(int(read["place"]))
+        return Outcome.FAILED if record is None else deliver(record, read)
+
+
+def images_of(records: Array) -> list[Bytes]:
+    """The whole records that an array of RECORD_DTYPE points to."""
+    sizes = record_sizes(records["payload_bytes"]).tolist()
+    addresses = records["image"].tolist()
+    return [view_at(address, nbytes) for address, nbytes in zip(addresses, sizes, strict=True)]
+
+
+def newest_records(
+    found: Iterable[tuple[int, Head | None]], metadata: Sequence[MetaEntry]
+) -> Contents:
+    """The newest record of each key, from all places in order and their heads."""
+    newest: dict[BlockKey, tuple[int, Head]] = {}
+    for place, head in found:
+        if head is None:
+            continue
+        if head.key not in newest or newest[head.key][1].stamp <= head.stamp:
+            newest[head.key] = (place, head)
+    rows = sorted(newest.values(), key=lambda row: row[1].stamp)
+    return Contents(
+        np.frombuffer(b"".join(head.key for _, head in rows), np.uint64).reshape(-1, 4),
+        np.array([place for place, _ in rows], np.int64),
+        np.array([head.payload_bytes for _, head in rows], np.int64),
+        np.array([head.stamp for _, head in rows], np.int64),
+        token=0,
+        metadata=metadata,
+    )
+
+
+def deliver(record: bytes | memoryview, read: Any) -> Outcome:
+    """Serve one row of READ_DTYPE from a record as it was appended: OK, or CORRUPT if it is not
+    that block.
+
+    The record may be the image of the read.
     """
     head = parse_head(memoryview(record))
     if head is None or len(record) < record_bytes(head.payload_bytes):
         return Outcome.CORRUPT
-    known = (head.kind, head.key, head.payload_bytes, head.chunk_bytes)
-    if known != (Kind.BLOCK, load.key, load.payload_bytes, load.chunk_bytes):
+    if (head.kind, head.key) != (Kind.BLOCK, read["key"].tobytes()):
         return Outcome.CORRUPT
-    span = (load.start, load.stop, load.chunk_bytes)
-    source, image = address_of(record)[0], address_of(load.image, writable=True)[0]
-    if source == image:
-        rows = [read_op(source, 0, *span)]
-    else:
-        rows = [
-            (0, source, image, HEAD_BYTES, 0, 0, COPY),
-            read_op(source, image + HEAD_BYTES + load.start, *span),
-        ]
-    if load.copy_to:  # of the same bytes, which were verified a moment ago
-        rows.append(copy_op(source, load.copy_to, load.start, load.stop))
+    start, stop, chunk_bytes = int(read["start"]), int(read["stop"]), int(read["chunk_bytes"])
+    source, image = address_of(record)[0], int(read["image"])
+    head_copy = (0, source, image, HEAD_BYTES, 0, 0, COPY)
+    if not stop:
+        transfers([head_copy])
+        return Outcome.OK
+    if head.payload_bytes != read["payload_bytes"] or chunk_bytes not in (0, head.chunk_bytes):
+        return Outcome.CORRUPT
+    if not chunk_bytes:
+        if not payload_intact(memoryview(record), head):
+            return Outcome.CORRUPT
+        chunk_bytes = head.chunk_bytes
+    rows = [read_op(source, 0, start, stop, chunk_bytes)]
+    if source != image:
+        rows = [head_copy, read_op(source, image + HEAD_BYTES + start, start, stop, chunk_bytes)]
+    if read["target"]:  # of the same bytes, which were verified a moment ago
+        rows.append(copy_op(source, int(read["target"]), start, stop))
     return Outcome.CORRUPT if -errno.EBADMSG in transfers(rows).tolist() else Outcome.OK
-
-
-def is_intact(record: bytes | memoryview, key: BlockKey) -> bool:
-    """Whether this is the whole record of a block. Reads every byte."""
-    view = memoryview(record)
-    head = parse_head(view)
-    return head is not None and head.key == key and payload_intact(view, head)
-
-
-def describe_drive(facts: DriveFacts, usage: Usage, health: Health) -> dict[str, Any]:
-    """What `stats` shows at least of a drive."""
-    return {
-        "path": facts.label,
-        "healthy": health.ok,
-        "reason": health.reason,
-        "errors": health.errors,
-        "draining": facts.draining,
-        "drained": facts.retired,
-        "used_bytes": usage.used_bytes,
-        "capacity_bytes": usage.capacity_bytes,
-        "segment_bytes": facts.segment_bytes,
-        "emulated": False,
-        "profile": None,
-    }

@@ -1,35 +1,112 @@
-"""Tiers of other packages, found by entry point or by module.
+"""The volumes that a configuration names, and plug-in volumes of other packages.
 
-A package offers a tier in its pyproject.toml:
+A package offers a volume in its pyproject.toml:
 
     [project.entry-points."kvdepot.volumes"]
-    tape = "kvdepot_tape:TapeTier"
+    tape = "kvdepot_tape:open_tape"
 
 The configuration names it: `plugin = { name = "tape", capacity = "1TiB" }`. Nothing is imported
-before that. `name = "kvdepot_tape:TapeTier"` works without an entry point.
+before that. `name = "kvdepot_tape:open_tape"` works without an entry point.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Final
 
-from kvdepot.config.settings import PluginConfig
-from kvdepot.core.tier import Tier
+from kvdepot.config.settings import Config, FileTierConfig, PluginConfig
+from kvdepot.core.clock import Clock
+from kvdepot.core.volume import OpenVolume, Volume, VolumeContext
 from kvdepot.errors import ConfigError
+from kvdepot.io.breaker import RetryPauses
+from kvdepot.io.files import Files
+from kvdepot.io.speed import ThroughputMeter
+from kvdepot.memory.memory import Memory
+from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.volumes.log.volume import LogVolume
+from kvdepot.volumes.object.volume import BucketVolume
 
 GROUP: Final = "kvdepot.volumes"
-TierFactory = Callable[[PluginConfig, bool], Tier]
-"""What a plug-in offers: makes the tier that a configuration describes; False: only to be read."""
-_METHODS: Final = sorted(name for name in vars(Tier) if not name.startswith("_"))
+VolumeFactory = Callable[[PluginConfig, VolumeContext], Volume]
+"""What a plug-in offers: opens the volume that a configuration describes."""
+_METHODS: Final = sorted(name for name in vars(Volume) if not name.startswith("_"))
+_REGISTERED_MAX: Final = 8 << 30
 
 
-def tier_names() -> list[str]:
-    """Every plug-in tier that is installed, sorted. Imports none of them."""
+class ConfiguredVolumes:
+    """How to open each volume that a configuration names."""
+
+    def __init__(self, config: Config, wall: Clock, files: Files | None, *, writable: bool) -> None:
+        """`files` stands in for the operating system, in tests."""
+        self._logs: dict[str, tuple[MountSettings, Files, list[ThroughputMeter]]] = {}
+        self.openers: list[tuple[str, str, OpenVolume]] = []
+        """Tier, path and how to open it."""
+        for settings in config.file_tiers:
+            shared = files.share() if files is not None and self._logs else files
+            own = shared or Files(depth=settings.io_depth, timeout_s=settings.write_timeout)
+            mount = mount_settings(settings, wall, writable=writable)
+            self._logs[settings.TIER] = (mount, own, [])
+            self.openers += [
+                (settings.TIER, str(path), partial(self._open_log, settings.TIER, path))
+                for path in settings.path
+            ]
+        if config.plugin is not None:
+            label = str(config.plugin.path or config.plugin.name)
+            self.openers.append((config.plugin.TIER, label, partial(open_plugin, config.plugin)))
+        if config.object is not None:
+            bucket = config.object
+            self.openers.append((bucket.TIER, bucket.url, partial(BucketVolume, bucket)))
+
+    def opener(self, tier: str, path: Path) -> OpenVolume | None:
+        """How to open one more path for a tier; None: the tier has no paths."""
+        return partial(self._open_log, tier, path) if tier in self._logs else None
+
+    def register_memory(self, memory: Memory) -> bool:
+        """Pin memory for the I/O engines, where the machine lets it. It must be faulted in: pinning
+        is then cheap. Every ring pins it anew, so very large memory is left alone.
+        """
+        if memory.nbytes > _REGISTERED_MAX:
+            return False
+        registered = [
+            files.register(memory.address, memory.nbytes) for _, files, _ in self._logs.values()
+        ]
+        return any(registered)
+
+    def close(self) -> None:
+        """Close the I/O engines, after all volumes."""
+        for _, files, _ in self._logs.values():
+            files.close()
+
+    def _open_log(self, tier: str, path: Path, context: VolumeContext) -> LogVolume:
+        settings, files, meters = self._logs[tier]
+        return LogVolume(path, files, settings, context, meters)
+
+
+def mount_settings(config: FileTierConfig, wall: Clock, *, writable: bool) -> MountSettings:
+    return MountSettings(
+        capacity_bytes=config.path_capacity,
+        segment_bytes=config.segment_bytes,
+        direct_io=config.direct_io,
+        fsync=config.fsync,
+        write_timeout_s=config.write_timeout,
+        pauses=RetryPauses(config.retry_initial, config.retry_max),
+        writable=writable,
+        tier=config.TIER,
+        daily_bytes=config.daily_bytes,
+        wall=wall,
+        profile=config.profile,
+        contiguous_bytes=config.contiguous_bytes,
+    )
+
+
+def plugin_names() -> list[str]:
+    """Every plug-in volume that is installed, sorted. Imports none of them."""
     return sorted({entry.name for entry in entry_points(group=GROUP)})
 
 
-def find_tier(name: str) -> TierFactory:
-    """What makes the tier called `name`: an entry point's name, or "module:factory".
+def find_plugin(name: str) -> VolumeFactory:
+    """The factory of the plug-in `name`: an entry point's name, or "module:factory".
 
     Raises ConfigError for an unknown name, one that two packages claim, and a plug-in that cannot
     be imported.
@@ -39,13 +116,13 @@ def find_tier(name: str) -> TierFactory:
     else:
         targets = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
     if not targets:
-        known = ", ".join(tier_names()) or "none is installed"
-        raise _error(f"there is no tier {name!r}", hint=f"known tiers: {known}")
+        known = ", ".join(plugin_names()) or "none is installed"
+        raise _error(f"there is no plug-in volume {name!r}", hint=f"known: {known}")
     if len(targets) > 1:
         raise _error(f"{name!r} is claimed by several packages: {', '.join(sorted(targets))}")
     (entry,) = targets.values()
     try:
-        found: TierFactory = entry.load()
+        found: VolumeFactory = entry.load()
     except (ImportError, AttributeError) as error:
         raise _error(f"plug-in {entry.value} cannot be loaded: {error}") from error
     if not callable(found):
@@ -53,21 +130,24 @@ def find_tier(name: str) -> TierFactory:
     return found
 
 
-def open_plugin(config: PluginConfig, writable: bool) -> Tier:
-    """The tier that the configuration names, opened. Its name becomes "plugin".
+def open_plugin(config: PluginConfig, context: VolumeContext) -> Volume:
+    """The plug-in volume that the configuration names.
 
-    Raises ConfigError where it cannot be opened or is no tier; errors of the store's own kinds that
-    the plug-in raises are passed on.
+    Raises ConfigError if it cannot be opened or lacks a method; errors of the store's own kinds
+    that the plug-in raises are passed on.
     """
     try:
-        tier = find_tier(config.name)(config, writable)
+        volume = find_plugin(config.name)(config, context)
     except OSError as error:
         raise _error(f"{config.name} cannot be opened: {error}") from error
-    missing = [name for name in _METHODS if not callable(getattr(tier, name, None))]
+    missing = missing_methods(volume)
     if missing:
-        raise _error(f"{config.name} is no tier: it lacks {', '.join(missing)}")
-    tier.name, tier.writable = config.TIER, writable
-    return tier
+        raise _error(f"{config.name} is no volume: it lacks {', '.join(missing)}")
+    return volume
+
+
+def missing_methods(volume: object) -> Sequence[str]:
+    return [name for name in _METHODS if not callable(getattr(volume, name, None))]
 
 
 def _error(reason: str, hint: str = "") -> ConfigError:

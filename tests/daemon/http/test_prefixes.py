@@ -50,7 +50,7 @@ def test_the_longest_prefix_is_told_by_tier_with_a_time(daemon: HttpDaemon) -> N
     (row,) = found["namespaces"]
     assert found["tokens"] == 32
     assert (row["memory_tokens"], row["tiers"]) == (16, {"dram": 16, "ssd": 16})
-    drive = store.inspect().log_tier().drive(0)
+    drive = store.inspect().volumes.facts(0)
     assert (row["expected_s"] is None) == (not drive.read_bytes_per_s)
     assert query(daemon, [1, *PROMPT])["tokens"] == 0
     assert query(daemon, PROMPT[: TOKENS - 1])["tokens"] == 0

@@ -251,7 +251,7 @@ class TestChanges:
         self, daemon: DaemonProcess, tmp_path: Path
     ) -> None:
         with kvdepot.open(daemon.address) as store:
-            with pytest.raises(ConfigError, match="not one of this store's drives"):
+            with pytest.raises(ConfigError, match="not one of this store's volumes"):
                 store.drain_drive("ssd", tmp_path / "nowhere")
             with pytest.raises(ConfigError, match="no such tier"):
                 store.add_drive("hdd", tmp_path / "c")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.core.block import ANSWERS, GetResult
-from kvdepot.core.tier import TIER_NAMES
+from kvdepot.core.volume import TIER_NAMES
 from kvdepot.daemon.wire.frames import FrameKind
 from kvdepot.daemon.wire.versions import (
     PROTOCOL,

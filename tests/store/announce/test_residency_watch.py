@@ -110,11 +110,11 @@ def test_blocks_on_a_drive_that_is_down_are_not_told(tmp_path: Path) -> None:
         assert store.flush()
         store.inspect().drop_from_memory(keys[2:])
         follow(watch, known)
-        store.inspect().log_tier().drives[0].breaker.failed("pulled", at_once=True)
+        store.inspect().log_volume().health.breaker.failed("pulled", at_once=True)
         assert len(store.match(keys)) == 2
         follow(watch, known)
         assert [bool(known[key]) for key in keys] == [True, True, False, False]
-        store.inspect().log_tier().drives[0].breaker.succeeded()
+        store.inspect().log_volume().health.breaker.succeeded()
         follow(watch, known)
         assert [known[key] for key in keys] == [IN_MEMORY | BELOW] * 2 + [BELOW] * 2
 

@@ -92,7 +92,7 @@ class TestSomethingElseInPlaceOfAFile:
             assert all(put(store, prompt(space_of(store), 100, 5)))
             assert store.flush()
             undo(tmp_path / "b", name)
-            until(lambda: bool(store.inspect().log_tier().is_up(1)))
+            until(lambda: not store.inspect().volumes.down)
             assert hits(store, chains) == 60
             assert store.check().ok
 
@@ -118,8 +118,9 @@ def test_the_tier_above_may_be_missing(tmp_path: Path) -> None:
         keys = prompt(space_of(store), 100, 5)
         assert all(put(store, keys))
         assert tiers(store, keys) == ["dram"] * 5
-        assert store.inspect().log_tier(0).left_out
-        assert not store.inspect().log_tier(1).left_out
+        ssd, hdd = store.inspect().volumes.entries
+        assert ssd.error is not None
+        assert hdd.error is None
 
 
 def test_all_drives_are_named_where_none_works(tmp_path: Path) -> None:
@@ -289,11 +290,11 @@ def open_descriptors() -> int:
 def test_a_drive_that_comes_and_goes_leaves_no_descriptors(tmp_path: Path) -> None:
     with kvdepot.open(**two_drives(tmp_path)) as store:
         chains, inside = fill(store), store.inspect()
-        tier, seen = inside.log_tier(), []
+        entry, seen = inside.volumes.entries[1], []
 
         def is_there() -> bool:
-            inside.drives.watchdog.look(inside.lower(), 1)  # as its thread does every second
-            return tier.is_up(1) and not tier.drives[1].lost
+            inside.drives.watchdog.look(inside.lower(), entry)  # as its thread does every second
+            return not inside.volumes.down and not entry.volume.facts().lost
 
         for _ in range(6):
             (tmp_path / "b").rename(tmp_path / "hidden")
@@ -316,10 +317,10 @@ def test_a_read_only_file_system_is_left_out(tmp_path: Path) -> None:
     try:
         subprocess.run(["mount", "-o", "remount,ro,bind", b], check=True)
         with kvdepot.open(**two_drives(tmp_path)) as store:
-            assert "Read-only" in str(store.inspect().log_tier().left_out[1])
+            assert "Read-only" in str(store.inspect().volumes.entries[1].error)
             assert 0 < hits(store, chains) < 60
             subprocess.run(["mount", "-o", "remount,rw,bind", b], check=True)
-            until(lambda: store.inspect().log_tier().is_up(1))
+            until(lambda: not store.inspect().volumes.down)
             assert hits(store, chains) == 60
     finally:
         subprocess.run(["umount", "-l", b], check=True)

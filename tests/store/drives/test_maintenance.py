@@ -23,13 +23,15 @@ from kvdepot.store.move import mover
 from kvdepot.store.move.drain import MoveAway
 from kvdepot.store.move.mover import PIECE_BYTES
 from kvdepot.store.open import assemble
+from kvdepot.store.read.disk_reads import DiskReads
 from kvdepot.store.state.background_throttle import ChunkSizer
 from kvdepot.store.state.state import TEMPORARY
 from kvdepot.store.store import Store
+from kvdepot.store.volume_entry import VolumeEntry
+from kvdepot.store.volume_set import VolumeSet
 from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.volumes.log.tier import LogTier
 
 
 def two_drives(folder: Path, **ssd: Any) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class TestDrain:
         (tmp_path / "b").touch()
         with kvdepot.open(**two_drives(tmp_path)) as store:
             chains = fill(store, 0, 2)
-            with pytest.raises(ConfigError, match="no other drive is up"):
+            with pytest.raises(ConfigError, match="no other volume is up"):
                 store.drain_drive("ssd", tmp_path / "a")
             assert all(whole(store, chains))
 
@@ -110,6 +112,21 @@ class TestDrain:
         assert whole(store, fill(store, 100, 3)) == [True] * 3
         assert store.flush()
 
+    def test_a_block_that_moves_before_its_turn_is_read_where_it_is_then(
+        self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chains = fill(store, 0, 10)
+        read_waves = DiskReads._read_waves
+
+        def after_the_drain(reads: DiskReads, *args: Any) -> None:
+            monkeypatch.undo()
+            store.drain_drive("ssd", tmp_path / "a")
+            read_waves(reads, *args)
+
+        monkeypatch.setattr(DiskReads, "_read_waves", after_the_drain)
+        assert whole(store, chains) == [True] * 10
+        assert drive(store, 0)["draining"]
+
     def test_while_others_read_and_write(self, store: Store, tmp_path: Path) -> None:
         chains = fill(store, 0, 10)
         stop = threading.Event()
@@ -148,7 +165,7 @@ class TestDrain:
 
     def test_the_last_drive_stays(self, store: Store, tmp_path: Path) -> None:
         store.drain_drive("ssd", tmp_path / "a")
-        with pytest.raises(ConfigError, match="no other drive"):
+        with pytest.raises(ConfigError, match="no other volume"):
             store.drain_drive("ssd", tmp_path / "b")
         with pytest.raises(ConfigError, match="not one of"):
             store.drain_drive("ssd", tmp_path / "c")
@@ -288,18 +305,18 @@ class TestResize:
     def test_a_drive_that_was_away_has_its_new_room(self, tmp_path: Path, first: str) -> None:
         quick = {"retry_initial": 0.01, "retry_max": 0.05}
         with kvdepot.open(**two_drives(tmp_path, **quick)) as store:
-            tier = store.inspect().log_tier()
+            volumes = store.inspect().volumes
             if first == "resized":
                 store.resize("ssd", "40MiB")
                 chains = fill(store, 0, 100)
             (tmp_path / "b").rename(tmp_path / "hidden")
             (tmp_path / "b").write_text("in the way")
-            until(lambda: tier.drives[1].lost)
+            until(lambda: volumes.facts(1).lost)
             if first == "pulled":
                 store.resize("ssd", "40MiB")
             (tmp_path / "b").unlink()
             (tmp_path / "hidden").rename(tmp_path / "b")
-            until(lambda: tier.is_up(1))
+            until(lambda: not volumes.down)
             assert drive(store, 1)["capacity_bytes"] == 20 << 20
             if first == "resized":
                 until(lambda: all(whole(store, chains)))  # 20 MB, where the settings say 16
@@ -318,14 +335,14 @@ class TestResize:
 def test_what_is_written_to_a_drive_while_it_is_added_stays(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add, written = LogTier.add, []
+    add, written = VolumeSet.add, []
 
-    def add_and_fill(tier: LogTier, path: Path) -> int:
-        index = add(tier, path)
+    def add_and_fill(volumes: VolumeSet, *arguments: Any) -> VolumeEntry:
+        entry = add(volumes, *arguments)
         written.extend(fill(store, 100, 12))
-        return index
+        return entry
 
-    monkeypatch.setattr(LogTier, "add", add_and_fill)
+    monkeypatch.setattr(VolumeSet, "add", add_and_fill)
     store.add_drive("ssd", tmp_path / "c")
     assert drive(store, 2)["used_bytes"], "nothing went to the new drive"
     store.inspect().drop_from_memory()

@@ -1,5 +1,6 @@
 """A block that is removed while it is leased can still be moved; it must not come back."""
 
+import contextlib
 import random
 import shutil
 import threading
@@ -12,8 +13,9 @@ import pytest
 
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import Pending
-from kvdepot.io.files import Files, Ops
+from kvdepot.core.volume import Volume
+from kvdepot.errors import ConfigError
+from kvdepot.io.files import Files, Ops, Pending
 from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
@@ -46,12 +48,16 @@ def reclaim_everything(store: Store, path: Path) -> None:
     """Rewrite the drives until no segment is left that was there."""
     inspector = store.inspect()
     lower, room = inspector.lower(), inspector.drives.rooms[inspector.lower()]
-    for drive in range(lower.tier.drive_count()):
-        before = {one.segment_id for one in lower.tier.segments(drive)}
+    for entry in lower.volumes.entries:
+        before = sealed(entry.volume)
         for _ in range(4 * len(before) + 4):
-            left = before & {one.segment_id for one in lower.tier.segments(drive)}
-            if not left or not room.reclaimer.reclaim(drive):
+            if not before & sealed(entry.volume) or not room.reclaimer.reclaim(entry.number):
                 break
+
+
+def sealed(volume: Volume) -> set[int]:
+    table = volume.segments()
+    return set(table.ids[table.sealed].tolist())
 
 
 def fill(store: Store) -> list[BlockKey]:
@@ -205,7 +211,8 @@ def test_it_does_not_come_back_after_a_power_cut(
         assert store.flush()
         cut = threading.Timer(rng.random() * 0.1, files.cut)
         cut.start()
-        move(store, folder)
+        with contextlib.suppress(ConfigError):  # the power goes before the drain ends
+            move(store, folder)
         cut.join()
         lease.release()
         store.close(1.0)

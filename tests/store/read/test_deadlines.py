@@ -15,12 +15,13 @@ from kvdepot.store.read import disk_reads
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Operation, Stall
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
+from kvdepot.volumes.log import reader
 
 BLOCKS = 32
 IN_A_WAVE = 2
 TIME_S = 60.0
 """Never waited for: the clock jumps over it."""
-UNDER_WAY = (1 + disk_reads._WAVES_A_DRIVE) * IN_A_WAVE
+UNDER_WAY = (1 + disk_reads._WAVES_A_VOLUME) * IN_A_WAVE
 """Blocks of the wave that has come first, and of those that may be in flight by then."""
 
 
@@ -63,7 +64,7 @@ def keys(store: Store) -> list[BlockKey]:
     assert store.flush()
     inside = store.inspect()
     inside.drop_from_memory()
-    inside.lower().wave_bytes = IN_A_WAVE * (BLOCK_BYTES + 8192)
+    inside.lower().volumes.wave_bytes = IN_A_WAVE * (BLOCK_BYTES + 8192)
     return found
 
 
@@ -120,7 +121,7 @@ def test_a_wave_that_waits_for_its_turn_is_taken_back(
     """A stalled drive holds up its threads: what is queued behind them is never begun."""
     before = files.counts[Call.RUN_READ]
     free = store.inspect().state.arena.room(BLOCK_BYTES)
-    stalled = disk_reads._THREADS_A_DRIVE * IN_A_WAVE
+    stalled = reader._THREADS * IN_A_WAVE
     files.add(Fault(Call.RUN_READ, stall := Stall(), times=None))
     answers = store.get_many(keys, [bytearray(BLOCK_BYTES) for _ in keys], timeout_s=0.2)
     assert [answer.reason for answer in answers] == ["late"] * BLOCKS

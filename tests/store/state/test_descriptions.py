@@ -32,7 +32,7 @@ def named(store: Store, tenant: str) -> NamespaceHandle:
 
 
 def described(store: Store) -> list[str]:
-    found = store.inspect().lower().tier.metadata().values(MetaKind.NAMESPACE).values()
+    found = store.inspect().volumes.metadata.values(MetaKind.NAMESPACE).values()
     return [json.loads(text).get("tenant", "") for text in found]
 
 
@@ -43,14 +43,14 @@ def is_described(store: Store, tenant: str) -> bool:
 def reclaim_everything(store: Store) -> None:
     """Rewrite the drive until no segment is left that was there, but the one that is written to."""
     inspector = store.inspect()
-    lower, room = inspector.lower(), inspector.drives.rooms[inspector.lower()]
-    before = {one.segment_id for one in lower.tier.segments(0, reclaimable=False)}
+    volume, room = inspector.log_volume(), inspector.drives.rooms[inspector.lower()]
+    before = set(volume.segments().ids.tolist())
     for number in range(100):
         keys = prompt(space_of(store, "filler"), number, 4)
         put(store, keys)
         store.flush()
         room.reclaimer.reclaim(0)
-        if not before & {one.segment_id for one in lower.tier.segments(0, reclaimable=False)}:
+        if not before.intersection(volume.segments().ids.tolist()):
             return
     raise AssertionError("a segment stays")
 

@@ -14,7 +14,7 @@ from tests.support.waiting import eventually
 
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import drive_of
+from kvdepot.core.volume import volume_of
 from kvdepot.io.files import Files
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
@@ -41,10 +41,11 @@ def opened(path: Path, tier: str, files: Files | None = None, **more: Any) -> St
     return assemble(load(overrides=tree), files=files)
 
 
-def tell(store: Store, *speeds: float) -> None:
+def tell(store: Store, *speeds: float, first: int = 0) -> None:
     """Let the store know how fast its drives are."""
-    for drive, speed in zip(store.inspect().log_tier().drives, speeds, strict=True):
-        drive.gauge.profile = replace(PROFILE, read_bytes_per_s=int(speed))
+    for number, speed in enumerate(speeds, start=first):
+        meter = store.inspect().log_volume(number).reader.meter
+        meter.profile = replace(PROFILE, read_bytes_per_s=int(speed))
 
 
 def blocks_on(store: Store, keys: list[BlockKey]) -> list[int]:
@@ -52,7 +53,7 @@ def blocks_on(store: Store, keys: list[BlockKey]) -> list[int]:
     found = [0, 0]
     with store.inspect().state.lock:
         for row in store.inspect().catalog.rows(keys):
-            found[drive_of(store.inspect().lower().copies.location[row])] += 1
+            found[volume_of(store.inspect().lower().copies.location[row])] += 1
     return found
 
 
@@ -116,9 +117,7 @@ def test_what_comes_down_from_ssds_is_spread_in_the_same_way(tmp_path: Path) -> 
     tree = {"dram": dram, "ssd": ssd, "hdd": hdd, "writeback": {"staging": "8MiB"}}
     with assemble(load(overrides=tree)) as store:
         upper, lower = store.inspect().state.lower_tiers
-        hard_drives = store.inspect().log_tier(1).drives
-        for drive, speed in zip(hard_drives, (1e8, FASTER * 1e8), strict=True):
-            drive.gauge.profile = replace(PROFILE, read_bytes_per_s=int(speed))
+        tell(store, 1e8, FASTER * 1e8, first=1)
         keys = prompt(space_of(store), 1, 160)
         assert all(put(store, keys))
         assert store.flush()
@@ -127,8 +126,8 @@ def test_what_comes_down_from_ssds_is_spread_in_the_same_way(tmp_path: Path) -> 
             assert all(upper.copies.ready(row) for row in rows)
         store.inspect().drives.demoters[upper].demote(rows, urgent=True)
         with store.inspect().state.lock:
-            places = [drive_of(lower.copies.location[row]) for row in rows]
-        assert 2.5 <= places.count(1) / places.count(0) <= 3.5
+            places = [volume_of(lower.copies.location[row]) for row in rows]
+        assert 2.5 <= places.count(2) / places.count(1) <= 3.5
         assert store.check().ok
 
 
@@ -138,9 +137,9 @@ def test_measured_and_then_spread(tmp_path: Path) -> None:
     files = EmulatedFiles(lambda _: MODEL)
     files.slow_down(str(tmp_path / "slow"), FASTER)
     with opened(tmp_path, "hdd", files, profile="always") as store:
-        drives = store.inspect().log_tier().drives
-        assert eventually(lambda: all(drive.gauge.profile for drive in drives))
-        speeds = [drive.gauge.profile.read_bytes_per_s for drive in drives if drive.gauge.profile]
+        meters = [store.inspect().log_volume(number).reader.meter for number in range(2)]
+        assert eventually(lambda: all(meter.profile for meter in meters))
+        speeds = [meter.profile.read_bytes_per_s for meter in meters if meter.profile]
         faster = speeds[1] / speeds[0]
         assert faster > 1.2, "a busy machine may slow down either of them"
         keys = prompt(space_of(store), 1, 160)

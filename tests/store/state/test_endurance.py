@@ -13,10 +13,9 @@ import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.endurance import BURST_S, DAY_S
-from kvdepot.core.tier import Pending
 from kvdepot.errors import ConfigError
 from kvdepot.format.segment import Superblock
-from kvdepot.io.files import Files, Ops
+from kvdepot.io.files import Files, Ops, Pending
 from kvdepot.native import WRITE
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
@@ -144,8 +143,8 @@ class TestBudget:
         changes = {"path": paths, "capacity": "8MiB", "writes_per_day": 8.0}
         with opened(tmp_path, clock, files, ssd=changes) as store:
             space_of(store)
-            first = store.inspect().log_tier().drives[0]
-            first.wear.spend(int(first.wear.level_bytes) + 1)
+            first = store.inspect().log_volume()
+            first.wear.take(int(first.wear.level_bytes) + 1)
             before = files.written.copy()
             offer(store, 1, blocks=2)
             assert blocks_in(store, "ssd") == 2
@@ -202,8 +201,8 @@ class TestBypass:
             store.set_write_mode("hdd", "pass-through")
             keys = offer(store, 1, blocks=4)
             store.set_write_mode("hdd", "write-back")
-            drive = store.inspect().log_tier().drives[0]
-            drive.wear.spend(int(drive.wear.level_bytes))
+            drive = store.inspect().log_volume()
+            drive.wear.take(int(drive.wear.level_bytes))
             with store.inspect().state.lock:
                 for row in store.inspect().catalog.rows(keys):
                     store.inspect().memory().drop(row)

@@ -86,7 +86,7 @@ def test_what_stays_is_written_when_the_disk_goes_on(
     files.clear()
     inside = store.inspect()
     assert inside.wait_for(lambda: all(inside.are_in(there))), "without a flush"
-    assert not inside.lower().deferred
+    assert not inside.lower().queue.deferred
     report = store.flush()
     assert report.durable == len(there) + HALF
     assert store.check()
@@ -96,7 +96,7 @@ def test_what_was_asked_for_is_written_first(store: Store) -> None:
     made = burst(store, 4)
     assert tiers(store, made[2]) == ["dram"] * A_PROMPT
     inside = store.inspect()
-    first = list(inside.lower().deferred)[:A_PROMPT]
+    first = list(inside.lower().queue.deferred)[:A_PROMPT]
     assert first == inside.rows(made[2])
 
 
@@ -104,6 +104,6 @@ def test_what_is_removed_is_not_written_later(store: Store, files: FaultyFiles) 
     waiting, *deferred = burst(store, 3)
     for keys in deferred:
         assert store.remove(keys) == A_PROMPT
-    assert len(store.inspect().lower().deferred) < A_PROMPT
+    assert len(store.inspect().lower().queue.deferred) < A_PROMPT
     files.clear()
     assert store.flush().durable == HALF + len(waiting)

@@ -1,379 +1,403 @@
-"""What a drive keeps back, which locks it holds, and what it leaves behind."""
+"""What a log volume keeps back, which locks it holds, and what it leaves behind."""
 
 import errno
 import logging
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from tests.support.small_store import settings
+from tests.support.volumes import open_log
 from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.core.block import BlockKey
-from kvdepot.core.clock import SystemClock
 from kvdepot.core.metadata import MetaEntry, MetaKind
-from kvdepot.core.tier import MetaWritten, Outcome, Purpose, segment_of
+from kvdepot.core.volume import (
+    NO_PLACE,
+    Outcome,
+    PendingRead,
+    Priority,
+    Purpose,
+    VolumeContext,
+    segment_of,
+)
 from kvdepot.errors import FormatError
 from kvdepot.format.record import record_bytes
 from kvdepot.format.segment import Superblock
 from kvdepot.io.breaker import RetryPauses
 from kvdepot.io.files import Files
-from kvdepot.testing.contract import load, store
+from kvdepot.store.shared_metadata import Written
+from kvdepot.store.volume_set import VolumeSet
+from kvdepot.testing.contract import contents_of, load, put, store
+from kvdepot.testing.fakes import CONTEXT
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Stall
-from kvdepot.testing.images import (
-    STAMPS,
-    make_image,
-    make_key,
-    make_load,
-    payload_for,
-    removal_of,
-)
+from kvdepot.testing.images import STAMPS, Reads, make_key, make_records, removal_of
 from kvdepot.testing.power import PowerFiles
-from kvdepot.volumes.log.medium import MountSettings
-from kvdepot.volumes.log.tier import LogTier
+from kvdepot.volumes.log.volume import LogVolume
 
 SEGMENT_BYTES = 128 << 10
 SEGMENTS = 4
+NBYTES = 12_000
+Fsync = Literal["always", "flush", "never"]
+OpenSet = Callable[..., VolumeSet]
+
+
+def open_volume(
+    path: Path,
+    files: Files,
+    segments: int = SEGMENTS,
+    fsync: Fsync = "flush",
+    context: VolumeContext = CONTEXT,
+) -> LogVolume:
+    return open_log(
+        path, files, segments=segments, segment_bytes=SEGMENT_BYTES, context=context,
+        fsync=fsync, pauses=RetryPauses(0.001, 0.01),
+    )  # fmt: skip
 
 
 @pytest.fixture
-def files() -> FaultyFiles:
-    return FaultyFiles()
+def files() -> Iterator[FaultyFiles]:
+    files = FaultyFiles()
+    yield files
+    files.clear()
+    files.close()
 
 
 @pytest.fixture
-def tier(tmp_path: Path, files: FaultyFiles) -> Iterator[LogTier]:
-    opened = open_tier([tmp_path / "drive"], files)
+def volume(tmp_path: Path, files: FaultyFiles) -> Iterator[LogVolume]:
+    opened = open_volume(tmp_path / "drive", files)
     yield opened
     files.clear()
     opened.close()
 
 
-def open_tier(
-    paths: list[Path],
-    files: Files,
-    segments: int = SEGMENTS,
-    fsync: Literal["always", "flush", "never"] = "flush",
-) -> LogTier:
-    settings = MountSettings(
-        segments * SEGMENT_BYTES, SEGMENT_BYTES, fsync=fsync, pauses=RetryPauses(0.001, 0.01)
-    )
-    return LogTier(paths, files, settings, SystemClock())
+@pytest.fixture
+def open_set(tmp_path: Path, files: FaultyFiles) -> Iterator[OpenSet]:
+    """Opens volumes in folders with these names, which share their metadata."""
+    opened: list[VolumeSet] = []
+
+    def open_one(name: str, fsync: Fsync, context: VolumeContext) -> LogVolume:
+        return open_volume(tmp_path / name, files, fsync=fsync, context=context)
+
+    def open_named(*names: str, fsync: Fsync = "flush") -> VolumeSet:
+        opened.append(VolumeSet(CONTEXT))
+        opened[-1].open_all([("ssd", name, partial(open_one, name, fsync)) for name in names])
+        return opened[-1]
+
+    yield open_named
+    files.clear()
+    for volumes in opened:
+        volumes.close()
 
 
-def block(number: int) -> memoryview:
-    return make_image(make_key(number), bytes(12_000))
-
-
-def fill(tier: LogTier) -> int:
+def fill(volume: LogVolume) -> int:
     """Append blocks until one is refused; how many went in."""
     for number in range(1000):
-        (place,) = tier.append(0, [block(number)])
-        if place is None:
+        if put(volume, make_records([make_key(number)], NBYTES)) == [NO_PLACE]:
             return number
-        tier.count(place, 12_000)
     raise AssertionError("the drive never fills up")
 
 
-def test_blocks_leave_the_last_spare_segment(tier: LogTier) -> None:
-    count = fill(tier)
-    assert tier.drive(0).spare_segments == 1
-    assert count >= (SEGMENTS - 1) * (SEGMENT_BYTES // record_bytes(12_000) - 2)
+def begin_read(volume: LogVolume, reads: Reads) -> PendingRead:
+    return volume.read(reads.rows, Priority.FOREGROUND, 30.0)
 
 
-def test_a_full_drive_still_takes_removals(tier: LogTier) -> None:
-    fill(tier)
-    before = tier.drive(0).spare_segments
-    for number in range(8):
-        assert tier.put_meta(removal_of(make_key(number))) == MetaWritten(1, 1)
-    assert tier.drive(0).spare_segments == before, "they take no segment"
+def test_blocks_leave_the_last_spare_segment(volume: LogVolume) -> None:
+    count = fill(volume)
+    assert volume.facts().spare_segments == 1
+    assert count >= (SEGMENTS - 1) * (SEGMENT_BYTES // record_bytes(NBYTES) - 2)
 
 
-def test_a_removal_is_recorded_on_a_disk_without_room(tier: LogTier, files: FaultyFiles) -> None:
+def test_a_full_drive_still_takes_removals(volume: LogVolume) -> None:
+    fill(volume)
+    before = volume.facts().spare_segments
+    assert all(volume.put_meta(removal_of(make_key(number))) for number in range(8))
+    assert volume.facts().spare_segments == before, "they take no segment"
+
+
+def test_a_removal_is_recorded_on_a_disk_without_room(
+    volume: LogVolume, files: FaultyFiles
+) -> None:
     """The room of the metadata log is reserved when it is written anew."""
-    assert tier.put_meta(removal_of(make_key(0))).have
+    assert volume.put_meta(removal_of(make_key(0)))
     files.add(Fault(frozenset({Call.ALLOCATE, Call.RUN_WRITE}), Fail(errno.ENOSPC), times=None))
-    assert tier.append(0, [block(1)]) == [None]
+    assert put(volume, make_records([make_key(1)], NBYTES)) == [NO_PLACE]
     for number in range(1, 8):
-        assert tier.put_meta(removal_of(make_key(number)), 5.0) == MetaWritten(1, 1)
-    assert len(tier.drives[0].metadata.known.tombstones) == 8
+        assert volume.put_meta(removal_of(make_key(number))) and volume.sync(5.0)
+    assert len(volume.contents(None).metadata) == 8
 
 
-def test_blocks_wait_while_the_spare_segment_is_in_use(tier: LogTier) -> None:
-    """Moves have taken it: until one is reclaimed, the rest of it is theirs."""
-    fill(tier)
-    for number in range(100):
-        if not tier.drive(0).spare_segments:
+def test_blocks_wait_while_the_spare_segment_is_in_use(volume: LogVolume) -> None:
+    """Moves have taken it: until one is released, the rest of it is theirs."""
+    fill(volume)
+    for number in range(9000, 9100):
+        if not volume.facts().spare_segments:
             break
-        assert tier.append(0, [block(9000 + number)], Purpose.MOVE) != [None]
-    assert tier.append(0, [block(5000)]) == [None]
-    assert not tier.has_room(0, record_bytes(12_000))
-    assert tier.release(0, tier.segments(0)[0].slot)
-    assert tier.append(0, [block(5000)]) != [None]
+        moved = make_records([make_key(number)], NBYTES)
+        assert volume.append(moved.rows, Purpose.MOVE)[0] != NO_PLACE
+    block = make_records([make_key(5000)], NBYTES)
+    assert put(volume, block) == [NO_PLACE]
+    assert volume.facts().room_bytes < record_bytes(NBYTES)
+    assert volume.release(int(volume.segments().segments[0]))
+    assert put(volume, block) != [NO_PLACE]
 
 
 def test_with_less_room_an_empty_segment_goes_before_one_with_blocks(
-    tmp_path: Path, files: FaultyFiles
+    tmp_path: Path, files: FaultyFiles, volume: LogVolume
 ) -> None:
     """One that was begun when the process was killed is the newest, and has nothing to lose."""
-    tier = open_tier([tmp_path / "drive"], files)
-    count = fill(tier)
-    assert len(tier.segments(0, reclaimable=False)) == SEGMENTS - 1
+    count = fill(volume)
+    assert len(volume.segments().segments) == SEGMENTS - 1
     files.add(Fault(Call.RUN_WRITE, Fail(errno.EIO)))
-    assert tier.append(0, [make_image(make_key(5000), bytes(50_000))], Purpose.MOVE) == [None]
-    assert len(tier.segments(0, reclaimable=False)) == SEGMENTS
-    tier.close()
-    again = open_tier([tmp_path / "drive"], FaultyFiles(), SEGMENTS - 1)
-    assert len(again.take_contents().words) == count
+    moved = make_records([make_key(5000)], 50_000)
+    assert volume.append(moved.rows, Purpose.MOVE)[0] == NO_PLACE
+    assert len(volume.segments().segments) == SEGMENTS
+    volume.close()
+    again = open_volume(tmp_path / "drive", files, SEGMENTS - 1)
+    assert len(contents_of(again)) == count
     again.close()
 
 
-def test_a_segment_is_not_reclaimed_before_its_blocks_are_counted(tier: LogTier) -> None:
-    places: list[int | None] = []
-    while len(tier.segments(0, reclaimable=False)) < 2:
-        places += tier.append(0, [block(len(places))])
-    assert not tier.segments(0)
-    for place in places:
-        assert place is not None
-        tier.count(place, 12_000)
-    assert len(tier.segments(0)) == 1
+def test_a_segment_is_not_reclaimed_before_its_blocks_are_in_the_index(tmp_path: Path) -> None:
+    with kvdepot.open(**settings(tmp_path / "drive")) as opened:
+        inspector = opened.inspect()
+        lower, volume = inspector.lower(), inspector.log_volume()
+        reclaimer = inspector.drives.rooms[lower].reclaimer
+        lower.appending[0] += 1  # as a thread that copies blocks to the volume
+        number = 0
+        while not volume.segments().sealed.any():
+            store(volume, [make_key(number)])
+            number += 1
+        assert not reclaimer.reclaim(0)
+        lower.appending[0] -= 1  # it has entered none of them
+        assert reclaimer.reclaim(0)
 
 
 def test_blocks_are_appended_while_others_are_made_durable(
-    tier: LogTier, files: FaultyFiles
+    volume: LogVolume, files: FaultyFiles
 ) -> None:
     stall = Stall()
-    store(tier, [make_key(1)])
+    store(volume, [make_key(1)])
     fault = files.add(Fault(Call.SYNC, stall))
-    flush = threading.Thread(target=tier.flush)
-    flush.start()
-    while not fault.hits:
-        flush.join(0.01)
-    (place,) = store(tier, [make_key(2)])
-    assert flush.is_alive()
+    sync = threading.Thread(target=volume.sync, args=[30.0])
+    sync.start()
+    until(lambda: fault.hits == 1)
+    (place,) = store(volume, [make_key(2)])
+    assert sync.is_alive()
     stall.release()
-    flush.join()
-    assert load(tier, make_key(2), place)
+    sync.join()
+    assert load(volume, make_key(2), place)
 
 
 def open_files(path: Path) -> list[str]:
-    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_is(fd)]
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    names = [os.readlink(link) for link in links if os.path.islink(link)]
     return [name for name in names if name.startswith(str(path))]
 
 
-def fd_is(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
+def test_a_volume_that_was_given_back_has_no_file_open(tmp_path: Path, volume: LogVolume) -> None:
+    (place,) = store(volume, [make_key(1)], NBYTES)
+    volume.put_meta(removal_of(make_key(9)))
+    assert open_files(tmp_path / "drive")
+    volume.set_limits(None, may_write=False)
+    refused = make_records([make_key(2)], NBYTES)
+    assert put(volume, refused) == [NO_PLACE]
+    volume.set_limits(0, may_write=False)
+    assert not list((tmp_path / "drive").glob("segment-*"))
+    volume.close()
+    assert not open_files(tmp_path / "drive")
+    assert volume.facts().spare_segments == volume.facts().capacity_bytes == 0
+    late = Reads().add(make_key(1), place, NBYTES)
+    assert begin_read(volume, late).result().tolist() == [Outcome.FAILED]
+    assert put(volume, refused) == [NO_PLACE]
+    assert not volume.put_meta(removal_of(make_key(1)))
+    assert volume.maintain(lambda: True) > 0
 
 
-def test_a_retired_drive_has_no_file_open(tmp_path: Path, files: FaultyFiles) -> None:
-    tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
-    (place,) = tier.append(1, [block(1)])
-    assert place is not None
-    tier.count(place, 12_000)
-    assert open_files(tmp_path / "second")
-    tier.start_drain(1)
-    assert tier.append(1, [block(2)]) == [None]
-    tier.retire(1)
-    assert not open_files(tmp_path / "second")
-    late = make_load(make_key(1), place, 12_000)
-    assert tier.load([late], 1.0)[0] == [Outcome.FAILED]
-    assert tier.flush()
-    assert (tier.drive(1).retired, tier.drive(1).spare_segments) == (True, 0)
-    tier.close()
+def test_a_volume_that_was_given_back_is_empty_when_it_is_opened_again(
+    tmp_path: Path, volume: LogVolume, files: FaultyFiles
+) -> None:
+    store(volume, [make_key(1)])
+    volume.put_meta([described(1)])
+    volume.set_limits(0, may_write=False)
+    volume.close()
+    again = open_volume(tmp_path / "drive", files)
+    found = again.contents(None)
+    assert not len(found.words) and not found.metadata
+    again.close()
 
 
 def test_a_read_that_comes_after_its_file_is_closed_fails(
-    tmp_path: Path, files: FaultyFiles
+    tmp_path: Path, volume: LogVolume, files: FaultyFiles
 ) -> None:
-    tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
-    (place,) = tier.append(1, [block(1)])
-    assert place is not None
-    stall, outcomes = Stall(), []
+    (place,) = store(volume, [make_key(1)], NBYTES)
+    stall, outcomes = Stall(), list[int]()
     fault = files.add(Fault(Call.RUN_READ, stall))
-    asked = [make_load(make_key(1), place, 12_000)]
-    reader = threading.Thread(target=lambda: outcomes.extend(tier.load(asked, 30.0)[0]))
+    reads = Reads().add(make_key(1), place, NBYTES)
+    pending = begin_read(volume, reads)
+    reader = threading.Thread(target=lambda: outcomes.extend(pending.result().tolist()))
     reader.start()
-    while not fault.hits:
-        reader.join(0.01)
-    tier.retire(1)
+    until(lambda: fault.hits == 1)
+    volume.set_limits(0, may_write=False)
+    volume.close()
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
     stall.release()
     reader.join()
     os.close(other)
     assert outcomes == [Outcome.FAILED]
-    tier.close()
 
 
 def test_a_drive_that_goes_down_and_comes_back_is_logged_once_each(
-    tier: LogTier, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+    volume: LogVolume, files: FaultyFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvdepot.volumes")
     files.add(Fault(Call.RUN_WRITE, Fail(errno.EROFS), times=2))
-    assert tier.append(0, [block(1), block(2)]) == [None, None]
-    while not tier.is_up(0):
-        tier.probe(0)
-    said = [record.getMessage() for record in caplog.records]
-    label = tier.drive(0).label
-    assert said == [
-        f"{label}: the drive is down: Read-only file system",
-        f"{label}: the drive works again",
+    assert put(volume, make_records([make_key(1), make_key(2)], NBYTES)) == [NO_PLACE] * 2
+    until(lambda: is_up(volume))
+    label = volume.facts().label
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{label}: the volume is down: Read-only file system",
+        f"{label}: the volume works again",
     ]
 
 
-def test_recovery_after_a_crash_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def is_up(volume: LogVolume) -> bool:
+    """Whether it works, after a look as the watchdog's."""
+    volume.maintain(lambda: False)
+    return volume.facts().up
+
+
+def test_recovery_after_a_crash_is_logged(
+    tmp_path: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "kvdepot.volumes")
     pid = os.fork()
     if pid == 0:
         try:
-            store(open_tier([tmp_path / "drive"], FaultyFiles()), [make_key(1)])
+            store(open_volume(tmp_path / "drive", Files("python")), [make_key(1)])
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    open_tier([tmp_path / "drive"], FaultyFiles()).close()
+    open_volume(tmp_path / "drive", files).close()
     (said,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "ssd: 1 blocks in 1 segments" in said.getMessage()
+    assert f"{tmp_path / 'drive'}: 1 blocks in 1 segments" in said.getMessage()
     assert said.getMessage().endswith("1 were scanned after a crash")
 
 
-def on_second(tier: LogTier, number: int) -> list[int]:
-    """Store a block on the second drive."""
-    (place,) = tier.append(1, [block(number)])
-    assert place is not None
-    tier.count(place, 12_000)
-    return [place]
-
-
-def test_a_block_that_is_being_written_keeps_its_file_while_the_drive_goes(
-    tmp_path: Path, files: FaultyFiles
+def test_a_block_that_is_being_written_keeps_its_file_while_the_volume_is_given_back(
+    tmp_path: Path, volume: LogVolume, files: FaultyFiles
 ) -> None:
-    tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
-    on_second(tier, 1)
-    stall = Stall()
-    fault = files.add(
-        Fault(Call.RUN_WRITE, stall, where=lambda operation: "second" in operation.path)
-    )
-    places: list[int | None] = []
-    writer = threading.Thread(target=lambda: places.extend(tier.append(1, [block(2)])))
+    store(volume, [make_key(1)])
+    stall, block = Stall(), make_records([make_key(2)], NBYTES)
+    fault = files.add(Fault(Call.RUN_WRITE, stall))
+    places: list[int] = []
+    writer = threading.Thread(target=lambda: places.extend(put(volume, block)))
     writer.start()
     until(lambda: fault.hits == 1)
-    retire = threading.Thread(target=tier.retire, args=[1])
-    retire.start()
-    until(lambda: tier.drive(1).retired)
-    tier.start_drain(1)  # waits for what has the drive's lock
-    assert list((tmp_path / "second").glob("segment-*")), "removed under a write"
+    leaving = threading.Thread(target=volume.set_limits, args=[0], kwargs={"may_write": False})
+    leaving.start()
+    until(lambda: not volume.facts().capacity_bytes)
+    leaving.join(0.05)
+    assert list((tmp_path / "drive").glob("segment-*")), "removed under a write"
     stall.release()
     writer.join()
-    retire.join()
-    assert None not in places and not list((tmp_path / "second").glob("segment-*"))
-    assert tier.flush()
-    tier.close()
+    leaving.join()
+    assert NO_PLACE not in places and not list((tmp_path / "drive").glob("segment-*"))
 
 
 @pytest.mark.parametrize("call", [Call.WRITE, Call.SYNC])
-def test_a_removal_that_is_being_recorded_while_a_drive_goes_is_on_the_other(
-    call: Call, tmp_path: Path, files: FaultyFiles
+def test_a_removal_that_is_being_recorded_while_a_volume_goes_is_on_the_other(
+    call: Call, open_set: OpenSet, files: FaultyFiles
 ) -> None:
-    paths = [tmp_path / "first", tmp_path / "second"]
-    tier = open_tier(paths, files)
-    (place,) = tier.append(0, [block(1)])
-    assert place is not None
-    tier.count(place, 12_000)
-    assert tier.put_meta(removal_of(make_key(3)), 5.0) == MetaWritten(2, 2)
+    volumes = open_set("first", "second")
+    first, second = volumes.entries
+    store(first.volume, [make_key(1)])
+    assert volumes.metadata.put(removal_of(make_key(3)), 5.0) == Written(2, 2)
     stall = Stall()
     fault = files.add(
         Fault(call, stall, where=lambda one: "second" in one.path and "metadata" in one.path)
     )
-    told: list[MetaWritten] = []
+    told: list[Written] = []
     removal = removal_of(make_key(1))
-    remover = threading.Thread(target=lambda: told.append(tier.put_meta(removal, 5.0)))
+    remover = threading.Thread(target=lambda: told.append(volumes.metadata.put(removal, 5.0)))
     remover.start()
     until(lambda: fault.hits == 1)
-    retire = threading.Thread(target=tier.retire, args=[1])
+    retire = threading.Thread(target=volumes.retire, args=[second])
     retire.start()
     stall.release()
     remover.join()
     retire.join()
-    assert told[0].have and tier.drive(1).retired
-    assert tier.put_meta(removal_of(make_key(2))) == MetaWritten(1, 1), "it is not asked any more"
-    tier.close()
-    again = open_tier(paths[:1], FaultyFiles())
-    assert not len(again.take_contents().words)
-    again.close()
+    assert told[0].have and second.retired
+    assert volumes.metadata.put(removal_of(make_key(2))) == Written(1, 1), (
+        "it is not asked any more"
+    )
+    volumes.close()
+    assert not contents_of(open_set("first").entries[0].volume)
 
 
-def test_what_only_the_leaving_drive_knows_stays_with_the_others(
-    tmp_path: Path, files: FaultyFiles
+def test_what_only_the_leaving_volume_knows_stays_with_the_others(
+    open_set: OpenSet, files: FaultyFiles
 ) -> None:
     """The first could not record the removal; the second has, and is given back."""
-    paths = [tmp_path / "first", tmp_path / "second"]
-    tier = open_tier(paths, files)
-    (place,) = tier.append(0, [block(1)])
-    assert place is not None
-    tier.count(place, 12_000)
-    assert tier.flush()
+    volumes = open_set("first", "second")
+    first, second = volumes.entries
+    store(first.volume, [make_key(1)])
+    assert first.volume.sync(5.0)
     files.add(Fault(Call.WRITE, Fail(errno.EIO), times=None, where=lambda one: "first" in one.path))
-    assert tier.put_meta(removal_of(make_key(1))) == MetaWritten(1, 2)
-    assert tier.behind() == [tier.drives[0]]
-    assert not tier.retire(1), "no other drive has taken what it knows"
-    assert not tier.drive(1).retired
+    assert volumes.metadata.put(removal_of(make_key(1))) == Written(1, 2)
+    assert volumes.metadata.behind() == [first]
+    assert not volumes.retire(second), "no other volume has taken what it knows"
+    assert not second.retired
     files.clear()
-
-    def is_up() -> bool:
-        tier.probe(0)  # as the watchdog does
-        return tier.is_up(0)
-
-    until(is_up)
-    assert tier.retire(1)
-    tier.close()
-    again = open_tier(paths[:1], FaultyFiles())
-    assert not len(again.take_contents().words)
-    again.close()
+    assert isinstance(first.volume, LogVolume)
+    until(partial(is_up, first.volume))
+    assert volumes.retire(second)
+    volumes.close()
+    assert not contents_of(open_set("first").entries[0].volume)
 
 
-def test_a_reclaim_may_end_after_its_drive_has_gone(tmp_path: Path, files: FaultyFiles) -> None:
-    """As when a removal makes room on a drive whose drain ends meanwhile."""
-    tier = open_tier([tmp_path / "first", tmp_path / "second"], files)
-    (place,) = on_second(tier, 1)
-    drive = tier.drives[1]
-    segment = drive.segments[segment_of(place)]
-    tier.retire(1)
-    drive.segments[segment.slot] = segment  # looked up a moment ago
-    image = make_image(make_key(1), bytes(12_000))
-    assert tier.read_records([make_key(1)], [place], [image]) == [False]
-    del drive.segments[segment.slot]
-    drive.release(segment.slot)
-    assert tier.release(1, segment.slot)
-    tier.close()
+def test_a_release_may_come_after_its_volume_has_gone(volume: LogVolume) -> None:
+    """As when a removal makes room on a volume whose drain ends meanwhile."""
+    (place,) = store(volume, [make_key(1)], NBYTES)
+    volume.set_limits(0, may_write=False)
+    volume.release(segment_of(place))
+    volume.close()
+    volume.release(segment_of(place))
+    assert not len(volume.segments().segments)
 
 
-def test_metadata_can_be_read_while_other_is_written(tier: LogTier) -> None:
-    """The answer is a copy, of one moment."""
+def test_metadata_can_be_read_while_other_is_written(open_set: OpenSet) -> None:
+    """The answers are copies, of one moment."""
+    volumes = open_set("drive")
+    volume = volumes.entries[0].volume
     for number in range(50):
-        assert tier.put_meta([described(number)]).have
+        assert volumes.metadata.put([described(number)]).have
     failed: list[BaseException] = []
     stop = threading.Event()
 
-    def read() -> None:
+    def look() -> None:
         try:
             while not stop.is_set():
-                assert len(tier.metadata().values(MetaKind.NAMESPACE)) >= 50
+                assert len(volumes.metadata.known().values(MetaKind.NAMESPACE)) >= 50
+                assert len(volume.contents(None).metadata) >= 50
         except (RuntimeError, AssertionError) as error:
             failed.append(error)
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=look)
     reader.start()
     for number in range(50, 400):
-        assert tier.put_meta([described(number)]).have
+        assert volumes.metadata.put([described(number)]).have
     stop.set()
     reader.join()
     assert not failed
-    known = tier.metadata()
-    known.add(described(9000))
-    assert len(tier.metadata().values(MetaKind.NAMESPACE)) == 400
+    volumes.metadata.known().add(described(9000))
+    assert len(volumes.metadata.values(MetaKind.NAMESPACE)) == 400
 
 
 def described(number: int) -> MetaEntry:
@@ -381,41 +405,43 @@ def described(number: int) -> MetaEntry:
 
 
 @pytest.mark.parametrize("fsync", ["flush", "always"])
-def test_metadata_that_a_drive_could_not_take_is_brought_later(
-    fsync: Literal["flush", "always"], tmp_path: Path, files: FaultyFiles
+def test_metadata_that_a_volume_could_not_take_is_brought_later(
+    fsync: Fsync, open_set: OpenSet, files: FaultyFiles
 ) -> None:
-    paths = [tmp_path / "first", tmp_path / "second"]
-    tier = open_tier(paths, files, fsync=fsync)
-    on_second(tier, 1)
+    volumes = open_set("first", "second", fsync=fsync)
+    second = volumes.entries[1]
+    store(second.volume, [make_key(1)])
     files.add(
         Fault(Call.WRITE, Fail(errno.EIO), times=None, where=lambda one: "second" in one.path)
     )
-    assert tier.put_meta(removal_of(make_key(1)), 5.0) == MetaWritten(1, 2)
-    assert tier.behind() == [tier.drives[1]]
+    assert volumes.metadata.put(removal_of(make_key(1)), 5.0) == Written(1, 2)
+    assert volumes.metadata.behind() == [second]
     files.clear()
 
     def has_caught_up() -> bool:
-        tier.probe(1)
-        return not tier.behind()
+        second.volume.maintain(lambda: False)  # as the watchdog does
+        volumes.metadata.catch_up(second)
+        return not volumes.metadata.behind()
 
     until(has_caught_up)
-    tier.close()
-    again = open_tier(paths[1:], FaultyFiles())
-    assert not len(again.take_contents().words)
-    again.close()
+    volumes.close()
+    assert not contents_of(open_set("second").entries[0].volume)
 
 
-def test_a_removed_description_is_not_on_the_disk(tmp_path: Path, files: FaultyFiles) -> None:
+def test_a_removed_description_is_not_on_the_disk(
+    tmp_path: Path, volume: LogVolume, files: FaultyFiles
+) -> None:
     secret = b'{"tenant": "confidential-client"}'
-    tier = open_tier([tmp_path / "drive"], files)
     entry = MetaEntry(MetaKind.NAMESPACE, b"namespac", STAMPS.next(), secret)
-    assert tier.put_meta([entry, described(1)], 5.0).have
+    assert volume.put_meta([entry, described(1)]) and volume.sync(5.0)
     assert on_disk(tmp_path, secret)
-    assert tier.put_meta([MetaEntry(entry.kind, entry.name, STAMPS.next(), None)], 5.0).have
+    removal = MetaEntry(entry.kind, entry.name, STAMPS.next(), None)
+    assert volume.put_meta([removal]) and volume.sync(5.0)
     assert not on_disk(tmp_path, secret)
-    tier.close()
-    again = open_tier([tmp_path / "drive"], FaultyFiles())
-    assert list(again.metadata().values(MetaKind.NAMESPACE)) == [described(1).name]
+    volume.close()
+    again = open_volume(tmp_path / "drive", files)
+    known = [one.name for one in again.contents(None).metadata if one.value is not None]
+    assert known == [described(1).name]
     again.close()
     assert not on_disk(tmp_path, secret)
 
@@ -425,39 +451,34 @@ def on_disk(folder: Path, text: bytes) -> bool:
 
 
 def test_a_disk_without_room_is_read_as_ever(
-    tier: LogTier, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+    volume: LogVolume, files: FaultyFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (place,) = store(tier, [make_key(1)])
+    (place,) = store(volume, [make_key(1)])
     fault = files.add(Fault(Call.RUN_WRITE, Fail(errno.ENOSPC), times=None))
     for number in range(2, 40):
-        assert tier.append(0, [block(number)]) == [None]
-        assert tier.is_up(0)
-        assert load(tier, make_key(1), place)
+        assert put(volume, make_records([make_key(number)], NBYTES)) == [NO_PLACE]
+        assert volume.facts().up
+        assert load(volume, make_key(1), place)
     assert fault.hits, "it is asked now and then"
     assert sum("no room" in line for line in caplog.messages) == 1
-    assert [each["full"] for each in tier.describe_drives()] == [True]
+    assert volume.facts().full
     files.clear()
-    until(lambda: tier.drive(0).takes_blocks)
-    assert tier.append(0, [block(50)]) != [None]
-    assert [each["full"] for each in tier.describe_drives()] == [False]
+    until(lambda: volume.facts().takes_blocks)
+    store(volume, [make_key(50)])
+    assert not volume.facts().full
 
 
-def test_two_keys_may_share_a_word(tmp_path: Path, files: FaultyFiles) -> None:
+def test_two_keys_may_share_a_word(tmp_path: Path, volume: LogVolume, files: FaultyFiles) -> None:
     first = make_key(1)
     second = BlockKey(first[:24] + bytes(8))
     other_tag = BlockKey(bytes(8) + first[8:])
-    opened = open_tier([tmp_path / "a", tmp_path / "b"], files)
-    for drive, key in enumerate([first, second, other_tag, first]):
-        (location,) = opened.append(drive % 2, [make_image(key, payload_for(key, 12_000))])
-        assert location is not None
-    opened.close()
-    again = open_tier([tmp_path / "a", tmp_path / "b"], FaultyFiles())
-    found = again.take_contents()
-    assert sorted(row.tobytes() for row in found.words) == sorted([first, second, other_tag])
-    for row, place in zip(found.words, found.locations.tolist(), strict=True):
-        assert again.load([make_load(BlockKey(row.tobytes()), place, 12_000)], 5.0)[0] == [
-            Outcome.OK
-        ]
+    store(volume, [first, second, other_tag, first])
+    volume.close()
+    again = open_volume(tmp_path / "drive", files)
+    found = contents_of(again)
+    assert sorted(found) == sorted([first, second, other_tag])
+    for key, (place, _) in found.items():
+        assert load(again, key, place)
     again.close()
 
 
@@ -466,29 +487,31 @@ def test_a_slot_is_not_used_again_before_a_late_write_has_arrived(
     what: str, tmp_path: Path
 ) -> None:
     files = PowerFiles(random.Random(1), "python")
-    tier = open_tier([tmp_path / "drive"], files)
-    drive = tier.drives[0]
+    volume = open_volume(tmp_path / "drive", files)
+    segments = volume.segment_set
     try:
-        fill(tier)
-        oldest = tier.segments(0)[0].slot
+        fill(volume)
+        oldest = int(volume.segments().segments[0])
         if what == "wipe":
             files.late = 1.0
-            assert tier.release(0, oldest)
+            assert volume.release(oldest)
         else:
-            assert tier.release(0, oldest)
+            assert volume.release(oldest)
             files.late = 1.0
-            assert tier.append(0, [block(0)]) == [None]
-        (slot,) = drive.parting
+            assert put(volume, make_records([make_key(0)], NBYTES)) == [NO_PLACE]
+        (slot,) = segments.releasing
         files.late = 0.0
-        until(lambda: drive.breaker.allows())
-        assert not drive.try_to_write(), "the kernel still has the page"
-        assert slot not in drive.free and slot not in drive.segments
+        for _ in range(3):
+            until(lambda: not volume.facts().retry_in_s)
+            assert not is_up(volume), "the kernel still has the page"
+        assert slot not in segments.free and slot not in segments.by_slot
         for late in list(files._late):
             assert late.wait(1.0)
-        assert drive.try_to_write()
-        assert slot in drive.free
+        until(lambda: is_up(volume))
+        assert slot in segments.free
     finally:
-        tier.close()
+        volume.close()
+        files.close()
 
 
 def test_a_store_of_an_older_format_is_refused_and_not_touched(tmp_path: Path) -> None:

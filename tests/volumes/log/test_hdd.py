@@ -3,89 +3,98 @@
 import errno
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.waiting import eventually
+from tests.support.volumes import open_log
+from tests.support.waiting import until
 
-from kvdepot.core.clock import SystemClock
-from kvdepot.core.tier import Load, Outcome, QueuesReads
+from kvdepot.core.volume import Outcome, PendingRead, Priority
 from kvdepot.io.files import Files, Ops, io_ops
 from kvdepot.native import READ, address_of
+from kvdepot.testing.contract import store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
-from kvdepot.testing.images import make_image, make_key, make_load, payload_for
-from kvdepot.volumes.log.hdd import DriveReads, Elevator, HardDriveTier
-from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.testing.images import Reads, make_key, payload_for
+from kvdepot.volumes.log import elevator as elevator_module
+from kvdepot.volumes.log.elevator import Elevator, QueuedReads
+from kvdepot.volumes.log.volume import LogVolume
 
 BLOCK = 4096
 NBYTES = 20_000
 KEYS = [make_key(number) for number in range(3)]
 
 
-def test_queued_loads_are_answered_without_a_waiting_thread(tmp_path: Path) -> None:
-    files, stall = FaultyFiles(), Stall()
-    settings = MountSettings(8 << 20, 1 << 20, tier="hdd")
-    tier = HardDriveTier([tmp_path / "first", tmp_path / "second"], files, settings, SystemClock())
-    images = [make_image(key, payload_for(key, NBYTES)) for key in KEYS]
-    places = [*tier.append(0, images[:2]), *tier.append(1, images[2:])]
+@pytest.fixture
+def files() -> Iterator[FaultyFiles]:
+    files = FaultyFiles()
+    yield files
+    files.clear()
+    files.close()
+
+
+@pytest.fixture
+def volume(tmp_path: Path, files: FaultyFiles) -> Iterator[LogVolume]:
+    volume = open_log(
+        tmp_path / "drive", files, segments=8, segment_bytes=1 << 20,
+        tier="hdd", contiguous_bytes=1 << 20,
+    )  # fmt: skip
+    yield volume
+    files.clear()
+    volume.close()
+
+
+def begin(volume: LogVolume, reads: Reads, timeout_s: float) -> PendingRead:
+    return volume.read(reads.rows, Priority.FOREGROUND, timeout_s)
+
+
+def test_queued_reads_are_answered_without_a_waiting_thread(
+    volume: LogVolume, files: FaultyFiles
+) -> None:
+    stall, places = Stall(), store(volume, KEYS, NBYTES)
     targets = [bytearray(NBYTES) for _ in KEYS]
-    loads = [
-        make_load(key, place or 0, NBYTES, copy_to=address_of(target)[0])
-        for key, place, target in zip(KEYS, places, targets, strict=True)
-    ]
+    reads = Reads()
+    for key, place, target in zip(KEYS, places, targets, strict=True):
+        reads.add(key, place, NBYTES, target=address_of(target)[0])
     files.add(Fault(Call.RUN_READ, stall, skip=1))
     done = threading.Event()
-    reading = tier.submit(loads, 30.0, done.set)
-    assert isinstance(tier, QueuesReads)
+    pending = begin(volume, reads, 30.0)
+    pending.when_done(done.set)
     assert not done.wait(0.05)
     stall.release()
     assert done.wait(10.0)
     assert targets[0] == bytes(NBYTES), "copied by who asks for the result"
-    assert reading.result() == ([Outcome.OK] * 3, None)
+    assert pending.result().tolist() == [Outcome.OK] * 3
+    assert pending.released(0.0)
     assert targets == [payload_for(key, NBYTES) for key in KEYS]
-    late = tier.submit([make_load(KEYS[0], places[0] or 0, NBYTES)], 0.0, done.set)
-    outcomes, pending = late.result()
-    assert (pending is not None) == (outcomes == [Outcome.LATE])
-    assert pending is None or pending.wait(10.0)
-    tier.close()
+    reads = Reads().add(KEYS[0], places[0], NBYTES)
+    pending = begin(volume, reads, 0.0)
+    assert pending.result()[0] in (Outcome.OK, Outcome.LATE)
+    assert pending.released(10.0)
 
 
-def test_a_round_of_two_readers_does_not_write_to_who_has_gone(tmp_path: Path) -> None:
-    files, first, second = FaultyFiles(), Stall(), Stall()
-    settings = MountSettings(8 << 20, 1 << 20, tier="hdd")
-    tier = HardDriveTier([tmp_path], files, settings, SystemClock())
-    places = tier.append(0, [make_image(key, payload_for(key, NBYTES)) for key in KEYS])
+def test_a_round_of_two_readers_does_not_write_to_who_has_gone(
+    volume: LogVolume, files: FaultyFiles
+) -> None:
+    first, second = Stall(), Stall()
+    places = store(volume, KEYS, NBYTES)
     targets = [bytearray(NBYTES) for _ in KEYS]
-    loads: list[Load] = []
-    for key, place, target in zip(KEYS, places, targets, strict=True):
-        assert place is not None
-        loads.append(make_load(key, place, NBYTES, copy_to=address_of(target)[0]))
-    outcomes: dict[int, Outcome] = {}
-
-    def read(number: int, timeout_s: float) -> None:
-        (outcomes[number],), _ = tier.load([loads[number]], timeout_s)
-
-    files.add(Fault(Call.RUN_READ, first, times=1))
-    files.add(Fault(Call.RUN_READ, second, skip=1, times=None))
-    readers = [
-        threading.Thread(target=read, args=(number, timeout_s))
-        for number, timeout_s in ((0, 60.0), (1, 0.3), (2, 60.0))
+    reads = [
+        Reads().add(key, place, NBYTES, target=address_of(target)[0])
+        for key, place, target in zip(KEYS, places, targets, strict=True)
     ]
-    elevator = tier._elevator(0)
-    readers[0].start()
-    assert eventually(lambda: elevator._thread is not None and not elevator._queue)
-    for reader in readers[1:]:
-        reader.start()
-    assert eventually(lambda: len(elevator._queue) == 2)
+    fault = files.add(Fault(Call.RUN_READ, first, times=1))
+    files.add(Fault(Call.RUN_READ, second, skip=1, times=None))
+    pending = [begin(volume, reads[0], 60.0)]
+    until(lambda: fault.hits == 1)
+    pending += [begin(volume, reads[1], 0.3), begin(volume, reads[2], 60.0)]
     first.release()
-    readers[1].join()
-    assert outcomes[1] is Outcome.LATE
+    assert pending[1].result().tolist() == [Outcome.LATE]
     second.release()
-    readers[0].join()
-    readers[2].join()
-    assert (outcomes[0], outcomes[2]) == (Outcome.OK, Outcome.OK)
-    tier.close()
+    for number in (0, 2):
+        assert pending[number].result().tolist() == [Outcome.OK]
+    assert pending[1].released(10.0)
     assert targets[1] == bytes(NBYTES), "written to after its caller had the answer"
     assert targets[0] == payload_for(KEYS[0], NBYTES)
     assert targets[2] == payload_for(KEYS[2], NBYTES)
@@ -107,11 +116,12 @@ class Recorder(Files):
         ops["result"] = 0
 
 
-def request(places: list[int], within_s: float = 10.0) -> DriveReads:
+def request(places: list[int], priority: Priority = Priority.FOREGROUND) -> QueuedReads:
     ops = io_ops(len(places))
     ops["opcode"], ops["nbytes"] = READ, BLOCK
     ops["offset"] = places
-    return DriveReads(ops, np.array(places, dtype=np.int64), time.monotonic() + within_s)
+    deadline_s = time.monotonic() + 60.0
+    return QueuedReads(ops, np.array(places, dtype=np.int64), deadline_s, priority)
 
 
 def test_what_waits_together_is_read_in_one_sweep_from_where_the_head_is() -> None:
@@ -132,6 +142,30 @@ def test_what_waits_together_is_read_in_one_sweep_from_where_the_head_is() -> No
     files.close()
 
 
+def test_foreground_reads_enter_a_round_first_and_one_other_enters_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round is as long as one read here."""
+    monkeypatch.setattr(elevator_module, "_ROUND_BYTES", BLOCK)
+    files = Recorder()
+    elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
+    elevator.submit(request([0]))
+    assert files.begun.wait(60.0)
+    priorities = [Priority.BACKGROUND, Priority.PREFETCH, Priority.PREFETCH]
+    others = [request([number + 1], one) for number, one in enumerate(priorities)]
+    urgent = [request([place]) for place in (101, 102)]
+    for reads in (*others, *urgent):
+        elevator.submit(reads)
+    files.go.set()
+    for reads in (*others, *urgent):
+        assert reads.wait(60.0)
+    rounds = [set(files.read_at[at : at + 2]) for at in (1, 3)]
+    assert rounds == [{101, 2}, {102, 3}], "before what is less urgent"
+    assert files.read_at[5:] == [1]
+    elevator.close()
+    files.close()
+
+
 def test_who_gives_up_in_the_queue_is_not_read_and_has_its_memory_back() -> None:
     files = Recorder()
     elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
@@ -143,6 +177,23 @@ def test_who_gives_up_in_the_queue_is_not_read_and_has_its_memory_back() -> None
     assert gone.wait(0.0)
     assert gone.results.tolist() == [-errno.ETIMEDOUT]
     files.go.set()
+    elevator.close()
+    assert files.read_at == [1]
+    files.close()
+
+
+def test_who_withdraws_is_told_whether_it_is_read() -> None:
+    files = Recorder()
+    elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
+    begun, queued = request([1]), request([2])
+    elevator.submit(begun)
+    assert files.begun.wait(60.0)
+    elevator.submit(queued)
+    assert elevator.withdraw(queued) and queued.wait(0.0)
+    assert not elevator.withdraw(begun)
+    files.go.set()
+    assert begun.wait(60.0)
+    assert not begun.results.any()
     elevator.close()
     assert files.read_at == [1]
     files.close()

@@ -1,4 +1,4 @@
-"""A drive is measured once, while nobody needs it, and what came out is kept with it."""
+"""A volume is measured once, while nothing uses it, and the profile is kept with it."""
 
 import errno
 import os
@@ -13,8 +13,7 @@ from tests.support.waiting import eventually
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.core.metadata import MetaEntry, MetaKind
-from kvdepot.core.tier import Pending
-from kvdepot.io.files import Files, Ops
+from kvdepot.io.files import Files, Ops, Pending
 from kvdepot.io.speed import Profile, ThroughputMeter
 from kvdepot.io.survey import FLASH, HEAD, VolumeBenchmark
 from kvdepot.native import READ, WRITE
@@ -26,9 +25,9 @@ from kvdepot.testing.emulation import DriveModel, EmulatedHead, open_emulated
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.images import STAMPS
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
-from kvdepot.volumes.log.drive import Drive
 from kvdepot.volumes.log.measuring import Measuring
 from kvdepot.volumes.log.metadata import COPIES
+from kvdepot.volumes.log.volume import LogVolume
 
 MODEL = DriveModel(read_bandwidth=200_000_000, write_bandwidth=100_000_000, seek=0.01)
 REGION = 64 << 20
@@ -129,37 +128,37 @@ class TestProfile:
         assert Profile.parse(text) is None
 
 
-class TestGauge:
-    def read(self, gauge: ThroughputMeter, clock: ManualClock, bytes_per_s: float) -> bool:
+class TestThroughputMeter:
+    def read(self, meter: ThroughputMeter, clock: ManualClock, bytes_per_s: float) -> bool:
         nbytes = 64 << 20
-        gauge.begin(nbytes)
-        assert gauge.queued_bytes == nbytes
+        meter.begin(nbytes)
+        assert meter.queued_bytes == nbytes
         clock.advance(nbytes / bytes_per_s)
-        fine = gauge.end(nbytes, 8, nbytes)
-        assert gauge.queued_bytes == 0
+        fine = meter.end(nbytes, 8, nbytes)
+        assert meter.queued_bytes == 0
         return fine
 
     def test_it_tells_how_much_of_its_speed_a_drive_has_lately(self) -> None:
         clock = ManualClock()
-        gauge = ThroughputMeter(clock)
-        assert gauge.of_profile is None
-        gauge.profile = PROFILE
-        self.read(gauge, clock, 200e6)
-        assert gauge.of_profile == pytest.approx(1.0)
+        meter = ThroughputMeter(clock)
+        assert meter.of_profile is None
+        meter.profile = PROFILE
+        self.read(meter, clock, 200e6)
+        assert meter.of_profile == pytest.approx(1.0)
         for _ in range(20):
-            self.read(gauge, clock, 50e6)
-        assert gauge.of_profile == pytest.approx(0.25, abs=0.01)
+            self.read(meter, clock, 50e6)
+        assert meter.of_profile == pytest.approx(0.25, abs=0.01)
 
     def test_a_drive_that_is_slow_from_the_start_is_seen(self) -> None:
         clock = ManualClock()
-        gauge = ThroughputMeter(clock)
-        gauge.profile = PROFILE
-        assert [self.read(gauge, clock, 10e6) for _ in range(3)] == [True, False, False]
+        meter = ThroughputMeter(clock)
+        meter.profile = PROFILE
+        assert [self.read(meter, clock, 10e6) for _ in range(3)] == [True, False, False]
 
     def test_without_a_profile_it_cannot_be(self) -> None:
         clock = ManualClock()
-        gauge = ThroughputMeter(clock)
-        assert all(self.read(gauge, clock, 10e6) for _ in range(5))
+        meter = ThroughputMeter(clock)
+        assert all(self.read(meter, clock, 10e6) for _ in range(5))
 
 
 def small(path: Path, **ssd: Any) -> dict[str, Any]:
@@ -168,13 +167,12 @@ def small(path: Path, **ssd: Any) -> dict[str, Any]:
     return tree
 
 
-def drive_of(store: Store) -> Drive:
-    (drive,) = store.inspect().log_tier().drives
-    return drive
+def volume_of(store: Store) -> LogVolume:
+    return store.inspect().log_volume()
 
 
 def measuring_of(store: Store) -> Measuring:
-    return store.inspect().log_tier()._measuring
+    return volume_of(store)._measuring
 
 
 def profile_of(store: Store) -> Any:
@@ -184,14 +182,9 @@ def profile_of(store: Store) -> Any:
 def measured(path: Path) -> Any:
     with kvdepot.open(**small(path, profile="always")) as store:
         assert eventually(lambda: profile_of(store))
-        assert drive_of(store).wear.written_bytes > 1 << 20, "what it cost is counted"
+        assert volume_of(store).wear.written_bytes > 1 << 20, "what it cost is counted"
         assert store.check().ok
         return profile_of(store)
-
-
-def known(store: Store) -> bool:
-    """Whether the store has read what is kept of its drive."""
-    return eventually(lambda: drive_of(store) in measuring_of(store)._known)
 
 
 class TestStore:
@@ -201,14 +194,13 @@ class TestStore:
         assert not list((tmp_path / "ssd").glob("*.new"))
         assert not first["emulated"]
         with kvdepot.open(**small(tmp_path)) as store:
-            assert known(store)
             assert profile_of(store) == first
         assert audit(tmp_path / "ssd").ok
 
     def test_small_stores_are_left_alone(self, tmp_path: Path) -> None:
         with kvdepot.open(**small(tmp_path)) as store:
-            assert known(store)
-            assert not measuring_of(store)._waiting
+            assert measuring_of(store).is_over
+            assert profile_of(store) is None
 
     def test_what_is_measured_does_not_touch_blocks(self, tmp_path: Path) -> None:
         with kvdepot.open(**small(tmp_path)) as store:
@@ -224,34 +216,32 @@ class TestStore:
     def test_it_outlives_a_log_that_is_written_anew(self, tmp_path: Path) -> None:
         first = measured(tmp_path)
         with kvdepot.open(**small(tmp_path)) as store:
-            drive = drive_of(store)
+            volume = volume_of(store)
             described = MetaEntry(MetaKind.NAMESPACE, b"namespac", STAMPS.next(), b"{}")
-            assert drive.put_meta([described])
+            assert volume.put_meta([described])
             before = (tmp_path / "ssd" / COPIES[0]).stat().st_ino
-            assert drive.put_meta([MetaEntry(described.kind, described.name, STAMPS.next(), None)])
+            assert volume.put_meta([MetaEntry(described.kind, described.name, STAMPS.next(), None)])
             assert (tmp_path / "ssd" / COPIES[0]).stat().st_ino != before
         with kvdepot.open(**small(tmp_path)) as store:
-            assert known(store)
             assert profile_of(store) == first
 
-    def test_the_last_spare_segment_is_never_lent(self, tmp_path: Path) -> None:
+    def test_the_last_spare_segment_is_never_borrowed(self, tmp_path: Path) -> None:
         with kvdepot.open(**small(tmp_path)) as store:
-            drive = drive_of(store)
-            lent = []
-            while (one := drive.lend()) is not None:
-                lent.append(one)
-            assert len(lent) == 7, "of eight"
-            for one in lent:
-                drive.take_back(one)
-                drive.take_back(one)
-            assert drive.spare_slots() == 8
+            segments = volume_of(store).segment_set
+            borrowed = []
+            while (one := segments.borrow_free_segment()) is not None:
+                borrowed.append(one)
+            assert len(borrowed) == 7, "of eight"
+            for one in borrowed:
+                segments.return_segment(one)
+                segments.return_segment(one)
+            assert segments.spare_slots() == 8
 
     @pytest.mark.slow
     def test_drives_that_are_emulated_are_not_those_that_are_not(self, tmp_path: Path) -> None:
         measured(tmp_path)
         model = DriveModel(read_bandwidth=10**9, write_bandwidth=10**9)
         with open_emulated({"ssd": model}, **small(tmp_path)) as store:
-            assert known(store)
             assert profile_of(store) is None
 
     @pytest.mark.slow
@@ -260,9 +250,9 @@ class TestStore:
         with kvdepot.open(**small(tmp_path)) as store:
             space_of(store)
             store.add_drive("ssd", tmp_path / "more")
-            first, second = store.inspect().log_tier().drives
-            assert first.profile is not None
-            assert second.profile is None
+            first, second = (store.inspect().log_volume(number) for number in (0, 1))
+            profiles = [one["profile"] for one in store.stats()["tiers"]["ssd"]["drives"]]
+            assert [profile is not None for profile in profiles] == [True, False]
             own = {(MetaKind.PROFILE, b"")}
             entries = second.metadata.snapshot().entries
             assert entries.keys() == first.metadata.snapshot().entries.keys() - own
@@ -272,11 +262,10 @@ class TestStore:
         fault = files.add(Fault(Call.RUN_WRITE, Fail(errno.EIO), times=None))
         with assemble(load(overrides=small(tmp_path, profile="always")), files=files) as store:
             assert eventually(lambda: fault.hits > 0)
-            measuring = measuring_of(store)
-            assert eventually(lambda: measuring.idle)
+            assert eventually(lambda: measuring_of(store).is_over)
             files.clear()
             assert profile_of(store) is None
-            assert not drive_of(store).segments
+            assert not len(volume_of(store).segments().segments)
             assert store.check().ok
 
     @pytest.mark.slow
@@ -284,7 +273,7 @@ class TestStore:
         model = DriveModel(read_bandwidth=10**6, write_bandwidth=10**6, seek=0.1)
         store = open_emulated({"ssd": model}, **small(tmp_path, profile="always"))
         measuring = measuring_of(store)
-        assert eventually(lambda: measuring._current is not None)
+        assert eventually(lambda: measuring._benchmark is not None)
         assert store.close()
-        assert measuring._current is None
+        assert measuring._benchmark is None
         assert audit(tmp_path / "ssd").ok

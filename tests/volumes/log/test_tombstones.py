@@ -202,8 +202,7 @@ def test_a_segment_that_was_given_up_does_not_count_when_it_is_back(tmp_path: Pa
 def tombstones_of(path: Path) -> set[bytes]:
     """Names of the tombstones that the next store will know."""
     with opened(path) as store:
-        (drive,) = store.inspect().log_tier().drives
-        return set(drive.metadata.known.tombstones)
+        return set(store.inspect().log_volume().metadata.known.tombstones)
 
 
 def test_tombstones_that_cover_nothing_are_dropped(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from tests.support.waiting import until
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import WallClock
+from kvdepot.core.metadata import TOMBSTONE_AGE_US
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.power import PowerFiles
 from kvdepot.testing.store_contract import prompt, put, space_of
-from kvdepot.volumes.log.metadata import COPIES, TOMBSTONE_AGE_US
+from kvdepot.volumes.log.metadata import COPIES
 
 ALL = frozenset({Call.RUN_READ, Call.RUN_WRITE, Call.READ, Call.WRITE})
 
@@ -53,7 +54,12 @@ def back(store: Store, keys: list[BlockKey]) -> int:
 
 
 def on_drive(store: Store, keys: list[BlockKey], drive: int) -> int:
-    return store.inspect().drives_of(keys).count(drive)
+    return store.inspect().volumes_of(keys).count(drive)
+
+
+def is_one_missing(store: Store) -> bool:
+    volumes = store.inspect().volumes
+    return volumes.metadata._are_missing(volumes.metadata.local())
 
 
 def hide(folder: Path) -> None:
@@ -72,11 +78,11 @@ def pulled(folder: Path) -> list[BlockKey]:
         assert on_drive(store, keys, 1)
         hide(folder)
         (folder / "b").write_text("something else")
-        until(lambda: store.inspect().log_tier().drives[1].lost)
+        until(lambda: store.inspect().volumes.facts(1).lost)
         store.remove(keys)
         (folder / "b").unlink()
         show(folder)
-        until(lambda: store.inspect().log_tier().is_up(1))
+        until(lambda: not store.inspect().volumes.down)
         assert not back(store, keys)
     return keys
 
@@ -115,10 +121,10 @@ def down(folder: Path) -> list[BlockKey]:
         keys = fill(store)
         files.add(Fault(ALL, Fail(errno.EIO), times=None, where=lambda one: "/b/" in one.path))
         store.remove(keys)
-        assert not store.inspect().log_tier().is_up(1)
+        assert store.inspect().volumes.down == {1}
         files.clear()
-        until(lambda: store.inspect().log_tier().is_up(1))
-        until(lambda: not store.inspect().log_tier().behind())
+        until(lambda: not store.inspect().volumes.down)
+        until(lambda: not store.inspect().volumes.metadata.behind())
     return keys
 
 
@@ -184,13 +190,13 @@ def test_a_drive_has_for_good_what_it_got_from_the_others(tmp_path: Path) -> Non
 def opened_later(folder: Path, share: float, *names: str) -> Store:
     """A store that is opened when a share of the time has passed that tombstones are kept."""
     store = opened(folder, *names)
-    stamps = store.inspect().log_tier()._stamps
+    stamps = store.inspect().state.stamps
     stamps.observe(stamps.next() + int(share * TOMBSTONE_AGE_US))
     return store
 
 
 def raise_floor(store: Store) -> None:
-    store.inspect().log_tier()._raise_floor(at_once=True)
+    store.inspect().volumes.metadata.raise_floor()
 
 
 def test_a_drive_that_was_away_too_long_loses_its_blocks(tmp_path: Path) -> None:
@@ -206,8 +212,7 @@ def test_a_drive_that_was_away_too_long_loses_its_blocks(tmp_path: Path) -> None
     with opened_later(tmp_path, 1.1, "a") as store:
         fill(store, 200, 60)
         raise_floor(store)
-        (drive,) = store.inspect().log_tier().drives
-        assert on_b[0] not in drive.metadata.known.tombstones
+        assert on_b[0] not in store.inspect().log_volume().metadata.known.tombstones
     with opened(tmp_path, "a", "b") as store:
         assert on_drive(store, keys, 1) == 0
         fill(store, 300, 12)
@@ -225,30 +230,29 @@ def test_a_drive_that_was_away_for_less_keeps_its_blocks(tmp_path: Path) -> None
         store.remove(on_b[:1])
         fill(store, 100, 60)
         raise_floor(store)
-        (drive,) = store.inspect().log_tier().drives
-        assert on_b[0] in drive.metadata.known.tombstones
+        assert on_b[0] in store.inspect().log_volume().metadata.known.tombstones
     with opened(tmp_path, "a", "b") as store:
         assert back(store, on_b) == len(on_b) - 1
 
 
 def test_a_drive_that_was_drained_or_never_was_is_not_missed(tmp_path: Path) -> None:
     with opened(tmp_path, "a") as store:
-        assert not store.inspect().log_tier()._are_missing()
+        assert not is_one_missing(store)
         store.add_drive("ssd", tmp_path / "b")
         fill(store)
         store.drain_drive("ssd", tmp_path / "b")
-        assert not store.inspect().log_tier()._are_missing()
+        assert not is_one_missing(store)
     with opened(tmp_path, "a") as store:
-        assert not store.inspect().log_tier()._are_missing()
+        assert not is_one_missing(store)
 
 
 def test_a_drive_that_is_away_is_missed(tmp_path: Path) -> None:
     with opened(tmp_path, "a", "b") as store:
         fill(store)
     with opened(tmp_path, "a") as store:
-        assert store.inspect().log_tier()._are_missing()
+        assert is_one_missing(store)
     with opened(tmp_path, "a", "b") as store:
-        assert not store.inspect().log_tier()._are_missing()
+        assert not is_one_missing(store)
 
 
 def test_a_removal_covers_what_was_written_on_a_drive_that_was_used_apart(tmp_path: Path) -> None:
@@ -257,7 +261,7 @@ def test_a_removal_covers_what_was_written_on_a_drive_that_was_used_apart(tmp_pa
     for count in range(3):
         with opened(tmp_path, "b") as store:
             keys += fill(store, 100 * (count + 1), prompts=6)
-            last = store.inspect().log_tier()._stamps.next()
+            last = store.inspect().state.stamps.next()
     # Each opening skips some stamps, in case a power cut has taken them.
     until(lambda: WallClock().now() * 1e6 > last)
     with opened(tmp_path, "a") as store:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from tests.support.object_nodes import (
     same_bucket,
 )
 
-from kvdepot.core.tier import Outcome
+from kvdepot.core.volume import Outcome
 from kvdepot.errors import FormatError
+from kvdepot.testing.fakes import CONTEXT
 from kvdepot.volumes.object.bucket import Bucket, open_bucket
 from kvdepot.volumes.object.manifest import (
     ROW,
@@ -26,7 +28,7 @@ from kvdepot.volumes.object.manifest import (
     Listing,
     writer_of_data,
 )
-from kvdepot.volumes.object.tier import ObjectTier
+from kvdepot.volumes.object.volume import BucketVolume
 
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 
@@ -62,7 +64,7 @@ def node() -> Iterator[OpenNode]:
 
     yield open_node
     for one in opened:
-        one.tier.close()
+        one.volume.close()
 
 
 def pass_grace_periods(nodes: list[Node]) -> None:
@@ -101,7 +103,7 @@ def test_objects_of_other_programs_that_come_later_stay(bucket: Bucket, node: Op
 def test_a_prefix_of_other_programs_is_refused(bucket: Bucket, path: str, writable: bool) -> None:
     bucket.create(path, b"theirs")
     with pytest.raises(FormatError, match="not a depot") as caught:
-        ObjectTier(object_config(), bucket=same_bucket(bucket), writable=writable)
+        BucketVolume(object_config(), replace(CONTEXT, writable=writable), same_bucket(bucket))
     assert caught.value.hint
     assert paths_of(bucket) == [path]
     assert bucket.get(path) == b"theirs"
@@ -113,7 +115,7 @@ def test_a_prefix_of_other_programs_is_refused(bucket: Bucket, path: str, writab
 def test_a_format_of_another_program_is_refused(bucket: Bucket, told: str) -> None:
     bucket.create("meta/format", told.encode())
     with pytest.raises(FormatError, match="not a depot"):
-        ObjectTier(object_config(), bucket=same_bucket(bucket))
+        BucketVolume(object_config(), CONTEXT, same_bucket(bucket))
     assert paths_of(bucket) == ["meta/format"]
 
 
@@ -122,7 +124,7 @@ def test_a_new_filesystem_is_empty(tmp_path: Path) -> None:
     (folder / "lost+found").mkdir(parents=True)
     (folder / "lost+found" / "#12").write_bytes(b"an inode without a name")
     bucket = open_bucket(object_config(url=f"file://{folder}"))
-    ObjectTier(object_config(), bucket=bucket).close()
+    BucketVolume(object_config(), CONTEXT, bucket).close()
     assert json.loads((folder / "meta" / "format").read_bytes())["kvdepot"] == "object"
 
 
@@ -131,7 +133,7 @@ def test_a_crash_during_the_first_opening_leaves_an_empty_folder(tmp_path: Path)
     (folder / "meta").mkdir(parents=True)
     (folder / "meta" / "format#1").write_bytes(b'{"kvd')
     bucket = open_bucket(object_config(url=f"file://{folder}"))
-    ObjectTier(object_config(), bucket=bucket).close()
+    BucketVolume(object_config(), CONTEXT, bucket).close()
     assert (folder / "meta" / "format").exists()
 
 
@@ -142,7 +144,7 @@ def test_two_depots_one_below_the_other_lose_nothing(
     tmp_path: Path, node: OpenNode, below: str
 ) -> None:
     outer = open_bucket(object_config(url=f"file://{tmp_path}/depot"))
-    node(outer).tier.close()
+    node(outer).volume.close()
     inner = open_bucket(object_config(url=f"file://{tmp_path}/depot/{below}"))
     second, first = node(inner), node(outer)
     first.put([1, 2])
@@ -175,15 +177,15 @@ def test_garbage_of_a_writer_that_no_manifest_lists_any_more_is_collected(
     """Its last block was released, and it ended before the object could be deleted."""
     first = node(bucket)
     first.put([1])
-    (info,) = first.tier.segments(0)
-    first.tier.release(0, info.slot)
+    (segment,) = first.owned()
+    assert first.volume.release(segment)
     first.step()
-    first.tier.close()
+    first.volume.close()
     assert len(paths_of(bucket, "data/")) == 1
     heir = node(bucket)
     pass_grace_periods([heir])
     assert paths_of(bucket, "data/") == []
-    heir.tier.close()
+    heir.volume.close()
     last = node(bucket)
     pass_grace_periods([last])
     assert len(paths_of(bucket, "meta/writers/")) == 1, "of writers without data there are none"

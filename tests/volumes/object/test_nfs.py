@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 from tests.support.nfs import NfsServer, missing_tool, nfs_server
+from tests.support.object_nodes import object_config
 from tests.support.small_store import prompt, put, space_of, tiers
 from tests.support.waiting import until
 
-from kvdepot.core.tier import Tier
+from kvdepot.core.volume import Volume
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.testing.contract import Reopen, TierContract
-from kvdepot.volumes.object.tier import ObjectTier
+from kvdepot.testing.contract import Reopen, VolumeContract
+from kvdepot.testing.fakes import CONTEXT
+from kvdepot.volumes.object.volume import BucketVolume
 
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytestmark = [
@@ -100,26 +102,24 @@ def test_the_server_is_killed_and_comes_back(server: NfsServer, stores: OpenStor
     assert tiers(second, more) == ["object"] * 4
 
 
-class TestNfsFolder(TierContract):
+class TestNfsFolder(VolumeContract):
     @pytest.fixture
     def config(self, server: NfsServer, tmp_path: Path) -> Any:
-        from tests.support.object_nodes import object_config
-
         return object_config(url=f"file://{server.folder}/a/contract-{tmp_path.name}")
 
     @pytest.fixture
-    def tier(self, config: Any) -> Iterator[Tier]:
-        tier = ObjectTier(config)
-        yield tier
-        tier.close()
+    def volume(self, config: Any) -> Iterator[Volume]:
+        volume = BucketVolume(config, CONTEXT)
+        yield volume
+        volume.close()
 
     @pytest.fixture
-    def reopen(self, config: Any, tier: ObjectTier) -> Iterator[Reopen]:
-        opened: list[ObjectTier] = []
+    def reopen(self, config: Any, volume: Volume) -> Iterator[Reopen]:
+        opened: list[Volume] = []
 
-        def again() -> Tier:
-            tier.close()
-            opened.append(ObjectTier(config))
+        def again() -> Volume:
+            volume.close()
+            opened.append(BucketVolume(config, CONTEXT))
             return opened[-1]
 
         yield again

@@ -1,5 +1,6 @@
 """Several nodes over one bucket in memory: what one writes the others read; death, age, removal."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,14 +14,23 @@ from tests.support.object_nodes import (
     paths_of,
     same_bucket,
 )
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 from kvdepot.core.block import TAG_BYTES
 from kvdepot.core.metadata import MetaEntry, MetaKind, Tombstone
-from kvdepot.core.tier import MetaWritten, Outcome
+from kvdepot.core.volume import NO_PLACE, Outcome
 from kvdepot.errors import FormatError
 from kvdepot.format.record import set_stamp
-from kvdepot.testing.images import STAMPS, make_image, make_key, payload_for
+from kvdepot.testing.contract import discard, put
+from kvdepot.testing.images import (
+    STAMPS,
+    Records,
+    make_image,
+    make_key,
+    make_records,
+    payload_for,
+    records_of,
+)
 from kvdepot.volumes.object.bucket import BucketError
 
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
@@ -44,7 +54,7 @@ def node(bucket: Any) -> Iterator[OpenNode]:
 
     yield open_node
     for one in opened:
-        one.tier.close()
+        one.volume.close()
 
 
 def pass_time(nodes: list[Node], seconds: float) -> None:
@@ -94,8 +104,7 @@ def test_a_dead_writers_blocks_stay_and_are_taken_over(bucket: Any, node: OpenNo
     for one in (living, other):
         assert one.knows() == keys_of(range(5))
         assert {one.read(number) for number in range(5)} == {Outcome.OK}
-    slots = [len(one.tier.segments(0)) for one in (living, other)]
-    assert sorted(slots) == [0, 1], "one of them owns it now"
+    assert sorted(len(one.owned()) for one in (living, other)) == [0, 1], "one of them owns it now"
     pass_time([living, other], 2 * GRACE_S)
     alive = paths_of(bucket, "meta/alive/")
     assert len(alive) == 2
@@ -106,10 +115,10 @@ def test_a_dead_writers_blocks_stay_and_are_taken_over(bucket: Any, node: OpenNo
 def test_a_node_that_closed_is_taken_over_at_once(node: OpenNode) -> None:
     first = node()
     first.put([1, 2])
-    first.tier.close()
+    first.volume.close()
     second = node()
     assert second.knows() == keys_of([1, 2])
-    assert len(second.tier.segments(0)) == 1
+    assert len(second.owned()) == 1
 
 
 def test_garbage_of_a_dead_writer_is_collected(bucket: Any, node: OpenNode) -> None:
@@ -127,16 +136,17 @@ def test_garbage_of_a_dead_writer_is_collected(bucket: Any, node: OpenNode) -> N
 
 def removal_by(node: Node, *names: bytes) -> list[MetaEntry]:
     """Tombstones with stamps of the node's own clock, as its store gives them."""
-    stamps = node.tier._contents._stamps
-    return [Tombstone(name, stamps.next(), stamps.next()).entry for name in names]
+    return [Tombstone(name, node.stamps.next(), node.stamps.next()).entry for name in names]
 
 
-def put_by(node: Node, number: int) -> None:
+def put_by(node: Node, number: int) -> Records:
     """Store a block with a stamp of the node's own clock."""
     key = make_key(number)
     image = make_image(key, payload_for(key, PAYLOAD))
-    set_stamp(image, node.tier._contents._stamps.next())
-    assert node.tier.append(0, [image]) != [None]
+    set_stamp(image, node.stamps.next())
+    records = records_of([key], [PAYLOAD], [image])
+    assert put(node.volume, records) != [NO_PLACE]
+    return records
 
 
 def test_a_removal_holds_on_every_node_and_for_those_that_come_later(node: OpenNode) -> None:
@@ -146,11 +156,9 @@ def test_a_removal_holds_on_every_node_and_for_those_that_come_later(node: OpenN
     first.step()
     second.step()
     removal = removal_by(second, make_key(1), make_key(3))
-    assert second.tier.put_meta(removal) == MetaWritten(1, 1)
-    changes = first.step()
-    assert changes is not None
-    assert {one.name for one in changes.removed} == {make_key(1), make_key(3)}
-    assert [one.entry for one in changes.removed] == removal, "as it was made"
+    assert second.volume.put_meta(removal)
+    first.step()
+    assert first.learned.all() == removal, "as it was made"
     assert node().knows() == keys_of([2])
     first.step()
     assert node().knows() == keys_of([2])
@@ -160,14 +168,14 @@ def test_a_removal_by_a_node_whose_clock_is_slow_holds(node: OpenNode) -> None:
     ahead, behind = node(wall_s=1.9e9), node(wall_s=1.7e9)
     put_by(ahead, 1)
     behind.step()
-    assert behind.tier.put_meta(removal_by(behind, make_key(1))).have
+    assert behind.volume.put_meta(removal_by(behind, make_key(1)))
     assert node().knows() == []
 
 
 def test_a_block_put_again_after_its_removal_is_back(node: OpenNode) -> None:
     first, second = node(wall_s=1.9e9), node(wall_s=1.7e9)
     put_by(first, 1)
-    assert first.tier.put_meta(removal_by(first, make_key(1))).have
+    assert first.volume.put_meta(removal_by(first, make_key(1)))
     second.step()
     put_by(second, 1)
     assert node().knows() == keys_of([1])
@@ -178,11 +186,10 @@ def test_a_record_older_than_its_removal_does_not_come_back_from_another_node(
 ) -> None:
     """It keeps the stamp that it was put with, whoever writes it down again, and when."""
     first, second = node(), node()
-    key = make_key(1)
-    image = make_image(key, payload_for(key, PAYLOAD))
-    assert first.tier.append(0, [image]) != [None]
-    assert second.tier.put_meta(removal_by(second, key)).have
-    assert first.tier.append(0, [image]) != [None], "a copy that had not heard of it"
+    records = put_by(first, 1)
+    second.step()
+    assert second.volume.put_meta(removal_by(second, make_key(1)))
+    assert put(first.volume, records) != [NO_PLACE], "a copy that had not heard of it"
     assert node().knows() == []
 
 
@@ -190,10 +197,9 @@ def test_a_namespace_that_one_node_removes_goes_from_all(node: OpenNode) -> None
     first, second = node(), node()
     first.put([1])
     second.step()
-    assert second.tier.put_meta(removal_by(second, make_key(1)[:TAG_BYTES])).have
-    changes = first.step()
-    assert changes is not None
-    assert [one.name for one in changes.removed] == [make_key(1)[:TAG_BYTES]]
+    assert second.volume.put_meta(removal_by(second, make_key(1)[:TAG_BYTES]))
+    first.step()
+    assert list(first.learned.tombstones) == [make_key(1)[:TAG_BYTES]]
     assert node().knows() == []
 
 
@@ -201,9 +207,9 @@ def test_released_objects_stay_readable_for_a_grace_period(bucket: Any, node: Op
     owner, reader = node(), node()
     owner.put([1])
     reader.step()
-    (segment,) = owner.tier.segments(0)
-    owner.tier.discard(list(owner.places.values()), [16000])
-    assert owner.tier.release(0, segment.slot)
+    (segment,) = owner.owned()
+    discard(owner.volume, list(owner.places.values()), PAYLOAD)
+    assert owner.volume.release(segment)
     owner.step()
     assert len(paths_of(bucket, "data/")) == 1
     assert reader.read(1) is Outcome.OK, "it has not heard of it yet"
@@ -231,15 +237,15 @@ def test_a_node_that_comes_late_gets_its_share(node: OpenNode) -> None:
     capacity = 2 << 20
     first = node(capacity=capacity)
     number = 0
-    while first.tier.has_room(0, 20480):
+    while first.volume.facts().room_bytes >= 20480:
         first.put([number])
         number += 1
     second = node(capacity=capacity)
-    assert second.tier.has_room(0, 20480)
+    assert second.volume.facts().room_bytes >= 20480
     second.put(range(1000, 1008))
     first.step()
     first.step()
-    assert first.tier.usage().held_bytes <= capacity
+    assert first.volume.facts().held_bytes <= capacity
     second.step()
     assert set(keys_of(range(1000, 1008))) <= set(second.knows())
 
@@ -254,7 +260,7 @@ def test_a_bucket_emptied_underfoot(bucket: Any, node: OpenNode) -> None:
         first.step()
         second.step()
     assert first.knows() == second.knows() == []
-    assert first.tier.usage().held_bytes == 0
+    assert first.volume.facts().held_bytes == 0
     first.put([1])
     second.step()
     assert second.read(1) is Outcome.OK
@@ -329,9 +335,9 @@ def test_two_writers_never_overwrite_each_other(bucket: Any, node: OpenNode) -> 
     (path,) = paths_of(bucket, "data/")
     before = bucket.get(path)
     second = node()
-    second.tier._contents.writer = first.tier._contents.writer  # as if their names were the same
-    key = make_key(2)
-    assert second.tier.append(0, [make_image(key, payload_for(key, 16000))]) == [None]
+    # As if their names were the same.
+    second.volume._contents.writer = first.volume._contents.writer
+    assert put(second.volume, make_records([make_key(2)], PAYLOAD)) == [NO_PLACE]
     assert bucket.get(path) == before
 
 
@@ -340,12 +346,12 @@ def test_a_node_that_was_taken_for_dead_comes_back(bucket: Any, node: OpenNode) 
     paused.put([1, 2])
     living.step()
     pass_time([living], 3 * GRACE_S)
-    assert len(living.tier.segments(0)) == 1
+    assert len(living.owned()) == 1
     for _ in range(3):
         paused.step()
     assert paused.knows() == living.knows() == keys_of([1, 2])
     assert paused.read(1) is Outcome.OK
-    assert paused.tier.segments(0) == [], "it has another owner"
+    assert paused.owned() == [], "it has another owner"
     paused.put([3])
     living.step()
     assert living.read(3) is Outcome.OK
@@ -383,7 +389,7 @@ def test_503s_for_a_minute_are_misses_and_few_requests(bucket: Any) -> None:
     overloaded = second.bucket
     assert isinstance(overloaded, OverloadedBucket)
     overloaded.down = True
-    breaker = second.tier._breaker
+    breaker = second.volume._breaker
     for _ in range(120):
         assert second.read(1) is Outcome.FAILED
         if breaker.allows():  # as the background thread does
@@ -392,21 +398,21 @@ def test_503s_for_a_minute_are_misses_and_few_requests(bucket: Any) -> None:
             except BucketError as error:
                 breaker.failed(error.reason, at_once=True)
         second.clock.advance(0.5)
-    assert not second.tier.is_up()
+    assert not second.volume.facts().up
     assert overloaded.refused < 20, "a server that fails is left alone"
     overloaded.down = False
     until(lambda: _tried_again(second))
     assert {second.read(number) for number in range(3)} == {Outcome.OK}
     for node in (first, second):
-        node.tier.close()
+        node.volume.close()
 
 
 def _tried_again(node: Node) -> bool:
     node.clock.advance(1.0)
-    if node.tier._breaker.allows():
+    if node.volume._breaker.allows():
         node.step()
-        node.tier._breaker.succeeded()
-    return node.tier.is_up()
+        node.volume._breaker.succeeded()
+    return node.volume.facts().up
 
 
 def described(tag: bytes) -> MetaEntry:
@@ -415,30 +421,56 @@ def described(tag: bytes) -> MetaEntry:
 
 def test_a_namespace_is_described_with_its_first_blocks(node: OpenNode) -> None:
     first = node()
-    assert first.tier.put_meta([described(make_key(1)[:TAG_BYTES])]).have
+    assert first.volume.put_meta([described(make_key(1)[:TAG_BYTES])])
     puts = first.bucket.requests.puts
     first.put([1])
     assert first.bucket.requests.puts == puts + 2, "one object and one manifest"
-    second = node()
-    assert second.tier.descriptions() == {make_key(1)[:TAG_BYTES]: b"text"}
+    assert node().described() == {make_key(1)[:TAG_BYTES]: b"text"}
 
 
 def test_a_namespace_that_no_manifest_took_is_described_in_the_next(
     node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = node()
-    assert first.tier.put_meta([described(b"first")]).have
+    assert first.volume.put_meta([described(b"first")])
     with monkeypatch.context() as patched:
         patched.setattr(first.bucket, "create", refuses)
         with pytest.raises(BucketError):
-            first.tier.upkeep.step()
-    assert node().tier.descriptions() == {}
-    first.tier.upkeep.step()
+            first.volume.upkeep.step()
+    assert node().described() == {}
+    first.volume.upkeep.step()
     puts = first.bucket.requests.puts
-    first.tier.upkeep.step()
+    first.volume.upkeep.step()
     assert first.bucket.requests.puts == puts, "it is told once"
-    assert node().tier.descriptions() == {b"first": b"text"}
+    assert node().described() == {b"first": b"text"}
 
 
 def refuses(path: str, body: object) -> None:
     raise BucketError("refused")
+
+
+def test_a_namespace_does_not_wait_for_a_bucket_that_hangs(
+    node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = node()
+    create, begun, go_on = first.bucket.create, threading.Event(), threading.Event()
+
+    def waits(path: str, body: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        create(path, body)
+
+    monkeypatch.setattr(first.bucket, "create", waits)
+    first.volume.put_meta([described(b"first")])
+    round_ = threading.Thread(target=first.volume.upkeep.step)
+    asked = threading.Thread(target=first.volume.put_meta, args=([described(b"other")],))
+    round_.start()
+    assert begun.wait(60)
+    asked.start()
+    answered = eventually(lambda: not asked.is_alive(), 20.0)
+    go_on.set()
+    for thread in (round_, asked):
+        thread.join()
+    assert answered
+    first.volume.close()
+    assert node().described() == {b"first": b"text", b"other": b"text"}

@@ -3,18 +3,19 @@
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 from tests.support.object_nodes import PAYLOAD, MemoryBucket, memory_bucket, object_config
 from tests.support.waiting import until
 
-from kvdepot.core.tier import Load, Outcome, QueuesReads
+from kvdepot.core.block import BlockKey
+from kvdepot.core.volume import Outcome, PendingRead, Priority
 from kvdepot.native import address_of
-from kvdepot.testing.contract import put
-from kvdepot.testing.images import loaded, make_image, make_key, make_load, payload_for
+from kvdepot.testing.contract import put, read
+from kvdepot.testing.fakes import CONTEXT
+from kvdepot.testing.images import Reads, make_key, make_records, payload_for
 from kvdepot.volumes.object.bucket import Bucket
-from kvdepot.volumes.object.tier import ObjectTier
+from kvdepot.volumes.object.volume import BucketVolume
 
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 PARALLEL = 3
@@ -59,48 +60,65 @@ def bucket() -> GatedBucket:
 
 
 @pytest.fixture
-def tier(bucket: GatedBucket) -> Iterator[ObjectTier]:
-    tier = ObjectTier(object_config(parallel=PARALLEL, capacity=1 << 30), bucket=bucket)
-    yield tier
+def volume(bucket: GatedBucket) -> Iterator[BucketVolume]:
+    config = object_config(parallel=PARALLEL, capacity=1 << 30)
+    volume = BucketVolume(config, CONTEXT, bucket)
+    yield volume
     bucket.open_gate()
-    tier.close()
+    volume.close()
 
 
-def loads_of(tier: ObjectTier, first: int, count: int, payload: int = PAYLOAD) -> list[Load]:
+def reads_of(
+    volume: BucketVolume, first: int, count: int, payload_bytes: int = PAYLOAD, target: int = 0
+) -> Reads:
+    """Reads of blocks that are stored together."""
     keys = [make_key(number) for number in range(first, first + count)]
-    places = put(tier, [make_image(key, payload_for(key, payload), CHUNK) for key in keys])
-    found = [place for place in places if place is not None]
-    return [make_load(key, place, payload, CHUNK) for key, place in zip(keys, found, strict=True)]
+    reads = Reads()
+    places = put(volume, make_records(keys, payload_bytes, CHUNK))
+    for key, place in zip(keys, places, strict=True):
+        reads.add(key, place, payload_bytes, chunk_bytes=CHUNK, target=target)
+    return reads
+
+
+def begin(volume: BucketVolume, reads: Reads, timeout_s: float = 30.0) -> PendingRead:
+    return volume.read(reads.rows, Priority.FOREGROUND, timeout_s)
+
+
+def are_right(reads: Reads) -> bool:
+    """Whether each image has the payload of its key."""
+    return all(
+        reads.payload(index) == payload_for(BlockKey(row["key"].tobytes()), row["payload_bytes"])
+        for index, row in enumerate(reads.rows)
+    )
 
 
 def test_calls_share_the_requests_and_none_waits_for_another(
-    tier: ObjectTier, bucket: GatedBucket
+    volume: BucketVolume, bucket: GatedBucket
 ) -> None:
-    assert isinstance(tier, QueuesReads)
-    calls = [loads_of(tier, 10 * number, 4) for number in range(5)]
+    calls = [reads_of(volume, 10 * number, 4) for number in range(5)]
     told: list[int] = []
-    readings = [
-        tier.submit(loads, 30.0, partial(told.append, number)) for number, loads in enumerate(calls)
-    ]
+    pending = [begin(volume, reads) for reads in calls]
+    for number, one in enumerate(pending):
+        one.when_done(partial(told.append, number))
     until(lambda: bucket.waiting == PARALLEL)
     assert not told
     bucket.open_gate()
-    for reading, loads in zip(readings, calls, strict=True):
-        assert reading.result() == ([Outcome.OK] * 4, None)
-        assert all(loaded(one) == payload_for(one.key, PAYLOAD) for one in loads)
+    for one, reads in zip(pending, calls, strict=True):
+        assert one.result().tolist() == [Outcome.OK] * 4
+        assert one.released(0.0) and are_right(reads)
     until(lambda: sorted(told) == list(range(5)))
     assert len(bucket.asked) == len(calls), "blocks that lie together are one request"
 
 
-def test_what_is_late_touches_nothing_afterwards(tier: ObjectTier, bucket: GatedBucket) -> None:
-    loads = loads_of(tier, 0, 2)
-    outcomes, pending = tier.submit(loads, 0.0, lambda: None).result()
-    assert outcomes == [Outcome.LATE] * 2
-    assert pending is not None and pending.wait(0.0)
-    before = [bytes(one.image) for one in loads]
+def test_what_is_late_touches_nothing_afterwards(volume: BucketVolume, bucket: GatedBucket) -> None:
+    reads = reads_of(volume, 0, 2)
+    pending = begin(volume, reads, 0.0)
+    assert pending.result().tolist() == [Outcome.LATE] * 2
+    assert pending.released(0.0)
+    before = [bytes(image) for image in reads.images]
     bucket.open_gate()
-    tier.close()
-    assert [bytes(one.image) for one in loads] == before
+    volume.close()
+    assert [bytes(image) for image in reads.images] == before
 
 
 @pytest.mark.parametrize(
@@ -108,12 +126,12 @@ def test_what_is_late_touches_nothing_afterwards(tier: ObjectTier, bucket: Gated
     [(2, 400_000, 1), (9, 400_000, 4), (1, 9 << 20, 3), (3, 9 << 20, 4), (40, 700_001, 4)],
 )
 def test_requests_end_at_multiples_of_their_size_and_records_are_put_together(
-    tier: ObjectTier, bucket: GatedBucket, blocks: int, payload: int, requests: int
+    volume: BucketVolume, bucket: GatedBucket, blocks: int, payload: int, requests: int
 ) -> None:
     bucket.open_gate()
-    loads = loads_of(tier, 0, blocks, payload)
-    assert tier.load(loads, 30.0) == ([Outcome.OK] * blocks, None)
-    assert all(loaded(one) == payload_for(one.key, payload) for one in loads)
+    reads = reads_of(volume, 0, blocks, payload)
+    assert read(volume, reads) == [Outcome.OK] * blocks
+    assert are_right(reads)
     asked = sorted(bucket.asked)
     assert len(asked) == requests
     assert [stop for _, stop in asked[:-1]] == [start for start, _ in asked[1:]]
@@ -121,23 +139,23 @@ def test_requests_end_at_multiples_of_their_size_and_records_are_put_together(
 
 
 def test_a_record_in_several_parts_is_checked_like_others(
-    tier: ObjectTier, bucket: GatedBucket
+    volume: BucketVolume, bucket: GatedBucket
 ) -> None:
     bucket.open_gate()
-    (one,) = loads_of(tier, 0, 1, 9 << 20)
     target = bytearray(9 << 20)
-    one.copy_to = address_of(target)[0]
-    assert tier.load([one], 30.0) == ([Outcome.OK], None)
-    assert target == payload_for(one.key, 9 << 20)
+    reads = reads_of(volume, 0, 1, len(target), address_of(target)[0])
+    assert read(volume, reads) == [Outcome.OK]
+    assert target == payload_for(make_key(0), len(target))
     bucket.flip_at = 5 << 20
-    assert tier.load([one], 30.0) == ([Outcome.CORRUPT], None)
+    assert read(volume, reads) == [Outcome.CORRUPT]
     bucket.flip_at, bucket.cut = None, True
-    assert tier.load([one], 30.0) == ([Outcome.CORRUPT], None)
+    assert read(volume, reads) == [Outcome.CORRUPT]
 
 
-def test_damage_spoils_both_copies_of_no_other_block(tier: ObjectTier, bucket: Any) -> None:
+def test_damage_of_one_block_spoils_no_other(volume: BucketVolume, bucket: GatedBucket) -> None:
     bucket.open_gate()
-    wrong, right = loads_of(tier, 0, 2)
-    wrong.key = make_key(99)
-    assert tier.load([wrong, right], 30.0) == ([Outcome.CORRUPT, Outcome.OK], None)
-    assert loaded(right) == payload_for(right.key, PAYLOAD)
+    reads = reads_of(volume, 0, 2)
+    bucket.flip_at = 5000
+    assert read(volume, reads) == [Outcome.CORRUPT, Outcome.OK]
+    assert len(bucket.asked) == 1, "they came together"
+    assert reads.payload(1) == payload_for(make_key(1), PAYLOAD)

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from kvdepot.core.depot import MEMORY_TIERS
-from kvdepot.core.tier import TIER_NAMES
+from kvdepot.core.volume import TIER_NAMES
 from kvdepot.policy.fetching.advisor import Advisor, Probe
 from kvdepot.policy.fetching.fetch_or_recompute import EngineFeatures, PromptLengths, TierRun
 from kvdepot.policy.fetching.speed_models import (

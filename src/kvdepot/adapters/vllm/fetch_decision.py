@@ -23,7 +23,7 @@ from kvdepot.adapters.vllm.messages import LoadEnd, StepTime
 from kvdepot.adapters.vllm.requests import DepotHit, Phase, TrackedRequest
 from kvdepot.core.first_token import FirstToken
 from kvdepot.core.private import make_private_folder, open_private_file, replace_private_file
-from kvdepot.core.tier import TIER_NAMES
+from kvdepot.core.volume import TIER_NAMES
 from kvdepot.errors import UnsafePathError
 from kvdepot.policy.fetching.advisor import Advisor
 from kvdepot.policy.fetching.fetch_or_recompute import (

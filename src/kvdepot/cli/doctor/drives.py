@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 from kvdepot.cli import output
 from kvdepot.config.settings import Config, FileTierConfig
+from kvdepot.core.metadata import MetaKind
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import ConfigError, FormatError
 from kvdepot.io.speed import Profile
@@ -44,8 +45,9 @@ def profile_text(profile: Profile) -> str:
 def kept_profile(path: Path) -> Profile | None:
     """What the drive at `path` has kept of its speed; None where there is no store, or nothing."""
     try:
-        with opened(path) as drive:
-            return drive.profile
+        with opened(path) as volume:
+            text = volume.metadata.known.values(MetaKind.PROFILE).get(b"")
+            return Profile.parse(text) if text else None
     except FormatError:
         return None
 

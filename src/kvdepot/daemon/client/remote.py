@@ -30,7 +30,7 @@ from kvdepot.core.depot import (
 from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.namespace import Namespace
-from kvdepot.core.tier import TIER_NAMES
+from kvdepot.core.volume import TIER_NAMES
 from kvdepot.daemon.client.audits import RemoteAudits
 from kvdepot.daemon.client.connections import (
     Connections,

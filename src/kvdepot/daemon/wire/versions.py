@@ -11,7 +11,7 @@ before version 6 looks at the low end of the range only, and names none: then it
 from typing import Final, NamedTuple
 
 from kvdepot.core.block import ANSWERS, GetResult
-from kvdepot.core.tier import TIER_NAMES
+from kvdepot.core.volume import TIER_NAMES
 from kvdepot.daemon.wire.frames import FrameKind
 
 PROTOCOL: Final = 6

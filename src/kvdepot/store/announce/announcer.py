@@ -12,6 +12,7 @@ from kvdepot.config.settings import EventsConfig
 from kvdepot.core.block import BlockKey
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.errors import KVDepotError
+from kvdepot.format.record import token_ids as token_ids_of
 from kvdepot.store.announce.kv_events import (
     AnnouncedSpace,
     Event,
@@ -28,7 +29,7 @@ from kvdepot.store.announce.residency_watch import (
     ResidencyChange,
     ResidencyWatch,
 )
-from kvdepot.store.read.token_ids import TokenReader
+from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.state.state import StoreState
 
 _PART: Final = 256
@@ -43,7 +44,6 @@ class Announcer:
         self._state = state
         self._config = config
         self._watch = ResidencyWatch(state)
-        self._tokens = TokenReader(state)
         self._publisher = EventPublisher(config)
         self._spaces: dict[bytes, AnnouncedSpace | None] = {}
         self._topics: dict[str, None] = {}
@@ -140,7 +140,7 @@ class Announcer:
         keys = [BlockKey(words.tobytes()) for words in change.come]
         spaces = [self._space(key[:8]) for key in keys]
         wanted = [at for at, space in enumerate(spaces) if space is not None]
-        tokens = self._tokens.read([keys[at] for at in wanted])
+        tokens = read_heads(self._state, [keys[at] for at in wanted], token_ids_of, b"")
         blocks: dict[int, StoredBlock] = {}
         for at, ids in zip(wanted, tokens, strict=True):
             space = spaces[at]

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.core.volume import VOLUME_SHIFT
 from kvdepot.index.table import NONE, Bools, Keys, Rows
-from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 
 IN_MEMORY: Final = 1
@@ -21,8 +21,6 @@ blocks in memory and then go on below, never up again, so what lies in memory is
 _SILENT: Final = 4
 """Seen, and not to be told."""
 Media = npt.NDArray[np.uint8]
-_DRIVES: Final = 1 << 7
-_DRIVE_SHIFT: Final = 56
 
 
 class ResidencyChange(NamedTuple):
@@ -51,7 +49,7 @@ class ResidencyWatch:
         self._words = np.zeros((table.rows, 4), np.uint64)
         """Keys of what was told."""
         self._settled: tuple[Media, int, bool] | None = None
-        """Residency, how many were removed and whether all drives were up when all was told."""
+        """Residency, how many were removed and whether all volumes were up when all was told."""
 
     @property
     def told(self) -> int:
@@ -128,7 +126,7 @@ class ResidencyWatch:
         self._settled = residency, self._state.counters.removed, self._all_up()
 
     def _all_up(self) -> bool:
-        return all(lower.tier.is_up() for lower in self._state.lower_tiers)
+        return not self._state.volumes.down
 
     def _tell(self, rows: Rows, told: Media) -> None:
         self._told[rows] = told
@@ -157,24 +155,16 @@ class ResidencyWatch:
         return media
 
     def _usable(self, residency: Media) -> Bools:
-        """Which blocks are in memory, or on a drive that is up."""
+        """Which blocks are in memory, or on a volume that is up."""
         usable: Bools = (residency & self._memory_bits) != 0
+        down = list(self._state.volumes.down)
         for lower in self._state.lower_tiers:
             ready = (residency & lower.copies.bit) != 0
             places = lower.copies.location.array
-            usable |= ready & _on_drives_up(lower, places)
+            usable |= ready & (places != NONE) & ~np.isin(places >> VOLUME_SHIFT, down)
         return usable
 
 
 def _nothing() -> ResidencyChange:
     words, media, rows = np.zeros((0, 4), np.uint64), np.zeros(0, np.uint8), np.zeros(0, np.int64)
     return ResidencyChange(words, media, words, media, rows, 0)
-
-
-def _on_drives_up(lower: LowerTier, places: Rows) -> Bools:
-    up = np.zeros(_DRIVES, dtype=bool)
-    up[: lower.tier.drive_count()] = [
-        lower.tier.is_up(drive) for drive in range(lower.tier.drive_count())
-    ]
-    here: Bools = (places != NONE) & up[np.maximum(places, 0) >> _DRIVE_SHIFT]
-    return here

@@ -18,16 +18,25 @@ import numpy as np
 
 from kvdepot.core.clock import StampClock, SystemClock, WallClock
 from kvdepot.core.depot import CheckReport, Finding
-from kvdepot.core.tier import Contents
+from kvdepot.core.metadata import surviving
+from kvdepot.core.volume import SEGMENT_SHIFT, Contents, segment_of
 from kvdepot.errors import FormatError
-from kvdepot.format.record import PAGE, Kind, parse_head, payload_intact, record_bytes
-from kvdepot.format.segment import Entries, Superblock, parse_slots
+from kvdepot.format.record import (
+    PAGE,
+    Kind,
+    parse_head,
+    payload_intact,
+    record_bytes,
+    record_sizes,
+)
+from kvdepot.format.segment import Entries, parse_slots
 from kvdepot.io.files import Files
-from kvdepot.volumes.log.contents import read_contents
-from kvdepot.volumes.log.drive import Drive
-from kvdepot.volumes.log.medium import MountSettings
-from kvdepot.volumes.log.mount import mount
-from kvdepot.volumes.log.recovery import Recovered, SegmentReader
+from kvdepot.volumes.log.health import LogHealth
+from kvdepot.volumes.log.medium import Medium, MountSettings, known_superblock
+from kvdepot.volumes.log.metadata import MetadataLog
+from kvdepot.volumes.log.mount import Mounted, cannot_use, mount
+from kvdepot.volumes.log.recovery import Recovered, SegmentReader, contents_of, recover
+from kvdepot.volumes.log.segments import SegmentSet
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes there are."""
@@ -82,9 +91,48 @@ def audit(path: Path, *, progress: Progress | None = None) -> AuditReport:
     return report
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedVolume:
+    """A volume that lies on disk, outside of any store."""
+
+    medium: Medium
+    segments: SegmentSet
+    metadata: MetadataLog
+    damage: list[str]
+    """What was found damaged, for people."""
+
+    @property
+    def segment_bytes(self) -> int:
+        return self.segments.settings.segment_bytes
+
+    def reader(self, slot: int) -> SegmentReader:
+        fd, base = self.medium.extent(slot)
+        files, store = self.segments.files, self.segments.store
+        floor = self.metadata.known.floor
+        return SegmentReader(files, fd, base, self.segment_bytes, slot, store, floor)
+
+    def read(self) -> tuple[Contents, list[Recovered]]:
+        """What it holds. Raises FileNotFoundError where a writer takes files away meanwhile."""
+        recovered = recover(self.segments, self.metadata.known.floor, self.damage)
+        found = contents_of(self.segments, recovered)
+        alive = surviving(found.words, found.stamps, self.metadata.known.tombstones)
+        dead = np.setdiff1d(np.arange(len(found.words)), alive)
+        sizes = record_sizes(found.payload_bytes[dead]).tolist()
+        for place, nbytes in zip(found.places[dead].tolist(), sizes, strict=True):
+            self.segments.count(segment_of(place), -nbytes, -1)
+        alive_contents = Contents(
+            found.words[alive],
+            found.places[alive],
+            found.payload_bytes[alive],
+            found.stamps[alive],
+            token=0,
+        )
+        return alive_contents, recovered
+
+
 @contextmanager
-def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
-    """The drive at `path`, outside of any store. Takes the writer's lock if `writable`.
+def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
+    """The volume at `path`, outside of any store. Takes the writer's lock if `writable`.
 
     Raises FormatError where there is no store; never makes one.
     """
@@ -94,28 +142,37 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[Drive]:
         settings = MountSettings(
             _UNLIMITED, _segment_bytes(path), writable=writable, any_owner=not writable
         )
-        drive = mount(path, files, settings, StampClock(WallClock()), SystemClock())
+        mounted = mount(path, files, settings)
         try:
-            yield drive
+            yield _volume(mounted, files)
         except PermissionError as error:
             raise _unreadable(path, error) from error
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise cannot_use(path, settings, error) from error
         finally:
-            drive.close()
+            mounted.medium.close()
     finally:
         files.close()
 
 
-def read_drive(drive: Drive) -> tuple[Contents, list[Recovered]]:
-    """What a drive holds. Raises FileNotFoundError where a writer takes files away meanwhile."""
-    recovered = drive.recover()
-    return read_contents([drive], [recovered], drive.metadata.known.tombstones), recovered
-
-
-def reader_of(drive: Drive, slot: int) -> SegmentReader:
-    fd, base = drive.medium.extent(slot)
-    segment_bytes = drive.settings.segment_bytes
-    floor = drive.metadata.known.floor
-    return SegmentReader(drive.files, fd, base, segment_bytes, slot, drive.store, floor)
+def _volume(mounted: Mounted, files: Files) -> OpenedVolume:
+    medium, settings, clock = mounted.medium, mounted.settings, SystemClock()
+    copies = medium.metadata_copies(settings.segment_bytes, mounted.slots_max)
+    metadata = MetadataLog(copies, mounted.store, fsync=settings.fsync)
+    health = LogHealth(medium.label, clock, settings.pauses, lambda _: None)
+    stamps = StampClock(WallClock())
+    segments = SegmentSet(medium, files, settings, mounted.store, mounted.slots_max, stamps, health)
+    damage = list(mounted.damage)
+    if mounted.is_new and settings.writable:
+        metadata.create()
+    elif not mounted.is_new:
+        metadata.load()
+        damage += [f"{medium.label}: {text}" for text in metadata.damage]
+    if settings.writable and mounted.damage:
+        medium.write_superblock(mounted.superblock)
+    return OpenedVolume(medium, segments, metadata, damage)
 
 
 def examine(reader: SegmentReader, segment_id: int, entries: Entries, pace: Pace) -> list[str]:
@@ -148,57 +205,55 @@ def _look_again(path: Path, progress: Progress | None) -> AuditReport:
 
 
 def _look(path: Path, progress: Progress | None) -> AuditReport:
-    with opened(path) as drive:
-        listed = _listed(drive)
-        contents, segments = read_drive(drive)
-        report = AuditReport(path=str(path), segments=len(segments))
-        report.held_bytes = drive.held_bytes()
-        report.findings = [_finding(drive, text) for text in drive.damage]
-        _check_files(drive, listed, report)
-        pace = Pace(progress, sum(segment.live_bytes for segment in drive.segments.values()))
-        slots = contents.locations >> 32
-        for segment in segments:
-            pages = contents.locations[slots == segment.slot] & 0xFFFFFFFF
-            _check_segment(drive, segment, set(pages.tolist()), report, pace)
+    with opened(path) as volume:
+        listed = _listed(volume)
+        contents, found = volume.read()
+        report = AuditReport(path=str(path), segments=len(found))
+        report.held_bytes = volume.segments.slot_count() * volume.segment_bytes
+        report.findings = [_finding(volume, text) for text in volume.damage]
+        _check_files(volume, listed, report)
+        pace = Pace(progress, int(record_sizes(contents.payload_bytes).sum()))
+        segments = contents.places >> SEGMENT_SHIFT
+        for recovered in found:
+            pages = contents.places[segments == recovered.slot] & (1 << SEGMENT_SHIFT) - 1
+            _check_segment(volume, recovered, set(pages.tolist()), report, pace)
     return report
 
 
-def _finding(drive: Drive, text: str) -> Finding:
-    where, _, what = text.removeprefix(f"{drive.medium.label}: ").partition(": ")
+def _finding(volume: OpenedVolume, text: str) -> Finding:
+    where, _, what = text.removeprefix(f"{volume.medium.label}: ").partition(": ")
     return Finding(where, what)
 
 
-def _listed(drive: Drive) -> set[int]:
+def _listed(volume: OpenedVolume) -> set[int]:
     """Slots that must have a file, as far as the superblock tells."""
-    page = drive.medium.read_superblock()
-    found = Superblock.parse(page) if page is not None else None
-    if not isinstance(found, Superblock) or uuid.UUID(found.store).bytes != drive.store:
+    known = known_superblock(volume.medium)
+    if known is None or uuid.UUID(known.store).bytes != volume.segments.store:
         return set()
-    return parse_slots(found.slots)
+    return parse_slots(known.slots)
 
 
-def _check_files(drive: Drive, listed: set[int], report: AuditReport) -> None:
+def _check_files(volume: OpenedVolume, listed: set[int], report: AuditReport) -> None:
     """Files must be there, with a segment's size. One that a crash left half made is not listed."""
-    expected = drive.settings.segment_bytes
-    there = sorted([*drive.segments, *drive.free])
+    expected, by_slot = volume.segment_bytes, volume.segments.by_slot
+    there = sorted([*by_slot, *volume.segments.free])
     for slot in sorted(listed.difference(there)):
         report.add(f"slot {slot}", "file is missing")
     unusable = {finding.where for finding in report.findings}
     for slot in there:
-        status = os.fstat(drive.medium.extent(slot)[0])
-        in_use = slot in drive.segments or slot in listed or f"slot {slot}" in unusable
+        status = os.fstat(volume.medium.extent(slot)[0])
+        in_use = slot in by_slot or slot in listed or f"slot {slot}" in unusable
         wrong = status.st_size > expected or (in_use and status.st_size < expected)
         if wrong and stat.S_ISREG(status.st_mode):
             report.add(f"slot {slot}", f"file has {status.st_size} bytes, not {expected}")
 
 
 def _check_segment(
-    drive: Drive, segment: Recovered, live: set[int], report: AuditReport, pace: Pace
+    volume: OpenedVolume, segment: Recovered, live: set[int], report: AuditReport, pace: Pace
 ) -> None:
     blocks = segment.entries[segment.entries["kind"] == Kind.BLOCK]
     blocks = blocks[[page in live for page in blocks["page"].tolist()]]
-    reader = reader_of(drive, segment.slot)
-    verdicts = examine(reader, segment.segment_id, blocks, pace)
+    verdicts = examine(volume.reader(segment.slot), segment.segment_id, blocks, pace)
     for index, verdict in enumerate(verdicts):
         if verdict:
             where = f"slot {segment.slot}, page {blocks['page'][index]}"

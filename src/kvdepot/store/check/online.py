@@ -5,14 +5,31 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvdepot.core.block import BlockKey, CopyState
+from kvdepot.core.block import CopyState
 from kvdepot.core.depot import CheckReport
-from kvdepot.core.tier import drive_of, segment_of
+from kvdepot.core.volume import (
+    SEGMENT_SHIFT,
+    SEGMENTS_MAX,
+    VOLUME_SHIFT,
+    Outcome,
+    Priority,
+    page_of,
+    place_of,
+    segment_of,
+    volume_of,
+)
 from kvdepot.format.copy_ops import transfers
-from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, record_bytes
+from kvdepot.format.record import (
+    HEAD_BYTES,
+    TABLE_OFFSET,
+    own_chunk_bytes,
+    record_bytes,
+    record_sizes,
+)
 from kvdepot.index.table import NONE
 from kvdepot.memory.arena import UNOWNED
 from kvdepot.native import VERIFY, address_of
+from kvdepot.store.move.mover import READS_END_S, whole_reads
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier
@@ -67,33 +84,35 @@ def _check_memory(memory: ArenaTier, report: CheckReport) -> None:
 
 def _check_lower(lower: LowerTier, report: CheckReport) -> None:
     catalog = lower.catalog
-    waiting = sum(record_bytes(catalog.nbytes[row]) for row in lower.tickets)
-    if waiting != lower.dirty_bytes:
+    waiting = sum(record_bytes(catalog.nbytes[row]) for row in lower.queue.tickets)
+    if waiting != lower.queue.dirty_bytes:
         report.add(
-            lower.name, f"{waiting} bytes wait to be written, the store counts {lower.dirty_bytes}"
+            lower.name,
+            f"{waiting} bytes wait to be written, the store counts {lower.queue.dirty_bytes}",
         )
     rows = np.flatnonzero(lower.copies.state.array == _READY)
     if not (catalog.residency.array[rows] & lower.copies.bit).all():
         report.add(lower.name, "a ready block is not counted as resident")
     places = lower.copies.location.array[rows]
-    sizes = HEAD_BYTES + -(-catalog.nbytes.array[rows].astype(np.int64) // 4096) * 4096
+    sizes = record_sizes(catalog.nbytes.array[rows])
     used = set()
-    for drive in range(lower.tier.drive_count()):
-        label, mine = lower.tier.drive(drive).label, places >> 56 == drive
-        for segment in lower.tier.segments(drive, reclaimable=False):
-            used.add(drive << 24 | segment.slot)
-            here = mine & (places >> 32 & 0xFFFFFF == segment.slot)
-            found = (int(here.sum()), int(sizes[here].sum()))
-            counted = (segment.live_count, segment.live_bytes)
-            if found != counted:
+    for entry in lower.volumes.entries:
+        label, mine = entry.volume.facts().label, places >> VOLUME_SHIFT == entry.number
+        table = entry.volume.segments()
+        columns = (table.segments, table.live_count, table.live_bytes)
+        for segment, *counted in zip(*(column.tolist() for column in columns), strict=True):
+            used.add(entry.number << SEGMENT_SHIFT | segment)
+            here = mine & (places >> SEGMENT_SHIFT & SEGMENTS_MAX - 1 == segment)
+            found = [int(here.sum()), int(sizes[here].sum())]
+            if found != counted and not lower.appending[entry.number]:
                 report.add(
-                    f"{label}: slot {segment.slot}",
+                    f"{label}: slot {segment}",
                     f"{found[0]} blocks, {found[1]} bytes; "
                     f"the store counts {counted[0]}, {counted[1]}",
                 )
-    for place in np.unique(places >> 32).tolist():
+    for place in np.unique(places >> SEGMENT_SHIFT).tolist():
         if place not in used:
-            where = f"slot {place & 0xFFFFFF}"
+            where = f"slot {place & SEGMENTS_MAX - 1}"
             report.add(lower.name, f"a block is said to be in {where}, which is not in use")
 
 
@@ -151,28 +170,33 @@ def _check_copy(
     if slot is None:
         return
     key = catalog.table.key(row)
-    intact = _read(state, lower, key, location, state.staging.image(slot, nbytes))
+    intact = _read(state, lower, row, location, state.staging.address + slot)
     with state.lock:
         state.staging.free(slot)
         moved = location != lower.place(row)
     if not intact and not moved:
-        label = lower.tier.drive(drive_of(location)).label
+        label = state.volumes.facts(volume_of(location)).label
         report.add(
-            f"{label}: slot {segment_of(location)}, page {location & 0xFFFFFFFF}",
+            f"{label}: slot {segment_of(location)}, page {page_of(location)}",
             f"block {key.hex()} cannot be read back",
         )
 
 
-def _read(
-    state: StoreState, lower: LowerTier, key: BlockKey, location: int, image: memoryview
-) -> bool:
-    """Read and verify a record; a drive that is left alone for a moment is waited for."""
-    tier, drive = lower.tier, drive_of(location)
+def _read(state: StoreState, lower: LowerTier, row: int, location: int, image: int) -> bool:
+    """Read and verify a record; a volume that is left alone for a moment is waited for."""
+    catalog, number = state.catalog, volume_of(location)
+    words = catalog.table.words(np.array([row]))
+    reads = whole_reads(words, [place_of(location)], catalog.nbytes.array[[row]], [image])
     for _ in range(_TRIES):
-        was_up = tier.is_up(drive)
-        if tier.read_records([key], [location], [image])[0]:
+        volume = state.volumes[number]
+        was_up = number not in state.volumes.down
+        reading = volume.read(reads, Priority.BACKGROUND, lower.config.write_timeout)
+        outcome = reading.result()[0]
+        while not reading.released(READS_END_S):
+            pass
+        if outcome == Outcome.OK:
             return True
-        facts = tier.drive(drive)
+        facts = volume.facts()
         if (was_up and facts.up) or facts.lost or facts.retry_in_s > _PAUSE_S_MAX:
             break
         state.closing.wait(facts.retry_in_s)

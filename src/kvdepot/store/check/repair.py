@@ -17,8 +17,7 @@ from kvdepot.core.units import format_bytes
 from kvdepot.format.record import PAGE
 from kvdepot.format.segment import ENTRY, Entries, SegmentHeader, Trailer, footer_bytes
 from kvdepot.native import checksum
-from kvdepot.store.check.offline import Pace, Progress, examine, opened, reader_of
-from kvdepot.volumes.log.drive import Drive
+from kvdepot.store.check.offline import OpenedVolume, Pace, Progress, examine, opened
 from kvdepot.volumes.log.recovery import Recovered, SegmentReader
 
 
@@ -53,37 +52,37 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
     """
     report = RepairReport()
     sizes = _file_sizes(path)
-    with opened(path, writable=True) as drive:
-        if any(": superblock: " in text for text in drive.damage):
+    with opened(path, writable=True) as volume:
+        if any(": superblock: " in text for text in volume.damage):
             report.done.append(Finding("superblock", "written anew"))
-        segment_bytes = drive.settings.segment_bytes
-        slots = drive.medium.open_slots(segment_bytes)
-        slots = _repair_metadata(drive, slots, report)
+        segment_bytes = volume.segment_bytes
+        slots = volume.medium.open_slots(segment_bytes)
+        slots = _repair_metadata(volume, slots, report)
         for slot in slots:  # opening them has also written down which ones there are
             if sizes.get(slot, segment_bytes) != segment_bytes:
                 report.did(slot, f"file given its size of {format_bytes(segment_bytes)} again")
-        found = _recover(drive, slots, report)
+        found = _recover(volume, slots, report)
         ids = {segment.segment_id for segment in found if segment.usable}
         pace = Pace(progress, len(found) * segment_bytes)
         for segment in found:
             try:
-                _repair_segment(drive, segment, ids, report, pace)
+                _repair_segment(volume, segment, ids, report, pace)
             except OSError as error:
                 report.failed.append(Finding(f"slot {segment.slot}", f"{error.strerror}"))
     return report
 
 
-def _repair_metadata(drive: Drive, slots: list[int], report: RepairReport) -> list[int]:
+def _repair_metadata(volume: OpenedVolume, slots: list[int], report: RepairReport) -> list[int]:
     """Write the metadata log anew. If entries are lost in both copies, removed blocks cannot be
     told from others, and all blocks go. Returns the slots that are left to be repaired.
     """
-    whole = drive.metadata.is_whole
-    if drive.metadata.damage or not whole:
+    whole = volume.metadata.is_whole
+    if volume.metadata.damage or not whole:
         try:
             for slot in slots if not whole else ():
-                _wipe(reader_of(drive, slot))
+                _wipe(volume.reader(slot))
                 report.did(slot, "cleared: which of its blocks were removed is lost")
-            drive.metadata.repair()
+            volume.metadata.repair()
         except OSError as error:
             report.failed.append(Finding("metadata", f"{error.strerror}"))
             return slots
@@ -96,11 +95,11 @@ def _file_sizes(path: Path) -> dict[int, int]:
     return {int(file.stem[-6:]): file.stat().st_size for file in files if file.stem[-6:].isdigit()}
 
 
-def _recover(drive: Drive, slots: list[int], report: RepairReport) -> list[Recovered]:
+def _recover(volume: OpenedVolume, slots: list[int], report: RepairReport) -> list[Recovered]:
     found = []
     for slot in slots:
         try:
-            segment = reader_of(drive, slot).recover()
+            segment = volume.reader(slot).recover()
         except OSError as error:
             report.failed.append(Finding(f"slot {slot}", f"cannot be read: {error.strerror}"))
             continue
@@ -110,9 +109,9 @@ def _recover(drive: Drive, slots: list[int], report: RepairReport) -> list[Recov
 
 
 def _repair_segment(
-    drive: Drive, segment: Recovered, ids: set[int], report: RepairReport, pace: Pace
+    volume: OpenedVolume, segment: Recovered, ids: set[int], report: RepairReport, pace: Pace
 ) -> None:
-    reader = reader_of(drive, segment.slot)
+    reader = volume.reader(segment.slot)
     whole = segment if segment.usable else _swapped(reader, segment, ids)
     if whole is None:
         _wipe(reader)

@@ -1,56 +1,61 @@
-"""The drives of a store and the threads of its tiers: started, added to, drained and resized."""
+"""The volumes of a store and the threads of its tiers: started, added to, drained and resized."""
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvdepot.core.tier import ChangesDrives
 from kvdepot.core.units import parse_bytes
+from kvdepot.core.volume import OpenVolume
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.policy.placing.write_mode import WriteMode
-from kvdepot.store.drives.watchdog import DriveWatchdog
+from kvdepot.store.drives.watchdog import VolumeWatchdog
 from kvdepot.store.move.demote import DemoteAhead, Demoter
-from kvdepot.store.move.drain import drain
+from kvdepot.store.move.drain import drain, end_drain
 from kvdepot.store.move.memory_levels import MemoryLevels
 from kvdepot.store.move.mover import BlockMover
-from kvdepot.store.move.reclaim import DriveRoom
+from kvdepot.store.move.reclaim import VolumeRoom
 from kvdepot.store.move.renew import renew
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
+from kvdepot.store.volume_entry import VolumeEntry
 from kvdepot.store.write.write_back import WriteBack
 
 _SEGMENTS_MIN: Final = 3
+OpensPath = Callable[[str, Path], OpenVolume | None]
+"""How to open a path as a volume of a tier; None: the tier cannot have more volumes."""
 _log = logging.getLogger("kvdepot.store")
 
 
-class DriveMaintenance:
+class VolumeMaintenance:
     """All writable tiers, with their background work."""
 
-    def __init__(self, state: StoreState) -> None:
+    def __init__(self, state: StoreState, opens: OpensPath) -> None:
         self._state = state
-        self.rooms: dict[LowerTier, DriveRoom] = {}
+        self._opens = opens
+        self.rooms: dict[LowerTier, VolumeRoom] = {}
         self.write_backs: dict[LowerTier, WriteBack] = {}
         self.demoters: dict[LowerTier, Demoter] = {}
         """By the upper tier."""
         self.mover = BlockMover(
             state,
-            lambda lower, drive, nbytes: self.rooms[lower].make(drive, nbytes),
+            lambda lower, volume, nbytes: self.rooms[lower].make(volume, nbytes),
         )
         self._change = threading.Lock()
-        """Held while drives come or go."""
-        self.watchdog = DriveWatchdog(state, self.rooms, self.mover)
+        """Held while volumes come or go."""
+        self.watchdog = VolumeWatchdog(state, self.rooms, self.mover)
         threads: list[threading.Thread] = []
         below: LowerTier | None = None
         for lower in reversed(state.lower_tiers):
-            if not lower.tier.writable:
-                self.rooms[lower] = DriveRoom(state, lower, self.mover, None)
+            if not lower.writable:
+                self.rooms[lower] = VolumeRoom(state, lower, self.mover, None)
                 continue
             demoter = Demoter(state, lower, below, self.mover) if below is not None else None
             if demoter is not None:
                 self.demoters[lower] = demoter
                 threads.append(DemoteAhead(state, demoter).thread)
-            room = self.rooms[lower] = DriveRoom(state, lower, self.mover, demoter)
+            room = self.rooms[lower] = VolumeRoom(state, lower, self.mover, demoter)
             write_back = self.write_backs[lower] = WriteBack(state, lower, self.mover, room)
             threads += write_back.threads
             below = lower
@@ -67,6 +72,7 @@ class DriveMaintenance:
         """Wait for the threads of a store that closes. False: one is still busy."""
         if self._memory_levels is not None:
             self._memory_levels.wake()
+        self.watchdog.stop()
         threads = list(self._threads)
         deadline_s = self._state.clock.now() + timeout_s
         for thread in threads:
@@ -74,51 +80,66 @@ class DriveMaintenance:
         return not any(thread.is_alive() for thread in threads)
 
     def add(self, tier: str, path: Path) -> None:
-        """Use one more drive, which must be empty."""
-        lower, drives = self._changeable(tier)
+        """Use one more volume, which must be empty."""
+        lower = self._changeable(tier)
         with self._change:
-            drive = drives.add(path)
-            self._give_its_share(lower, drives, drive)
+            if any(same_path(entry, path) for entry in lower.volumes.entries):
+                raise ConfigError(f"{tier}.path", f"{path} is in use")
+            open_volume = self._opens(tier, path)
+            if open_volume is None:
+                raise ConfigError(tier, "this tier cannot have more volumes while it is open")
+            entry = self._state.volumes.add(tier, str(path), open_volume)
+            self._give_its_share(lower, entry)
             with self._state.lock:
                 threads = self.write_backs[lower].add_threads()
                 self._threads += threads
             for thread in threads:
                 thread.start()
-        _log.info("%s: drive %d added: %s", tier, drive, path)
+        _log.info("%s: volume %d added: %s", tier, entry.number, path)
 
-    def _give_its_share(self, lower: LowerTier, drives: ChangesDrives, drive: int) -> None:
-        """A drive that comes gets as much room as the others have now, whatever they began with."""
-        count = lower.tier.drive_count()
-        others = [lower.tier.drive(one) for one in range(count) if one != drive]
-        rooms = [fact.segments_max * fact.segment_bytes for fact in others if not fact.draining]
+    def _give_its_share(self, lower: LowerTier, entry: VolumeEntry) -> None:
+        """A volume that comes gets as much room as the others have now."""
+        others = [facts for number, facts in lower.volumes.all_facts() if number != entry.number]
+        rooms = [facts.capacity_bytes for facts in others if facts.may_write]
         if rooms:
-            segments = max(rooms) // lower.tier.drive(drive).segment_bytes
-            drives.resize(drive, max(_SEGMENTS_MIN, segments))
+            least = _SEGMENTS_MIN * entry.volume.facts().segment_bytes
+            self._limit(entry, max(least, *rooms))
+
+    def _limit(self, entry: VolumeEntry, capacity_bytes: int) -> None:
+        entry.capacity_bytes = capacity_bytes
+        entry.volume.set_limits(capacity_bytes, may_write=not entry.draining)
 
     def drain(self, tier: str, path: Path) -> int:
-        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
-        lower, drives = self._changeable(tier)
+        """Move a volume's blocks to the others and use it no more. Returns how many were moved."""
+        lower = self._changeable(tier)
         with self._change:
-            drive = drives.index_of(path)
-            facts = [lower.tier.drive(one) for one in range(lower.tier.drive_count())]
-            others = [fact for one, fact in enumerate(facts) if one != drive and not fact.draining]
+            entry = self._entry_of(lower, path)
+            others = [
+                facts for number, facts in lower.volumes.all_facts() if number != entry.number
+            ]
             # One that is away does not know yet what was removed meanwhile: this one does.
-            if facts[drive].draining or not any(fact.up for fact in others):
-                raise ConfigError(f"{tier}.path", f"cannot drain {path}: no other drive is up")
-            moved = drain(self._state, lower, drive, self.mover)
+            if entry.draining or not any(facts.up and facts.may_write for facts in others):
+                raise ConfigError(f"{tier}.path", f"cannot drain {path}: no other volume is up")
+            moved = drain(self._state, lower, entry.number, self.mover)
             if self._state.closing.is_set():
                 raise StoreClosedError(f"the store was closed before {path} was empty")
-            if not drives.retire(drive):
-                drives.end_drain(drive)
+            if not self._state.volumes.retire(entry):
+                end_drain(entry)
                 raise ConfigError(
                     f"{tier}.path",
-                    f"cannot drain {path}: its metadata could not be copied to the other drives",
+                    f"cannot drain {path}: its metadata could not be copied to the other volumes",
                 )
             with self._state.lock:
-                lower.forget_drive(drive)  # its number may become another drive's
+                lower.forget_volume(entry.number)  # its number may become another volume's
                 self._state.work.notify_all()
-        _log.info("%s: drive %d drained: %s, %d blocks moved", tier, drive, path, moved)
+        _log.info("%s: volume %d drained: %s, %d blocks moved", tier, entry.number, path, moved)
         return moved
+
+    def _entry_of(self, lower: LowerTier, path: Path) -> VolumeEntry:
+        for entry in lower.volumes.entries:
+            if same_path(entry, path):
+                return entry
+        raise ConfigError(f"{lower.name}.path", f"{path} is not one of this store's volumes")
 
     def renew(self, lower: LowerTier, rows: list[int]) -> bool:
         """Write blocks again; see store/move/renew.py. False: some could not be."""
@@ -126,24 +147,22 @@ class DriveMaintenance:
 
     def resize(self, tier: str, capacity: int | str) -> None:
         """Give a tier more or less room; blocks leave where it is less."""
-        lower, drives = self._changeable(tier)
+        lower = self._changeable(tier)
         try:
             capacity_bytes = parse_bytes(capacity)
         except ValueError as error:
             raise ConfigError(f"{tier}.capacity", str(error)) from error
         with self._change:
-            facts = [(drive, lower.tier.drive(drive)) for drive in range(lower.tier.drive_count())]
-            facts = [(drive, fact) for drive, fact in facts if not fact.draining]
-            share = capacity_bytes // len(facts)
-            for _, fact in facts:
-                if share // fact.segment_bytes < _SEGMENTS_MIN:
-                    raise ConfigError(
-                        f"{tier}.capacity",
-                        f"is less than {_SEGMENTS_MIN} segments for each of {len(facts)} drives",
-                    )
-            for drive, fact in facts:
-                drives.resize(drive, share // fact.segment_bytes)
-                self.rooms[lower].shrink(drive, lower.config.write_timeout)
+            entries = [entry for entry in lower.volumes.entries if not entry.draining]
+            share = capacity_bytes // len(entries)
+            if any(share // _segment_bytes(entry) < _SEGMENTS_MIN for entry in entries):
+                raise ConfigError(
+                    f"{tier}.capacity",
+                    f"is less than {_SEGMENTS_MIN} segments for each of {len(entries)} volumes",
+                )
+            for entry in entries:
+                self._limit(entry, share // _segment_bytes(entry) * _segment_bytes(entry))
+                self.rooms[lower].shrink(entry.number, lower.config.write_timeout)
 
     def set_mode(self, tier: str, mode: str) -> None:
         """Change how a tier gets its blocks, from now on."""
@@ -159,16 +178,23 @@ class DriveMaintenance:
             found[0].mode = chosen
             self._state.modes_changed()
 
-    def _changeable(self, tier: str) -> tuple[LowerTier, ChangesDrives]:
+    def _changeable(self, tier: str) -> LowerTier:
         for lower in self.write_backs:
             if lower.name == tier:
-                if isinstance(lower.tier, ChangesDrives):
-                    return lower, lower.tier
-                raise ConfigError(tier, "this tier's drives cannot change while it is open")
+                return lower
         if tier in [memory.name for memory in self._state.memory_tiers]:
             raise ConfigError(
                 tier,
                 "memory cannot change while the store is open: it is mapped by all who use it",
                 hint=f"change {tier} in the settings, and start again",
             )
-        raise ConfigError(tier, "this store has no such tier of files that it may write to")
+        raise ConfigError(tier, "this store has no such tier of volumes that it may write to")
+
+
+def same_path(entry: VolumeEntry, path: Path) -> bool:
+    known = Path(entry.path)
+    return known == path or known.resolve() == path.resolve()
+
+
+def _segment_bytes(entry: VolumeEntry) -> int:
+    return max(1, entry.volume.facts().segment_bytes)

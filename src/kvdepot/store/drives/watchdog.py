@@ -1,8 +1,8 @@
-"""Looks after drives: tries those that failed, mounts those that came back, measures new ones,
-shrinks those that were made smaller, and takes in what other stores did to a tier that they share.
+"""Looks after volumes: tries those that failed, opens those that came back, measures new ones,
+shrinks those that were made smaller, and takes in what other stores did to volumes that they share.
 
-Without it a drive would come back only when something is written to it: `match` does not promise
-blocks on a drive that is down, so that no call reads from it.
+Without it a volume would come back only when something is written to it: `match` does not promise
+blocks on a volume that is down, so that no call reads from it.
 """
 
 import threading
@@ -12,105 +12,93 @@ from typing import Final
 import numpy as np
 
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
-from kvdepot.core.metadata import Tombstone
-from kvdepot.core.tier import Changes, ChangesDrives, SharesContents
+from kvdepot.core.metadata import MetaKind, Tombstone
+from kvdepot.core.volume import VOLUME_SHIFT
 from kvdepot.index.table import NONE
 from kvdepot.store.move.mover import BlockMover
-from kvdepot.store.move.reclaim import DriveRoom
+from kvdepot.store.move.reclaim import VolumeRoom
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
+from kvdepot.store.volume_entry import VolumeEntry
 
 _LOOK_S: Final = 1.0
 _LOOK_S_MIN: Final = 0.02
-_SHARED_LOOK_S: Final = 0.2
-"""How often to take in what other stores did."""
 _QUIET_S: Final = 0.25
-"""A tier that was not read from for so long can be measured."""
+"""A store that was not read from for this long can measure its volumes."""
 
 
-class DriveWatchdog:
-    """The background thread of all drives of a store."""
+class VolumeWatchdog:
+    """The background thread of all volumes of a store."""
 
     def __init__(
-        self, state: StoreState, rooms: Mapping[LowerTier, DriveRoom], mover: BlockMover
+        self, state: StoreState, rooms: Mapping[LowerTier, VolumeRoom], mover: BlockMover
     ) -> None:
         self._state = state
         self._rooms = rooms
         self._mover = mover
+        self._due_s: dict[VolumeEntry, float] = {}
         self.thread = threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True)
 
+    def stop(self) -> None:
+        """Wake the thread of a store that closes."""
+        self._state.volumes.woken.set()
+
     def _run(self) -> None:
-        tiers = [
-            (lower, lower.tier)
-            for lower in self._state.lower_tiers
-            if isinstance(lower.tier, ChangesDrives)
-        ]
-        shared = [
-            (lower, lower.tier)
-            for lower in self._state.lower_tiers
-            if isinstance(lower.tier, SharesContents)
-        ]
-        longest_s = _SHARED_LOOK_S if shared else _LOOK_S
-        pause_s = _LOOK_S_MIN
-        try:
-            while not self._state.closing.wait(pause_s):
-                for lower, tier in shared:
-                    news = tier.take_changes()
-                    if news is not None:
-                        self.take_changes(lower, news)
-                for lower, _ in tiers:
-                    for drive in range(lower.tier.drive_count()):
-                        self.look(lower, drive)
-                measure_s = [changes.measure(self._is_quiet) for _, changes in tiers]
-                pause_s = max(_LOOK_S_MIN, min([longest_s, *measure_s, *self._retries_s()]))
-        finally:
-            for _, changes in tiers:
-                changes.stop_measuring()
+        state, volumes = self._state, self._state.volumes
+        while not state.closing.is_set():
+            for lower in state.lower_tiers:
+                for entry in lower.volumes.entries:
+                    if entry.has_news:
+                        self.take_news(lower, entry)
+                    if state.clock.now() >= self._due_s.get(entry, 0.0):
+                        self.look(lower, entry)
+            next_s = min(self._due_s.values(), default=0.0) - state.clock.now()
+            volumes.woken.wait(max(_LOOK_S_MIN, min(_LOOK_S, next_s)))
+            volumes.woken.clear()
 
-    def look(self, lower: LowerTier, drive: int) -> None:
-        """Bring one drive back if it is away and can be."""
-        if lower.tier.drive(drive).draining or self._state.closing.is_set():
+    def look(self, lower: LowerTier, entry: VolumeEntry) -> None:
+        """Look after one volume; bring it back if it is away and can be."""
+        state, volumes = self._state, self._state.volumes
+        self._due_s = {one: due_s for one, due_s in self._due_s.items() if not one.retired}
+        if state.closing.is_set():
             return
-        if isinstance(lower.tier, ChangesDrives):
-            lower.tier.probe(drive)
-        if lower.tier.drive(drive).lost:
-            self._rooms[lower].restore(drive)
-        self._rooms[lower].shrink_again(drive)
+        volumes.metadata.catch_up(entry)
+        next_s = entry.volume.maintain(self._is_quiet)
+        facts = entry.volume.facts()
+        if facts.lost and not entry.draining and not self._rooms[lower].restore(entry.number):
+            next_s = max(next_s, facts.retry_in_s)
+        self._rooms[lower].shrink_again(entry.number)
+        self._due_s[entry] = state.clock.now() + next_s
 
-    def take_changes(self, lower: LowerTier, changes: Changes) -> None:
-        """Other stores have written to a tier, or removed blocks: these go from all tiers here."""
+    def take_news(self, lower: LowerTier, entry: VolumeEntry) -> None:
+        """Other stores have changed a volume; blocks that they removed go from all tiers here."""
         state, catalog = self._state, self._state.catalog
-        removed = list(dict.fromkeys(changes.removed))
-        others = [one for one in state.lower_tiers if one is not lower and one.tier.writable]
-        with state.lock:
-            lower.forget_gone(changes.gone_words, changes.gone_locations)
-            keys = [BlockKey(one.name) for one in removed if len(one.name) == KEY_BYTES]
-            rows = [row for row in catalog.rows(keys) if row != NONE] if keys else []
-            for tag in [one.name for one in removed if len(one.name) == TAG_BYTES]:
-                word = np.frombuffer(tag, np.uint64)[0]
-                known = np.flatnonzero(catalog.table.tags() == word).tolist()
-                rows += [row for row in known if catalog.is_live(row)]
-            state.mark_deleted(rows)
-            state.counters.removed += len(rows)
-            recorded = state.stamps.next()
-            lower.insert_recovered(changes.come)
-        tombstones = [Tombstone(one.name, one.below, recorded) for one in removed]
-        for other in others if tombstones else ():
-            self._mover.record_tombstones(other, tombstones)
+        for news, blocks in state.volumes.take_news(entry):
+            found = [
+                Tombstone.parse(one) for one in news.metadata if one.kind is MetaKind.TOMBSTONE
+            ]
+            removed = list(dict.fromkeys(one for one in found if one is not None))
+            with state.lock:
+                places = (entry.number << VOLUME_SHIFT) + news.gone_places
+                lower.forget_gone(news.gone_words, places)
+                keys = [BlockKey(one.name) for one in removed if len(one.name) == KEY_BYTES]
+                rows = [row for row in catalog.rows(keys) if row != NONE] if keys else []
+                for tag in [one.name for one in removed if len(one.name) == TAG_BYTES]:
+                    word = np.frombuffer(tag, np.uint64)[0]
+                    known = np.flatnonzero(catalog.table.tags() == word).tolist()
+                    rows += [row for row in known if catalog.is_live(row)]
+                state.mark_deleted(rows)
+                state.counters.removed += len(rows)
+                recorded = state.stamps.next()
+                lower.insert_recovered([blocks])
+            if removed:
+                tombstones = [Tombstone(one.name, one.below, recorded) for one in removed]
+                self._mover.record_tombstones(tombstones, to_others=False)
 
     def _is_quiet(self) -> bool:
         """Whether no call reads, and nothing waits to be written."""
         since_s = self._state.clock.now() - _QUIET_S
         return not self._state.closing.is_set() and not any(
-            lower.tickets or lower.moving or lower.foreground.busy_since(since_s)
+            lower.queue.tickets or lower.moving or lower.foreground.busy_since(since_s)
             for lower in self._state.lower_tiers
         )
-
-    def _retries_s(self) -> list[float]:
-        """In how many seconds each drive that failed may be tried again."""
-        facts = [
-            lower.tier.drive(drive)
-            for lower in self._state.lower_tiers
-            for drive in range(lower.tier.drive_count())
-        ]
-        return [fact.retry_in_s for fact in facts if not fact.draining and not fact.up]

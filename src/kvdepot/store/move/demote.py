@@ -6,13 +6,14 @@ leaves a tier next is copied ahead: a reclaim then finds its blocks below alread
 drops them.
 """
 
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
-from kvdepot.core.tier import SegmentInfo
+from kvdepot.core.volume import Volume
 from kvdepot.format.record import record_bytes
 from kvdepot.index.paths import path_order
 from kvdepot.index.table import NONE, Rows
@@ -26,7 +27,7 @@ _GATHER_MAX: Final = 4096
 """Blocks looked at in one go, with the lock."""
 _LOOK_S: Final = 1.0
 _FULL_SHARE: Final = 0.5
-"""A drive that has used this much of its segments will need room."""
+"""A volume that has used this much of its segments will need room."""
 _AHEAD_SHARE: Final = 0.25
 """The oldest part of its segments, which is copied ahead."""
 
@@ -44,7 +45,7 @@ class Demote(CopyJob):
             self._state.catalog.is_live(row)
             and self._upper.usable(row)
             and self.target.copies.absent(row)
-            and row not in self.target.tickets
+            and row not in self.target.queue.tickets
         )
 
     def source(self, row: int) -> tuple[LowerTier, int] | None:
@@ -122,36 +123,36 @@ class Demoter:
         )
 
     def _runs(self, rows: list[int]) -> Iterator[list[int]]:
-        """Rows that go to one drive."""
+        """Rows that go to one volume."""
         nbytes = self._state.catalog.nbytes
         run: list[int] = []
         total = 0
         for row in rows:
             run.append(row)
             total += record_bytes(nbytes[row])
-            if total >= max(self.lower.contiguous_bytes, 1):
+            if total >= max(self.lower.volumes.contiguous_bytes, 1):
                 yield run
                 run, total = [], 0
         if run:
             yield run
 
     def _copy_run(self, rows: list[int], *, urgent: bool) -> bool:
-        """Copy rows to the next drive. False: no drive takes them, or the store closes."""
-        state, shares = self._state, self.lower.shares
+        """Copy rows to the next volume. False: none takes them, or the store closes."""
+        state, shares = self._state, self.lower.volumes.shares
         with state.lock:
             nbytes = sum(record_bytes(state.catalog.nbytes[row]) for row in rows)
-            drive = shares.next()
-            if drive is None:
+            volume = shares.next()
+            if volume is None:
                 return False
-            shares.take(drive, nbytes, state.clock.now())
+            shares.take(volume, nbytes, state.clock.now())
         rests = () if urgent else (self.upper, self.lower)
         try:
             return not self._mover.copy_all(
-                self._job, rows, lambda: [drive], size=self._size, rests=rests
+                self._job, rows, lambda: [volume], size=self._size, rests=rests
             )
         finally:
             with state.lock:
-                shares.done(drive, nbytes)
+                shares.done(volume, nbytes)
 
 
 class DemoteAhead:
@@ -161,31 +162,33 @@ class DemoteAhead:
         self._state = state
         self._demoter = demoter
         self._done: set[int] = set()
-        """Segments, by id, that were looked at."""
+        """Segments that were looked at, by id."""
         name = f"kvdepot-{demoter.upper.name}-demote-ahead"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
         while not self._state.closing.wait(_LOOK_S):
-            if self._demoter.lower.tier.is_up():
+            if self._demoter.lower.volumes.are_up:
                 self.look()
 
     def look(self) -> None:
-        """Copy down what the drives will drop next."""
+        """Copy down what the volumes will drop next."""
         upper = self._demoter.upper
-        for drive in range(upper.tier.drive_count()):
-            for segment in self._next_to_go(drive):
-                self._done.add(segment.segment_id)
+        for entry in upper.volumes.entries:
+            for segment, segment_id in self._next_to_go(entry.volume):
+                self._done.add(segment_id)
                 with self._state.lock:
-                    rows = upper.live(drive, segment.slot).tolist()
+                    rows = upper.live(entry.number, segment).tolist()
                 self._demoter.demote(rows, urgent=False)
                 if self._state.closing.is_set():
                     return
 
-    def _next_to_go(self, drive: int) -> list[SegmentInfo]:
-        tier = self._demoter.upper.tier
-        facts = tier.drive(drive)
+    def _next_to_go(self, volume: Volume) -> list[tuple[int, int]]:
+        """Numbers and ids of the oldest full segments, if the volume will soon need room."""
+        facts = volume.facts()
         if facts.spare_segments > facts.segments_max * (1 - _FULL_SHARE) or not facts.up:
             return []
-        oldest = tier.segments(drive)[: max(1, int(facts.segments_max * _AHEAD_SHARE))]
-        return [segment for segment in oldest if segment.segment_id not in self._done]
+        table, count = volume.segments(), max(1, int(facts.segments_max * _AHEAD_SHARE))
+        oldest = zip(table.segments[table.sealed], table.ids[table.sealed], strict=True)
+        chosen = [(int(segment), int(one)) for segment, one in itertools.islice(oldest, count)]
+        return [one for one in chosen if one[1] not in self._done]

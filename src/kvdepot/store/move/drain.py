@@ -1,8 +1,7 @@
-"""Moves every block off a drive that is to go, while the store goes on."""
+"""Moves every block off a volume that is to go, while the store goes on."""
 
 import itertools
 
-from kvdepot.core.tier import ChangesDrives
 from kvdepot.core.units import format_count
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
@@ -11,6 +10,7 @@ from kvdepot.store.move.reclaim import make_durable
 from kvdepot.store.state.background_throttle import ChunkSizer
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
+from kvdepot.store.volume_entry import VolumeEntry
 
 _WAIT_S = 0.1
 
@@ -18,22 +18,22 @@ _WAIT_S = 0.1
 class MoveAway(CopyJob):
     from_memory = False
 
-    def __init__(self, state: StoreState, lower: LowerTier, drive: int) -> None:
+    def __init__(self, state: StoreState, lower: LowerTier, volume: int) -> None:
         super().__init__(lower)
         self._state = state
-        self._drive = drive
+        self._volume = volume
         self.moved = 0
         self.bound: list[int] = []
         """Blocks under contract that could not be read or written: they stay where they are."""
 
     def is_wanted(self, row: int) -> bool:
-        return self.target.place_on(row, self._drive) != NONE
+        return self.target.place_on(row, self._volume) != NONE
 
     def source(self, row: int) -> tuple[LowerTier, int] | None:
-        return self.target, self.target.place_on(row, self._drive)
+        return self.target, self.target.place_on(row, self._volume)
 
     def enter(self, row: int, location: int) -> None:
-        self.target.relocate(row, self.target.place_on(row, self._drive), location)
+        self.target.relocate(row, self.target.place_on(row, self._volume), location)
         self._state.counters.add("moved", self.target.name)
         self.moved += 1
 
@@ -47,39 +47,42 @@ class MoveAway(CopyJob):
             self._state.traffic.drained_away[self.target.name] += 1
 
 
-def drain(state: StoreState, lower: LowerTier, drive: int, mover: BlockMover) -> int:
-    """Move every block of a drive to the others of its tier, and drop those that cannot be.
+def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -> int:
+    """Move every block of a volume to the others of its tier, and drop those that cannot be.
 
-    Returns how many were moved. Afterwards the drive holds nothing and takes nothing new, unless
-    the store closes meanwhile. ConfigError: blocks under contract could not be moved, and the drive
-    is used as before.
+    Returns how many were moved. Afterwards the volume holds nothing and takes nothing new, unless
+    the store closes meanwhile. ConfigError: blocks under contract could not be moved, and the
+    volume is used as before.
     """
-    tier = lower.tier
-    assert isinstance(tier, ChangesDrives)
-    tier.start_drain(drive)
-    with state.lock:  # blocks that were given a place on the drive before
+    entry = state.volumes.entries[number]
+    volume = entry.volume
+    entry.draining = True
+    volume.set_limits(None, may_write=False)
+    with state.lock:  # blocks that were given a place on the volume before
         state.written.wait_for(
-            lambda: state.closing.is_set() or not lower.tier.has_unentered(drive),
+            lambda: (
+                state.closing.is_set() or not (lower.appending[number] or volume.facts().writes)
+            ),
             lower.config.write_timeout,
         )
-    job, size, turn = MoveAway(state, lower, drive), ChunkSizer(PIECE_BYTES), itertools.count()
+    job, size, turn = MoveAway(state, lower, number), ChunkSizer(PIECE_BYTES), itertools.count()
 
     def move(rows: list[int]) -> None:
         while rows and not state.closing.is_set():
-            rows = mover.copy_all(job, rows, lambda: _others(lower, drive, next(turn)), size=size)
-            if rows:  # memory is short, or no drive takes anything: what was refused is dropped
+            rows = mover.copy_all(job, rows, lambda: _others(lower, number, next(turn)), size=size)
+            if rows:  # memory is short, or no volume takes anything: what was refused is dropped
                 with state.lock:
                     state.room.wait(_WAIT_S)
 
-    slots = [segment.slot for segment in tier.segments(drive, reclaimable=False)]
-    for slot in slots:
+    segments = volume.segments().segments.tolist()
+    for segment in segments:
         with state.lock:
-            rows = lower.live(drive, slot).tolist()
+            rows = lower.live(number, segment).tolist()
         move(rows)
     deadline_s = state.clock.now() + lower.config.write_timeout
     while job.bound and not state.closing.wait(_WAIT_S):
         if state.clock.now() > deadline_s:
-            tier.end_drain(drive)
+            end_drain(entry)
             make_durable(state)
             raise ConfigError(
                 f"{lower.name}.path",
@@ -89,15 +92,21 @@ def drain(state: StoreState, lower: LowerTier, drive: int, mover: BlockMover) ->
         rows, job.bound = job.bound, []
         move(rows)
     with state.lock:
-        for slot in slots if not state.closing.is_set() else ():
-            lower.segment_rows.pop((drive, slot), None)
+        for segment in segments if not state.closing.is_set() else ():
+            lower.forget_segment(number, segment)
     make_durable(state)
     return job.moved
 
 
-def _others(lower: LowerTier, drive: int, turn: int) -> list[int]:
-    """The other drives that can be written to, beginning with another one each time."""
-    facts = [(one, lower.tier.drive(one)) for one in range(lower.tier.drive_count())]
-    able = [one for one, fact in facts if one != drive and fact.up and not fact.draining]
+def end_drain(entry: VolumeEntry) -> None:
+    """Write blocks to a volume again: it stays."""
+    entry.draining = False
+    entry.volume.set_limits(None, may_write=True)
+
+
+def _others(lower: LowerTier, volume: int, turn: int) -> list[int]:
+    """The other volumes that can be written to, beginning with another one each time."""
+    facts = lower.volumes.all_facts()
+    able = [number for number, one in facts if number != volume and one.up and one.may_write]
     start = turn % max(1, len(able))
     return able[start:] + able[:start]

@@ -1,4 +1,4 @@
-"""The one way in which blocks are copied to a drive of a lower tier.
+"""The one way in which blocks are copied to a volume of a lower tier.
 
 Claim, read, append, enter, record removals that came meanwhile, release. Write-back, demotion,
 draining and reclaiming only choose what goes where (`CopyJob`).
@@ -8,15 +8,28 @@ its new record too, and is recorded again, because it is dropped with the segmen
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.metadata import Tombstone
-from kvdepot.core.tier import MetaWritten, Purpose
+from kvdepot.core.volume import (
+    NO_PLACE,
+    READ_DTYPE,
+    RECORD_DTYPE,
+    VOLUME_SHIFT,
+    Array,
+    Outcome,
+    Priority,
+    Purpose,
+    place_of,
+    volume_of,
+)
 from kvdepot.format.copy_ops import transfers
-from kvdepot.format.record import parse_own, record_bytes, set_stamp
+from kvdepot.format.record import record_bytes, set_stamp, stamp_of
 from kvdepot.native import COPY, address_of
 from kvdepot.store.state.background_throttle import FLASH_SHARE, HEAD_SHARE, ChunkSizer, backoff_s
 from kvdepot.store.state.lower_tier import LowerTier
@@ -30,10 +43,11 @@ _STAGING_S: Final = 1.0
 """How long to wait for memory to read into."""
 _TOMBSTONE_PAUSE_S: Final = 0.01
 _TOMBSTONE_WAIT_S: Final = 1.0
+READS_END_S: Final = 60.0
 _log = RateLimitedLog("kvdepot.store")
 
 MakeRoom = Callable[[LowerTier, int, int], bool]
-"""Tier, drive and bytes: do what lets a refused append succeed. False: nothing helps."""
+"""Tier, volume and bytes: do what lets a refused append succeed. False: nothing helps."""
 
 
 class CopyJob(ABC):
@@ -60,7 +74,7 @@ class CopyJob(ABC):
 
     def claim(self, row: int) -> None:
         """A row is about to be copied."""
-        self.target.begin_moving([row])
+        self.target.moving[row] += 1
 
     @abstractmethod
     def enter(self, row: int, location: int) -> None:
@@ -92,7 +106,7 @@ class CopyBatch:
 
 
 class BlockMover:
-    """Copies blocks to drives. Threads may share it."""
+    """Copies blocks to volumes. Threads may share it."""
 
     def __init__(self, state: StoreState, make_room: MakeRoom) -> None:
         self._state = state
@@ -104,14 +118,14 @@ class BlockMover:
         self,
         job: CopyJob,
         rows: list[int],
-        drives: Callable[[], Sequence[int]],
+        volumes: Callable[[], Sequence[int]],
         *,
         size: ChunkSizer,
         rests: Sequence[LowerTier] = (),
     ) -> list[int]:
-        """Copy rows piece by piece to the first of the drives that takes each.
+        """Copy rows piece by piece to the first of the volumes that takes each.
 
-        Returns the rows that were not tried: no drive took anything of the piece before them,
+        Returns the rows that were not tried: no volume took anything of the piece before them,
         memory is short, or the store closes. `rests`: after each piece, leave these tiers to
         foreground reads for a while.
         """
@@ -129,7 +143,7 @@ class BlockMover:
                     piece, left = self.claim(job, left, size.nbytes)
             if not piece.rows:
                 return left
-            if not self.copy(job, piece, drives(), self._make_room):
+            if not self.copy(job, piece, volumes(), self._make_room):
                 return left
             size.learn(piece.nbytes, state.clock.now() - started_s)
             rest(state, rests, started_s)
@@ -162,44 +176,44 @@ class BlockMover:
         return piece, left
 
     def copy(
-        self, job: CopyJob, piece: CopyBatch, drives: Sequence[int], make_room: MakeRoom | None
+        self, job: CopyJob, piece: CopyBatch, volumes: Sequence[int], make_room: MakeRoom | None
     ) -> bool:
-        """Read a claimed piece and append it to the first of the drives that takes it.
+        """Read a claimed piece and append it to the first of the volumes that takes it.
 
         Afterwards every row is entered or given up, and released. False: there was something to
-        write, and no drive took any of it.
+        write, and no volume took any of it.
         """
         left = readable = self._read(job, piece)
-        for drive in drives:
+        for volume in volumes:
             if not left:
                 break
-            left = self._append(job, piece, left, drive)
+            left = self._append(job, piece, left, volume)
             for _ in range(_TRIES_MAX):
                 if not left or make_room is None:
                     break
-                if not make_room(job.target, drive, max(len(image) for _, image in left)):
+                if not make_room(job.target, volume, max(len(image) for _, image in left)):
                     break
-                left = self._append(job, piece, left, drive)
+                left = self._append(job, piece, left, volume)
         with self._state.lock:
             self._give_up(job, piece, [row for row, _ in left])
         return len(left) < len(readable) or not readable
 
-    def record_tombstones(self, target: LowerTier, tombstones: Sequence[Tombstone]) -> None:
-        """Record tombstones on every drive of a tier: older copies may lie on any. One drive is
-        enough; if there is none, waits for the first, `tombstone_wait_s` at most.
+    def record_tombstones(self, tombstones: Sequence[Tombstone], *, to_others: bool = True) -> None:
+        """Record tombstones on every volume: older copies may lie on any. One volume is enough; if
+        there is none, waits for the first, `tombstone_wait_s` at most.
         """
-        state, tier = self._state, target.tier
+        state, volumes = self._state, self._state.volumes
         entries = [one.entry for one in tombstones]
         deadline_s = state.clock.now() + self.tombstone_wait_s
-        written = tier.put_meta(entries) if entries else MetaWritten(0, 0)
+        written = volumes.metadata.put(entries, to_others=to_others)
         while written.should and not written.have and state.clock.now() < deadline_s:
             if state.closing.wait(_TOMBSTONE_PAUSE_S):
                 break
-            written = tier.put_meta(entries)
+            written = volumes.metadata.put(entries, to_others=to_others)
         if written.should and not written.have:
             with state.lock:
                 state.counters.removal_unrecorded += 1
-            _log.warning("%s: %d removals could not be recorded", target.name, len(tombstones))
+            _log.warning("%d removals could not be recorded", len(tombstones))
 
     def _image(self, job: CopyJob, piece: CopyBatch, row: int, nbytes: int) -> memoryview | None:
         """Where the record of a row is, or goes: in memory if it can be appended from there, else
@@ -235,65 +249,89 @@ class BlockMover:
         if not piece.sources:
             return list(images.items())
         intact = set(piece.rows) - piece.sources.keys()
-        by_tier: dict[LowerTier, dict[int, int]] = {}
+        by_volume: dict[int, list[int]] = {}
         for row, source in piece.sources.items():
             if source is not None:
-                by_tier.setdefault(source[0], {})[row] = source[1]
-        for lower, places in by_tier.items():
-            keys = [catalog.table.key(row) for row in places]
-            good = lower.tier.read_records(
-                keys, list(places.values()), [images[row] for row in places]
-            )
-            intact.update(row for row, fine in zip(places, good, strict=True) if fine)
+                by_volume.setdefault(volume_of(source[1]), []).append(row)
+        for number, rows in by_volume.items():
+            intact.update(self._read_from(number, rows, piece, images))
         lost = [row for row in piece.rows if row not in intact]
         if lost:
             with state.lock:
                 self._give_up(job, piece, lost)
         return [(row, image) for row, image in images.items() if row in intact]
 
+    def _read_from(
+        self, number: int, rows: list[int], piece: CopyBatch, images: Mapping[int, memoryview]
+    ) -> list[int]:
+        """Read records from one volume, verified. Returns the rows that are intact."""
+        sources = [piece.sources[row] for row in rows]
+        reads = whole_reads(
+            self._state.catalog.table.words(np.array(rows)),
+            [place_of(source[1]) for source in sources if source is not None],
+            self._state.catalog.nbytes.array[rows],
+            [address_of(images[row])[0] for row in rows],
+        )
+        volume = self._state.volumes[number]
+        timeout_s = max(source[0].config.write_timeout for source in sources if source is not None)
+        reading = volume.read(reads, Priority.BACKGROUND, timeout_s)
+        outcomes = reading.result()
+        while not reading.released(READS_END_S):
+            pass
+        return [row for row, ok in zip(rows, outcomes == Outcome.OK, strict=True) if ok]
+
     def _append(
         self,
         job: CopyJob,
         piece: CopyBatch,
         blocks: list[tuple[int, memoryview]],
-        drive: int,
+        number: int,
     ) -> list[tuple[int, memoryview]]:
-        """Append to one drive; enter and release what was written. Returns what was not.
+        """Append to one volume; enter and release what was written. Returns what was not.
 
         What was written is entered before room is looked for: a segment that holds a block which
         is in no index cannot be reclaimed.
         """
         state, catalog, target = self._state, self._state.catalog, job.target
+        entry = state.volumes.entries[number]
         with state.lock:
-            mounts = target.mounts[drive]
+            mounts, volume = entry.mounts, entry.volume
+            target.appending[number] += 1
         if job.renews:
             stamp = state.stamps.next()
             for _, image in blocks:
                 set_stamp(image, stamp)
+        records = np.zeros(len(blocks), RECORD_DTYPE)
+        rows = np.array([row for row, _ in blocks])
+        records["key"] = catalog.table.words(rows)
+        records["payload_bytes"] = catalog.nbytes.array[rows]
+        records["image"] = [address_of(image)[0] for _, image in blocks]
+        records["stamp"] = [stamp_of(image) for _, image in blocks]
         began_s = state.clock.now()
-        locations = target.tier.append(drive, [image for _, image in blocks], job.purpose)
+        places = volume.append(records, job.purpose)
         removed: list[Tombstone] = []
         written: list[int] = []
         left: list[tuple[int, memoryview]] = []
         with state.lock:
             state.traffic.took("write", state.clock.now() - began_s, target.name)
-            # What was appended to a drive that was mounted anew meanwhile is gone.
-            remounted = target.mounts[drive] != mounts
-            for block, location in zip(blocks, locations, strict=True):
-                if location is None or remounted:
-                    left.append(block)
+            # What was appended to a volume that was opened anew meanwhile is gone.
+            is_gone = entry.mounts != mounts
+            target.appending[number] -= 1
+            for index, place in enumerate(places.tolist()):
+                if place == NO_PLACE or is_gone:
+                    left.append(blocks[index])
                     continue
-                row = block[0]
-                job.enter(row, location)
+                row = blocks[index][0]
+                job.enter(row, number << VOLUME_SHIFT | place)
                 written.append(row)
                 if catalog.is_deleted(row):
                     # Up to this record only: the block may have been put again since.
-                    below = parse_own(block[1])[2] + 1
+                    below = int(records["stamp"][index]) + 1
                     removed.append(Tombstone(catalog.table.key(row), below, state.stamps.next()))
             if not removed:
                 self._release(job, piece, written)
         if removed:
-            self.record_tombstones(target, removed)
+            self.record_tombstones(removed)
             with state.lock:
                 self._release(job, piece, written)
         return left
@@ -315,9 +353,19 @@ class BlockMover:
         state.written.notify_all()
 
 
+def whole_reads(
+    words: Array, places: Sequence[int], payload_bytes: Array, images: Sequence[int]
+) -> Array:
+    """Reads of whole records, verified as their heads say."""
+    reads = np.zeros(len(words), READ_DTYPE)
+    reads["key"], reads["place"], reads["image"] = words, places, images
+    reads["payload_bytes"] = reads["stop"] = payload_bytes
+    return reads
+
+
 def rest(state: StoreState, tiers: Sequence[LowerTier], since_s: float) -> None:
     """Leave tiers that were worked on since then to foreground reads, if there are any."""
     busy = [lower for lower in tiers if lower.foreground.busy_since(since_s)]
     if busy:
-        share = HEAD_SHARE if any(lower.contiguous_bytes for lower in busy) else FLASH_SHARE
+        share = HEAD_SHARE if any(lower.volumes.contiguous_bytes for lower in busy) else FLASH_SHARE
         state.closing.wait(backoff_s(state.clock.now() - since_s, share))

@@ -5,7 +5,7 @@ that covers all records of the block from before, also one that was found on ano
 and relied on.
 """
 
-from kvdepot.core.tier import Purpose
+from kvdepot.core.volume import Purpose
 from kvdepot.index.table import NONE
 from kvdepot.store.move.mover import PIECE_BYTES, BlockMover, CopyJob
 from kvdepot.store.state.background_throttle import ChunkSizer
@@ -40,8 +40,7 @@ def renew(state: StoreState, lower: LowerTier, rows: list[int], mover: BlockMove
     """False: some lie where they did: they could not be read or written."""
     with state.lock:
         job = Renew(state, lower, rows)
-    facts = enumerate(lower.tier.drive(one) for one in range(lower.tier.drive_count()))
-    able = [drive for drive, fact in facts if fact.up and not fact.draining]
+    able = [number for number, facts in lower.volumes.all_facts() if facts.up and facts.may_write]
     mover.copy_all(job, rows, lambda: able, size=ChunkSizer(PIECE_BYTES))
     with state.lock:
         return not any(map(job.is_wanted, job.places))

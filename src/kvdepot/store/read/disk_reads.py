@@ -1,26 +1,33 @@
-"""Reading from the drives of lower tiers, in waves, planned while others are under way.
+"""Reads from the volumes of lower tiers, in waves, planned while others are under way.
 
-A wave lands in slots of memory (promotion) or, where memory is in use, in staging. The tier
+A wave lands in slots of memory (promotion) or, where memory is in use, in staging. The volume
 verifies each block and copies it to its target while the next ones are in flight. A block that is
 corrupt, failed or late is a miss; the others are delivered.
 """
 
 import contextlib
 import queue
-import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
 
 from kvdepot.core.block import BlockKey, CopyState, GetResult
 from kvdepot.core.depot import Arrival, Sink
 from kvdepot.core.log import RateLimitedLog
-from kvdepot.core.tier import Load, Loaded, Outcome, QueuesReads, Reading, drive_of
+from kvdepot.core.volume import (
+    READ_DTYPE,
+    Outcome,
+    PendingRead,
+    Priority,
+    place_of,
+    volume_of,
+)
 from kvdepot.format.copy_ops import copy_op, transfers
 from kvdepot.format.record import HEAD_BYTES, record_bytes
-from kvdepot.index.table import NONE
+from kvdepot.index.table import NONE, as_words
 from kvdepot.native import address_of
 from kvdepot.store.read.timed_out import LateRead, TimedOutIo
 from kvdepot.store.state.lower_tier import LowerTier
@@ -30,18 +37,14 @@ from kvdepot.store.write.memory_eviction import SlotAllocator, by_size
 CORRUPT: Final = GetResult(None, "corrupt")
 BUSY: Final = GetResult(None, "busy")
 LATE: Final = GetResult(None, "late")
-_REASONS: Final = {
+_REASONS: Final[dict[int, GetResult]] = {
     Outcome.CORRUPT: CORRUPT,
     Outcome.FAILED: GetResult(None, "failed"),
     Outcome.LATE: LATE,
 }
 _FILLING: Final = int(CopyState.FILLING)
-_THREADS_A_DRIVE: Final = 2
-_BEGIN_S: Final = 0.002
-"""How long a wave may take to begin before the next is planned: else the planner would keep the
-interpreter to itself while the drive idles."""
-_WAVES_A_DRIVE: Final = 3
-"""Under way or queued, with their memory, so that the drive always has work."""
+_WAVES_A_VOLUME: Final = 3
+"""Under way or queued, with their memory, so that the volume always has work."""
 _WAVE_BLOCKS_MAX: Final = 256
 _FIRST_BLOCKS_MAX: Final = 64
 """So that the first of many small blocks are read early."""
@@ -99,35 +102,40 @@ class ReadCall:
 
 @dataclass(slots=True)
 class WaveBlock:
-    """One block of a wave: its load and the slot it is read into."""
+    """One block of a wave: where it is read from, and the slot it is read into."""
 
     index: int
-    load: Load
+    location: int
+    image: memoryview
+    target: int
+    """0: what is read is looked at, or copied, where it is."""
+    start: int
+    stop: int
     slot: int
     promote: bool
 
 
 @dataclass(slots=True, eq=False)
 class Wave:
-    """Blocks that are read from one drive in one go."""
+    """Blocks that are read from one volume in one go."""
 
     blocks: list[WaveBlock]
-    reading: Reading | None = None
+    reading: PendingRead | None = None
     began_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class DriveWaves:
-    """What one call reads from one drive."""
+class VolumeWaves:
+    """What one call reads from one volume."""
 
     lower: LowerTier
-    drive: int
+    volume: int
     waiting: deque[int] = field(default_factory=deque)
     flying: list[Wave] = field(default_factory=list)
 
 
-Drives = dict[tuple[LowerTier, int], DriveWaves]
-Done = queue.SimpleQueue[tuple[DriveWaves, Wave]]
+Volumes = dict[int, VolumeWaves]
+Done = queue.SimpleQueue[tuple[VolumeWaves, Wave]]
 
 
 class DiskReads:
@@ -137,32 +145,25 @@ class DiskReads:
         self._state = state
         self._slots = slots
         self._late = late
-        self._threads: dict[tuple[LowerTier, int], ThreadPoolExecutor] = {}
-        """Of drives whose tier has no queue of reads; a slow one does not hold up the others."""
-
-    def close(self) -> None:
-        """Stop the threads; nothing may be under way."""
-        for threads in self._threads.values():
-            threads.shutdown()
 
     def read(self, call: ReadCall, indices: list[int]) -> None:
         """Read blocks of a call; sets their results."""
-        drives: Drives = {}
+        volumes: Volumes = {}
         done: Done = queue.SimpleQueue()
         with self._state.lock:
             if self._state.admission.learns and call.waits_for_others and not call.is_prefetch:
                 self._state.admission.read([call.reads[index].row for index in indices])
-            self._assign(call, drives, indices)
+            self._assign(call, volumes, indices)
         try:
-            self._read_waves(call, drives, done)
+            self._read_waves(call, volumes, done)
         finally:  # a sink has raised: what is in flight still has to land
             lost = ReadCall(call.reads, [BUSY] * len(call.reads), call.deadline, call.verify)
-            for reads in drives.values():
+            for reads in volumes.values():
                 while reads.flying:
                     self._finish(lost, reads, reads.flying[0])
 
-    def _assign(self, call: ReadCall, drives: Drives, indices: list[int]) -> None:
-        """Queue each block on the drive that it is read from."""
+    def _assign(self, call: ReadCall, volumes: Volumes, indices: list[int]) -> None:
+        """Queue each block on the volume that it is read from."""
         state = self._state
         assert state.held()
         only = state.lower_tiers[0] if len(state.lower_tiers) == 1 else None
@@ -171,22 +172,22 @@ class DiskReads:
             lower = only or state.source(read.row)
             if lower is None or not lower.copies.ready(read.row):
                 continue
-            drive = drive_of(lower.copies.location.view[read.row])
-            reads = drives.get((lower, drive))
+            volume = volume_of(lower.copies.location.view[read.row])
+            reads = volumes.get(volume)
             if reads is None:
-                reads = drives[lower, drive] = DriveWaves(lower, drive)
+                reads = volumes[volume] = VolumeWaves(lower, volume)
             reads.waiting.append(index)
 
-    def _read_waves(self, call: ReadCall, drives: Drives, done: Done) -> None:
+    def _read_waves(self, call: ReadCall, volumes: Volumes, done: Done) -> None:
         moves: Counter[int] = Counter()
-        while busy := [reads for reads in drives.values() if reads.waiting or reads.flying]:
+        while busy := [reads for reads in volumes.values() if reads.waiting or reads.flying]:
             if self._state.clock.now() >= call.deadline:
                 self._stop(call, busy)
                 return
-            if self._start_waves(call, busy, done):
+            if self._start_waves(call, volumes, done):
                 continue
             if not any(reads.flying for reads in busy):
-                if self._await_room(call, busy, done):
+                if self._await_room(call, volumes, done):
                     continue
                 for reads in busy:
                     for index in reads.waiting:
@@ -201,9 +202,9 @@ class DiskReads:
                     call.results[index] = BUSY
                 with self._state.lock:
                     left = [index for index in again if moves[index] < _MOVES_MAX]
-                    self._assign(call, drives, left)
+                    self._assign(call, volumes, left)
 
-    def _stop(self, call: ReadCall, busy: list[DriveWaves]) -> None:
+    def _stop(self, call: ReadCall, busy: list[VolumeWaves]) -> None:
         """Time is up: nothing starts any more, and what is in flight is left behind."""
         with self._state.lock:
             self._state.counters.read_late += sum(len(reads.waiting) for reads in busy)
@@ -214,10 +215,12 @@ class DiskReads:
             for wave in [wave for wave in reads.flying if not self._withdraw(call, reads, wave)]:
                 self._finish(call, reads, wave)
 
-    def _withdraw(self, call: ReadCall, reads: DriveWaves, wave: Wave) -> bool:
+    def _withdraw(self, call: ReadCall, reads: VolumeWaves, wave: Wave) -> bool:
         """Take back a wave whose turn has not come. False: it has begun."""
-        if not (isinstance(wave.reading, Future) and wave.reading.cancel()):
+        if wave.reading is None or not wave.reading.cancel():
             return False
+        if not call.is_prefetch:
+            reads.lower.foreground.end()
         state = self._state
         reads.flying.remove(wave)
         with state.lock:
@@ -229,84 +232,62 @@ class DiskReads:
             state.room.notify_all()
         return True
 
-    def _start_waves(self, call: ReadCall, busy: list[DriveWaves], done: Done) -> bool:
-        """Start a wave on every drive that has room for one. False: nothing was planned."""
+    def _start_waves(self, call: ReadCall, volumes: Volumes, done: Done) -> bool:
+        """Start a wave on every volume that has room for one. False: nothing was planned."""
         progress = False
-        for reads in busy:
-            if not reads.waiting or len(reads.flying) >= _WAVES_A_DRIVE:
+        for reads in list(volumes.values()):
+            if not reads.waiting or len(reads.flying) >= _WAVES_A_VOLUME:
                 continue
             left = len(reads.waiting)
             with self._state.lock:
-                wave = self._plan(call, reads)
+                wave = self._plan(call, volumes, reads)
             progress = progress or len(reads.waiting) < left
             if wave.blocks:
-                alone = len(busy) == 1 and not reads.waiting and not reads.flying
+                alone = not any(one.waiting or one.flying for one in volumes.values())
                 reads.flying.append(wave)
-                wave.reading = self._start(call, reads, wave, done, inline=alone)
+                self._start(call, reads, wave, done, inline=alone)
         return progress
 
-    def _await_room(self, call: ReadCall, busy: list[DriveWaves], done: Done) -> bool:
+    def _await_room(self, call: ReadCall, volumes: Volumes, done: Done) -> bool:
         """Wait for memory to read into and start. False: time is up."""
         state = self._state
         while (wait_s := call.deadline - state.clock.now()) > 0:
-            if self._start_waves(call, busy, done):
+            if self._start_waves(call, volumes, done):
                 return True
             with state.lock:
                 state.room.wait(min(wait_s, _LOOK_AGAIN_S))
         return False
 
     def _start(
-        self, call: ReadCall, reads: DriveWaves, wave: Wave, done: Done, *, inline: bool
-    ) -> Reading:
-        """Begin to read a wave: in this thread if there is nothing to do meanwhile."""
-        lower, clock = reads.lower, self._state.clock
-        loads = [block.load for block in wave.blocks]
-        wave.began_s = clock.now()
-        left_s = max(0.0, call.deadline - wave.began_s)
+        self, call: ReadCall, reads: VolumeWaves, wave: Wave, done: Done, *, inline: bool
+    ) -> None:
+        """Begin to read a wave; in this thread, when its result is asked for, if there is nothing
+        to do meanwhile.
+        """
+        lower, wave.began_s = reads.lower, self._state.clock.now()
+        asked = [call.reads[block.index] for block in wave.blocks]
+        batch = np.zeros(len(asked), READ_DTYPE)
+        batch["key"] = as_words([read.key for read in asked])
+        batch["payload_bytes"] = [read.payload_bytes for read in asked]
+        batch["chunk_bytes"] = [read.chunk_bytes for read in asked]
+        batch["place"] = [place_of(block.location) for block in wave.blocks]
+        batch["image"] = [address_of(block.image)[0] for block in wave.blocks]
+        batch["target"] = [block.target for block in wave.blocks]
+        batch["start"] = [block.start for block in wave.blocks]
+        batch["stop"] = [block.stop for block in wave.blocks]
+        priority = Priority.PREFETCH if call.is_prefetch else Priority.FOREGROUND
+        volume = self._state.volumes.entries[reads.volume].volume
         if not call.is_prefetch:
             lower.foreground.begin()
-
-        def tell() -> None:
-            if not call.is_prefetch:
-                lower.foreground.end()
-            done.put((reads, wave))
-
-        if isinstance(lower.tier, QueuesReads) and not inline:
-            return lower.tier.submit(loads, left_s, tell)
-        future: Future[Loaded]
+        wave.reading = volume.read(batch, priority, max(0.0, call.deadline - wave.began_s))
         if inline:
-            future = Future()
-            future.set_result(lower.tier.load(loads, left_s))
-            tell()
+            done.put((reads, wave))
         else:
-            deadline, begun = clock.now() + left_s, threading.Event()
+            wave.reading.when_done(lambda: done.put((reads, wave)))
 
-            def load() -> Loaded:
-                begun.set()
-                now = clock.now()
-                if now >= deadline:  # its turn came too late: nothing is in flight
-                    return [Outcome.LATE] * len(loads), None
-                return lower.tier.load(loads, deadline - now)
-
-            future = self._pool(reads).submit(load)
-            future.add_done_callback(lambda _: tell())
-            if len(reads.flying) <= _THREADS_A_DRIVE:
-                begun.wait(_BEGIN_S)
-        return future
-
-    def _pool(self, reads: DriveWaves) -> ThreadPoolExecutor:
-        name = (reads.lower, reads.drive)
-        with self._state.lock:
-            if name not in self._threads:
-                prefix = f"kvdepot-{reads.lower.name}-read-{reads.drive}"
-                self._threads[name] = ThreadPoolExecutor(
-                    _THREADS_A_DRIVE, thread_name_prefix=prefix
-                )
-            return self._threads[name]
-
-    def _landed(self, call: ReadCall, done: Done) -> list[tuple[DriveWaves, Wave]]:
+    def _landed(self, call: ReadCall, done: Done) -> list[tuple[VolumeWaves, Wave]]:
         """Waves that were read; waits for the first, until the deadline."""
-        found: list[tuple[DriveWaves, Wave]] = []
+        found: list[tuple[VolumeWaves, Wave]] = []
         with contextlib.suppress(queue.Empty):
             wait_s = max(0.0, call.deadline - self._state.clock.now())
             found.append(done.get(timeout=min(wait_s, _WAIT_MAX_S)))
@@ -314,7 +295,7 @@ class DiskReads:
                 found.append(done.get_nowait())
         return found
 
-    def _plan(self, call: ReadCall, reads: DriveWaves) -> Wave:
+    def _plan(self, call: ReadCall, volumes: Volumes, reads: VolumeWaves) -> Wave:
         """The next wave: blocks for which there is memory to read into.
 
         A prefetch reads only what can stay in memory.
@@ -322,7 +303,7 @@ class DiskReads:
         state = self._state
         assert state.held()
         wave = Wave([])
-        chosen = self._choose(call, reads)
+        chosen = self._choose(call, volumes, reads)
         promoted = [call.reads[index].row for index, _, promote in chosen if promote]
         slots = self._reserve(promoted)
         back: list[int] = []
@@ -339,16 +320,22 @@ class DiskReads:
             if slot is None:
                 back.append(index)
                 continue
-            load = load_of(read, arena.image(slot, nbytes), location)
-            wave.blocks.append(WaveBlock(index, load, slot, promote))
+            image = arena.image(slot, nbytes)
+            span = _whole_chunks(read)
+            wave.blocks.append(WaveBlock(index, location, image, *span, slot, promote))
         reads.waiting.extendleft(reversed(back))
         return wave
 
-    def _choose(self, call: ReadCall, reads: DriveWaves) -> list[tuple[int, int, bool]]:
-        """Take blocks off the queue that go in one wave: index, location, whether to promote."""
+    def _choose(
+        self, call: ReadCall, volumes: Volumes, reads: VolumeWaves
+    ) -> list[tuple[int, int, bool]]:
+        """Take blocks off the queue that go in one wave: index, location, whether to promote.
+
+        A block that was moved since it was queued goes to the queue of its volume now.
+        """
         state, lower, waiting = self._state, reads.lower, reads.waiting
         states, locations = state.catalog.memory.state.view, lower.copies.location.view
-        limit = min(lower.wave_bytes, max(1, state.arena.capacity_bytes // 4))
+        limit = min(lower.volumes.wave_bytes, max(1, state.arena.capacity_bytes // 4))
         promotes = lower.config.promote or call.is_prefetch
         leaves = call.waits_for_others and not call.is_prefetch
         chosen: list[tuple[int, int, bool]] = []
@@ -363,6 +350,9 @@ class DiskReads:
             if chosen and total + nbytes > limit:
                 break
             waiting.popleft()
+            if not lower.copies.ready(row) or volume_of(locations[row]) != reads.volume:
+                self._assign(call, volumes, [index])
+                continue
             filled = states[row] or (_FILLING if row in rows else 0)
             if leaves and filled == _FILLING:
                 call.left_to_others.add(index)
@@ -385,7 +375,7 @@ class DiskReads:
             found.update(zip(some, slots, strict=False))
         return found
 
-    def _finish(self, call: ReadCall, reads: DriveWaves, wave: Wave) -> list[int]:
+    def _finish(self, call: ReadCall, reads: VolumeWaves, wave: Wave) -> list[int]:
         """Take in a wave that was read.
 
         Returns the blocks to read again: they moved meanwhile, or another tier has them.
@@ -393,17 +383,21 @@ class DiskReads:
         assert wave.reading is not None
         if wave not in reads.flying:
             return []
-        outcomes, pending = wave.reading.result()
+        reading = wave.reading
+        outcomes = reading.result().tolist()
+        if not call.is_prefetch:
+            reads.lower.foreground.end()
         reads.flying.remove(wave)
+        is_late = Outcome.LATE in outcomes and not reading.released(0.0)
         arrivals = []
         for block, outcome in zip(wave.blocks, outcomes, strict=True):
             read = call.reads[block.index]
-            if outcome is not Outcome.OK:
+            if outcome != Outcome.OK:
                 continue
             if not read.target:
-                arrivals.append((block.index, block.load.image, block.promote))
-            elif not block.load.copy_to:
-                slot = address_of(block.load.image)[0]
+                arrivals.append((block.index, block.image, block.promote))
+            elif not block.target:
+                slot = address_of(block.image)[0]
                 transfers([copy_op(slot, read.target, read.start, read.stop)])
         again: list[int] = []
         late: list[LateRead] = []
@@ -416,11 +410,11 @@ class DiskReads:
                 self._keep(call, reads.lower, wave, outcomes)
                 for block, outcome in zip(wave.blocks, outcomes, strict=True):
                     read = call.reads[block.index]
-                    if outcome is Outcome.OK:
+                    if outcome == Outcome.OK:
                         continue
-                    if outcome is Outcome.LATE:
+                    if outcome == Outcome.LATE:
                         state.counters.read_late += 1
-                        if pending is None:
+                        if not is_late:
                             self._give_back(block, read.row)
                         else:
                             late.append(self._set_aside(block, read))
@@ -429,18 +423,16 @@ class DiskReads:
                     call.results[block.index] = _REASONS[outcome]
                 state.arrived.notify_all()
                 state.room.notify_all()
-            if pending is not None:
-                self._late.add(pending, late)
+            if is_late:
+                self._late.add(reading, late)
         return again
 
-    def _keep(
-        self, call: ReadCall, lower: LowerTier, wave: Wave, outcomes: Sequence[Outcome]
-    ) -> None:
+    def _keep(self, call: ReadCall, lower: LowerTier, wave: Wave, outcomes: Sequence[int]) -> None:
         """Make the slots of what was read blocks of the memory tier, or give them back."""
         state, got = self._state, GetResult(lower.name)
         rows: list[int] = []
         for block, outcome in zip(wave.blocks, outcomes, strict=True):
-            if outcome is not Outcome.OK:
+            if outcome != Outcome.OK:
                 continue
             call.results[block.index] = got
             if block.promote:
@@ -454,21 +446,21 @@ class DiskReads:
                 for row in rows:
                     state.promote(row, lower, call.reads[-1].key[-1])
 
-    def _failed(self, lower: LowerTier, block: WaveBlock, row: int, outcome: Outcome) -> bool:
+    def _failed(self, lower: LowerTier, block: WaveBlock, row: int, outcome: int) -> bool:
         """Settle a block that could not be read. True: read it again, from elsewhere."""
-        if outcome is Outcome.LATE:
+        if outcome == Outcome.LATE:
             return False
-        state, location = self._state, block.load.location
+        state, location = self._state, block.location
         self._give_back(block, row)
         if lower.place(row) == location != NONE:
-            corrupt = outcome is Outcome.CORRUPT
+            corrupt = outcome == Outcome.CORRUPT
             state.counters.quarantined += corrupt
             state.counters.read_failed += not corrupt
             if corrupt:
                 _log.warning(
-                    "%s: drive %d: a corrupt block is dropped", lower.name, drive_of(location)
+                    "%s: volume %d: a corrupt block is dropped", lower.name, volume_of(location)
                 )
-            if corrupt or lower.is_up(location):
+            if corrupt or state.volumes.is_up(location):
                 lower.drop(row)
         other = state.source(row)
         return other is not None and (other is not lower or lower.place(row) != location)
@@ -486,15 +478,14 @@ class DiskReads:
         if block.promote:
             state.catalog.memory.drop(read.row)
             state.arena.set_owner(block.slot, TEMPORARY)
-        return LateRead(block.slot, read.key, len(block.load.image), block.promote)
+        return LateRead(block.slot, read.key, len(block.image), block.promote)
 
 
-def load_of(read: BlockRead, image: memoryview, location: int) -> Load:
-    """The load that covers the wanted range with whole chunks."""
+def _whole_chunks(read: BlockRead) -> tuple[int, int, int]:
+    """Target, start and stop of the read that covers the wanted range with whole chunks."""
     size, chunk, start, stop = read.payload_bytes, read.chunk_bytes, read.start, read.stop
     if stop - start == size:
-        return Load(read.key, location, size, chunk, image, read.target, 0, size)
+        return read.target, 0, size
     first = start // chunk * chunk
     last = min(-(-stop // chunk) * chunk, size)
-    target = read.target if first == start and last == stop else 0
-    return Load(read.key, location, size, chunk, image, target, first, last)
+    return (read.target if first == start and last == stop else 0), first, last

@@ -24,7 +24,7 @@ def expected_s(state: StoreState, nbytes: Mapping[str, int]) -> float | None:
 
 
 def _tier_s(lower: LowerTier, nbytes: int) -> float | None:
-    facts = [lower.tier.drive(drive) for drive in range(lower.tier.drive_count())]
-    speed = sum(fact.read_bytes_per_s for fact in facts if fact.up)
-    queued = sum(fact.queued_bytes for fact in facts if fact.up)
+    up = [facts for _, facts in lower.volumes.all_facts() if facts.up]
+    speed = sum(facts.read_bytes_per_s for facts in up)
+    queued = sum(facts.queued_bytes for facts in up)
     return (nbytes + queued) / speed if speed else None

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.order import SessionState
-from kvdepot.core.tier import drive_of
+from kvdepot.core.volume import volume_of
 from kvdepot.errors import ConfigError
 from kvdepot.format.record import record_bytes
 from kvdepot.index.table import NONE
@@ -135,7 +135,9 @@ class Prefetcher:
         self._small_size = ChunkSizer(_STEP_BYTES)
         """What one drive reads in one go while calls read too."""
         self._thread: threading.Thread | None = None
-        contiguous_bytes = max((lower.contiguous_bytes for lower in state.lower_tiers), default=0)
+        contiguous_bytes = max(
+            (lower.volumes.contiguous_bytes for lower in state.lower_tiers), default=0
+        )
         if contiguous_bytes:
             reader.after_read = ReadAhead(state, self, contiguous_bytes).after_read
 
@@ -216,7 +218,7 @@ class Prefetcher:
     def _place(self, row: int) -> Place:
         """The drive that a block is read from."""
         lower = self._state.source(row) if row != NONE else None
-        return (lower, drive_of(lower.copies.location[row])) if lower is not None else None
+        return (lower, volume_of(lower.copies.location[row])) if lower is not None else None
 
     def _busy(self, places: Iterable[Place], since_s: float) -> list[LowerTier]:
         """The tiers among those from which calls have read since."""
@@ -257,7 +259,7 @@ class Prefetcher:
         busy = self._busy(step, since_s)
         if hint.wait(0.0) or not busy:
             return
-        share = HEAD_SHARE if any(lower.contiguous_bytes for lower in busy) else FLASH_SHARE
+        share = HEAD_SHARE if any(lower.volumes.contiguous_bytes for lower in busy) else FLASH_SHARE
         now_s = self._state.clock.now()
         pause_s = min(backoff_s(now_s - since_s, share), max(0.0, hint.deadline_s - now_s) / 2)
         hint.wait(pause_s)
@@ -324,6 +326,6 @@ class ReadAhead:
                 break
             row = children[0]
             lower = self._state.source(row)
-            if lower is not None and lower.contiguous_bytes and not catalog.in_memory(row):
+            if lower is not None and lower.volumes.contiguous_bytes and not catalog.in_memory(row):
                 found.append(row)
         return found

@@ -39,7 +39,6 @@ class Reader:
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
-        self._disks.close()
         self._checks.shutdown()
 
     def fetch(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import Pending
+from kvdepot.core.volume import PendingRead
 from kvdepot.format.record import parse_head, payload_intact
 from kvdepot.index.table import NONE
 from kvdepot.store.state.state import StoreState
@@ -35,10 +35,10 @@ class TimedOutIo:
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
-        self._work: queue.SimpleQueue[tuple[Pending, Sequence[LateRead]]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[PendingRead, Sequence[LateRead]]] = queue.SimpleQueue()
         self._busy = 0
 
-    def add(self, pending: Pending, reads: Sequence[LateRead]) -> None:
+    def add(self, pending: PendingRead, reads: Sequence[LateRead]) -> None:
         """Keep or free what was read when `pending` has ended. Does not block."""
         with self._state.lock:
             self._work.put((pending, reads))
@@ -55,7 +55,7 @@ class TimedOutIo:
         state = self._state
         while True:
             pending, reads = self._work.get()
-            while not pending.wait(_SLICE_S):
+            while not pending.released(_SLICE_S):
                 pass
             good = [self._is_good(read) for read in reads]
             with state.lock:

@@ -1,42 +1,63 @@
-"""Token ids of blocks, from the heads of their records: in memory, else wherever they lie."""
+"""Token ids and producers of blocks, from the heads of their records."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+import numpy as np
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.tier import KeepsTokens
-from kvdepot.format.record import HEAD_BYTES, token_ids
-from kvdepot.index.table import NONE
-from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.core.volume import READ_DTYPE, Outcome, Priority, place_of, volume_of
+from kvdepot.format.record import HEAD_BYTES
+from kvdepot.index.table import NONE, as_words
+from kvdepot.io.files import aligned
+from kvdepot.native import address_of
 from kvdepot.store.state.state import StoreState
 
+_HEADS_AT_ONCE: Final = 64
+_TIMEOUT_S: Final = 10.0
+Fact = TypeVar("Fact")
 
-class TokenReader:
-    """Reads token ids. Thread-safe; not a use of the blocks."""
 
-    def __init__(self, state: StoreState) -> None:
-        self._state = state
+def read_heads(
+    state: StoreState,
+    keys: Sequence[BlockKey],
+    parse: Callable[[memoryview, BlockKey], Fact],
+    unknown: Fact,
+) -> list[Fact]:
+    """Parse the head of each block; `unknown` for a block that is not here or cannot be read.
 
-    def read(self, keys: Sequence[BlockKey]) -> list[bytes]:
-        """For each block its token ids, little-endian u32; empty where they are not known, or the
-        block is not here. Reads a page of each block that is not in memory.
-        """
-        found = [b""] * len(keys)
-        below: dict[LowerTier, list[tuple[int, int]]] = {}
-        with self._state.lock:
-            for index, row in enumerate(self._state.catalog.rows(keys)):
-                if row == NONE:
-                    continue
-                memory = self._state.memory_of(row)
-                if memory is not None:
-                    found[index] = token_ids(memory.image(row)[:HEAD_BYTES], keys[index])
-                    continue
-                lower = self._state.source(row)
-                if lower is not None:
-                    below.setdefault(lower, []).append((index, lower.place(row)))
-        for lower, places in below.items():
-            if isinstance(lower.tier, KeepsTokens):
-                asked = [keys[index] for index, _ in places]
-                answers = lower.tier.read_tokens(asked, [location for _, location in places])
-                for (index, _), tokens in zip(places, answers, strict=True):
-                    found[index] = tokens
-        return found
+    Not a use of the blocks. Reads one page of each block that is not in memory.
+    """
+    facts = [unknown] * len(keys)
+    below: dict[int, list[tuple[int, int, int]]] = {}
+    """Place, payload bytes and index of each block, by volume."""
+    with state.lock:
+        for index, row in enumerate(state.catalog.rows(keys)):
+            memory = state.memory_of(row) if row != NONE else None
+            if memory is not None:
+                facts[index] = parse(memory.image(row)[:HEAD_BYTES], keys[index])
+                continue
+            lower = state.source(row) if row != NONE else None
+            if lower is not None:
+                location = lower.place(row)
+                place = (place_of(location), state.catalog.nbytes[row], index)
+                below.setdefault(volume_of(location), []).append(place)
+    for number, places in below.items():
+        volume = state.volumes[number]
+        for first in range(0, len(places), _HEADS_AT_ONCE):
+            part = sorted(places)[first : first + _HEADS_AT_ONCE]
+            memory_of_heads = aligned(len(part) * HEAD_BYTES)
+            reads = np.zeros(len(part), READ_DTYPE)
+            reads["key"] = as_words([keys[index] for _, _, index in part])
+            reads["place"] = [place for place, _, _ in part]
+            reads["payload_bytes"] = [nbytes for _, nbytes, _ in part]
+            reads["image"] = address_of(memory_of_heads)[0] + HEAD_BYTES * np.arange(len(part))
+            reading = volume.read(reads, Priority.BACKGROUND, _TIMEOUT_S)
+            outcomes = reading.result()
+            while not reading.released(_TIMEOUT_S):
+                pass
+            for at, (_, _, index) in enumerate(part):
+                if outcomes[at] == Outcome.OK:
+                    head = memory_of_heads[at * HEAD_BYTES : (at + 1) * HEAD_BYTES]
+                    facts[index] = parse(head, keys[index])
+    return facts

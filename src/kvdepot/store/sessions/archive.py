@@ -28,13 +28,14 @@ from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.core.order import SessionState
 from kvdepot.core.private import open_private_file
 from kvdepot.errors import ConfigError, FormatError
+from kvdepot.format.record import token_ids as token_ids_of
 from kvdepot.index.table import as_words
 from kvdepot.io.files import aligned
 from kvdepot.native import address_of
 from kvdepot.store.mapped import RegisterTag
 from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.read.token_ids import TokenReader
+from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.sessions.session_table import Prompt, Sessions, checked_name
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.put import NewBlock, Putter
@@ -93,7 +94,6 @@ class SessionExporter:
         self._reader = reader
         self._putter = putter
         self._register_tag = register_tag
-        self._tokens = TokenReader(state)
         self.transfer = ArchiveProgress()
 
     def export(self, name: str, prompts: Mapping[bytes, Prompt], path: Path) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class SessionExporter:
                     f"{label} cannot be read: {got.reason}",
                     hint="kvdepot session show says where its blocks are",
                 )
-            (tokens,) = self._tokens.read([key])
+            (tokens,) = read_heads(self._state, [key], token_ids_of, b"")
         start = key + _LENGTHS.pack(size, len(tokens))
         yield start
         yield buffer[:size]

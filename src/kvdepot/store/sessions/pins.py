@@ -226,7 +226,7 @@ class PinManager:
         return {tag: prompt for tag, prompt in found.items() if prompt is not None}
 
     def _check_terms(self, until_s: float, prompts: dict[bytes, Prompt]) -> None:
-        durable = [one for one in self._state.lower_tiers if one.is_durable]
+        durable = [one for one in self._state.lower_tiers if one.volumes.is_durable]
         if not durable or not self._records.exist:
             raise RefusedPromiseError(
                 "this store has no durable tier",
@@ -251,7 +251,7 @@ class PinManager:
         drive may know that they were removed. What this opening has under contract was."""
         since_s = self._since_s
         for lower in self._state.lower_tiers:
-            if lower.is_remote or lower.tier.is_up():
+            if lower.volumes.is_remote or lower.volumes.are_up:
                 continue
             with self._state.lock:
                 held = self._sessions.contracts
@@ -341,12 +341,11 @@ class PinManager:
         mine = {tenants[word] for word in np.unique(tags[new])}
         share = state.config.sessions.pinned_share
         for lower in state.lower_tiers:
-            if not lower.is_durable:
+            if not lower.volumes.is_durable:
                 continue
             here = rows[lower.copies.state.array[rows] == CopyState.READY]
-            facts = [lower.tier.drive(one) for one in range(lower.tier.drive_count())]
-            stay = [fact for fact in facts if not fact.draining]
-            room = sum(fact.segments_max * fact.segment_bytes for fact in stay)
+            stay = [facts for _, facts in lower.volumes.all_facts() if facts.may_write]
+            room = sum(facts.capacity_bytes for facts in stay)
             taken: Counter[str] = Counter()
             for word in np.unique(tags[here]):
                 taken[tenants[word]] += int(self._sizes(here[tags[here] == word]).sum())
@@ -376,7 +375,7 @@ class PinManager:
         """Which rows are on a tier that a contract may rest on."""
         found: Bools = np.zeros(len(rows), dtype=bool)
         for lower in self._state.lower_tiers:
-            if lower.is_durable:
+            if lower.volumes.is_durable:
                 found |= lower.copies.state.array[rows] == CopyState.READY
         return found
 

@@ -1,4 +1,4 @@
-"""Sessions and pins as metadata: one entry for each, on every drive (core.metadata).
+"""Sessions and pins as metadata: one entry for each, on every volume (core.metadata).
 
 Of a session without a pin a few keys of its prompt are kept, from which the index knows the others;
 a pin has all of its own.
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
 from kvdepot.core.json_object import parse_object
-from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind, merged
+from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
@@ -48,7 +48,6 @@ class SessionRecords:
     def __init__(self, state: StoreState, sessions: Sessions) -> None:
         self._state = state
         self._sessions = sessions
-        self._tiers = [lower.tier for lower in state.lower_tiers if not lower.is_remote]
         self._written: dict[tuple[MetaKind, bytes], MetaEntry] = {}
         """What the drives have, as last written or read."""
         self._bytes = 0
@@ -60,7 +59,8 @@ class SessionRecords:
     @property
     def exist(self) -> bool:
         """Whether anything can be written down."""
-        return any(tier.writable for tier in self._tiers)
+        tiers = self._state.lower_tiers
+        return any(lower.writable and not lower.volumes.is_remote for lower in tiers)
 
     @property
     def pin_bytes_max(self) -> int:
@@ -75,7 +75,7 @@ class SessionRecords:
         """Know what the drives have: once before anything else, and when a drive is back. With the
         store's lock.
         """
-        known = merged(tier.metadata() for tier in self._tiers)
+        known = self._state.volumes.metadata.known()
         pins = known.values(MetaKind.PIN)
         for (kind, name), entry in known.entries.items():
             before = self._written.get((kind, name))
@@ -98,11 +98,11 @@ class SessionRecords:
                 entries = [entry for one in sorted(sessions) for entry in self._entries(one)]
             if not entries:
                 return True
-            written = [tier.put_meta(entries, sync_s) for tier in self._tiers if tier.writable]
+            written = self._state.volumes.metadata.put(entries, sync_s)
             with self._state.lock:
                 for entry in entries:
                     self._remember(entry)
-                if not any(one.have for one in written):
+                if not written.have:
                     self.dirty |= sessions
                     for entry in entries:
                         self._written.pop((entry.kind, entry.name), None)
@@ -132,8 +132,9 @@ class SessionRecords:
                 yield MetaEntry(kind, label, self._state.stamps.next(), text)
 
     def _bytes_max(self) -> int:
-        facts = [tier.drive(at) for tier in self._tiers for at in range(tier.drive_count())]
-        rooms = [fact.segment_bytes * fact.segments_max for fact in facts if fact.segments_max]
+        tiers = [lower for lower in self._state.lower_tiers if not lower.volumes.is_remote]
+        facts = [one for lower in tiers for _, one in lower.volumes.all_facts()]
+        rooms = [one.capacity_bytes for one in facts if one.capacity_bytes]
         return max(_BYTES_MIN, min(_BYTES_MAX, min(rooms, default=0) // _SHARE))
 
     def _restore(self, label: bytes, known: Metadata, pins: dict[bytes, bytes]) -> None:

@@ -37,7 +37,7 @@ class Admission:
         self._catalog = catalog
         self._lower_tiers = lower_tiers
         self._counters = counters
-        self._budgeted = any(lower.tier.write_budget() is not None for lower in lower_tiers[:1])
+        self._budgeted = any(lower.volumes.budget() is not None for lower in lower_tiers[:1])
         self._thrash = ThrashDetector() if len(lower_tiers) > 1 else None
         self._history: ReuseHistory | None = None
         self.learns = False
@@ -108,23 +108,23 @@ class Admission:
 
     def _is_new(self, row: int) -> bool:
         first = self._lower_tiers[0]
-        return first.copies.absent(row) and row not in first.tickets
+        return first.copies.absent(row) and row not in first.queue.tickets
 
     def _learned(self) -> "ReuseHistory | None":
         """What is known of blocks, where it is used."""
         if self._wants_history and self._history is None:
-            capacity_bytes = self._lower_tiers[0].tier.usage().capacity_bytes
+            capacity_bytes = self._lower_tiers[0].volumes.capacity_bytes
             self._history = ReuseHistory(self._catalog, capacity_bytes)
         return self._history if self._wants_history else None
 
     def _fill_after(self, row: int) -> float:
         """How full the buckets of writes are, when what waits and this block have been written."""
         first = self._lower_tiers[0]
-        budget = first.tier.write_budget()
+        budget = first.volumes.budget()
         if budget is None or not budget.bucket_bytes:
             return 0.0
         record = record_bytes(self._catalog.nbytes[row])
-        return (budget.left_bytes - first.dirty_bytes - record) / budget.bucket_bytes
+        return (budget.left_bytes - first.queue.dirty_bytes - record) / budget.bucket_bytes
 
 
 class ReuseHistory:

@@ -13,7 +13,6 @@ from kvdepot.core.block import TAG_BYTES
 from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
-from kvdepot.store.state.lower_tier import LowerTier
 
 if TYPE_CHECKING:
     from kvdepot.store.state.state import StoreState
@@ -36,10 +35,8 @@ class Descriptions:
         self.missing: set[bytes] = set()
         """Tags with a handle whose description is not on every tier."""
         self._kept: dict[bytes, bytes] = {}
-        """What this node's drives have, by tag."""
-        for lower in state.lower_tiers:
-            if not lower.is_remote:
-                self._kept |= lower.tier.metadata().values(MetaKind.NAMESPACE)
+        """What this node's volumes have, by tag."""
+        self._kept |= state.volumes.metadata.values(MetaKind.NAMESPACE)
         self._bytes = sum(map(_size, self._kept.values()))
 
     def register(self, tag: bytes, description: bytes) -> None:
@@ -113,27 +110,20 @@ class Descriptions:
                     self.missing.update({tag} & self._handles.keys())
 
     def _remote(self) -> dict[bytes, bytes]:
-        """What other nodes have written down in tiers that are shared with them."""
-        found: dict[bytes, bytes] = {}
-        for lower in self._state.lower_tiers:
-            if lower.is_remote:
-                found |= lower.tier.metadata().values(MetaKind.NAMESPACE)
-        return found
+        """What other nodes have written to volumes that are shared with them."""
+        return self._state.volumes.metadata.remote_values(MetaKind.NAMESPACE)
 
     def _is_shared(self) -> bool:
-        return any(lower.is_remote for lower in self._state.lower_tiers)
-
-    def _writable(self) -> list[LowerTier]:
-        return [lower for lower in self._state.lower_tiers if lower.tier.writable]
+        return any(lower.volumes.is_remote for lower in self._state.lower_tiers)
 
     def _write(self, tag: bytes, description: bytes) -> bool:
-        """Record a description. False: not every drive has it."""
+        """Record a description. False: not every volume has it."""
         entry = MetaEntry(MetaKind.NAMESPACE, tag, self._state.stamps.next(), description)
-        written = [lower.tier.put_meta([entry]) for lower in self._writable()]
+        written = self._state.volumes.metadata.put([entry])
         with self._state.lock:
             self._bytes += _size(description) - _size(self._kept.get(tag))
             self._kept[tag] = description
-        return all(one.have == one.should for one in written)
+        return written.have == written.should
 
     def _make_room(self, tag: bytes, description: bytes) -> None:
         """Forget descriptions without blocks, if there are too many."""
@@ -152,11 +142,9 @@ class Descriptions:
             )
 
     def _bytes_max(self) -> int:
-        sizes = []
-        for lower in self._writable():
-            facts = [lower.tier.drive(drive) for drive in range(lower.tier.drive_count())]
-            sizes += [one.segments_max * one.segment_bytes for one in facts if not one.draining]
-        smallest = min((size for size in sizes if size), default=1 << 62)
+        facts = [one for lower in self._state.lower_tiers for _, one in lower.volumes.all_facts()]
+        sizes = [one.capacity_bytes for one in facts if one.may_write and one.capacity_bytes]
+        smallest = min(sizes, default=1 << 62)
         return max(_BYTES_MIN, smallest // _SHARE)
 
     def _forget(self, tags: Iterable[bytes]) -> None:
@@ -167,9 +155,10 @@ class Descriptions:
                 self._bytes -= _size(self._kept.pop(tag))
             self.missing.update(tag for tag in gone if tag in self._handles)
             stamp = self._state.stamps.next()
-        entries = [MetaEntry(MetaKind.NAMESPACE, tag, stamp, None) for tag in gone]
-        for lower in self._writable() if entries else ():
-            lower.tier.put_meta(entries)
+        if gone:
+            self._state.volumes.metadata.put(
+                [MetaEntry(MetaKind.NAMESPACE, tag, stamp, None) for tag in gone]
+            )
 
     def _with_blocks(self) -> set[bytes]:
         """Tags of all namespaces that have blocks."""

@@ -7,14 +7,12 @@ begin with `assert state.held()`. Each condition below is for one kind of waiter
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from math import inf
 from typing import Final
 
 from kvdepot.config.settings import Config
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.depot import DURABILITY, Durability
-from kvdepot.core.tier import SharesContents
 from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import as_words
@@ -27,6 +25,7 @@ from kvdepot.store.state.ledger import SavingsLedger
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.state.traffic import StoreTraffic
 from kvdepot.store.trace_recorder import TraceRecorder
+from kvdepot.store.volume_set import VolumeSet
 from kvdepot.store.write.memory_eviction import ArenaTier
 
 _WAITING, _POLICY, _BUDGET, _READ_ONLY, _NO_DRIVE = map(
@@ -49,6 +48,15 @@ class StoreClocks:
 
     steady: Clock
     stamps: StampClock
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMemory:
+    """Memory for blocks, fastest first, and for transfers that have no slot there."""
+
+    arenas: Sequence[Arena]
+    staging: Arena
+    return_times: ReturnTimes
 
 
 @dataclass(slots=True)
@@ -120,26 +128,26 @@ class StoreState:
         config: Config,
         clocks: StoreClocks,
         catalog: Catalog,
-        arenas: Sequence[Arena],
-        staging: Arena,
+        memory: StoreMemory,
+        volumes: VolumeSet,
         lower_tiers: Sequence[LowerTier],
-        return_times: ReturnTimes,
     ) -> None:
-        """`arenas` are those of the memory tiers, fastest first."""
         self.config = config
         self.clock = clocks.steady
         self.catalog = catalog
         self.stamps = clocks.stamps
-        self.staging = staging
-        """Memory for transfers that have no slot in a memory tier."""
+        self.staging = memory.staging
+        self.volumes = volumes
         self.lower_tiers = tuple(lower_tiers)
         """Fastest first."""
-        self.return_times = return_times
+        self.return_times = memory.return_times
         self.memory_tiers = tuple(
             ArenaTier(arena, catalog, copies, leaves)
-            for arena, copies, leaves in zip(arenas, catalog.memories, catalog.orders, strict=True)
+            for arena, copies, leaves in zip(
+                memory.arenas, catalog.memories, catalog.orders, strict=True
+            )
         )
-        self.arena = arenas[0]
+        self.arena = memory.arenas[0]
         """Of the fastest memory tier."""
         self.counters = Counters()
         self.traffic = StoreTraffic()
@@ -164,8 +172,6 @@ class StoreState:
         """A call or a late read ended: close looks again."""
         self.quarantined: frozenset[bytes] = frozenset()
         """Tags of namespaces of which nothing is served, see store.audits."""
-        self.full_s = -inf
-        """When a block last found no room in memory."""
         self.closing = threading.Event()
         """Set once, with the lock held, when the store closes."""
         self.calls = 0
@@ -179,10 +185,8 @@ class StoreState:
             raise StoreClosedError("the store is closed")
 
     def request_refresh(self) -> None:
-        """Have the tiers that other stores write to looked at soon. Does not block."""
-        for lower in self.lower_tiers:
-            if isinstance(lower.tier, SharesContents):
-                lower.tier.request_refresh()
+        """Have the volumes that other stores write to looked at soon. Does not block."""
+        self.volumes.look()
 
     def using(self) -> "StoreCall":
         """A call that works on the store's memory: close waits for it."""
@@ -211,7 +215,7 @@ class StoreState:
         """What waits to be written."""
         total = 0
         for lower in self.lower_tiers:
-            total += lower.dirty_bytes
+            total += lower.queue.dirty_bytes
         return total
 
     @property
@@ -222,7 +226,7 @@ class StoreState:
     @property
     def writes_back(self) -> bool:
         """Whether blocks are written to a lower tier; else they stay in memory."""
-        return any(lower.writers for lower in self.lower_tiers)
+        return any(lower.queue.writers for lower in self.lower_tiers)
 
     def record_lookup(self, keys: Sequence[BlockKey]) -> None:
         """A prompt was looked up."""
@@ -240,7 +244,7 @@ class StoreState:
     def usable_prefix(self, rows: list[int]) -> list[int]:
         """Cut a run of resident rows where it needs a drive that is known to be down."""
         assert self.held()
-        if all(lower.tier.is_up() for lower in self.lower_tiers):
+        if not self.volumes.down:
             return rows
         for index, row in enumerate(rows):
             if not self.catalog.in_memory(row) and not any(
@@ -272,7 +276,7 @@ class StoreState:
             if memory.copies.ready(row):
                 memory.drop(row)
         for lower in self.lower_tiers:
-            lower.deferred.pop(row, None)
+            lower.queue.deferred.pop(row, None)
             if lower.copies.ready(row):
                 lower.drop(row)
         self.catalog.forget_if_gone(row)
@@ -295,7 +299,9 @@ class StoreState:
     def is_being_written(self, rows: Iterable[int]) -> bool:
         """Whether one of the rows waits to be written, or is being copied, to any lower tier."""
         tiers = self.lower_tiers
-        return any(row in lower.tickets or row in lower.moving for row in rows for lower in tiers)
+        return any(
+            row in lower.queue.tickets or row in lower.moving for row in rows for lower in tiers
+        )
 
     def write_new(self, rows: list[int], *, later: bool = False) -> None:
         """New blocks in memory wait to be written to the lower tiers that want them.
@@ -316,7 +322,9 @@ class StoreState:
     def written_through(self) -> LowerTier | None:
         """The first lower tier, where a put is to wait until it has the block."""
         first = self.lower_tiers[0] if self.lower_tiers else None
-        waits = first is not None and first.mode is WriteMode.THROUGH and not first.is_remote
+        waits = (
+            first is not None and first.mode is WriteMode.THROUGH and not first.volumes.is_remote
+        )
         return first if waits else None
 
     def write_deferred(self, lower: LowerTier, limit_bytes: int) -> None:
@@ -325,8 +333,8 @@ class StoreState:
         """
         assert self.held()
         catalog = self.catalog
-        while lower.deferred and self.dirty_bytes < limit_bytes:
-            row, _ = lower.deferred.popitem(last=False)
+        while lower.queue.deferred and self.dirty_bytes < limit_bytes:
+            row, _ = lower.queue.deferred.popitem(last=False)
             if catalog.memory.ready(row) and catalog.is_live(row):
                 self._queue(row, lower)
 
@@ -350,9 +358,9 @@ class StoreState:
         if self.admission.learns:
             self.admission.asked(rows)
         for lower in self.lower_tiers:
-            for row in reversed(rows) if lower.deferred else ():
-                if row in lower.deferred:
-                    lower.deferred.move_to_end(row, last=False)
+            for row in reversed(rows) if lower.queue.deferred else ():
+                if row in lower.queue.deferred:
+                    lower.queue.deferred.move_to_end(row, last=False)
         if self._targets[False] == self._targets[True]:
             return
         for row in rows:
@@ -380,21 +388,21 @@ class StoreState:
 
     def is_dirty(self, row: int) -> bool:
         """Whether a block waits to be written to any lower tier."""
-        return any(row in lower.tickets for lower in self.lower_tiers)
+        return any(row in lower.queue.tickets for lower in self.lower_tiers)
 
     def mark_clean(self, row: int, lower: LowerTier) -> None:
         """A block no longer waits to be written to this tier."""
         assert self.held()
-        lower.mark_clean(row)
+        lower.queue.mark_clean(row)
         catalog = self.catalog
         if catalog.is_deleted(row) and not catalog.leases(row) and not self.is_dirty(row):
             self.drop_everywhere(row)
 
     def _queue(self, row: int, lower: LowerTier) -> None:
         """A block in memory waits to be written to a tier, unless it is there or waits already."""
-        if lower.writers and lower.copies.absent(row) and row not in lower.tickets:
+        if lower.queue.writers and lower.copies.absent(row) and row not in lower.queue.tickets:
             self.last_ticket += 1
-            lower.mark_dirty(row, self.last_ticket, self.clock.now())
+            lower.queue.mark_dirty(row, self.last_ticket, self.clock.now())
 
     def _write_to(self, row: int, numbers: list[int], *, later: bool = False) -> None:
         """A block in memory waits to be written to those of these tiers that it may enter."""
@@ -404,12 +412,12 @@ class StoreState:
             kept = _BUDGET if wanted and not numbers else _POLICY
         for number in numbers:
             lower = self.lower_tiers[number]
-            if later and lower.writers:
-                lower.deferred[row] = None
+            if later and lower.queue.writers:
+                lower.queue.deferred[row] = None
             else:
                 self._queue(row, lower)
         if self.catalog.unwritten.view[row]:
-            if self.is_dirty(row) or any(row in lower.deferred for lower in self.lower_tiers):
+            if self.is_dirty(row) or any(row in lower.queue.deferred for lower in self.lower_tiers):
                 kept = _WAITING
             elif not self.writes_back:
                 kept = _READ_ONLY if self.lower_tiers else _NO_DRIVE

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any, Final
 
 from kvdepot.core.first_token import FirstToken, Reason
-from kvdepot.core.tier import TIER_NAMES
+from kvdepot.core.volume import TIER_NAMES
 
 _BUCKETS: Final = 28
 """Of a histogram: the last one begins at 67 s."""

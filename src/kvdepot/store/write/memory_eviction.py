@@ -6,6 +6,7 @@ The coldest tail of the same size first, else the coldest stretch of the arena.
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -41,6 +42,8 @@ class ArenaTier:
     """How much move/memory_levels.py keeps free, where there is a slower memory tier; else 0."""
     overruns: int = 0
     """How often nothing was free, and a block had to leave at once."""
+    full_s: float = -inf
+    """When a block last found no room."""
     short: dict[int, None] = field(default_factory=dict)
     """Slot sizes of which little is left."""
     hits: deque[int] = field(default_factory=lambda: deque(maxlen=_HITS_MAX))
@@ -166,7 +169,7 @@ class SlotAllocator:
             if arena.has_others(nbytes) and self._empty_stretch(nbytes):
                 location = arena.allocate(nbytes, owners[0])
         if location is None:
-            self._state.full_s = self._state.clock.now()
+            self._memory.full_s = self._state.clock.now()
             self._state.work.notify_all()
             return []
         return [location]
@@ -202,9 +205,9 @@ class SlotAllocator:
         self._state.counters.add("evicted", memory.name, len(rows))
         residency = memory.catalog.residency.view
         for lower in self._state.lower_tiers:
-            for row in rows if lower.deferred else ():
+            for row in rows if lower.queue.deferred else ():
                 if not memory.catalog.memory.ready(row):
-                    lower.deferred.pop(row, None)
+                    lower.queue.deferred.pop(row, None)
         for row in rows:
             if not residency[row]:
                 memory.catalog.forget_if_gone(row)

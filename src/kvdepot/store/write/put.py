@@ -71,7 +71,7 @@ class Putter:
 
     def __init__(self, state: StoreState, slots: SlotAllocator) -> None:
         self._state = state
-        self._slots = slots
+        self.slots = slots
 
     def store(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
         """Take in each offer or say why not.
@@ -259,7 +259,7 @@ class Putter:
             return PutResult.REFUSED
         slot = None
         if below or nbytes <= dirty_room:
-            slot = self._slots.allocate(nbytes, NONE, ahead=ahead, may_wait=may_wait)
+            slot = self.slots.allocate(nbytes, NONE, ahead=ahead, may_wait=may_wait)
         if slot is None and below:
             catalog.use([row])
             return PutResult.PRESENT

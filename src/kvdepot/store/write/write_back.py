@@ -1,4 +1,4 @@
-"""Write-back: threads take dirty blocks from memory and append them to the drives of a tier.
+"""Write-back: threads take dirty blocks from memory and append them to the volumes of a tier.
 
 A block that cannot be written is given up: it stays in memory as long as there is room, is counted,
 and `flush` tells. So a failed disk makes the store smaller, never slower or stuck.
@@ -14,11 +14,11 @@ import numpy as np
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import DURABILITY, Durability, FlushReport
 from kvdepot.core.log import RateLimitedLog
-from kvdepot.core.tier import pack_location
+from kvdepot.core.volume import VOLUME_SHIFT
 from kvdepot.format.record import record_bytes
 from kvdepot.index.table import NONE, Rows
 from kvdepot.store.move.mover import BlockMover, CopyBatch, CopyJob
-from kvdepot.store.move.reclaim import DriveRoom
+from kvdepot.store.move.reclaim import VolumeRoom
 from kvdepot.store.state.background_throttle import FLASH_SHARE, HEAD_SHARE, backoff_s
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
 from kvdepot.store.state.state import StoreState
@@ -28,13 +28,13 @@ _THREADS_MAX: Final = 8
 _LINGER_S: Final = 0.5
 """How long blocks wait for others of their prompt, where these should lie together."""
 _YIELD_S: Final = 0.1
-"""How long a slower drive leaves blocks to a faster one."""
+"""How long a slower volume leaves blocks to a faster one."""
 _REST_S_MAX: Final = 0.25
 _PRESSED_S: Final = 1.0
 """How long after memory was full with blocks that wait to be written these are not left to wait."""
 _PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
-"""Of what waits, a drive takes its part only, so that a prompt lies on all of them; or this."""
+"""Of what waits, a volume takes its part only, so that a prompt lies on all of them; or this."""
 _NO_LIMIT: Final = 1 << 62
 _DURABLE: Final = DURABILITY.index(Durability.DURABLE)
 _log = RateLimitedLog("kvdepot.store")
@@ -43,15 +43,15 @@ _log = RateLimitedLog("kvdepot.store")
 class WriteDown(CopyJob):
     in_place = True
 
-    def __init__(self, state: StoreState, lower: LowerTier, drive: int) -> None:
+    def __init__(self, state: StoreState, lower: LowerTier, volume: int) -> None:
         super().__init__(lower)
         self._state = state
-        self._drive = drive
+        self._volume = volume
         self.given_up = 0
         self._returned: list[int] = []
 
     def claim(self, row: int) -> None:
-        self.target.copies.reserve(row, pack_location(self._drive, 0, 0))
+        self.target.copies.reserve(row, self._volume << VOLUME_SHIFT)
 
     def enter(self, row: int, location: int) -> None:
         state, lower = self._state, self.target
@@ -64,14 +64,13 @@ class WriteDown(CopyJob):
         state.counters.written_bytes += record_bytes(state.catalog.nbytes[row])
 
     def give_up(self, row: int) -> None:
-        """What could not be written goes to another drive, or is given up."""
+        """A block that could not be written goes to another volume, or is given up."""
         lower = self.target
         lower.copies.drop(row)
-        failed_on = lower.failed_on.setdefault(row, set())
-        failed_on.add(self._drive)
-        tier = lower.tier
-        others = (drive for drive in range(tier.drive_count()) if drive not in failed_on)
-        if any(tier.drive(drive).takes_blocks for drive in others):
+        failed_on = lower.queue.failed_on.setdefault(row, set())
+        failed_on.add(self._volume)
+        others = (facts for number, facts in lower.volumes.all_facts() if number not in failed_on)
+        if any(facts.takes_blocks for facts in others):
             self._returned.append(row)
         else:
             self.given_up += 1
@@ -81,7 +80,7 @@ class WriteDown(CopyJob):
         for row in rows:
             if self.target.copies.ready(row):
                 self._state.mark_clean(row, self.target)
-        self.target.dirty.extendleft(reversed(self._returned))
+        self.target.queue.dirty.extendleft(reversed(self._returned))
         self._returned.clear()
 
 
@@ -89,22 +88,22 @@ class WriteBack:
     """The background threads of one tier."""
 
     def __init__(
-        self, state: StoreState, lower: LowerTier, mover: BlockMover, room: DriveRoom
+        self, state: StoreState, lower: LowerTier, mover: BlockMover, room: VolumeRoom
     ) -> None:
         self._state = state
         self._lower = lower
         self._mover = mover
         self._room = room
-        self._a_drive = lower.writers_a_drive
+        self._a_volume = lower.volumes.writers
         self._busy: Counter[int] = Counter()
-        """Threads at work on each drive."""
+        """Threads at work on each volume."""
         self._rests_until_s = 0.0
         self.threads: list[threading.Thread] = []
         self.add_threads()
 
     def add_threads(self) -> list[threading.Thread]:
-        """As many threads as the drives can use; returns the new ones, which are not started."""
-        wanted = min(_THREADS_MAX, self._a_drive * self._lower.tier.drive_count())
+        """As many threads as the volumes can use; returns the new ones, which are not started."""
+        wanted = min(_THREADS_MAX, self._a_volume * len(self._lower.volumes))
         new = [
             threading.Thread(
                 target=self._run, name=f"kvdepot-{self._lower.name}-write-{number}", daemon=True
@@ -112,7 +111,7 @@ class WriteBack:
             for number in range(len(self.threads), wanted)
         ]
         self.threads += new
-        self._lower.writers += len(new)
+        self._lower.queue.writers += len(new)
         return new
 
     def _run(self) -> None:
@@ -125,50 +124,50 @@ class WriteBack:
             self._end_thread()
 
     def _next(self) -> tuple[int, CopyBatch, WriteDown] | None:
-        """Wait for dirty blocks and claim some for a drive. None: the store closes."""
+        """Wait for dirty blocks and claim some for a volume. None: the store closes."""
         state, lower = self._state, self._lower
         with state.lock:
             while not state.closing.is_set():
-                if lower.deferred:
+                if lower.queue.deferred:
                     state.write_deferred(lower, state.dirty_limit_bytes // 2)
-                drive, pause_s = self._choose_drive()
-                if drive is not None:
-                    job = WriteDown(state, lower, drive)
-                    rows = self._take(drive)
+                volume, pause_s = self._choose_volume()
+                if volume is not None:
+                    job = WriteDown(state, lower, volume)
+                    rows = self._take(volume)
                     state.room.notify_all()
                     piece, _ = self._mover.claim(job, rows, 1 << 62)
                     if piece.rows:
-                        lower.shares.take(drive, piece.nbytes, state.clock.now())
-                        self._busy[drive] += 1
-                        if lower.contiguous_bytes:
+                        lower.volumes.shares.take(volume, piece.nbytes, state.clock.now())
+                        self._busy[volume] += 1
+                        if lower.volumes.contiguous_bytes:
                             state.work.notify_all()
-                        return drive, piece, job
-                    pause_s = _LINGER_S if lower.dirty else None
+                        return volume, piece, job
+                    pause_s = _LINGER_S if lower.queue.dirty else None
                 state.work.wait(pause_s)
         return None
 
-    def _write(self, drive: int, piece: CopyBatch, job: WriteDown) -> None:
+    def _write(self, volume: int, piece: CopyBatch, job: WriteDown) -> None:
         state, nbytes = self._state, piece.nbytes
         self._mover.copy(
-            job, piece, [drive], lambda _, number, least: self._room.wait_for(number, least)
+            job, piece, [volume], lambda _, number, least: self._room.wait_for(number, least)
         )
         if state.descriptions.missing:
             state.descriptions.ensure(piece.rows)
         if job.given_up:
             _log.warning("%s: %d blocks were not written", self._lower.name, job.given_up)
         with state.lock:
-            self._lower.shares.done(drive, nbytes)
-        if not self._lower.tier.drive(drive).spare_segments:
-            self._room.keep_spare(drive)
+            self._lower.volumes.shares.done(volume, nbytes)
+        if not self._lower.volumes[volume].facts().spare_segments:
+            self._room.keep_spare(volume)
         with state.lock:
-            self._busy[drive] -= 1
+            self._busy[volume] -= 1
             state.work.notify_all()
 
     def _rest(self, since_s: float) -> None:
-        """Leave the drives to reads that came since then, for a while."""
+        """Leave the volumes to reads that came since then, for a while."""
         lower, now_s = self._lower, self._state.clock.now()
-        if not lower.is_remote and lower.foreground.busy_since(since_s):
-            share = HEAD_SHARE if lower.contiguous_bytes else FLASH_SHARE
+        if not lower.volumes.is_remote and lower.foreground.busy_since(since_s):
+            share = HEAD_SHARE if lower.volumes.contiguous_bytes else FLASH_SHARE
             self._rests_until_s = now_s + min(_REST_S_MAX, backoff_s(now_s - since_s, share))
 
     def _is_pressed(self) -> bool:
@@ -176,40 +175,42 @@ class WriteBack:
         state = self._state
         if 2 * state.dirty_bytes >= state.dirty_limit_bytes:
             return True
-        return state.clock.now() < state.full_s + _PRESSED_S
+        return state.clock.now() < state.memory_tiers[0].full_s + _PRESSED_S
 
     def _is_flushed(self) -> bool:
         """Whether a flush waits for what has waited longest, or nothing waits."""
-        return (self._lower.oldest_ticket() or 0) <= self._lower.flush_ticket
+        return (self._lower.queue.oldest_ticket() or 0) <= self._lower.queue.flush_ticket
 
-    def _choose_drive(self) -> tuple[int | None, float | None]:
-        """The drive to write to now; else how long to wait, None until there is work."""
+    def _choose_volume(self) -> tuple[int | None, float | None]:
+        """The volume to write to now; else how long to wait, None until there is work."""
         state, lower = self._state, self._lower
         assert state.held()
-        if not lower.dirty:
+        if not lower.queue.dirty:
             return None, None
         pressed = self._is_pressed()
         wait_s = 0.0 if pressed or self._is_flushed() else self._linger_s()
         if wait_s:
             return None, wait_s
-        able, retry_s = self._able_drives()
+        able, retry_s = self._able_volumes()
         if not able:
             self._give_up_all()
             return None, None
-        failed_on = lower.failed_on.get(lower.dirty[0], ())
-        able = [drive for drive in able if drive not in failed_on] or able
-        free = [drive for drive in able if self._busy[drive] < self._a_drive]
+        failed_on = lower.queue.failed_on.get(lower.queue.dirty[0], ())
+        able = [volume for volume in able if volume not in failed_on] or able
+        free = [volume for volume in able if self._busy[volume] < self._a_volume]
         if not free:
             return None, retry_s
-        first = lower.shares.next()
+        first = lower.volumes.shares.next()
         if first in free:
             return first, None
         if first in able and not pressed:
-            # The drive that should take the next run is busy: wait for it a little.
-            if lower.contiguous_bytes:
-                wait_s = self._left_s(lower.shares.taken_s, _LINGER_S)
-            elif lower.shares.are_uneven():
-                wait_s = self._left_s(max(lower.shares.taken_s, lower.dirty_since_s), _YIELD_S)
+            # The volume that should take the next run is busy: wait for it a little.
+            if lower.volumes.contiguous_bytes:
+                wait_s = self._left_s(lower.volumes.shares.taken_s, _LINGER_S)
+            elif lower.volumes.shares.are_uneven():
+                wait_s = self._left_s(
+                    max(lower.volumes.shares.taken_s, lower.queue.dirty_since_s), _YIELD_S
+                )
             if wait_s:
                 return None, wait_s
         return min(free, key=self._busy.__getitem__), None
@@ -217,75 +218,76 @@ class WriteBack:
     def _linger_s(self) -> float:
         """How long blocks should still wait: for reads, or for others of their prompt."""
         lower, resting_s = self._lower, self._left_s(self._rests_until_s, 0.0)
-        enough = lower.dirty_bytes >= lower.contiguous_bytes * (1 + lower.tier.drive_count())
-        if resting_s or not lower.contiguous_bytes or enough:
+        volumes = lower.volumes
+        enough = lower.queue.dirty_bytes >= volumes.contiguous_bytes * (1 + len(volumes))
+        if resting_s or not lower.volumes.contiguous_bytes or enough:
             return resting_s
-        return self._left_s(lower.dirty_since_s, _LINGER_S)
+        return self._left_s(lower.queue.dirty_since_s, _LINGER_S)
 
     def _left_s(self, since_s: float, span_s: float) -> float:
         left_s = since_s + span_s - self._state.clock.now()
         return left_s if left_s > _PAUSE_S_MIN else 0.0
 
-    def _able_drives(self) -> tuple[list[int], float | None]:
-        """Drives that take blocks or are due for a try; and when to look again at the others.
+    def _able_volumes(self) -> tuple[list[int], float | None]:
+        """Volumes that take blocks or are due for a try; and when to look again at the others.
 
-        Where none is up, all that are not draining: writes to them fail, and blocks are given up.
+        Where none is up, all that may be written to: writes fail, and blocks are given up.
         """
-        tier = self._lower.tier
-        facts = [(drive, tier.drive(drive)) for drive in range(tier.drive_count())]
-        facts = [(drive, fact) for drive, fact in facts if not fact.draining]
-        able = [drive for drive, fact in facts if fact.takes_blocks]
-        due = [drive for drive, fact in facts if not fact.up and not fact.retry_in_s]
-        retries = [fact.retry_in_s for _, fact in facts if not fact.up and fact.retry_in_s]
+        every = [one for one in self._lower.volumes.all_facts() if one[1].may_write]
+        able = [number for number, facts in every if facts.takes_blocks]
+        down = [(number, facts.retry_in_s) for number, facts in every if not facts.up]
+        due = [number for number, retry_in_s in down if not retry_in_s]
+        retries = [retry_in_s for _, retry_in_s in down if retry_in_s]
         retry_s = max(_PAUSE_S_MIN, min(retries)) if retries else None
-        return [*able, *due] or [drive for drive, _ in facts], retry_s
+        return [*able, *due] or [number for number, _ in every], retry_s
 
-    def _take(self, drive: int) -> list[int]:
-        """The next dirty rows for a drive."""
+    def _take(self, volume: int) -> list[int]:
+        """The next dirty rows for a volume."""
         state, lower, catalog = self._state, self._lower, self._state.catalog
-        lower.sort_dirty()
-        segment_bytes = lower.tier.drive(drive).segment_bytes
-        most = segment_bytes if lower.is_remote else segment_bytes // 4
-        budget = min(lower.contiguous_bytes or self._part_bytes(drive), most)
+        if lower.volumes.contiguous_bytes:
+            lower.queue.sort()
+        segment_bytes = lower.volumes[volume].facts().segment_bytes
+        most = segment_bytes if lower.volumes.is_remote else segment_bytes // 4
+        budget = min(lower.volumes.contiguous_bytes or self._part_bytes(volume), most)
         rows: list[int] = []
         passed_over: list[int] = []
-        for _ in range(min(len(lower.dirty), _BLOCKS_MAX)):
-            row = lower.dirty[0]
+        for _ in range(min(len(lower.queue.dirty), _BLOCKS_MAX)):
+            row = lower.queue.dirty[0]
             nbytes = record_bytes(catalog.nbytes[row])
             if rows and nbytes > budget:
                 break
-            lower.dirty.popleft()
+            lower.queue.dirty.popleft()
             if catalog.is_deleted(row) or not lower.copies.absent(row):
                 state.mark_clean(row, lower)
                 state.written.notify_all()
             elif self._mover.is_appended_elsewhere(row, lower):
                 passed_over.append(row)  # its head is written to now
-            elif rows and drive in lower.failed_on.get(row, ()):
-                passed_over.append(row)  # another drive is chosen for it
+            elif rows and volume in lower.queue.failed_on.get(row, ()):
+                passed_over.append(row)  # another volume is chosen for it
             else:
                 budget -= nbytes
                 rows.append(row)
-        lower.dirty.extend(passed_over)
+        lower.queue.dirty.extend(passed_over)
         return rows
 
-    def _part_bytes(self, drive: int) -> int:
+    def _part_bytes(self, volume: int) -> int:
         lower, most = self._lower, self._state.config.writeback.batch
-        if lower.tier.drive_count() == 1:
+        if len(lower.volumes) == 1:
             return most
-        part = int(lower.dirty_bytes * lower.shares.part(drive) / self._a_drive)
+        part = int(lower.queue.dirty_bytes * lower.volumes.shares.part(volume) / self._a_volume)
         return min(most, max(_PART_BYTES_MIN, part))
 
     def _end_thread(self) -> None:
         """If all threads have ended, nothing may wait for them."""
         with self._state.lock:
-            self._lower.writers -= 1
-            if not self._lower.writers:
+            self._lower.queue.writers -= 1
+            if not self._lower.queue.writers:
                 self._give_up_all()
 
     def _give_up_all(self) -> None:
         state, lower = self._state, self._lower
-        lower.dirty.clear()
-        for row in [row for row in lower.tickets if lower.copies.absent(row)]:
+        lower.queue.dirty.clear()
+        for row in [row for row in lower.queue.tickets if lower.copies.absent(row)]:
             state.give_up_writing(row, lower)
         state.written.notify_all()
         state.room.notify_all()
@@ -306,7 +308,9 @@ class Flusher:
         with state.lock:
             last = state.last_ticket
             self._do_not_linger(last)
-            state.written.wait_for(lambda: (first.oldest_ticket() or last + 1) > last, timeout_s)
+            state.written.wait_for(
+                lambda: (first.queue.oldest_ticket() or last + 1) > last, timeout_s
+            )
 
     def flush(self, timeout_s: float, keys: Sequence[BlockKey] | None = None) -> FlushReport:
         """Wait until what was put before is written, then until it is durable; of `keys` alone, if
@@ -322,11 +326,11 @@ class Flusher:
             done = state.written.wait_for(lambda: self._is_written(last, rows), timeout_s)
         unsynced: dict[LowerTier, Durability] = {}
         for lower in state.lower_tiers:
-            if lower.tier.writable:
+            if lower.writable:
                 left_s = max(0.0, deadline - state.clock.now())
                 if not done:
                     unsynced[lower] = Durability.WAITING
-                elif not lower.tier.flush(left_s):
+                elif not lower.volumes.sync(left_s):
                     unsynced[lower] = Durability.FAILED
         with state.lock:
             if keys is not None:
@@ -347,15 +351,17 @@ class Flusher:
     def _is_written(self, last: int, rows: set[int] | None) -> bool:
         tiers = self._state.lower_tiers
         if rows is not None:
-            tickets = (lower.tickets.get(row, last + 1) for lower in tiers for row in rows)
+            tickets = (lower.queue.tickets.get(row, last + 1) for lower in tiers for row in rows)
             return all(ticket > last for ticket in tickets)
-        return all((lower.oldest_ticket() or last + 1) > last for lower in tiers)
+        return all((lower.queue.oldest_ticket() or last + 1) > last for lower in tiers)
 
     def _report(self, last: int, unsynced: Mapping[LowerTier, Durability]) -> FlushReport:
         """On all blocks that were put before the ticket `last` was given out."""
         tiers = self._state.lower_tiers
         rows = self._state.catalog.live_rows()
-        later = {row for lower in tiers for row, ticket in lower.tickets.items() if ticket > last}
+        later = {
+            row for lower in tiers for row, ticket in lower.queue.tickets.items() if ticket > last
+        }
         rows = rows[~np.isin(rows, list(later))]
         totals = np.bincount(self._durability(rows, unsynced), minlength=len(DURABILITY))
         counts = Counter(dict(zip(DURABILITY, totals.tolist(), strict=True)))
@@ -388,5 +394,5 @@ class Flusher:
     def _do_not_linger(self, ticket: int) -> None:
         """Blocks up to this ticket wait no longer for others of their prompt."""
         for lower in self._state.lower_tiers:
-            lower.flush_ticket = max(lower.flush_ticket, ticket)
+            lower.queue.flush_ticket = max(lower.queue.flush_ticket, ticket)
         self._state.work.notify_all()

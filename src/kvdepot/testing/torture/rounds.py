@@ -48,7 +48,6 @@ from kvdepot.testing.torture.world import (
     read_blocks,
     residents,
 )
-from kvdepot.volumes.log.tier import LogTier
 
 Kind = Literal["cuts", "kills", "damages"]
 KINDS: Final[tuple[Kind, ...]] = ("cuts", "kills", "damages")
@@ -581,17 +580,18 @@ def judge_contracts(store: Store, ledger: Ledger, present: set[int]) -> None:
 
 
 def left_out(store: Store) -> int:
-    """How many drives could not be mounted yet."""
-    tiers = [lower.tier for lower in store.inspect().state.lower_tiers]
-    return sum(len(tier.left_out) for tier in tiers if isinstance(tier, LogTier))
+    """How many volumes could not be opened yet."""
+    entries = store.inspect().state.volumes.entries
+    return sum(entry.error is not None for entry in entries)
 
 
 def drive_facts(store: Store) -> list[dict[str, Any]]:
-    """For people who read a ledger: what is known of each drive."""
+    """For people who read a ledger: the state of each volume."""
     wanted = ("path", "healthy", "reason", "segments", "free_segments", "capacity_bytes", "damage")
-    tiers = [lower.tier for lower in store.inspect().state.lower_tiers]
-    told = [one for tier in tiers if isinstance(tier, LogTier) for one in tier.describe_drives()]
-    return [{name: one[name] for name in wanted} for one in told]
+    described = [
+        one for lower in store.inspect().state.lower_tiers for one in lower.volumes.describe()
+    ]
+    return [{name: one.get(name) for name in wanted} for one in described]
 
 
 def must_be_there(world: World, ledger: Ledger) -> set[int]:

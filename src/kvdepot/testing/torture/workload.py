@@ -10,9 +10,9 @@ from typing import Final, Literal, TypeVar
 
 from kvdepot.core.block import PutResult
 from kvdepot.core.depot import Durability, Lease
-from kvdepot.core.tier import Tier
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.store.store import Store
+from kvdepot.store.volume_set import VolumeSet
 from kvdepot.testing.power import PowerFiles
 from kvdepot.testing.torture.ledger import Ledger
 from kvdepot.testing.torture.world import (
@@ -27,7 +27,6 @@ from kvdepot.testing.torture.world import (
     read_blocks,
     residents,
 )
-from kvdepot.volumes.log.tier import LogTier
 
 ALLOWANCE_S: Final = 20.0
 """How much later than its deadline a call may return: machines are busy."""
@@ -291,14 +290,14 @@ class StoreSession:
         self._unflushed -= numbers
         self._ledger.write("removing", numbers)
         self._timed("remove", 4 * LIMIT_S, work)
-        owing = [_owes_removals(lower.tier) for lower in self.store.inspect().state.lower_tiers]
+        owing = _owing(self.store.inspect().volumes)
         if not self._trust.holds():
             return
-        if "all" in owing:  # counted as `removal_unrecorded`: the blocks may come back
+        if owing == "all":  # counted as `removal_unrecorded`: the blocks may come back
             self._ledger.write("unrecorded", numbers)
             return
         always = self.world.mix.fsync == "always"
-        away = self._was_away or "some" in owing
+        away = self._was_away or owing == "some"
         self._ledger.write("removed", numbers, durable=always, away=away)
         self._removed |= numbers
 
@@ -326,17 +325,6 @@ class StoreSession:
         return answer
 
 
-def _owes_removals(tier: Tier) -> Literal["none", "some", "all"]:
-    """Which drives of a tier, of those that are there, could not write removals down yet."""
-    if not isinstance(tier, LogTier):
-        return "none"
-    present = [drive for drive in tier.drives if not (drive.lost or drive.retired)]
-    owing = [drive for drive in present if drive in tier.behind()]
-    if not owing:
-        return "none"
-    return "all" if len(owing) == len(present) else "some"
-
-
 class Trust:
     """Whether what a call answers still says something of the disk: not after its power is gone."""
 
@@ -345,3 +333,13 @@ class Trust:
 
     def holds(self) -> bool:
         return self._files is None or not self._files.off
+
+
+def _owing(volumes: VolumeSet) -> Literal["none", "some", "all"]:
+    """Which volumes, of those that are there, could not write removals down yet."""
+    behind = volumes.metadata.behind()
+    present = [entry for entry in volumes.entries if not entry.retired]
+    owing = [entry for entry in present if entry in behind and not entry.volume.facts().lost]
+    if not owing:
+        return "none"
+    return "all" if all(entry in behind for entry in present) else "some"

@@ -84,7 +84,7 @@ class Medium(Protocol):
         """Give a slot's space back to the medium."""
 
     def extent(self, slot: int) -> tuple[int, int]:
-        """Descriptor and base offset of a slot; after `detach`, a descriptor that is none."""
+        """Descriptor and base offset of a slot; after `close`, a descriptor that is none."""
 
     def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
         """Where the two copies of the metadata log are, or would be."""
@@ -98,11 +98,8 @@ class Medium(Protocol):
     def restorable(self) -> bool:
         """Whether a medium that was taken away can be opened anew now."""
 
-    def detach(self) -> None:
-        """Close all files and give up the lock. Reads that come too late fail."""
-
     def close(self) -> None:
-        """As `detach`; nothing may be under way. May be called twice."""
+        """Close all files and give up the lock. Reads that come later fail. May be called twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,9 @@ class MountSettings:
     """What may be written to each drive in a day; 0: no limit."""
     wall: Clock = field(default_factory=WallClock)
     profile: Literal["auto", "always", "never"] = "auto"
-    """Whether drives are measured: see volumes.log.measuring."""
+    """Whether volumes are measured: see volumes.log.measuring."""
+    contiguous_bytes: int = 0
+    """How much of a prompt should lie in one piece; 0: seeks cost nothing."""
     any_owner: bool = False
     """Whether the folder may be another user's: for who looks, and does not serve from it."""
 
@@ -321,12 +320,6 @@ class DirectoryMedium:
             os.close(fd)
 
     def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-        self._unlock()
-
-    def detach(self) -> None:
         fds, self._fds = self._fds, {}
         for fd in fds.values():
             self._files.descriptors.give_up(fd)
@@ -536,12 +529,7 @@ class DeviceMedium:
     def restorable(self) -> bool:
         return False
 
-    def detach(self) -> None:
-        if self._fd >= 0:
-            self._files.descriptors.give_up(self._fd)
-            self._fd = -1
-
     def close(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            self._files.descriptors.give_up(self._fd)
             self._fd = -1

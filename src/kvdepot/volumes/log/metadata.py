@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from kvdepot.core.metadata import Metadata, MetaEntry
+from kvdepot.core.metadata import TOMBSTONE_AGE_US, Metadata, MetaEntry
 from kvdepot.format.metadata import (
     FRAMES_AT,
     LogContents,
@@ -30,8 +30,6 @@ from kvdepot.io.files import Files
 
 COPIES: Final = ("metadata-a", "metadata-b")
 """File names of the two copies."""
-TOMBSTONE_AGE_US: Final = 30 * 86_400 * 1_000_000
-"""How long deletions are kept for a volume that is away."""
 _REWRITE_FROM: Final = 64 << 10
 """Room that a log has at least, reserved on the disk."""
 
@@ -276,20 +274,18 @@ class MetadataLog:
                 for entry in new:
                     self._known.add(entry)
 
-    def drop_tombstones(self, floor: int) -> None:
-        """Forget tombstones that were recorded at `floor` or before; the file shrinks later."""
-        with self._lock:
-            self._known.drop_below(floor)
-
     def sync(self) -> None:
-        """What was put is durable."""
-        if self._fsync == "never" or self._synced >= self._last:
-            return
-        with self._writing():
-            if self._must_rewrite:  # what a killed process has left may not be durable
-                self._rewrite()
-            else:
-                self._sync()
+        """What was put is durable. Tombstones below a durable floor are forgotten; the log shrinks
+        when it is written anew.
+        """
+        if self._fsync != "never" and self._synced < self._last:
+            with self._writing():
+                if self._must_rewrite:  # what a killed process has left may not be durable
+                    self._rewrite()
+                else:
+                    self._sync()
+        with self._lock:
+            self._known.drop_below(self._known.floor)
 
     def close(self) -> None:
         """Close the copies. A write that stalls has its file until it ends."""

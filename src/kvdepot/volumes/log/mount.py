@@ -1,4 +1,4 @@
-"""Opening one drive: what it says about itself, or what its segments say where that is lost."""
+"""Opens a medium: what its superblock says, or what its segments say if that is lost."""
 
 import errno
 import itertools
@@ -6,19 +6,17 @@ import struct
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import DriveError, FormatError, KVDepotError, UnsafePathError
 from kvdepot.format.record import PAGE
 from kvdepot.format.segment import FORMAT, HEADER_MAGIC, SegmentHeader, Superblock
 from kvdepot.io.files import Files
-from kvdepot.volumes.log.drive import Drive
 from kvdepot.volumes.log.medium import (
     TELLS_SIZE,
     DeviceMedium,
@@ -27,7 +25,6 @@ from kvdepot.volumes.log.medium import (
     MountSettings,
     open_medium,
 )
-from kvdepot.volumes.log.metadata import CopyPlace
 
 _ASKED: Final = 8
 """Segments that are compared with the superblock."""
@@ -40,113 +37,51 @@ _PREFIX: Final = struct.Struct("<QII")
 """How the header page begins in every format: checksum, magic, version."""
 
 
-def mount(
-    path: Path, files: Files, settings: MountSettings, stamps: StampClock, clock: Clock
-) -> Drive:
-    """Open a drive. Raises ConfigError, FormatError or StoreBusyError; then nothing is held.
+@dataclass(frozen=True, slots=True)
+class Mounted:
+    """An open medium and what it says about itself."""
 
-    DriveError and FormatError are the drive's fault, and concern no other drive.
+    medium: Medium
+    superblock: Superblock
+    settings: MountSettings
+    """With the size of segments that the medium has."""
+    slots_max: int
+    is_new: bool
+    damage: list[str]
+
+    @property
+    def store(self) -> bytes:
+        """The UUID of the volume."""
+        return uuid.UUID(self.superblock.store).bytes
+
+
+def mount(path: Path, files: Files, settings: MountSettings) -> Mounted:
+    """Open a medium and read its superblock. Raises ConfigError, FormatError or StoreBusyError;
+    then nothing is held. DriveError and FormatError are the medium's fault, and concern no other.
     """
     try:
         medium = open_medium(path, files, settings)
     except OSError as error:
-        raise DriveError(f"{settings.tier}.path", f"cannot use {path}: {error.strerror}") from error
+        raise cannot_use(path, settings, error) from error
     try:
-        superblock, damage, new = _superblock(medium, files, settings)
-        slots = _slots(medium, superblock, settings)
-        settings = replace(settings, segment_bytes=superblock.segment_bytes)
-        store = uuid.UUID(superblock.store).bytes
-        drive = Drive(medium, files, settings, store, slots, stamps, clock)
-        drive.damage += damage
-        _open_metadata(drive, superblock, new=new)
+        superblock, damage, is_new = _superblock(medium, files, settings)
+        slots_max = _slots(medium, superblock, settings)
     except OSError as error:
         medium.close()
-        reason = f"cannot use {path}: {error.strerror}"
-        raise DriveError(f"{settings.tier}.path", reason) from error
+        raise cannot_use(path, settings, error) from error
     except KVDepotError:
         medium.close()
         raise
-    known = (entry.stamp for entry in drive.metadata.known.all())
-    stamps.observe(max(superblock.opened, *known, 0))
-    return drive
+    settings = replace(settings, segment_bytes=superblock.segment_bytes)
+    return Mounted(medium, superblock, settings, slots_max, is_new, damage)
 
 
-def _open_metadata(drive: Drive, superblock: Superblock, *, new: bool) -> None:
-    """Read the metadata log, or make it before the superblock that says that there is one."""
-    writable, damaged = drive.settings.writable, bool(drive.damage)
-    try:
-        if new and writable:
-            drive.metadata.create()
-        elif not new:
-            drive.metadata.load()
-            label = drive.medium.label
-            drive.damage += [f"{label}: {text}" for text in drive.metadata.damage]
-        if writable and (new or damaged):
-            drive.medium.write_superblock(superblock)
-    except OSError:
-        drive.metadata.close()
-        raise
-
-
-class AbsentMedium:
-    """In place of a medium that cannot be opened: holds nothing, and may be tried again."""
-
-    direct = False
-
-    def __init__(self, path: Path) -> None:
-        self.label = str(path)
-
-    def read_superblock(self) -> bytes | None:
-        return None
-
-    def write_superblock(self, superblock: Superblock) -> None:
-        raise self._gone()
-
-    def open_slots(self, segment_bytes: int) -> list[int]:
-        return []
-
-    def slots_max(self, segment_bytes: int) -> int:
-        return 0
-
-    def create(self, slot: int, segment_bytes: int) -> None:
-        raise self._gone()
-
-    def remove(self, slot: int) -> None:
-        """There are no slots."""
-
-    def extent(self, slot: int) -> tuple[int, int]:
-        raise self._gone()
-
-    def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
-        return []
-
-    def intact(self) -> bool:
-        return False
-
-    def complete(self) -> bool:
-        return False
-
-    def restorable(self) -> bool:
-        return True
-
-    def detach(self) -> None:
-        """Nothing is open."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _gone(self) -> OSError:
-        return OSError(errno.ENODEV, "the drive is not there", self.label)
-
-
-def leave_out(
-    path: Path, reason: str, files: Files, settings: MountSettings, stamps: StampClock, clock: Clock
-) -> Drive:
-    """In place of a drive that cannot be mounted: lost, until `mount` succeeds."""
-    drive = Drive(AbsentMedium(path), files, settings, bytes(16), 0, stamps, clock)
-    drive.lost = True
-    drive.breaker.failed(reason, at_once=True)
-    return drive
+def cannot_use(path: Path, settings: MountSettings, error: OSError) -> DriveError:
+    """The error for a path that the system does not let us use."""
+    full = error.errno == errno.ENOSPC
+    hint = "make room on the disk, or give another path" if full else ""
+    reason = f"cannot use {path}: {error.strerror}"
+    return DriveError(f"{settings.tier}.path", reason, hint=hint)
 
 
 def _slots(medium: Medium, superblock: Superblock, settings: MountSettings) -> int:

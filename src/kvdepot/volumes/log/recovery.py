@@ -21,20 +21,23 @@ What a crash leaves is not damage: no footer yet, a footer that is older than th
 torn record.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
+from kvdepot.core.volume import SEGMENT_SHIFT, Array, Contents
 from kvdepot.format.record import (
     HEAD_BYTES,
     MAGIC,
     PAGE,
     Head,
+    Kind,
     parse_head,
     payload_intact,
     record_bytes,
+    record_sizes,
 )
 from kvdepot.format.segment import (
     ENTRY,
@@ -47,6 +50,7 @@ from kvdepot.format.segment import (
 )
 from kvdepot.io.files import Files
 from kvdepot.native import checksum
+from kvdepot.volumes.log.segments import Segment, SegmentSet
 
 _STRETCH: Final = 32 << 20
 _NOISE_BYTES_MAX: Final = 8
@@ -242,3 +246,84 @@ def _is_flipped(footer: bytes, expected: bytes) -> bool:
         return False
     wrong = np.frombuffer(footer, np.uint8) != np.frombuffer(expected, np.uint8)
     return 2 * int(wrong.sum()) < len(expected)
+
+
+def recover(segments: SegmentSet, floor: int, damage: list[str]) -> list[Recovered]:
+    """Open every slot of a volume and read what is in it. `damage` gets what was found damaged."""
+    found: list[Recovered] = []
+    settings, label = segments.settings, segments.medium.label
+    for slot in segments.medium.open_slots(settings.segment_bytes):
+        fd, base = segments.medium.extent(slot)
+        reader = SegmentReader(
+            segments.files, fd, base, settings.segment_bytes, slot, segments.store, floor
+        )
+        try:
+            recovered = reader.recover()
+        except OSError as error:
+            damage.append(f"{label}: slot {slot}: {error.strerror}")
+            segments.health.breaker.failed(str(error.strerror))
+            recovered = None
+        if recovered is not None:
+            damage += [f"{label}: slot {slot}: {text}" for text in recovered.damage]
+            last = int(recovered.entries["stamp"].max()) if len(recovered.entries) else 0
+            segments.stamps.observe(max(recovered.segment_id, last))
+        if recovered is None or not recovered.usable:
+            segments.free.append(slot)
+            continue
+        found.append(recovered)
+        segment = Segment(recovered.segment_id, slot, recovered.tail, recovered.sealed)
+        segment.count = len(recovered.entries)
+        segments.add_found(segment)
+    segments.free.sort(reverse=True)
+    return _shrink(segments, found, damage)
+
+
+def _shrink(segments: SegmentSet, found: list[Recovered], damage: list[str]) -> list[Recovered]:
+    """Give up the oldest segments where the capacity is smaller than it was; before them those
+    without a record, as a kill leaves one that was just begun.
+    """
+    surplus = segments.surplus()
+    if not surplus or not segments.settings.writable:
+        return found
+    oldest = sorted(found, key=lambda one: (len(one.entries) > 0, one.segment_id))
+    spare, segments.free = segments.free[:surplus], segments.free[surplus:]
+    dropped = oldest[: surplus - len(spare)]
+    for slot in [*spare, *(recovered.slot for recovered in dropped)]:
+        try:
+            if segments.by_slot.pop(slot, None) is not None:
+                segments.wipe(slot)
+            segments.medium.remove(slot)
+        except OSError as error:
+            damage.append(f"{segments.medium.label}: slot {slot}: {error.strerror}")
+    return [recovered for recovered in found if recovered not in dropped]
+
+
+def contents_of(segments: SegmentSet, found: Sequence[Recovered]) -> Contents:
+    """The newest record of each key in the segments that were recovered; counts them as in use."""
+    parts, places = [np.zeros(0, ENTRY)], [np.zeros(0, np.int64)]
+    for recovered in found:
+        blocks = recovered.entries[recovered.entries["kind"] == Kind.BLOCK]
+        parts.append(blocks)
+        places.append((recovered.slot << SEGMENT_SHIFT) + blocks["page"].astype(np.int64))
+    entries, place = np.concatenate(parts), np.concatenate(places)
+    words = np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
+    stamps = entries["stamp"].astype(np.int64)
+    order = np.argsort(stamps, kind="stable")
+    newest = order[_last_of_each(words[order])]
+    payload_bytes, place = entries["payload_bytes"][newest].astype(np.int64), place[newest]
+    slots, which = np.unique(place >> SEGMENT_SHIFT, return_inverse=True)
+    counts = np.bincount(which, minlength=len(slots))
+    totals = np.bincount(which, weights=record_sizes(payload_bytes), minlength=len(slots))
+    for slot, count, total in zip(slots.tolist(), counts.tolist(), totals.tolist(), strict=True):
+        segments.count(slot, int(total), count)
+    return Contents(words[newest], place, payload_bytes, stamps[newest], token=0)
+
+
+def _last_of_each(words: Array) -> Array:
+    """Where each key comes last, in order."""
+    backwards = words[::-1]
+    _, first, key = np.unique(backwards[:, 2], return_index=True, return_inverse=True)
+    if not np.array_equal(backwards[first[key]], backwards):  # one word of two keys is the same
+        _, first = np.unique(backwards, axis=0, return_index=True)
+    last: Array = np.sort(len(words) - 1 - first)
+    return last

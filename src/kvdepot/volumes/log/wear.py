@@ -19,7 +19,7 @@ _PARTS: Final = 64
 
 
 class Wear:
-    """Of one drive. `spend` and `keep` are called by one thread at a time, the rest by any."""
+    """Of one drive. `take` and `keep` are called by one thread at a time, the rest by any."""
 
     def __init__(self, medium: Medium, breaker: Breaker, daily_bytes: int, wall: Clock) -> None:
         """`daily_bytes` may be written in a day, 0: no limit; `wall` goes on across restarts."""
@@ -63,9 +63,8 @@ class Wear:
         """Whether nothing may be written for now."""
         return self._budget is not None and self.level_bytes <= 0
 
-    def spend(self, nbytes: int) -> None:
-        """Bytes are about to be written."""
-        self.written_bytes += nbytes
+    def take(self, nbytes: int) -> None:
+        """Take bytes that are about to be written out of the budget."""
         if self._budget is None:
             return
         with self._lock:

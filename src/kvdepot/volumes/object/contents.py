@@ -5,26 +5,26 @@ In memory only, guarded by one lock; lookups and facts never ask the bucket.
 
 import itertools
 import threading
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
 from kvdepot.core.clock import StampClock
-from kvdepot.core.metadata import Tombstone
-from kvdepot.core.tier import (
-    NO_CONTENTS,
+from kvdepot.core.metadata import MetaEntry, MetaKind, Tombstone
+from kvdepot.core.volume import (
+    SEGMENT_SHIFT,
     SEGMENTS_MAX,
     Array,
-    Changes,
     Contents,
-    SegmentInfo,
-    pack_location,
+    Ints,
+    SegmentTable,
+    no_contents,
     page_of,
     segment_of,
 )
-from kvdepot.format.record import HEAD_BYTES, PAGE, record_bytes
+from kvdepot.format.record import PAGE, record_bytes, record_sizes
 from kvdepot.volumes.object.manifest import Listing, Records
 
 
@@ -40,8 +40,6 @@ class DataObject:
     """Rises with the time at which this node learned of it."""
     live_count: int = 0
     live_bytes: int = 0
-    unentered: set[int] = field(default_factory=set)
-    """Pages of records that were appended here and not counted yet."""
 
     @property
     def path(self) -> str:
@@ -51,8 +49,9 @@ class DataObject:
 class BucketContents:
     """All data objects of a bucket. Thread-safe."""
 
-    def __init__(self, writer: str, stamps: StampClock) -> None:
+    def __init__(self, writer: str, stamps: StampClock, capacity_bytes: int) -> None:
         self.writer = writer
+        self.capacity_bytes = capacity_bytes
         self._stamps = stamps
         self.lock = threading.Lock()
         self.objects: dict[str, DataObject] = {}
@@ -66,7 +65,8 @@ class BucketContents:
         self._tombstones: dict[bytes, Tombstone] = {}
         self._come: list[DataObject] = []
         self._gone: list[tuple[Array, Array]] = []
-        self._removed: list[Tombstone] = []
+        self._learnt: list[MetaEntry] = []
+        """Tombstones and descriptions of other nodes that the store does not know yet."""
 
     def add(self, listing: Listing, owner: str, *, appended: bool = False) -> DataObject | None:
         """An object is known from now on; its records are new to the store unless it appended them.
@@ -85,7 +85,7 @@ class BucketContents:
             self.held_bytes += listing.nbytes
             self.own_bytes += listing.nbytes if owner == self.writer else 0
             if appended:
-                one.unentered.update(listing.records["page"].tolist())
+                self._count(one, len(listing.records), int(_sizes(listing.records).sum()))
             else:
                 self._come.append(one)
             if len(listing.records):
@@ -114,58 +114,51 @@ class BucketContents:
             if one in self._come:
                 self._come.remove(one)
             elif told:
-                self._gone.append((one.listing.records["key"], _locations(one)))
+                self._gone.append((one.listing.records["key"], _places(one)))
             return one
 
-    def at(self, location: int) -> DataObject | None:
-        return self._slots.get(segment_of(location))
+    def at(self, place: int) -> DataObject | None:
+        return self._slots.get(segment_of(place))
 
-    def tokens(self, key: BlockKey, location: int) -> bytes:
-        """Token ids of the record there; empty where they are not known or it is another block."""
-        one, page = self.at(location), page_of(location)
-        if one is None or page not in one.listing.tokens:
-            return b""
+    def tokens(self, key: BlockKey, place: int) -> bytes | None:
+        """Token ids of the record at a place, empty if they are unknown; None: it is not there."""
+        one, page = self.at(place), page_of(place)
+        if one is None:
+            return None
         records = one.listing.records
         there = records["key"][records["page"] == page]
-        return one.listing.tokens[page] if there.tobytes() == key else b""
+        return one.listing.tokens.get(page, b"") if there.tobytes() == key else None
 
-    def count(self, location: int, payload_bytes: int) -> None:
+    def discard(self, places: Ints, payload_bytes: Ints) -> None:
         with self.lock:
-            one = self._slots.get(segment_of(location))
-            if one is not None:
-                one.unentered.discard(page_of(location))
-                self._count(one, 1, record_bytes(payload_bytes))
-
-    def discard(self, location: int, payload_bytes: int) -> None:
-        with self.lock:
-            one = self._slots.get(segment_of(location))
-            if one is not None and one.live_count:
-                self._count(one, -1, -record_bytes(payload_bytes))
+            sizes = record_sizes(payload_bytes).tolist()
+            for place, nbytes in zip(places.tolist(), sizes, strict=True):
+                one = self._slots.get(segment_of(place))
+                if one is not None and one.live_count:
+                    self._count(one, -1, -nbytes)
 
     def _count(self, one: DataObject, count: int, nbytes: int) -> None:
         one.live_count += count
         one.live_bytes += nbytes
         self.used_bytes += nbytes
 
-    def segments(self, *, reclaimable: bool) -> list[SegmentInfo]:
-        """Objects, oldest first: those of this writer whose records are all counted, or all."""
+    def segments(self) -> SegmentTable:
+        """Objects, oldest first; those of this writer are sealed: it may release them."""
         with self.lock:
             found = sorted(self.objects.values(), key=lambda one: one.order)
-            if reclaimable:
-                found = [one for one in found if one.owner == self.writer and not one.unentered]
-            return [
-                SegmentInfo(one.slot, one.order, one.live_bytes, one.live_count) for one in found
-            ]
-
-    def has_unentered(self) -> bool:
-        with self.lock:
-            return any(one.unentered for one in self.objects.values())
+            return SegmentTable(
+                np.array([one.slot for one in found], np.int64),
+                np.array([one.order for one in found], np.int64),
+                np.array([one.live_count for one in found], np.int64),
+                np.array([one.live_bytes for one in found], np.int64),
+                np.array([one.owner == self.writer for one in found], bool),
+            )
 
     def own_objects(self) -> list[DataObject]:
-        """Own objects whose records are all counted, oldest first."""
+        """Objects of this writer, oldest first."""
         with self.lock:
             found = [one for one in self.objects.values() if one.owner == self.writer]
-            return sorted((one for one in found if not one.unentered), key=lambda one: one.order)
+            return sorted(found, key=lambda one: one.order)
 
     def bury(self, tombstones: Iterable[Tombstone], *, told: bool) -> bool:
         """Records were removed. `told`: by another node, the store must be told.
@@ -182,8 +175,15 @@ class BucketContents:
                 self._stamps.observe(max(one.below, one.recorded))
                 fresh = True
                 if told:
-                    self._removed.append(one)
+                    self._learnt.append(one.entry)
         return fresh
+
+    def learn(self, descriptions: Mapping[bytes, bytes]) -> None:
+        """Another node says what these tags stand for."""
+        with self.lock:
+            self._learnt += [
+                MetaEntry(MetaKind.NAMESPACE, tag, 0, text) for tag, text in descriptions.items()
+            ]
 
     def tombstones(self) -> list[Tombstone]:
         """Removals that any node still tells of."""
@@ -213,49 +213,51 @@ class BucketContents:
                     keep[index] = False
         return keep
 
-    def take(self) -> Changes | None:
-        """What has come and gone since the last call, and was removed by others."""
+    def take(self, token: int) -> Contents:
+        """What has come and gone since the last call, and what other nodes told."""
         with self.lock:
-            if not (self._come or self._gone or self._removed):
-                return None
             come, self._come = self._come, []
             gone, self._gone = self._gone, []
-            removed, self._removed = self._removed, []
-            contents = self._contents(come)
-        words, locations = NO_CONTENTS.words, NO_CONTENTS.locations
+            learnt, self._learnt = self._learnt, []
+            if not (come or gone or learnt):
+                return no_contents(token)
+            contents = self._contents(come, token)
         if gone:
             words = np.concatenate([keys for keys, _ in gone])
-            locations = np.concatenate([places for _, places in gone])
-        return Changes(contents, words, locations, removed)
+            places = np.concatenate([places for _, places in gone])
+            contents = replace(contents, gone_words=words, gone_places=places)
+        return replace(contents, metadata=learnt)
 
-    def _contents(self, come: list[DataObject]) -> Contents:
+    def _contents(self, come: list[DataObject], token: int) -> Contents:
         """The newest record of each key that is not removed; they count as in use."""
         if not come:
-            return NO_CONTENTS
+            return no_contents(token)
         records = np.concatenate([one.listing.records for one in come])
-        places = np.concatenate([_locations(one) for one in come])
+        places = np.concatenate([_places(one) for one in come])
         standing = np.flatnonzero(self._standing(records))
         order = standing[np.argsort(records["stamp"][standing], kind="stable")]
         flat = np.ascontiguousarray(records["key"][order]).view("V32").reshape(-1)
         _, first = np.unique(flat[::-1], return_index=True)
         order = order[np.sort(len(order) - 1 - first)]
         words = np.ascontiguousarray(records["key"][order]).astype(np.uint64, copy=False)
+        sizes = _sizes(records[order]).tolist()
+        for place, nbytes in zip(places[order].tolist(), sizes, strict=True):
+            self._count(self._slots[segment_of(place)], 1, nbytes)
         payload_bytes = records["payload"][order].astype(np.int64)
-        for location, nbytes in zip(places[order].tolist(), payload_bytes.tolist(), strict=True):
-            self._count(self._slots[segment_of(location)], 1, record_bytes(nbytes))
         stamps = records["stamp"][order].astype(np.int64)
-        return Contents(words, places[order], payload_bytes, stamps)
+        return Contents(words, places[order], payload_bytes, stamps, token)
 
 
-def _locations(one: DataObject) -> Array:
-    places: Array = one.listing.records["page"].astype(np.int64) + pack_location(0, one.slot, 0)
+def _sizes(records: Records) -> Ints:
+    return record_sizes(records["payload"].astype(np.int64))
+
+
+def _places(one: DataObject) -> Ints:
+    places: Ints = (one.slot << SEGMENT_SHIFT) + one.listing.records["page"].astype(np.int64)
     return places
 
 
-def span_of(location: int, payload_bytes: int) -> tuple[int, int]:
+def span_of(place: int, payload_bytes: int) -> tuple[int, int]:
     """Where in its object a record begins and ends."""
-    start = page_of(location) * PAGE
+    start = page_of(place) * PAGE
     return start, start + record_bytes(payload_bytes)
-
-
-assert HEAD_BYTES == PAGE

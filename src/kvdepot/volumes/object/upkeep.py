@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +17,7 @@ from kvdepot.config.settings import ObjectConfig
 from kvdepot.core.clock import Clock
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.metadata import Tombstone
+from kvdepot.core.volume import Change
 from kvdepot.errors import FormatError
 from kvdepot.io.breaker import Breaker
 from kvdepot.volumes.object.bucket import Bucket, BucketError, Listed
@@ -77,6 +78,7 @@ class BucketUpkeep:
         clocks: Clocks,
         *,
         writable: bool,
+        on_change: Callable[[Change], None],
     ) -> None:
         self._config = config
         self._bucket = bucket
@@ -86,9 +88,9 @@ class BucketUpkeep:
         self._clock = clocks.steady
         self._wall = clocks.wall
         self._writable = writable
+        self._on_change = on_change
         self.trash = Trash(self._clock, config.grace)
         self.manifests = OwnManifests(bucket, contents, self.trash, 2 * config.max_age)
-        self._me = contents.writer
         self._known: dict[ManifestName, ForeignManifest] = {}
         self._listed: list[ManifestName] = []
         self._missing: set[ManifestName] = set()
@@ -141,14 +143,14 @@ class BucketUpkeep:
             try:
                 self.manifests.publish_descriptions()
                 self.manifests.rewrite(self._wall.now(), idle=True)
-                self._bucket.delete([ALIVE + self._me])
+                self._bucket.delete([ALIVE + self._contents.writer])
             except BucketError as error:
                 _log.warning("object: not left in order: %s", error.reason)
 
     @property
     def writers(self) -> int:
         """How many writers live, with this one."""
-        return len(self._living() | {self._me})
+        return len(self._living() | {self._contents.writer})
 
     def descriptions(self) -> dict[bytes, bytes]:
         found: dict[bytes, bytes] = {}
@@ -221,17 +223,19 @@ class BucketUpkeep:
         if FORMAT_PATH not in paths and self._writable and self._thread.is_alive():
             self._check_format(paths)
         self._watch(listed)
-        if ALIVE + self._me not in paths:  # taken for dead
+        if ALIVE + self._contents.writer not in paths:  # taken for dead
             self._signed_s = -1e9
-        if not {FORMAT_PATH, ALIVE + self._me, *(name.path for name in own)} <= paths:
+        if not {FORMAT_PATH, ALIVE + self._contents.writer, *(name.path for name in own)} <= paths:
             self._doubts = _DOUBTS
         names = [name for name in map(ManifestName.parse, sorted(paths)) if name is not None]
-        self._listed = [name for name in names if name.writer != self._me]
+        self._listed = [name for name in names if name.writer != self._contents.writer]
         self._notice_lost([name for name in own if name.path not in paths])
         # Written although the server had seemed to refuse it: what it lists was given up.
-        mine = [name for name in names if name.writer == self._me and name not in own]
+        mine = [name for name in names if name.writer == self._contents.writer and name not in own]
         self.trash.add(name.path for name in mine if name.generation <= generation)
         self._read(in_force([name for name in self._listed if name.writer not in self._adopted]))
+        if self._thread.is_alive():
+            self._on_change(Change.CONTENTS)
 
     def _read(self, names: list[ManifestName]) -> None:
         """Fetch manifests that are new, and settle what has come and gone."""
@@ -243,6 +247,7 @@ class BucketUpkeep:
             if entry is None:
                 continue
             tombstones += entry.tombstones
+            self._contents.learn(entry.descriptions)
             self._known[name] = ForeignManifest(
                 [one.path for one in entry.objects], entry.tombstones, entry.descriptions
             )
@@ -263,7 +268,9 @@ class BucketUpkeep:
         listed = {path for foreign in self._known.values() for path in foreign.paths}
         with self._contents.lock:
             foreign_paths = [
-                one.path for one in self._contents.objects.values() if one.owner != self._me
+                one.path
+                for one in self._contents.objects.values()
+                if one.owner != self._contents.writer
             ]
         for path in foreign_paths:
             if path not in listed:
@@ -330,14 +337,16 @@ class BucketUpkeep:
         return {writer for writer, (_, since_s) in self._signs.items() if since_s > oldest_s}
 
     def _sign(self, now_s: float) -> None:
-        self._bucket.overwrite(ALIVE + self._me, f"{now_s} {self._wall.now()}".encode())
+        self._bucket.overwrite(
+            ALIVE + self._contents.writer, f"{now_s} {self._wall.now()}".encode()
+        )
         self._signed_s = now_s
 
     def _mark(self) -> None:
         """Say that data objects of this writer may be there: those of others are never deleted."""
-        if self._me not in self._marked:
-            self._bucket.overwrite(WRITERS + self._me, b"")
-            self._marked.add(self._me)
+        if self._contents.writer not in self._marked:
+            self._bucket.overwrite(WRITERS + self._contents.writer, b"")
+            self._marked.add(self._contents.writer)
 
     def _refuse_others(self) -> None:
         """Raises FormatError where there is no depot and other programs have objects here."""
@@ -393,10 +402,10 @@ class BucketUpkeep:
 
     def _adopt(self) -> None:
         """Take over what writers that live no more have left, where it falls to this node."""
-        living = self._living() | {self._me}
+        living = self._living() | {self._contents.writer}
         left = {name.writer for name in self._listed} | self._signs.keys()
         for writer in sorted(left - living - self._adopted):
-            if _heir(writer, living) != self._me:
+            if _heir(writer, living) != self._contents.writer:
                 continue
             names = [name for name in self._known if name.writer == writer]
             known = [self._known[name] for name in names]
@@ -411,7 +420,7 @@ class BucketUpkeep:
             if len(entry):
                 self.manifests.publish(entry)
             for path in paths:
-                self._contents.own(path, self._me)
+                self._contents.own(path, self._contents.writer)
             for name in names:
                 del self._known[name]
             self._adopted.add(writer)
@@ -423,13 +432,11 @@ class BucketUpkeep:
 
     def _expire(self) -> None:
         """Let objects go that are too old, or too many for this writer's share."""
-        now_s, config = self._wall.now(), self._config
-        share = config.capacity // self.writers
+        now_s, config, capacity = self._wall.now(), self._config, self._contents.capacity_bytes
+        share = capacity // self.writers
         for one in self._contents.own_objects():
             old = config.max_age and one.listing.created_s + config.max_age < now_s
-            crowded = (
-                self._contents.held_bytes > config.capacity and self._contents.own_bytes > share
-            )
+            crowded = self._contents.held_bytes > capacity and self._contents.own_bytes > share
             if old or crowded:
                 self._contents.drop(one.path)
                 self.manifests.drop(one.path)
@@ -451,7 +458,7 @@ class BucketUpkeep:
 
     def _look_for_garbage(self, now_s: float) -> None:
         """Only what a writer can have made that this bucket's own objects name; others' stays."""
-        dead = self._named() - self._living() - {self._me}
+        dead = self._named() - self._living() - {self._contents.writer}
         there = dead.intersection(self._bucket.folders(DATA))
         empty = dead - there
         for writer in there:

@@ -1,0 +1,211 @@
+"""Reads of a hard drive, in sweeps.
+
+A drive has one queue and one thread. A round takes what waits when it begins, sorts it by place and
+reads it from one end to the other, so that many readers cost one sweep and not a seek for each of
+their blocks. What comes later has the next round. Foreground reads enter a round first; one other
+read enters each round, so that none waits for ever.
+"""
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.core.volume import Ints, Priority
+from kvdepot.io.files import Files, Ops
+
+_ROUND_BYTES: Final = 256 << 20
+"""A round is no longer than this, however much waits."""
+_BATCH_BYTES: Final = 32 << 20
+"""Given to the drive at once; readers whose blocks are done go on meanwhile."""
+_SLICE_S: Final = 60.0
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class QueuedReads:
+    """Reads of one caller. Implements io.files.Pending."""
+
+    ops: Ops
+    places: Ints
+    deadline_s: float
+    priority: Priority
+    memory: object = None
+    """In use until the reads have ended, beside what `ops` point to."""
+    at_end: Callable[[], None] = _nothing
+    """Called when the reads are answered, or given up in the queue."""
+    at_release: Callable[[], None] = _nothing
+    """Called when the I/O engine has let go of them, or never gets them."""
+    results: npt.NDArray[Any] = field(init=False)
+    left: int = field(init=False)
+    abandoned: bool = False
+    answered: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+    """Nothing is written to the reads' memory any more."""
+
+    def __post_init__(self) -> None:
+        self.results = np.full(len(self.ops), -errno.ETIMEDOUT, np.int64)
+        self.left = len(self.ops)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.ops["nbytes"].sum())
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.released.wait(timeout_s)
+
+    def answer(self) -> None:
+        try:
+            self.at_end()
+        finally:
+            self.answered.set()
+
+    def release(self) -> None:
+        if not self.released.is_set():
+            self.released.set()
+            self.at_release()
+
+    def fail(self) -> None:
+        """Answer with EIO what was not read."""
+        try:
+            if not self.answered.is_set():
+                self.results[self.results == -errno.ETIMEDOUT] = -errno.EIO
+                self.answer()
+        finally:
+            self.release()
+
+
+class Elevator:
+    """The reading thread of one drive; it exists while there is something to read."""
+
+    def __init__(self, files: Files, name: str, now: Callable[[], float]) -> None:
+        self._files = files
+        self._name = name
+        self._now = now
+        self._lock = threading.Lock()
+        self._queue: list[QueuedReads] = []
+        self._head_at = 0
+        self._thread: threading.Thread | None = None
+
+    def submit(self, reads: QueuedReads) -> None:
+        """Queue reads. They are answered some time, also after their deadline."""
+        with self._lock:
+            self._queue.append(reads)
+            if self._thread is None:
+                self._start()
+
+    def withdraw(self, reads: QueuedReads) -> bool:
+        """Take reads out of the queue, unless their round has begun."""
+        with self._lock:
+            queued = reads in self._queue
+            if queued:
+                self._queue.remove(reads)
+                reads.abandoned = True
+        if queued:
+            reads.release()
+            reads.answer()
+        return queued
+
+    def abandon(self, reads: QueuedReads) -> None:
+        """The answer is not waited for any more."""
+        reads.abandoned = True
+        self.withdraw(reads)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        taken: list[QueuedReads] = []
+        over = False
+        try:
+            while taken := self._next_round():
+                for batch in self._batches(taken):
+                    self._read(batch)
+            over = True
+        finally:
+            if not over:
+                self._fail_round(taken)
+
+    def _fail_round(self, taken: Sequence[QueuedReads]) -> None:
+        """An exception ends this thread: another one goes on, and all of the round fails."""
+        with self._lock:
+            self._thread = None
+            if self._queue:
+                self._start()
+        with contextlib.ExitStack() as each:
+            for reads in taken:
+                each.callback(reads.fail)
+
+    def _next_round(self) -> list[QueuedReads]:
+        """What waits, up to the length of a round. Nothing: the thread is to end."""
+        with self._lock:
+            self._queue.sort(key=lambda reads: reads.priority)
+            taken, total = self._queue[:1], 0
+            for reads in self._queue[1:]:
+                total += taken[-1].nbytes
+                if total >= _ROUND_BYTES:
+                    break
+                taken.append(reads)
+            others = (reads for reads in self._queue if reads.priority and reads not in taken)
+            taken += list(others)[:1]
+            self._queue = [reads for reads in self._queue if reads not in taken]
+            if not taken:
+                self._thread = None
+        return taken
+
+    def _batches(self, taken: list[QueuedReads]) -> list[list[tuple[QueuedReads, int]]]:
+        """What is read at once, in order of place, beginning where the head is."""
+        wanted = [
+            (int(place), number, index)
+            for number, reads in enumerate(taken)
+            for index, place in enumerate(reads.places.tolist())
+        ]
+        wanted.sort(key=lambda read: (read[0] < self._head_at, read))
+        batches: list[list[tuple[QueuedReads, int]]] = [[]]
+        total = 0
+        for _, number, index in wanted:
+            if total >= _BATCH_BYTES:
+                batches.append([])
+                total = 0
+            batches[-1].append((taken[number], index))
+            total += int(taken[number].ops["nbytes"][index])
+        if wanted:
+            self._head_at = wanted[-1][0]
+        return batches
+
+    def _read(self, batch: list[tuple[QueuedReads, int]]) -> None:
+        asked = [(reads, index) for reads, index in batch if not reads.abandoned]
+        late = None
+        if asked:
+            ops = np.concatenate([reads.ops[index : index + 1] for reads, index in asked])
+            deadline_s = max(reads.deadline_s for reads, _ in asked)
+            late = self._files.run(ops, max(0.0, deadline_s - self._now()))
+            for (reads, index), code in zip(asked, ops["result"].tolist(), strict=True):
+                reads.results[index] = code
+        done = []
+        for reads, _ in batch:
+            reads.left -= 1
+            if not reads.left:
+                done.append(reads)
+        try:
+            for reads in done:
+                reads.answer()
+        finally:  # no memory is given back that the kernel may still write to
+            while late is not None and not late.wait(_SLICE_S):
+                pass
+        for reads in done:
+            reads.release()

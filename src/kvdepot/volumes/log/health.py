@@ -1,0 +1,100 @@
+"""Whether a log volume works: its breakers, and whether its medium is still there."""
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.core.clock import Clock
+from kvdepot.core.log import RateLimitedLog
+from kvdepot.core.volume import Change, Ints
+from kvdepot.io.breaker import Breaker, RetryPauses
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_GONE: Final = "the directory or a file in it was removed"
+TOO_SLOW: Final = "reads are many times slower than they were"
+
+
+class LogHealth:
+    """The failures of one volume. Thread-safe."""
+
+    def __init__(
+        self,
+        label: str,
+        clock: Clock,
+        pauses: RetryPauses,
+        on_change: Callable[[Change], None],
+    ) -> None:
+        self.label = label
+        self.breaker = Breaker(clock, pauses, changed=self._changed)
+        self.growth = Breaker(clock, pauses)
+        """Open while the disk has no room for one more segment."""
+        self.room = Breaker(clock, pauses)
+        """Open while the disk has no room for writes to the segments that exist."""
+        self.lost = False
+        self._on_change = on_change
+        self._log = RateLimitedLog("kvdepot.volumes", clock.now)
+
+    @property
+    def works(self) -> bool:
+        return self.breaker.closed and not self.lost
+
+    def allows_writes(self) -> bool:
+        """Whether to try a write now; a volume that failed is tried once in each pause."""
+        if self.lost or not (self.breaker.closed or self.breaker.allows()):
+            return False
+        return self.room.closed or self.room.allows()
+
+    def lose(self) -> None:
+        """The medium was taken away: use this volume no more."""
+        if not self.lost:
+            self.lost = True
+            self.breaker.failed(_GONE, at_once=True)
+
+    def write_failed(self, error: OSError, *, at_once: bool = True) -> None:
+        """A write failed. A disk without room is left alone by writes only."""
+        code = error.errno or errno.EIO
+        if code not in _FULL:
+            self.breaker.failed(os.strerror(code), at_once=at_once)
+            return
+        if self.room.closed:
+            self._log.warning("%s: writes find no room: %s", self.label, os.strerror(code))
+        self.room.failed(os.strerror(code), at_once=True)
+
+    def no_segment(self, error: OSError, *, has_others: bool) -> None:
+        """A further segment could not be made."""
+        is_full = error.errno in _FULL
+        if self.growth.closed:
+            self._log.warning("%s: no further segment: %s", self.label, error.strerror)
+        if not is_full or not has_others:
+            self.write_failed(error)
+        if is_full:  # else segments would be reclaimed although there is room
+            self.growth.failed(str(error.strerror), at_once=True)
+
+    def judge_writes(self, codes: Ints) -> None:
+        """A batch of writes ended with these results."""
+        for code in -codes[codes < 0]:
+            error = OSError(int(code), os.strerror(int(code)))
+            self.write_failed(error, at_once=code in (errno.ETIMEDOUT, errno.EROFS))
+        if not (codes < 0).any():
+            if self.breaker.troubled and not self.lost:  # a file that was removed takes writes too
+                self.breaker.succeeded(by_writing=True)
+            self.room.succeeded()
+
+    def judge_reads(self, codes: Ints) -> None:
+        """Reads ended with these results, in this order: a success between errors counts."""
+        for code in (-codes).tolist():
+            if not code:
+                if self.breaker.troubled and not self.lost:
+                    self.breaker.succeeded()
+            elif code == errno.ETIMEDOUT:
+                self.breaker.failed("reads do not finish", at_once=True)
+            elif code != errno.EBADMSG:
+                self.breaker.failed(f"read error {errno.errorcode.get(code, code)}")
+
+    def _changed(self, reason: str) -> None:
+        if reason:
+            self._log.warning("%s: the volume is down: %s", self.label, reason)
+        else:
+            self._log.info("%s: the volume works again", self.label)
+        self._on_change(Change.STATE)

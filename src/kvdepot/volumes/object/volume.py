@@ -1,0 +1,313 @@
+"""A bucket prefix or a shared folder, which several nodes share: records in immutable objects.
+
+Each writer has its own data objects and manifests; every node reads those of all. What an append
+has returned a place for is durable and published. Lookups and facts are answered from memory; the
+network is used by append, read and tombstones, and by the background thread (upkeep.py).
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+import numpy as np
+
+from kvdepot.config.settings import ObjectConfig
+from kvdepot.core.block import BlockKey
+from kvdepot.core.log import RateLimitedLog
+from kvdepot.core.metadata import MetaEntry, MetaKind, Tombstone
+from kvdepot.core.volume import (
+    NO_PLACE,
+    SEGMENT_SHIFT,
+    Array,
+    Change,
+    Contents,
+    Ints,
+    Priority,
+    Purpose,
+    SegmentTable,
+    VolumeContext,
+    VolumeFacts,
+    pack_place,
+)
+from kvdepot.errors import KVDepotError
+from kvdepot.format.record import PAGE, place_records, record_sizes, token_ids
+from kvdepot.io.breaker import Breaker, RetryPauses
+from kvdepot.native.memory import view_at
+from kvdepot.volumes.object.bucket import Bucket, BucketError, explain, open_bucket
+from kvdepot.volumes.object.contents import BucketContents
+from kvdepot.volumes.object.manifest import ROW, Entry, Listing, data_path
+from kvdepot.volumes.object.measuring import measure
+from kvdepot.volumes.object.reading import RangeReader, RangeReads
+from kvdepot.volumes.object.upkeep import BucketUpkeep, Clocks
+
+_RECORD_BYTES_MAX: Final = 4 << 30
+_WRITERS_MAX: Final = 8
+_LOOK_S: Final = 3600.0
+_USD: Final = (0.005 / 1000, 0.0004 / 1000)
+"""What Amazon asks for a request in its first region: to write or list, to read."""
+_log = RateLimitedLog("kvdepot.store")
+
+
+class BucketVolume:
+    """One prefix of a bucket, or one shared folder. Implements core.volume.Volume."""
+
+    def __init__(
+        self, config: ObjectConfig, context: VolumeContext, bucket: Bucket | None = None
+    ) -> None:
+        """Raises ConfigError if the bucket cannot be used, FormatError if what lies there is newer,
+        or not a depot.
+        """
+        self._config = config
+        self._context = context
+        self._bucket = bucket or open_bucket(config)
+        self._writable = context.writable
+        self._contents = BucketContents(
+            secrets.token_hex(8), context.stamps, context.capacity_bytes or config.capacity
+        )
+        self._breaker = Breaker(
+            context.clock,
+            RetryPauses(config.retry_initial, config.retry_max),
+            changed=self._changed,
+        )
+        self._reader = RangeReader(
+            self._bucket, self._contents, self._breaker, context.clock, config.parallel
+        )
+        self.upkeep = BucketUpkeep(
+            config, self._bucket, self._contents, self._reader, self._breaker,
+            Clocks(context.clock, context.wall),
+            writable=context.writable, on_change=context.on_change,
+        )  # fmt: skip
+        self.upkeep.manifests.published = lambda: context.on_change(Change.PUBLISHED)
+        self._lock = threading.Lock()
+        self._number = 0
+        self._reserved_bytes = 0
+        """Being uploaded."""
+        self._writes = 0
+        self._may_write = context.writable
+        self._closed = False
+        try:
+            self.upkeep.start()
+            if context.writable and config.is_measured:
+                self._reader.meter.profile = measure(
+                    self._bucket, self._contents.writer, self._reader.pool, config.parallel,
+                    (context.clock, context.wall),
+                )  # fmt: skip
+        except BucketError as error:
+            self._reader.close()
+            raise explain(error, config) from None
+        except KVDepotError:
+            self._reader.close()
+            raise
+
+    def facts(self, *, details: bool = False) -> VolumeFacts:
+        health, meter = self._breaker.health(), self._reader.meter
+        segment_bytes, contents = self._config.object_bytes, self._contents
+        with self._lock:
+            room = self._room()
+        return VolumeFacts(
+            label=self._bucket.label,
+            up=health.ok,
+            takes_blocks=health.ok and self._may_write,
+            may_write=self._may_write,
+            reason=health.reason,
+            errors=health.errors,
+            retry_in_s=health.retry_in_s,
+            capacity_bytes=contents.capacity_bytes,
+            used_bytes=contents.used_bytes,
+            held_bytes=contents.held_bytes,
+            segment_bytes=segment_bytes,
+            segments_max=max(1, contents.capacity_bytes // segment_bytes),
+            spare_segments=room // segment_bytes,
+            room_bytes=room,
+            record_bytes_max=min(contents.capacity_bytes, _RECORD_BYTES_MAX),
+            writes=self._writes,
+            read_bytes_per_s=meter.bytes_per_s,
+            queued_bytes=meter.queued_bytes,
+            contiguous_bytes=segment_bytes,
+            writers=min(_WRITERS_MAX, self._config.parallel),
+            is_remote=True,
+            details=self._details() if details else {},
+        )
+
+    def append(self, records: Array, purpose: Purpose = Purpose.BLOCK) -> Ints:
+        del purpose  # no segment is kept back
+        places = np.full(len(records), NO_PLACE, np.int64)
+        for group, nbytes in self._groups(record_sizes(records["payload_bytes"]).tolist()):
+            try:
+                if self._may_write and self._breaker.allows():
+                    places[group] = self._upload(records[group])
+                    self._breaker.succeeded()
+            except BucketError as error:
+                if not error.exists:
+                    self._breaker.failed(error.reason, at_once=True)
+            finally:
+                with self._lock:
+                    self._reserved_bytes -= nbytes
+                    self._writes -= 1
+        return places
+
+    def _groups(self, sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+        """Records that go into one object each, for which there is room, with their bytes: the room
+        is reserved.
+        """
+        group: list[int] = []
+        total = 0
+        for index, nbytes in enumerate(sizes):
+            if group and total + nbytes > self._config.object_bytes:
+                yield group, total
+                group, total = [], 0
+            with self._lock:
+                fits = nbytes <= self._room()
+                self._reserved_bytes += nbytes if fits else 0
+                self._writes += fits and not group
+            if fits:
+                group.append(index)
+                total += nbytes
+        if group:
+            yield group, total
+
+    def _upload(self, records: Array) -> Ints:
+        """Write one data object and publish it. Returns the places of its records."""
+        with self._lock:
+            self._number += 1
+            number = self._number
+        sizes = record_sizes(records["payload_bytes"])
+        images = [
+            view_at(address, nbytes).data
+            for address, nbytes in zip(records["image"].tolist(), sizes.tolist(), strict=True)
+        ]
+        place_records(records["image"], number)
+        rows = np.zeros(len(records), ROW)
+        rows["key"], rows["payload"] = records["key"], records["payload_bytes"]
+        rows["stamp"], rows["page"] = records["stamp"], (np.cumsum(sizes) - sizes) // PAGE
+        tokens = {
+            page: ids
+            for page, key, image in zip(rows["page"].tolist(), rows["key"], images, strict=True)
+            if (ids := token_ids(image, BlockKey(key.tobytes())))
+        }
+        path = data_path(self._contents.writer, number)
+        try:
+            self._bucket.create(path, images)
+        except BucketError:
+            self.upkeep.trash.add([path])  # it may have arrived all the same
+            raise
+        created_s = int(self._context.wall.now())
+        listing = Listing(path, int(sizes.sum()), created_s, rows, tokens)
+        added = self._contents.add(listing, self._contents.writer, appended=True)
+        if added is None:
+            self.upkeep.trash.add([path])
+            raise BucketError("the bucket has too many objects")
+        try:
+            self.upkeep.manifests.publish(Entry([listing]))
+        except BucketError:
+            self._contents.drop(path, told=False)
+            self.upkeep.trash.add([path])
+            raise
+        places: Ints = (added.slot << SEGMENT_SHIFT) + rows["page"].astype(np.int64)
+        return places
+
+    def read(self, reads: Array, priority: Priority, timeout_s: float) -> RangeReads:
+        del priority  # requests are served in turn
+        return self._reader.read(reads, timeout_s)
+
+    def discard(self, places: Ints, payload_bytes: Ints) -> None:
+        self._contents.discard(places, payload_bytes)
+
+    def segments(self) -> SegmentTable:
+        return self._contents.segments()
+
+    def release(self, segment: int) -> bool:
+        """Free an object. Other nodes may read it for a grace period still; this one does not."""
+        one = self._contents.at(pack_place(segment, 0))
+        if one is not None:
+            self._contents.drop(one.path, told=False)
+            self.upkeep.manifests.drop(one.path)
+        return True
+
+    def put_meta(self, entries: Sequence[MetaEntry]) -> bool:
+        """Publish tombstones at once, and descriptions of namespaces with the next manifest. Other
+        kinds are not kept: they belong to one node.
+        """
+        if not self._writable:
+            return False
+        known = self.upkeep.descriptions()
+        for entry in entries:
+            text = entry.value if entry.kind is MetaKind.NAMESPACE else None
+            if text is not None and known.get(entry.name) != text:
+                self.upkeep.manifests.describe_namespace(entry.name, text)
+        stones = [entry for entry in entries if entry.kind is MetaKind.TOMBSTONE]
+        tombstones = [stone for stone in map(Tombstone.parse, stones) if stone is not None]
+        if not tombstones:
+            return True
+        if not self._breaker.allows():
+            return False
+        try:
+            self.upkeep.manifests.publish(Entry(tombstones=tombstones))
+        except BucketError as error:
+            self._breaker.failed(error.reason, at_once=True)
+            return False
+        self._breaker.succeeded()
+        if self._contents.bury(tombstones, told=False):
+            self.upkeep.manifests.recheck()
+        return True
+
+    def sync(self, timeout_s: float) -> bool:
+        """What was appended is durable already."""
+        del timeout_s
+        return self._breaker.closed
+
+    def contents(self, since: int | None, *, look: bool = False) -> Contents:
+        if look:
+            self.upkeep.request_refresh()
+        found = self._contents.take((since or 0) + 1)
+        if since is not None:
+            return found
+        stones = [stone.entry for stone in self._contents.tombstones()]
+        described = self.upkeep.descriptions().items()
+        entries = [MetaEntry(MetaKind.NAMESPACE, tag, 0, text) for tag, text in described]
+        return replace(found, metadata=[*entries, *stones])
+
+    def set_limits(self, capacity_bytes: int | None, *, may_write: bool) -> None:
+        self._may_write = may_write and self._writable
+        if capacity_bytes is not None:
+            self._contents.capacity_bytes = capacity_bytes
+
+    def maintain(self, is_quiet: Callable[[], bool]) -> float:
+        del is_quiet  # upkeep has a thread: it waits for the network
+        return _LOOK_S
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.upkeep.close()
+            self._reader.close()
+
+    def _room(self) -> int:
+        """What this node may still write: what is left, or what its share of all still lacks."""
+        capacity, contents = self._contents.capacity_bytes, self._contents
+        left = capacity - contents.held_bytes - self._reserved_bytes
+        share = capacity // self.upkeep.writers - contents.own_bytes - self._reserved_bytes
+        return max(0, left, share)
+
+    def _details(self) -> dict[str, Any]:
+        requests = self._bucket.requests.as_dict()
+        usd = (requests["puts"] + requests["lists"]) * _USD[0] + requests["gets"] * _USD[1]
+        contents, meter = self._contents, self._reader.meter
+        return {
+            "profile": asdict(meter.profile) if meter.profile else None,
+            "read_bytes_per_s": round(meter.bytes_per_s),
+            "objects": len(contents.objects),
+            "own_bytes": contents.own_bytes,
+            "writers": self.upkeep.writers,
+            "requests": requests,
+            "requests_usd": round(usd, 6),
+        }
+
+    def _changed(self, reason: str) -> None:
+        if reason:
+            _log.warning("object: the bucket is left alone for a while: %s", reason)
+        else:
+            _log.info("object: the bucket works again")
+        self._context.on_change(Change.STATE)
