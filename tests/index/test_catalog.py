@@ -7,9 +7,10 @@ import pytest
 from tests.support.catalogs import chain, in_memory, key
 
 from kvdepot.core.block import BlockKey
+from kvdepot.core.keys import as_words
 from kvdepot.errors import StateError
 from kvdepot.index.catalog import Catalog, Copies
-from kvdepot.index.table import NONE, as_words
+from kvdepot.index.table import NONE
 from kvdepot.index.tree import FEW
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvdepot.core.block import BlockKey
-from kvdepot.index.table import NONE, KeyTable, as_words
+from kvdepot.core.keys import as_words
+from kvdepot.index.table import NONE, KeyTable
 
 FIRST_MASK = 2047
 """Slots of a fresh table, less one: digests that agree in these bits want the same slot."""

@@ -14,7 +14,8 @@ from hypothesis.stateful import (
 )
 
 from kvdepot.core.block import BlockKey
-from kvdepot.index.table import NONE, KeyTable, as_words
+from kvdepot.core.keys import as_words
+from kvdepot.index.table import NONE, KeyTable
 
 # Low bits that fall on the edges of tables of 2048 to 2^40 slots; high ones tell keys apart.
 EDGES = st.sampled_from([0, 1, 2, 2046, 2047, (1 << 40) - 1])

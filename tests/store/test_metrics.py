@@ -15,9 +15,10 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.core.first_token import FirstToken, Reason
+from kvdepot.core.keys import as_words
 from kvdepot.daemon.http.exposition import render
-from kvdepot.index.table import as_words
 from kvdepot.store.alerts import alerts
+from kvdepot.store.engine import Caller
 from kvdepot.store.metrics import METRICS, values
 from kvdepot.store.state.traffic import LatencyHistogram, StoreTraffic
 from kvdepot.store.store import Store
@@ -334,11 +335,11 @@ def test_lookups_of_many_threads_are_all_counted(tmp_path: Path) -> None:
         assert isinstance(store, Store)
         keys = prompt(space_of(store), 1, 4)
         put(store, keys)
-        mapped, words = store.mapped(), as_words(keys)
+        caller, words = Caller("a test"), as_words(keys)
 
         def look() -> None:
             for _ in range(500):
-                mapped.match(words)
+                store.engine.match(caller, words)
 
         threads = [threading.Thread(target=look) for _ in range(4)]
         for thread in threads:

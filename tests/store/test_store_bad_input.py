@@ -22,7 +22,7 @@ from kvdepot.errors import (
     LeaseError,
     StoreClosedError,
 )
-from kvdepot.store.namespaces import check_block_bytes
+from kvdepot.format.requests import check_block_bytes
 from kvdepot.testing.images import payload_for
 
 BLOCK = 16384

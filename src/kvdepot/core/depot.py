@@ -4,6 +4,7 @@ Implemented by store.store.Store, in this process, and client.remote.RemoteStore
 `kvdepot.open` returns either. All methods may be called from several threads at a time.
 """
 
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +21,8 @@ from kvdepot.core.keys import TokenIds
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
 from kvdepot.core.sessions import DepotSessions
-from kvdepot.errors import LeaseError
+from kvdepot.core.volume import TIER_NAMES
+from kvdepot.errors import ConfigError, LeaseError
 
 CLOSE_TIMEOUT_S: Final = 30.0
 """How long `flush` and `close` wait for the disks by default."""
@@ -37,6 +39,14 @@ class Match:
 
     tiers: tuple[str, ...]
     """For each matched block the fastest tier that has it."""
+
+    @classmethod
+    def of(cls, codes: bytes) -> Self:
+        """A match whose tiers are given as places in TIER_NAMES. Most often they are the same."""
+        for code in codes[:1]:
+            if codes.count(code) == len(codes):
+                return cls((TIER_NAMES[code],) * len(codes))
+        return cls(tuple(TIER_NAMES[code] for code in codes))
 
     def __len__(self) -> int:
         return len(self.tiers)
@@ -332,6 +342,13 @@ class PrefetchHint(Protocol):
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
         """True once everything was brought, or will not be; False after `timeout_s`."""
+
+
+def checked_deadline(deadline_s: float) -> float:
+    """Seconds from now. Raises ConfigError for what is no such number."""
+    if math.isnan(deadline_s) or deadline_s < 0:
+        raise ConfigError("deadline_s", f"must be a number of seconds from now, not {deadline_s!r}")
+    return float(deadline_s)
 
 
 class Depot(Protocol):

@@ -23,7 +23,7 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -38,6 +38,8 @@ TokenIds: TypeAlias = Iterable[int] | npt.NDArray[np.integer[Any]]
 DIGEST_BYTES: Final = 16
 CHAIN_KEY_BYTES: Final = 32
 ROOT_LINK: Final = bytes(LINK_BYTES)
+Keys: TypeAlias = npt.NDArray[np.uint64]
+"""Keys as rows of four words: tag, link, and the digest's two halves."""
 _ROOT_DIGEST: Final = bytes(DIGEST_BYTES)
 _TOKEN_BYTES: Final = 4
 _PERSON: Final = b"kvdepot-block-v1"
@@ -148,6 +150,22 @@ def check_key(key: bytes) -> BlockKey:
     if len(key) != KEY_BYTES:
         raise KeyFormatError(f"a key has {KEY_BYTES} bytes, this one has {len(key)}")
     return BlockKey(key)
+
+
+def as_words(keys: Sequence[BlockKey]) -> Keys:
+    """Keys as an array of four words each."""
+    return np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, 4)
+
+
+def as_keys(words: Keys) -> list[BlockKey]:
+    """The keys of such an array."""
+    packed = words.tobytes()
+    return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+
+
+def tag_word(tag: bytes) -> int:
+    """A namespace's tag as the first word of its keys."""
+    return int.from_bytes(tag[:TAG_BYTES], "little")
 
 
 def tag_of(key: BlockKey) -> bytes:

@@ -5,11 +5,45 @@ Implemented by SessionService (this process) and RemoteSessions (a daemon).
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from kvdepot.core.block import TAG_BYTES, BlockKey
+from kvdepot.core.keys import Keys, as_words
+from kvdepot.core.order import SessionState
+from kvdepot.errors import ConfigError
+
+NAME_BYTES_MAX: Final = 200
+STATES: Final = {
+    state.name.lower(): state for state in SessionState if state is not SessionState.NONE
+}
 KEEP_S: Final = 7 * 86400.0
 """How long a contract lasts where no end is given."""
+
+
+def state_of(name: str) -> SessionState:
+    """The state with this name. Raises ConfigError if there is none."""
+    state = STATES.get(name)
+    if state is None:
+        raise ConfigError("state", f"{name!r} is not one of {', '.join(STATES)}")
+    return state
+
+
+def checked_name(name: object) -> str:
+    """The name of a session. Raises ConfigError if it cannot be one."""
+    is_text = isinstance(name, str) and name.isprintable()
+    if is_text and 0 < len(str(name).encode()) <= NAME_BYTES_MAX:
+        return str(name)
+    raise ConfigError("session", f"a name is text of 1 to {NAME_BYTES_MAX} bytes, not {name!r:.40}")
+
+
+def by_tag(keys: Sequence[BlockKey]) -> dict[bytes, Keys]:
+    """The keys of each namespace, in their order, by its tag."""
+    parts: dict[bytes, list[BlockKey]] = {}
+    for key in keys:
+        parts.setdefault(key[:TAG_BYTES], []).append(key)
+    return {tag: as_words(part) for tag, part in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)

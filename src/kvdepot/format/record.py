@@ -62,6 +62,8 @@ TOKEN_BYTES: Final = 4
 _HEAD: Final = struct.Struct("<QIHH32sQQIHHQQQIIQ")
 _U64: Final = struct.Struct("<Q")
 _KEY_AT: Final = 16
+KEY_WORD: Final = _KEY_AT // 8
+"""Where the key stands in a record, in words of 8 bytes."""
 _TOKENS: Final = struct.Struct("<IQ")
 _SEGMENT_AT: Final = 48
 _STAMP_AT: Final = 56

@@ -11,11 +11,12 @@ from typing import Final
 import numpy as np
 
 from kvdepot.core.block import ALLOWED, BlockKey, CopyState, check_transition
+from kvdepot.core.keys import Keys, as_words
 from kvdepot.core.order import Order
 from kvdepot.errors import StateError
 from kvdepot.index.closed import Closed
 from kvdepot.index.leaves import LeafOrder
-from kvdepot.index.table import NONE, Bools, Column, Keys, KeyTable, Rows, as_words
+from kvdepot.index.table import NONE, Bools, Column, KeyTable, Rows
 from kvdepot.index.tree import FEW, PrefixTree
 
 _ABSENT, _FILLING, _READY = map(int, (CopyState.ABSENT, CopyState.FILLING, CopyState.READY))

@@ -8,26 +8,21 @@ Not thread-safe; the store's lock guards it.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.block import BlockKey
+from kvdepot.core.keys import Keys
 
 Rows = npt.NDArray[np.int64]
-Keys = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 
 NONE: Final = -1
 _KEY: Final = struct.Struct("<QQQQ")
 _FIRST_ROWS: Final = 1024
-
-
-def as_words(keys: Sequence[BlockKey]) -> Keys:
-    """Keys as an array of four words each: tag, link, and the digest's two halves."""
-    return np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, 4)
 
 
 class Column:

@@ -11,10 +11,11 @@ from typing import Final, Literal
 
 import numpy as np
 
+from kvdepot.core.keys import Keys
 from kvdepot.core.order import Order
 from kvdepot.errors import StateError
 from kvdepot.index.leaves import LeafOrder
-from kvdepot.index.table import NONE, Bools, Keys, KeyTable, Rows
+from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 from kvdepot.index.tree import PrefixTree
 from kvdepot.sim.drives import SimulatedDrives
 from kvdepot.sim.workload import Workload

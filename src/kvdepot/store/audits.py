@@ -10,7 +10,6 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Final
 
 from kvdepot.core.audit import PRODUCER_TEXT_MAX, AuditFinding, DepotAudits, producer_id
@@ -20,8 +19,8 @@ from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
 from kvdepot.format.record import producer_of
+from kvdepot.store.engine import Caller, Engine
 from kvdepot.store.read.token_ids import read_heads
-from kvdepot.store.state.state import StoreState
 
 _PRODUCERS_MAX: Final = 64
 _QUARANTINED_MAX: Final = 256
@@ -32,10 +31,11 @@ _logger = logging.getLogger("kvdepot.audit")
 class AuditService(DepotAudits):
     """The audits of one store. Thread-safe; tiers are written without the store's lock."""
 
-    def __init__(self, state: StoreState, wall: Clock, remove_tag: Callable[[bytes], int]) -> None:
-        self._state = state
+    def __init__(self, engine: Engine, caller: Caller, wall: Clock) -> None:
+        self._state = engine.state
+        self._engine = engine
+        self._caller = caller
         self._wall = wall
-        self._remove_tag = remove_tag
         self._lock = threading.Lock()
         """Over all below."""
         self._counts: Counter[str] = Counter({"compared": 0, "mismatched": 0})
@@ -144,7 +144,7 @@ class AuditService(DepotAudits):
                     f"{namespace} is not in quarantine",
                     hint="kvdepot audit list names those that are",
                 )
-        removed = self._remove_tag(tag)
+        removed = self._engine.remove(self._caller, tag=tag)
         self.lift(namespace)
         return removed
 
@@ -158,7 +158,7 @@ class AuditService(DepotAudits):
             _logger.warning("kvdepot: no drive took what is known of audits; it ends with this run")
 
     def _publish(self) -> None:
-        self._state.quarantined = frozenset(self._quarantined)
+        self._engine.quarantine(self._quarantined)
 
     def _load(self) -> None:
         """Know what the drives have. A quarantine whose text is damaged counts all the same."""

@@ -11,35 +11,23 @@ from kvdepot.core.volume import volume_of
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.store.drives.maintenance import VolumeMaintenance
-from kvdepot.store.read.prefetch import Prefetcher
-from kvdepot.store.read.reader import Reader
-from kvdepot.store.read.timed_out import TimedOutIo
+from kvdepot.store.engine import Engine
 from kvdepot.store.state.lower_tier import LowerTier
-from kvdepot.store.state.state import StoreState
 from kvdepot.store.volume_set import VolumeSet
 from kvdepot.store.write.memory_eviction import ArenaTier
-from kvdepot.store.write.put import Putter
 from kvdepot.volumes.log.volume import LogVolume
 
 
 class StoreInspector:
     """Made by `Store.inspect`. Its calls take the store's lock themselves."""
 
-    def __init__(
-        self,
-        state: StoreState,
-        putter: Putter,
-        reader: Reader,
-        prefetcher: Prefetcher,
-        late: TimedOutIo,
-        drives: VolumeMaintenance,
-    ) -> None:
-        self.state = state
-        self.slots = putter.slots
-        self.reader = reader
-        self.prefetcher = prefetcher
+    def __init__(self, engine: Engine, drives: VolumeMaintenance) -> None:
+        self.engine = engine
+        self.state = engine.state
+        self.slots = engine.slots
+        self.reader = engine.reader
+        self.prefetcher = engine.prefetcher
         self.drives = drives
-        self._late = late
 
     @property
     def catalog(self) -> Catalog:
@@ -110,7 +98,7 @@ class StoreInspector:
         return True
 
     def wait_for_late_reads(self, timeout_s: float = 10.0) -> bool:
-        return self._late.wait(timeout_s)
+        return self.engine.late.wait(timeout_s)
 
     def wait_for_prefault(self, timeout_s: float = 60.0) -> bool:
         """Wait until all memory is faulted in, where it is to be."""

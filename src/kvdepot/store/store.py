@@ -1,18 +1,17 @@
 """The store of this process: the calls of core.depot.Depot."""
 
 import contextlib
-import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.config.settings import NatsConfig
-from kvdepot.core.block import MISS, TAG_BYTES, BlockKey, GetResult, PutResult
+from kvdepot.core.block import ANSWERS, BlockKey, GetResult, PutResult
 from kvdepot.core.clock import Clock
 from kvdepot.core.depot import (
     CLOSE_TIMEOUT_S,
@@ -22,47 +21,35 @@ from kvdepot.core.depot import (
     Layout,
     Match,
     NamespaceHandle,
+    checked_deadline,
 )
 from kvdepot.core.first_token import FirstToken
-from kvdepot.core.keys import TokenIds
-from kvdepot.core.metadata import Tombstone
+from kvdepot.core.keys import Keys, TokenIds, as_words
 from kvdepot.core.namespace import Namespace
-from kvdepot.core.order import SessionState
+from kvdepot.core.requests import BlockSize
+from kvdepot.core.sessions import by_tag, checked_name, state_of
 from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
-from kvdepot.format.record import record_bytes, token_ids
+from kvdepot.format.record import token_ids
+from kvdepot.format.requests import Namespaces, checked, make_namespace
 from kvdepot.index.pinned_rows import PinnedRows
-from kvdepot.index.table import NONE, Keys
 from kvdepot.store.audits import SYNC_S, AuditService
 from kvdepot.store.check.online import check_store
 from kvdepot.store.cluster_member import ClusterMember
+from kvdepot.store.described import DescribedNamespaces
 from kvdepot.store.drives.maintenance import VolumeMaintenance
-from kvdepot.store.mapped import MappedStore
-from kvdepot.store.namespaces import (
-    DescribedNamespaces,
-    Namespaces,
-    check_block_bytes,
-    checked,
-    make_namespace,
-)
-from kvdepot.store.read.disk_reads import BlockRead
+from kvdepot.store.engine import Caller, DescribedCaller, Engine
+from kvdepot.store.handles import StoreLease, StoreReservation
 from kvdepot.store.read.expected_time import expected_s
-from kvdepot.store.read.lease import StoreLease
-from kvdepot.store.read.prefetch import Hint, Prefetcher, checked_deadline
-from kvdepot.store.read.reader import Reader
-from kvdepot.store.read.timed_out import TimedOutIo
+from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.read.token_ids import read_heads
-from kvdepot.store.sessions.archive import SessionExporter
 from kvdepot.store.sessions.pins import PinManager
 from kvdepot.store.sessions.records import SessionRecords
 from kvdepot.store.sessions.service import SessionService
-from kvdepot.store.sessions.session_table import Sessions, by_tag, checked_name, state_of
+from kvdepot.store.sessions.session_table import Sessions
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.stats import describe, describe_drives_of
 from kvdepot.store.trace_recorder import TraceRecorder
-from kvdepot.store.write.memory_eviction import SlotAllocator
-from kvdepot.store.write.put import Putter, StoreReservation
-from kvdepot.store.write.write_back import Flusher
 from kvdepot.volumes.registry import ConfiguredVolumes
 
 if TYPE_CHECKING:
@@ -93,27 +80,25 @@ class Store(Depot):
         self._state = state
         self._configured = configured
         self._process = os.getpid()
-        slots = SlotAllocator(state, state.memory_tiers[0])
+        self._caller = Caller("this process")
         self._namespaces = Namespaces()
-        self._late = TimedOutIo(state)
-        self._putter = Putter(state, slots)
-        self._reader = Reader(state, slots, self._late)
-        self._prefetcher = Prefetcher(state, self._reader)
+        self._described = DescribedNamespaces(state.descriptions.all, state.config.tenants)
         self._drives = VolumeMaintenance(state, configured.opener)
-        self._flusher = Flusher(state)
-        flush = self._flusher.flush
-        known = self._sessions = Sessions(state.catalog, wall, promises)
+        engine = self.engine = Engine(state, self._drives.mover)
+        self.site_caller = DescribedCaller("other nodes", described=self._described.size_of)
+        """Who acts for other nodes and for people: it may use all namespaces."""
+        known = Sessions(state.catalog, wall, promises)
+        flush = partial(engine.flush, self._caller)
         records = SessionRecords(state, known)
         self._keeper = PinManager(state, known, records, wall, flush, self._drives.renew)
-        parts = (state, known, self._reader, self._putter, self.register_tag)
-        archivist = self._archivist = SessionExporter(*parts)
-        self._desk = SessionService(state, known, self._keeper, archivist, wall, flush, self._warm)
+        self._sessions = SessionService(engine, self.site_caller, known, self._keeper, wall)
         self._keeper.start()
-        self._audits = AuditService(state, wall, self.remove_tag)
-        self._described = DescribedNamespaces(state.descriptions.all, state.config.tenants)
-        self._site = self._join_site(state.config.nats) if state.config.nats else None
+        self._audits = AuditService(engine, self.site_caller, wall)
+        self._site: ClusterMember | None = None
         self._announcer: Announcer | None = None
         try:
+            if state.config.nats is not None:
+                self._site = ClusterMember(state.config.nats, self, state.volumes, state.clock)
             self._announcer = _announcer(state)
         except KVDepotError:
             self.close()
@@ -149,16 +134,10 @@ class Store(Depot):
     def register(self, namespace: Namespace) -> NamespaceHandle:
         self._state.check_open()
         description = json.dumps(namespace.description(), sort_keys=True).encode()
-        self.register_tag(namespace.tag, namespace.layout.block_bytes, description)
+        layout = namespace.layout
+        size = BlockSize(layout.block_bytes, layout.chunk_bytes)
+        self.engine.register(self._caller, namespace.tag, size, description)
         return self._namespaces.add(namespace)
-
-    def register_tag(self, tag: bytes, block_bytes: int, description: bytes) -> None:
-        """Check that blocks of a namespace fit, and record what its tag stands for."""
-        check_block_bytes(block_bytes)
-        self._check_fits(record_bytes(block_bytes))
-        self._state.descriptions.register(tag, description)
-        with self._state.lock:
-            self._state.ledger.registered(tag, description)
 
     def put_many(
         self,
@@ -169,14 +148,11 @@ class Store(Depot):
         token_ids: TokenIds | None = None,
     ) -> list[PutResult]:
         keys, buffers = list(keys), list(buffers)  # a lazy sequence would free what we point to
+        self._state.check_open()
+        offer = self._namespaces.offer(keys, buffers, token_ids)
         if timeout_s is None:
             timeout_s = self._state.config.writeback.put_timeout
-        self._state.check_open()
-        offers = self._namespaces.new_blocks(keys, buffers, token_ids)
-        with self._state.using():
-            answers = self._putter.store(offers, timeout_s)
-            self._flusher.write_through(timeout_s)
-            return answers
+        return self.engine.put(self._caller, offer, timeout_s)
 
     def reserve(
         self,
@@ -186,13 +162,14 @@ class Store(Depot):
         token_ids: TokenIds | None = None,
     ) -> StoreReservation:
         self._state.check_open()
+        offer = self._namespaces.offer(keys, None, token_ids)
         if timeout_s is None:
             timeout_s = self._state.config.writeback.put_timeout
-        offers = self._namespaces.empty_blocks(keys, token_ids)
         with contextlib.ExitStack() as scope:
             scope.enter_context(self._state.using())
-            outcomes = self._putter.reserve(offers, timeout_s)
-            return StoreReservation(self._putter, offers, outcomes, scope.pop_all().close)
+            slots, outcomes = self.engine.reserve(self._caller, offer, timeout_s)
+            done = scope.pop_all().close
+            return StoreReservation(self.engine, self._caller, slots, outcomes, done)
 
     @property
     def memory(self) -> tuple[memoryview, ...]:
@@ -209,49 +186,30 @@ class Store(Depot):
     ) -> list[GetResult]:
         keys, intos = list(keys), list(intos)
         self._state.check_open()
-        reads = self._namespaces.reads(keys, intos, layers)
+        blocks = self._namespaces.targets(keys, intos, layers)
         if timeout_s is None:
             timeout_s = self._state.config.read_timeout
-        with self._state.using():
-            tags = self._state.quarantined
-            served = [read for read in reads if read.key[:TAG_BYTES] not in tags]
-            found = self._reader.fetch(served, timeout_s) if served else []
-        if len(served) == len(reads):
-            return found
-        left = iter(found)
-        return [MISS if read.key[:TAG_BYTES] in tags else next(left) for read in reads]
+        codes = self.engine.read(self._caller, blocks, timeout_s)
+        return [ANSWERS[code] for code in codes]
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
-        state = self._state
-        state.check_open()
-        checked(keys)
-        with state.lock:
-            rows = state.resident(keys)
-            state.record_lookup(keys)
-            found = Match(tuple(state.catalog.fastest(rows)))
-            state.traffic.match.add(len(keys), len(rows))
-            state.traffic.match.add_found(found.tiers)
-            return found
+        self._state.check_open()
+        return Match.of(self.engine.match(self._caller, as_words(checked(keys))))
+
+    def peek(self, keys: Sequence[BlockKey]) -> Match:
+        """`match` that is not counted as a lookup: a router asks several stores for one request."""
+        self._state.check_open()
+        return Match.of(self.engine.match(self._caller, as_words(checked(keys)), counts=False))
 
     def lease(self, keys: Sequence[BlockKey]) -> StoreLease:
-        state = self._state
-        state.check_open()
-        checked(keys)
-        with state.lock:
-            rows = state.resident(keys)
-            state.record_lookup(keys)
-            state.catalog.use(rows)
-            state.lease(rows)
-            state.traffic.lease.add(len(keys), len(rows))
-        return StoreLease(state, self._reader, self._namespaces, list(keys[: len(rows)]), rows)
+        self._state.check_open()
+        lease = self.engine.lease(self._caller, as_words(checked(keys)))
+        held = list(keys[: len(lease.rows)])
+        return StoreLease(self.engine, self._caller, self._namespaces, held, lease)
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
         self._state.check_open()
-        checked(keys)
-        with self._state.lock:
-            rows = self._state.catalog.resident(keys)
-            self._state.catalog.use(rows)
-        return len(rows)
+        return self.engine.touch(self._caller, as_words(checked(keys)))
 
     def session(
         self,
@@ -265,89 +223,46 @@ class Store(Depot):
         session_state, name = state_of(state), checked_name(name)
         parts: Mapping[bytes, Keys | None]
         parts = by_tag(checked(keys)) if keys else dict.fromkeys(self._namespaces.tags_of(tenant))
-        for key in keys or ():
-            self._namespaces.of(key)
-        with self._state.lock:
-            for tag, words in parts.items():
-                if words is not None:
-                    self._state.ledger.session_told(tag, name, words)
-            tell = self._sessions.tell
-            return sum(tell(tag, name, words, session_state) for tag, words in parts.items())
+        self._namespaces.check(keys or ())
+        update = self._sessions.update
+        return sum(update(tag, name, words, session_state) for tag, words in parts.items())
 
     def hint(self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = "") -> Hint:
         self._state.check_open()
         deadline_s = checked_deadline(deadline_s)
-        with self._state.lock:
-            if isinstance(keys, str):
-                tags = self._namespaces.tags_of(tenant)
-                prompts, session_state = self._sessions.recall(tags, checked_name(keys))
-            else:
-                prompts, session_state = [list(checked(keys))], SessionState.NONE
-            wanted, resident = self._not_in_memory(prompts)
-        if resident < sum(map(len, prompts)):
-            self._state.request_refresh()
-        hint = self._prefetcher.start(
-            self._namespaces.whole_reads(wanted), deadline_s, session_state
-        )
-        hint.resident = resident
-        return hint
+        if isinstance(keys, str):
+            tags = self._namespaces.tags_of(tenant)
+            return self._sessions.hint(self._caller, tags, checked_name(keys), deadline_s)
+        self._namespaces.check(checked(keys))
+        return self.engine.prefetch(self._caller, [as_words(keys)], deadline_s)
 
     def hint_described(self, keys: Sequence[BlockKey], deadline_s: float) -> Hint:
-        """`hint` for keys of one namespace that is described here, registered or not."""
-        state = self._state
-        space = self._described.all().get(bytes(keys[0][:TAG_BYTES])) if keys else None
-        if space is None or state.closing.is_set():
+        """`hint` for keys of namespaces that are described here, registered or not."""
+        if self._state.closing.is_set():
             return Hint([], 0.0)
-        layout, size = space.layout, space.layout.block_bytes
-        with state.lock:
-            rows = state.resident(keys)
-            reads = [
-                BlockRead(key, 0, size, layout.chunk_bytes, 0, size)
-                for key, row in zip(keys, rows, strict=False)
-                if not state.catalog.in_memory(row) and state.catalog.nbytes[row] == size
-            ]
-        hint = self._prefetcher.start(reads, deadline_s)
-        hint.resident = len(rows)
-        return hint
+        return self.engine.prefetch(self.site_caller, [as_words(keys)], deadline_s)
 
     def keys_of_tokens(self, tokens: Sequence[int], model: str = "") -> list[list[BlockKey]]:
-        """Of a prompt, in each namespace of a model, or of all, that is described here and whose
-        secret the settings have.
+        """The keys of a prompt in each namespace of a model, or of all, that is described here and
+        whose secret the settings have.
         """
         spaces = [one for one in self._described.all().values() if model in ("", one.model)]
         found = [one.namespace.keys(tokens) for one in spaces if one.namespace is not None]
         return [keys for keys in found if keys]
 
     def keys_of_session(self, name: str, tenant: str = "") -> list[list[BlockKey]]:
-        """Of a session's prompt, in each namespace of a tenant that has it."""
+        """The keys of a session's prompt in each namespace of a tenant that has it."""
         tags = [tag for tag, one in self._described.all().items() if one.tenant == tenant]
-        with self._state.lock:
-            return self._sessions.recall(tags, name)[0]
-
-    def _warm(self, tag: bytes, name: str, deadline_s: float) -> Hint:
-        """`hint` for a session in one namespace, which need not be registered."""
-        with self._state.lock:
-            prompt = self._sessions.find(tag, name)
-        keys = prompt.keys(tag) if prompt is not None else []
-        return self.hint_described(keys, checked_deadline(deadline_s))
+        return self._sessions.keys_of(tags, name)
 
     def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
         self._state.check_open()
-        wanted = list(dict.fromkeys(checked([keys] if isinstance(keys, bytes) else keys)))
-        catalog = self._state.catalog
-        return self._remove(lambda: [row for row in catalog.rows(wanted) if row != NONE], wanted)
+        wanted = checked([keys] if isinstance(keys, bytes) else keys)
+        return self.engine.remove(self._caller, as_words(wanted))
 
     def remove_tag(self, tag: bytes) -> int:
         self._state.check_open()
-        catalog, word = self._state.catalog, np.frombuffer(tag, np.uint64)[0]
-
-        def of_namespace() -> list[int]:
-            known = np.flatnonzero(catalog.table.tags() == word).tolist()
-            return [row for row in known if catalog.is_live(row)]
-
-        removed = self._remove(of_namespace, [tag])
-        self._state.descriptions.removed(tag)
-        return removed
+        return self.engine.remove(self._caller, tag=tag)
 
     def flush(
         self, timeout_s: float = CLOSE_TIMEOUT_S, *, keys: Sequence[BlockKey] | None = None
@@ -357,7 +272,8 @@ class Store(Depot):
         if keys is None:
             self._keeper.write_in_time(timeout_s)
         timeout_s = max(0.0, timeout_s - (self._state.clock.now() - began_s))
-        return self._flusher.flush(timeout_s, None if keys is None else checked(list(keys)))
+        words = None if keys is None else as_words(checked(list(keys)))
+        return self.engine.flush(self._caller, timeout_s, words)
 
     def set_write_mode(self, tier: str, mode: str) -> None:
         with self._state.using():
@@ -401,17 +317,15 @@ class Store(Depot):
     def stats(self) -> dict[str, Any]:
         self._state.check_open()
         with self._state.lock:
-            known = self._sessions.describe()
-            known |= self._keeper.describe()
-            known["transfer"] = asdict(self._archivist.transfer)
-            found = {**describe(self._state), "sessions": known}
+            found = describe(self._state)
+        found["sessions"] = self._sessions.describe()
         found["audit"] = self._audits.describe()
         parts = {"site": self._site, "events": self._announcer}
         return found | {name: part.describe() for name, part in parts.items() if part is not None}
 
     @property
     def sessions(self) -> SessionService:
-        return self._desk
+        return self._sessions
 
     @property
     def audits(self) -> AuditService:
@@ -432,14 +346,6 @@ class Store(Depot):
             found = read_heads(self._state, checked(list(keys)), token_ids, b"")
         return [np.frombuffer(ids, "<u4").tolist() for ids in found]
 
-    def peek(self, keys: Sequence[BlockKey]) -> Match:
-        """`match` that is not counted as a lookup: a router asks several stores for one request."""
-        state = self._state
-        state.check_open()
-        with state.lock:
-            rows = state.resident(checked(keys))
-            return Match(tuple(state.catalog.fastest(rows)))
-
     def expected_s(self, nbytes: Mapping[str, int]) -> float | None:
         """How long so many bytes of each tier would take now; None where that is not known."""
         return expected_s(self._state, nbytes)
@@ -449,22 +355,11 @@ class Store(Depot):
         found = (one.namespace for one in self._described.all().values())
         return [space for space in found if space is not None]
 
-    def namespaces_of_session(self, name: str) -> list[bytes]:
-        """Tags of the namespaces that have a session of that name."""
-        with self._state.lock:
-            return self._sessions.tags_of(checked_name(name))
-
-    def mapped(self) -> MappedStore:
-        """This store for processes that map its memory; it must be shared (`dram.shared`)."""
-        parts = (self._state, self._putter, self._reader, self._prefetcher, self._sessions)
-        return MappedStore(*parts, self.register_tag)
-
     def inspect(self) -> "StoreInspector":
         """What tests and benchmarks may see and do beyond the public calls."""
         from kvdepot.store.inspect import StoreInspector
 
-        parts = (self._putter, self._reader, self._prefetcher, self._late, self._drives)
-        return StoreInspector(self._state, *parts)
+        return StoreInspector(self.engine, self._drives)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         state = self._state
@@ -486,11 +381,8 @@ class Store(Depot):
             stuck = not self._announcer.close(timeout_s) or stuck
         stuck = not self._drives.join(timeout_s) or stuck
         stuck = not self._keeper.join(timeout_s) or stuck
-        stuck = not self._prefetcher.close(timeout_s) or stuck
-        if not stuck:
-            self._reader.close()
-        late = not self._late.wait(timeout_s)
-        if stuck or late:
+        stuck = not self.engine.close(timeout_s) or stuck
+        if stuck:
             # The kernel or a caller may still use the memory: leave it to the process's end.
             return replace(report, complete=False)
         for arena in state.all_arenas:
@@ -500,25 +392,6 @@ class Store(Depot):
         for arena in state.all_arenas:
             arena.close()
         return report
-
-    def _remove(self, find_rows: Callable[[], list[int]], names: Sequence[bytes]) -> int:
-        """Take blocks out of the index; wait for those that are being written; record it."""
-        state = self._state
-        tiers = [lower for lower in state.lower_tiers if lower.writable]
-        limit_s = max((lower.config.write_timeout for lower in tiers), default=0.0)
-        with state.lock:
-            rows = find_rows()
-            state.mark_deleted(rows)
-            state.counters.removed += len(rows)
-            below = state.stamps.next()
-            state.written.wait_for(
-                lambda: not state.is_being_written(filter(state.catalog.is_deleted, rows)), limit_s
-            )
-            recorded = state.stamps.next()
-        tombstones = [Tombstone(name, below, recorded) for name in names]
-        if tombstones:
-            self._drives.mover.record_tombstones(tombstones)
-        return len(rows)
 
     def _check_promises(
         self, tier: str, *, without: Path | None = None, capacity: int | str | None = None
@@ -545,49 +418,3 @@ class Store(Depot):
                 f"{format_bytes(room)}",
                 hint="kvdepot session unpin ends contracts, kvdepot session list names them",
             )
-
-    def _not_in_memory(self, prompts: Sequence[Sequence[BlockKey]]) -> tuple[list[BlockKey], int]:
-        """What of prompts could come to memory, the heads of all of them first; and how many of
-        their leading blocks are in the store.
-        """
-        state = self._state
-        assert state.held()
-        parts, resident = [], 0
-        for keys in prompts:
-            rows = state.resident(keys)
-            resident += len(rows)
-            pairs = zip(keys, rows, strict=False)
-            parts.append([key for key, row in pairs if not state.catalog.in_memory(row)])
-        heads_first = itertools.zip_longest(*parts)
-        return [key for some in heads_first for key in some if key is not None], resident
-
-    def _join_site(self, config: NatsConfig) -> ClusterMember:
-        """Tell the other stores of a site what this one publishes, and follow their hints."""
-        return ClusterMember(config, self, self._state.volumes, self._state.clock)
-
-    def _check_fits(self, nbytes: int) -> None:
-        """Refuse blocks that no tier could ever hold."""
-        state = self._state
-        if not state.arena.chunks_for(nbytes):
-            raise ConfigError(
-                "dram.capacity", f"a block takes {format_bytes(nbytes)}, more than the tier has"
-            )
-        if not state.lower_tiers:
-            return
-        if not state.staging.chunks_for(nbytes):
-            raise ConfigError(
-                "writeback.staging", f"a block takes {format_bytes(nbytes)}, more than there is"
-            )
-        for lower in state.lower_tiers:
-            rooms = [
-                facts.record_bytes_max for _, facts in lower.volumes.all_facts() if not facts.lost
-            ]
-            room = min(rooms, default=nbytes)
-            if nbytes > room:
-                segment = f"{lower.name}.segment"
-                raise ConfigError(
-                    segment,
-                    f"a block takes {format_bytes(nbytes)}, a segment of this store holds "
-                    f"{format_bytes(room)}",
-                    hint=f"make a new store with a larger {segment} or {lower.name}.capacity",
-                )

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.core.clock import Clock
+from kvdepot.core.keys import Keys
 from kvdepot.core.private import open_private_file
 from kvdepot.core.recording import header, request
 from kvdepot.errors import ConfigError
-from kvdepot.index.table import Keys
 
 _SAME_S: Final = 10.0
 """A prompt that is looked up again within this time is the same request."""

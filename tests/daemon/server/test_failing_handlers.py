@@ -128,8 +128,8 @@ def test_a_store_of_a_failing_daemon_answers_misses_and_finds_it_again(
         keys = prompt(space_of(store), 1, 4)
         assert all(put(store, keys))
         with monkeypatch.context() as failing:
-            for name in ("match", "lease", "fetch"):
-                make_fail(failing, daemon.daemon.mapped, name, error)
+            for name in ("match", "lease", "read"):
+                make_fail(failing, daemon.daemon.store.engine, name, error)
             assert set(tiers(store, keys)) == {None}
         until(lambda: None not in tiers(store, keys))
 
@@ -140,7 +140,7 @@ def test_a_release_that_fails_does_not_keep_the_daemon_from_stopping(
     with LocalDaemon(tmp_path) as daemon:
         client = RawClient(daemon.socket)
         until(lambda: len(daemon.sessions()) == 1)
-        make_fail(monkeypatch, daemon.daemon.mapped, "unregister", KeyError)
+        make_fail(monkeypatch, daemon.daemon.store.engine, "unregister", KeyError)
         client.socket.close()
         until(lambda: not daemon.daemon._connections and not daemon.sessions())
         monkeypatch.undo()

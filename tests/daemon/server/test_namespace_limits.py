@@ -9,11 +9,11 @@ import pytest
 from tests.support.stores import settings
 
 import kvdepot
+from kvdepot.core.requests import BlockSize
 from kvdepot.daemon.server.client_resources import ClientLimits, ClientResources, ServerCounters
 from kvdepot.daemon.wire.frames import Channel, Peer
 from kvdepot.daemon.wire.versions import PROTOCOL
 from kvdepot.errors import ConfigError
-from kvdepot.store.mapped import BlockSize
 from kvdepot.store.store import Store
 
 SIZE = BlockSize(4096, 4096)
@@ -34,9 +34,9 @@ def tag(number: int) -> bytes:
 
 
 def test_a_client_may_register_so_many_namespaces(store: Store) -> None:
-    mapped, counters = store.mapped(), ServerCounters()
+    engine, counters = store.engine, ServerCounters()
     peer = Peer(os.getpid(), os.getuid(), os.getgid())
-    one, two = (ClientResources(mapped, LIMITS, counters, peer, PROTOCOL) for _ in range(2))
+    one, two = (ClientResources(engine, LIMITS, counters, peer, PROTOCOL) for _ in range(2))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = Channel(ours)
     assert one.join(channel)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import kvdepot
 from kvdepot.core.depot import NamespaceHandle
-from kvdepot.store.read.lease import StoreLease
+from kvdepot.store.handles import StoreLease
 from kvdepot.testing.images import payload_for
 
 SIZE = 48 << 10

@@ -108,7 +108,8 @@ def fill_memory(store: Store, keys: list[BlockKey]) -> list[BlockKey]:
 
 def test_rows_that_vanish_are_not_brought(store: Store, keys: list[BlockKey]) -> None:
     """Removed after they were looked up."""
-    wants = store._namespaces.whole_reads(keys)
+    size = space_of(store).block_bytes
+    wants = [BlockRead(key, 0, size, size, 0, size) for key in keys]
     store.remove(keys[5:])
     hint = store.inspect().prefetcher.start(wants, 20.0)
     assert hint.wait(60.0)

@@ -10,11 +10,11 @@ from tests.support.stores import settings
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import SystemClock
+from kvdepot.core.keys import as_words
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError, KeyFormatError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.pinned_rows import PinnedRows
-from kvdepot.index.table import as_words
 from kvdepot.store.sessions.session_table import Sessions
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, open_emulated

@@ -15,8 +15,8 @@ from kvdepot.adapters.vllm.requests import EngineRequest, Phase, TrackedRequest
 from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import PrefetchHint
+from kvdepot.core.sessions import checked_name, state_of
 from kvdepot.errors import KVDepotError
-from kvdepot.store.sessions.session_table import checked_name, state_of
 
 SESSION: Final = "kvdepot_session"
 STATE: Final = "kvdepot_state"

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.block import ANSWERS, MISS, BlockKey, GetResult
+from kvdepot.core.keys import as_keys
 from kvdepot.daemon.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.daemon.wire import messages
 from kvdepot.daemon.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
@@ -15,7 +16,6 @@ from kvdepot.format.copy_ops import copy_op, transfers, verified_ops
 from kvdepot.format.record import HEAD_BYTES, PAGE, TABLE_OFFSET, holds_key, record_bytes
 from kvdepot.memory.memory import Memory
 from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
-from kvdepot.store.read.disk_reads import BlockRead
 
 AWAY: Final = GetResult(None, "failed")
 """The answer for every block while there is no daemon."""
@@ -39,98 +39,94 @@ class Getter:
         self._link = link
         self._deadline = time.monotonic() + timeout_s
 
-    def fetch(self, reads: Sequence[BlockRead]) -> list[GetResult]:
-        """Fill each target or say why not. DaemonAwayError: nothing can be said of any."""
-        answers = [AWAY] * len(reads)
-        for span, indices in _by_span(reads).items():
+    def fetch(self, blocks: Array) -> list[GetResult]:
+        """Fill the buffer of each block, a row of BLOCK_DTYPE, or say why not. DaemonAwayError:
+        nothing can be said of any.
+        """
+        answers = [AWAY] * len(blocks)
+        for span, indices in _by_span(blocks):
             for part in batches(indices):
-                chosen = [indices[at] for at in part]
-                found = self._fetch(span, [reads[index] for index in chosen])
-                for index, answer in zip(chosen, found, strict=True):
+                chosen = indices[part.start : part.stop]
+                found = self._fetch(span, blocks[chosen])
+                for index, answer in zip(chosen.tolist(), found, strict=True):
                     answers[index] = answer
         return answers
 
-    def _fetch(self, span: tuple[int, int], reads: Sequence[BlockRead]) -> list[GetResult]:
-        answers, damaged = self._ask(span, reads, again=False)
+    def _fetch(self, span: tuple[int, int], blocks: Array) -> list[GetResult]:
+        answers, damaged = self._ask(span, blocks, again=False)
         if not damaged:
             return answers
-        # The daemon sees for itself: it drops the damaged copy and looks for another.
-        found, lost = self._ask(span, [reads[index] for index in damaged], again=True)
+        # The daemon verifies these too: it drops the damaged copy and looks for another.
+        found, lost = self._ask(span, blocks[damaged], again=True)
         for at, index in enumerate(damaged):
             answers[index] = CORRUPT if at in lost else found[at]
         return answers
 
     def _ask(
-        self, span: tuple[int, int], reads: Sequence[BlockRead], *, again: bool
+        self, span: tuple[int, int], blocks: Array, *, again: bool
     ) -> tuple[list[GetResult], list[int]]:
         """The answers, and which blocks are damaged. `again`: the daemon verifies all itself."""
         left_s = max(0.0, self._deadline - time.monotonic())
         head = messages.Fetch(*span, again, left_s)
-        keys = b"".join([read.key for read in reads])
-        serial = self._link.send(FrameKind.FETCH, head.body() + keys)
+        serial = self._link.send(FrameKind.FETCH, head.body() + blocks["key"].tobytes())
         damaged: list[int] = []
         limit_s = left_s + self._connections.call_s
         while (frame := self._link.answer(serial, limit_s)).kind is FrameKind.ARRIVED:
             flags = frame.flags
-            number, arrivals = arrivals_of(frame, len(reads))
+            number, arrivals = arrivals_of(frame, len(blocks))
             verify = self._connections.welcome.verify and not flags & Flag.VERIFIED
             take = self._take_whole if span == (0, 0) else self._take_parts
-            damaged += {*take(arrivals, reads, verify=bool(verify)), *self._wrong(arrivals, reads)}
+            bad = take(arrivals, blocks, verify=bool(verify))
+            damaged += {*bad, *self._wrong(arrivals, blocks)}
             if flags & Flag.LAST:
-                answers = _only(arrivals, len(reads), self._connections.welcome)
+                answers = _only(arrivals, len(blocks), self._connections.welcome)
                 break
             if flags & Flag.LENT:
                 self._link.follow_up(serial, FrameKind.TAKEN)
         else:
-            number, answers = answers_of(frame, len(reads))
+            number, answers = answers_of(frame, len(blocks))
         self._connections.check_intact()
         if number:
             self._link.send(FrameKind.RELEASE, messages.Number(number).body())
         return answers, damaged
 
-    def _wrong(self, arrivals: Array, reads: Sequence[BlockRead]) -> list[int]:
+    def _wrong(self, arrivals: Array, blocks: Array) -> list[int]:
         """Blocks that have come whose slots hold another."""
         views = (self._connections.arena.view, self._connections.staging.view)
+        keys = as_keys(blocks["key"])
         return [
             index
             for location, index, staged in arrivals.tolist()
-            if not holds_key(views[staged], location, reads[index].key)
+            if not holds_key(views[staged], location, keys[index])
         ]
 
-    def _take_whole(
-        self, arrivals: Array, reads: Sequence[BlockRead], *, verify: bool
-    ) -> list[int]:
+    def _take_whole(self, arrivals: Array, blocks: Array, *, verify: bool) -> list[int]:
         """Copy blocks that have come. Returns which are damaged."""
-        indices = arrivals["index"].tolist()
-        chosen = [reads[index] for index in indices]
+        chosen = blocks[arrivals["index"]]
         ops = np.zeros(len(chosen), TRANSFER_DTYPE)
-        ops["nbytes"] = [read.payload_bytes for read in chosen]
-        ops["target"] = [read.target for read in chosen]
-        ops["chunk_bytes"] = [read.chunk_bytes for read in chosen]
-        slots = slots_in(self._connections, arrivals, ops["nbytes"].astype(np.int64))
+        ops["nbytes"], ops["target"] = chosen["payload_bytes"], chosen["address"]
+        ops["chunk_bytes"] = chosen["chunk_bytes"]
+        slots = slots_in(self._connections, arrivals, chosen["payload_bytes"])
         ops["source"], ops["table"] = slots + HEAD_BYTES, slots + TABLE_OFFSET
         ops["mode"] = VERIFY if verify else COPY
         transfer(ops)
-        return [indices[at] for at in np.flatnonzero(ops["result"]).tolist()]
+        bad: list[int] = arrivals["index"][ops["result"] != 0].tolist()
+        return bad
 
-    def _take_parts(
-        self, arrivals: Array, reads: Sequence[BlockRead], *, verify: bool
-    ) -> list[int]:
+    def _take_parts(self, arrivals: Array, blocks: Array, *, verify: bool) -> list[int]:
         """`_take_whole` for ranges of layers. A chunk shared with others is verified first."""
         ops: list[tuple[Any, ...]] = []
         partial: list[tuple[Any, ...]] = []
         indices = []
         for location, index, staged in arrivals.tolist():
-            read = reads[index]
+            _, payload_bytes, chunk_bytes, target, start, stop, _ = blocks[index].item()
             memory = self._connections.staging if staged else self._connections.arena
-            slot = address_in(memory, location, read.payload_bytes)
+            slot = address_in(memory, location, payload_bytes)
             indices.append(index)
-            copy: tuple[int, ...] | None = copy_op(slot, read.target, read.start, read.stop)
+            copy: tuple[int, ...] | None = copy_op(slot, target, start, stop)
             if verify:
-                span = (read.start, read.stop)
-                check, copy = verified_ops(
-                    slot, read.target, span, read.payload_bytes, read.chunk_bytes
-                )
+                span = (start, stop)
+                check, copy = verified_ops(slot, target, span, payload_bytes, chunk_bytes)
                 ops.append(check)
             if copy is not None:
                 partial.append(copy)
@@ -197,10 +193,12 @@ def _only(arrivals: Array, count: int, welcome: messages.Welcome) -> list[GetRes
     return answers
 
 
-def _by_span(reads: Sequence[BlockRead]) -> dict[tuple[int, int], list[int]]:
-    spans: dict[tuple[int, int], list[int]] = {}
-    for index, read in enumerate(reads):
-        whole = read.stop - read.start == read.payload_bytes
-        span = (0, 0) if whole else (read.start, read.stop)
-        spans.setdefault(span, []).append(index)
-    return spans
+def _by_span(blocks: Array) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Which bytes are wanted, (0, 0) for all, and the blocks of which they are."""
+    starts, stops = blocks["start"], blocks["stop"]
+    is_whole = stops - starts == blocks["payload_bytes"]
+    if is_whole.any():
+        yield (0, 0), np.flatnonzero(is_whole)
+    parts = zip(starts[~is_whole].tolist(), stops[~is_whole].tolist(), strict=True)
+    for start, stop in sorted(set(parts)):
+        yield (start, stop), np.flatnonzero(~is_whole & (starts == start) & (stops == stop))

@@ -6,12 +6,12 @@ from typing import Final
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import PrefetchHint
+from kvdepot.core.keys import Keys
 from kvdepot.core.order import SessionState
 from kvdepot.daemon.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.daemon.client.get import batches, keys_of
 from kvdepot.daemon.wire import messages
 from kvdepot.daemon.wire.frames import FrameKind
-from kvdepot.index.table import Keys
 
 _ASK_S_MAX: Final = 5.0
 """One question waits this long at most, so that a connection is not taken for long."""

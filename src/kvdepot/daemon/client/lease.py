@@ -24,7 +24,7 @@ from kvdepot.daemon.wire import messages
 from kvdepot.daemon.wire.frames import Flag, Frame, FrameKind
 from kvdepot.errors import LeaseError
 from kvdepot.format.record import holds_key
-from kvdepot.store.namespaces import Namespaces
+from kvdepot.format.requests import Namespaces
 
 
 @dataclass(slots=True)
@@ -88,7 +88,8 @@ class RemoteLease(Lease):
         """If the daemon goes meanwhile all answers are false, also those for delivered blocks."""
         self._check()
         asked = range(len(self.keys))[start:stop]
-        reads = self._namespaces.whole_reads(self.keys[asked.start : asked.stop])
+        blocks = self._namespaces.blocks(self.keys[asked.start : asked.stop])
+        sizes = blocks["payload_bytes"].tolist()
         answers = [AWAY] * len(asked)
         connections = self._connections
         if connections is None:
@@ -102,10 +103,10 @@ class RemoteLease(Lease):
             arrivals = []
             for location, index, staged in arrivals_of(frame, count)[1].tolist():
                 memory = connections.staging if staged else connections.arena
-                read = reads[first - asked.start + index]
-                view = payload_in(memory, location, read.payload_bytes).toreadonly()
-                if not holds_key(memory.view, location, read.key):
-                    wrong.add(first - asked.start + index)
+                at = first - asked.start + index
+                view = payload_in(memory, location, sizes[at]).toreadonly()
+                if not holds_key(memory.view, location, self.keys[first + index]):
+                    wrong.add(at)
                     continue
                 arrivals.append(Arrival(first + index, view, not staged))
             if arrivals:

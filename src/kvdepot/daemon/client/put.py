@@ -3,7 +3,7 @@ daemon seals them. Or the caller fills the slots itself (`RemoteReservation`).
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from kvdepot.core.block import PutResult
 from kvdepot.core.depot import Reservation
+from kvdepot.core.requests import Array, Offer
 from kvdepot.daemon.client.connections import Connections, DaemonAwayError, Link, expect
 from kvdepot.daemon.client.get import address_in, batches, payload_in
 from kvdepot.daemon.wire import messages
 from kvdepot.daemon.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
 from kvdepot.errors import LeaseError
 from kvdepot.format.copy_ops import checksum_slot, fill_op, transfers
-from kvdepot.format.record import fill_producer, fill_tokens, record_bytes
-from kvdepot.store.write.put import NewBlock
+from kvdepot.format.record import fill_producer, fill_tokens, record_sizes
 
 _WAVE_BYTES: Final = 64 << 20
 
@@ -35,21 +35,20 @@ class RemotePutter:
         self._limit_s = timeout_s + connections.call_s
         self._sealing: int | None = None
 
-    def store(self, offers: Sequence[NewBlock], outcomes: list[PutResult]) -> None:
-        """Append an outcome for each offer. DaemonAwayError: only those that are there hold."""
+    def store(self, offer: Offer, outcomes: list[PutResult]) -> None:
+        """Append an outcome for each block. DaemonAwayError: only those that are there hold."""
         settled: list[PutResult] = []
-        while len(outcomes) + len(settled) < len(offers):
-            wave = _wave(offers, len(outcomes) + len(settled))
-            serial = self._reserve(wave)
+        while len(outcomes) + len(settled) < len(offer.blocks):
+            wave = _wave(offer, len(outcomes) + len(settled))
+            serial = self._reserve(wave.blocks)
             self._sealed(outcomes, settled)
             frame = expect(self._link.answer(serial, self._limit_s), FrameKind.RESERVED)
             settled = self._fill(frame, wave)
         self._sealed(outcomes, settled)
 
-    def _reserve(self, wave: Sequence[NewBlock]) -> int:
+    def _reserve(self, blocks: Array) -> int:
         head = messages.Seconds(max(0.0, self._deadline - time.monotonic()))
-        keys = b"".join([offer.key for offer in wave])
-        return self._link.send(FrameKind.RESERVE, head.body() + keys)
+        return self._link.send(FrameKind.RESERVE, head.body() + blocks["key"].tobytes())
 
     def _sealed(self, outcomes: list[PutResult], settled: list[PutResult]) -> None:
         """Wait until the last wave is sealed; its outcomes hold from then on."""
@@ -59,17 +58,19 @@ class RemotePutter:
         outcomes += settled
         settled.clear()
 
-    def _fill(self, frame: Frame, wave: Sequence[NewBlock]) -> list[PutResult]:
+    def _fill(self, frame: Frame, wave: Offer) -> list[PutResult]:
         """Fill the slots that a wave got. Returns the outcomes of those that were tried."""
-        number, answers, slots = _reserved_of(frame, len(wave))
+        number, answers, slots = _reserved_of(frame, len(wave.blocks))
         ops = []
+        sizes, chunks, sources = (
+            wave.blocks[name].tolist() for name in ("payload_bytes", "chunk_bytes", "address")
+        )
         for index, location in slots.items():
-            offer = wave[index]
-            slot = address_in(self._connections.arena, location, offer.payload_bytes)
-            ops.append(fill_op(slot, offer.source, offer.payload_bytes, offer.chunk_bytes))
+            slot = address_in(self._connections.arena, location, sizes[index])
+            ops.append(fill_op(slot, sources[index], sizes[index], chunks[index]))
         if ops:
             transfers(ops)
-            flags = _fill_heads(self._connections, [(wave[at], slots[at]) for at in slots])
+            flags = _fill_heads(self._connections, wave, slots)
             body = messages.with_table(number, np.array(list(slots), "<u4"))
             self._sealing = self._link.send(FrameKind.SEAL, body, flags)
         return answers
@@ -94,13 +95,14 @@ class RemoteReservation(Reservation):
     def __init__(
         self,
         connections: Connections | None,
-        offers: Sequence[NewBlock],
+        offer: Offer,
         outcomes: list[PutResult],
         batches: list[ReservedBatch],
     ) -> None:
         self.outcomes = outcomes
         self._connections = connections
-        self._offers = offers
+        self._offer = offer
+        self._sizes = offer.blocks["payload_bytes"].tolist()
         self._batches = batches
         self._open = {
             batch.start + index: location
@@ -113,7 +115,7 @@ class RemoteReservation(Reservation):
         location = self._open.get(index)
         if location is None or self._connections is None:
             return None
-        return payload_in(self._connections.arena, location, self._offers[index].payload_bytes)
+        return payload_in(self._connections.arena, location, self._sizes[index])
 
     def seal(self, indices: Iterable[int] | None = None) -> None:
         chosen = sorted(self._open if indices is None else indices)
@@ -122,11 +124,12 @@ class RemoteReservation(Reservation):
         connections = self._connections
         if connections is None or not chosen:
             return
-        filled = [(self._offers[index], self._open.pop(index)) for index in chosen]
-        for offer, location in filled:
-            address_in(connections.arena, location, offer.payload_bytes)
-            checksum_slot(connections.arena.view[location:], offer.payload_bytes, offer.chunk_bytes)
-        flags = _fill_heads(connections, filled)
+        filled = {index: self._open.pop(index) for index in chosen}
+        for index, location in filled.items():
+            size, chunk = self._sizes[index], int(self._offer.blocks["chunk_bytes"][index])
+            address_in(connections.arena, location, size)
+            checksum_slot(connections.arena.view[location:], size, chunk)
+        flags = _fill_heads(connections, self._offer, filled)
         try:
             with connections.link() as link:
                 for batch in self._batches:
@@ -154,14 +157,14 @@ class RemoteReservation(Reservation):
 
 
 def reserve(
-    connections: Connections, link: Link, offers: Sequence[NewBlock], timeout_s: float
+    connections: Connections, link: Link, blocks: Array, timeout_s: float
 ) -> tuple[list[PutResult], list[ReservedBatch]]:
-    """Outcomes of all offers. Where one frame found no room the next is not asked for."""
+    """Outcomes for all blocks. Where one frame found no room the next is not asked for."""
     outcomes: list[PutResult] = []
     found: list[ReservedBatch] = []
-    for part in batches(offers):
+    for part in batches(blocks):
         body = messages.Seconds(timeout_s if not outcomes else 0.0).body()
-        body += b"".join([offers[index].key for index in part])
+        body += blocks["key"][part.start : part.stop].tobytes()
         frame = link.call(FrameKind.RESERVE, body, timeout_s + connections.call_s, Flag.PAD)
         number, answers, slots = _reserved_of(expect(frame, FrameKind.RESERVED), len(part))
         outcomes += answers
@@ -169,21 +172,25 @@ def reserve(
             found.append(ReservedBatch(number, part.start, slots))
         if PutResult.THROTTLED in answers:
             break
-    return outcomes + [PutResult.THROTTLED] * (len(offers) - len(outcomes)), found
+    return outcomes + [PutResult.THROTTLED] * (len(blocks) - len(outcomes)), found
 
 
-def _fill_heads(connections: Connections, filled: Sequence[tuple[NewBlock, int]]) -> int:
-    """Lay token ids and producers of blocks into their slots. Returns the flags of SEAL."""
+def _fill_heads(connections: Connections, offer: Offer, filled: Mapping[int, int]) -> int:
+    """Write token ids and producers of blocks into their slots, by index. Returns the flags of
+    SEAL.
+    """
     flags = 0
-    if any(len(offer.tokens) for offer, _ in filled):
+    view = connections.arena.view
+    if offer.tokens:
         flags |= Flag.TOKENS
-        for offer, location in filled:
-            sizes = (offer.payload_bytes, offer.chunk_bytes)
-            fill_tokens(connections.arena.view[location:], *sizes, offer.tokens)
-    if any(offer.producer for offer, _ in filled):
+        for index, location in filled.items():
+            block = offer.blocks[index]
+            sizes = int(block["payload_bytes"]), int(block["chunk_bytes"])
+            fill_tokens(view[location:], *sizes, offer.tokens[index])
+    if offer.blocks["producer"].any():
         flags |= Flag.PRODUCER
-        for offer, location in filled:
-            fill_producer(connections.arena.view[location:], offer.producer)
+        for index, location in filled.items():
+            fill_producer(view[location:], int(offer.blocks["producer"][index]))
     return flags
 
 
@@ -199,9 +206,11 @@ def _reserved_of(frame: Frame, count: int) -> tuple[int, list[PutResult], dict[i
     return number, answers, slots
 
 
-def _wave(offers: Sequence[NewBlock], start: int) -> Sequence[NewBlock]:
-    total, stop = 0, start
-    while stop < len(offers) and stop - start < KEYS_MAX and total < _WAVE_BYTES:
-        total += record_bytes(offers[stop].payload_bytes)
-        stop += 1
-    return offers[start:stop]
+def _wave(offer: Offer, start: int) -> Offer:
+    """The blocks from `start` on that are reserved and sealed together."""
+    blocks = offer.blocks[start : start + KEYS_MAX]
+    before = np.cumsum(record_sizes(blocks["payload_bytes"])) - record_sizes(
+        blocks["payload_bytes"]
+    )
+    count = int((before < _WAVE_BYTES).sum())
+    return Offer(blocks[:count], offer.tokens[start : start + count])

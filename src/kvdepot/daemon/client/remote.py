@@ -26,10 +26,12 @@ from kvdepot.core.depot import (
     Layout,
     Match,
     NamespaceHandle,
+    checked_deadline,
 )
 from kvdepot.core.first_token import FirstToken
-from kvdepot.core.keys import TokenIds
+from kvdepot.core.keys import Keys, TokenIds
 from kvdepot.core.namespace import Namespace
+from kvdepot.core.sessions import by_tag, checked_name, state_of
 from kvdepot.core.volume import TIER_NAMES
 from kvdepot.daemon.client.audits import RemoteAudits
 from kvdepot.daemon.client.connections import (
@@ -48,10 +50,7 @@ from kvdepot.daemon.wire import messages
 from kvdepot.daemon.wire.frames import FrameKind
 from kvdepot.daemon.wire.versions import SINCE
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
-from kvdepot.index.table import Keys
-from kvdepot.store.namespaces import Namespaces, check_block_bytes, checked, make_namespace
-from kvdepot.store.read.prefetch import checked_deadline
-from kvdepot.store.sessions.session_table import by_tag, checked_name, state_of
+from kvdepot.format.requests import Namespaces, check_block_bytes, checked, make_namespace
 
 _LONG_S: Final = 3600.0
 """For what may take long, and cannot be given up: removals and checks."""
@@ -110,18 +109,18 @@ class RemoteStore(Depot):
         """THROTTLED without a daemon."""
         self._check_open()
         keys, buffers = list(keys), list(buffers)
-        offers = self._namespaces.new_blocks(keys, buffers, token_ids)
+        offer = self._namespaces.offer(keys, buffers, token_ids)
         limit_s = self._welcome.put_timeout_s if timeout_s is None else timeout_s
         outcomes: list[PutResult] = []
         try:
             with self._daemon.link() as (connections, link):
                 try:
-                    RemotePutter(connections, link, limit_s).store(offers, outcomes)
+                    RemotePutter(connections, link, limit_s).store(offer, outcomes)
                 finally:
                     connections.count_stored(sum(map(bool, outcomes)))
         except DaemonAwayError:
             self._daemon.count_away()
-        return outcomes + [PutResult.THROTTLED] * (len(offers) - len(outcomes))
+        return outcomes + [PutResult.THROTTLED] * (len(keys) - len(outcomes))
 
     def reserve(
         self,
@@ -133,16 +132,16 @@ class RemoteStore(Depot):
         """All THROTTLED without a daemon."""
         self._check_open()
         limit_s = self._welcome.put_timeout_s if timeout_s is None else timeout_s
-        offers = self._namespaces.empty_blocks(keys, token_ids)
+        offer = self._namespaces.offer(keys, None, token_ids)
 
         def ask(connections: Connections, link: Link) -> RemoteReservation:
-            outcomes, found = reserve(connections, link, offers, limit_s)
+            outcomes, found = reserve(connections, link, offer.blocks, limit_s)
             if found:
                 connections.enter()
-            return RemoteReservation(connections if found else None, offers, outcomes, found)
+            return RemoteReservation(connections if found else None, offer, outcomes, found)
 
-        throttled = [PutResult.THROTTLED] * len(offers)
-        return self._ask(ask, RemoteReservation(None, offers, throttled, []))
+        throttled = [PutResult.THROTTLED] * len(keys)
+        return self._ask(ask, RemoteReservation(None, offer, throttled, []))
 
     @property
     def memory(self) -> tuple[memoryview, ...]:
@@ -165,12 +164,12 @@ class RemoteStore(Depot):
         """Misses without a daemon."""
         self._check_open()
         keys, intos = list(keys), list(intos)
-        reads = self._namespaces.reads(keys, intos, layers)
+        blocks = self._namespaces.targets(keys, intos, layers)
         limit_s = self._welcome.read_timeout_s if timeout_s is None else timeout_s
-        if not reads:
+        if not keys:
             return []
-        away = [AWAY] * len(reads)
-        return self._ask(lambda to, link: Getter(to, link, limit_s).fetch(reads), away)
+        away = [AWAY] * len(keys)
+        return self._ask(lambda to, link: Getter(to, link, limit_s).fetch(blocks), away)
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """Empty without a daemon."""
@@ -178,14 +177,16 @@ class RemoteStore(Depot):
         checked(keys)
 
         def ask(_: Connections, link: Link) -> Match:
-            tiers: list[str] = []
+            found = b""
             for part in batches(keys):
                 frame = link.call(FrameKind.MATCH, keys_of(keys, part), self._call_s)
                 codes = bytes(expect(frame, FrameKind.TIERS).body)
-                tiers += _tiers_of(codes)
+                if codes and max(codes) >= len(TIER_NAMES):
+                    raise DaemonAwayError("tiers that make no sense")
+                found += codes
                 if len(codes) < len(part):
                     break
-            return Match(tuple(tiers))
+            return Match.of(found)
 
         return self._ask(ask, Match(()))
 
@@ -231,8 +232,7 @@ class RemoteStore(Depot):
         """0 without a daemon. The daemon has the names, for all clients of the same namespaces."""
         self._check_open()
         session_state, name = state_of(state), checked_name(name)
-        for key in checked(keys or ()):
-            self._namespaces.of(key)
+        self._namespaces.check(checked(keys or ()))
         parts: Mapping[bytes, Keys | None]
         parts = by_tag(keys) if keys else dict.fromkeys(self._namespaces.tags_of(tenant))
 
@@ -261,7 +261,7 @@ class RemoteStore(Depot):
         if isinstance(keys, str):
             name, tags = checked_name(keys), self._namespaces.tags_of(tenant)
         elif keys:
-            self._namespaces.whole_reads(checked(keys))
+            self._namespaces.check(checked(keys))
 
         def ask(connections: Connections, link: Link) -> RemoteHint:
             if isinstance(keys, str):
@@ -451,13 +451,3 @@ class RemoteStore(Depot):
                 "has a secret, which the daemon keeps to itself",
                 hint="pass secret=…, or tenants={…} to kvdepot.open",
             )
-
-
-def _tiers_of(codes: bytes) -> list[str]:
-    """Tiers by name; most often they are all the same."""
-    if codes and max(codes) >= len(TIER_NAMES):
-        raise DaemonAwayError("tiers that make no sense")
-    for code, name in enumerate(TIER_NAMES):
-        if codes.count(code) == len(codes):
-            return [name] * len(codes)
-    return [TIER_NAMES[code] for code in codes]

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from kvdepot.config.loader import show
 from kvdepot.core.order import SessionState
+from kvdepot.core.sessions import state_of
 from kvdepot.daemon.http import bodies
 from kvdepot.daemon.http.archives import ARCHIVE, MEDIA, ArchiveMover
 from kvdepot.daemon.http.changes import ChangeRunner
@@ -27,7 +28,6 @@ from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.store.alerts import alerts as alerts_of
 from kvdepot.store.metrics import derived
 from kvdepot.store.sessions.service import SessionService
-from kvdepot.store.sessions.session_table import state_of
 from kvdepot.store.sessions.shared_prefixes import PREFIX_ORDERS
 from kvdepot.store.store import Store
 
@@ -63,7 +63,7 @@ class Served:
 
     def tags(self, name: str, namespace: str | None) -> list[bytes]:
         """Namespaces that have a session of that name; NotThereError if there is none."""
-        found = self.store.namespaces_of_session(name)
+        found = self.sessions.namespaces_of(name)
         tags = [tag for tag in found if namespace in (None, tag.hex())]
         if not tags:
             raise NotThereError("session: is not known", hint="GET /api/sessions")
@@ -263,7 +263,7 @@ def tell_session(here: Here, said: bodies.SessionTold) -> Answer:
     """Tell what becomes of a session."""
     state, name = SessionState(state_of(said.state)), said.session
     tags = here.tags(name, said.namespace)
-    blocks = sum(here.daemon.mapped.tell(tag, name, None, state, 0) for tag in tags)
+    blocks = sum(here.sessions.update(tag, name, None, state) for tag in tags)
     return {"namespaces": [tag.hex() for tag in tags], "blocks": blocks}
 
 
@@ -352,22 +352,22 @@ async def import_archive(here: Here, request: Request) -> Answer:
 @router.post("/api/hints")
 def hint(here: Here, said: bodies.HintBody) -> Answer:
     """Bring the blocks of a session, of keys, or of a prompt's tokens to memory ahead of need."""
-    mapped, deadline_s = here.daemon.mapped, said.deadline_s
+    deadline_s = said.deadline_s
+    caller, prefetch = here.store.site_caller, here.store.engine.prefetch
     if sum(one is not None for one in (said.session, said.keys, said.tokens)) != 1:
         raise ConfigError("hint", "give either a session or keys or tokens")
     if said.keys is not None:
         words = key_words(b"".join(bytes.fromhex(key) for key in said.keys))
-        hints = [mapped.hint(words, deadline_s)]
+        hints = [prefetch(caller, [words], deadline_s)]
     elif said.tokens is not None:
         prompts = here.store.keys_of_tokens(said.tokens, said.model or "")
-        brought = [here.store.hint_described(prompt, deadline_s) for prompt in prompts]
-        hints = [(one, one.resident) for one in brought]
+        hints = [here.store.hint_described(prompt, deadline_s) for prompt in prompts]
     else:
         name = str(said.session)
         tags = here.tags(name, said.namespace)
-        hints = [mapped.hint_session(tag, name, deadline_s) for tag in tags]
-    resident = sum(found for _, found in hints)
-    return {"resident": resident, "wanted": sum(one.wanted for one, _ in hints)}
+        hints = [here.sessions.hint(caller, tags, name, deadline_s)]
+    resident = sum(one.resident for one in hints)
+    return {"resident": resident, "wanted": sum(one.wanted for one in hints)}
 
 
 @router.post(PREFIX_PATH)

@@ -15,12 +15,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from kvdepot.core.block import PutResult
+from kvdepot.core.keys import Keys, tag_word
+from kvdepot.core.requests import BLOCK_DTYPE, BlockSize, Offer
 from kvdepot.daemon.wire.frames import Channel, Peer
 from kvdepot.daemon.wire.messages import TOKEN_BYTES
 from kvdepot.errors import ConfigError, WireError
-from kvdepot.index.table import Keys
-from kvdepot.store.mapped import BlockSize, Hold, MappedStore
+from kvdepot.store.engine import Caller, Engine
+from kvdepot.store.read.lease import BlockLease
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.write.put import NewBlock
 
@@ -89,7 +93,7 @@ class ClientResources:
 
     def __init__(
         self,
-        mapped: MappedStore,
+        engine: Engine,
         limits: ClientLimits,
         counters: ServerCounters,
         peer: Peer,
@@ -99,7 +103,8 @@ class ClientResources:
         self.peer = peer
         self.protocol = protocol
         """What was agreed on with it."""
-        self._mapped = mapped
+        self._engine = engine
+        self.caller = Caller(f"client {peer.pid}")
         self._limits = limits
         self._counters = counters
         self.pidfd = _pidfd_of(peer.pid)
@@ -107,11 +112,9 @@ class ClientResources:
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._numbers = itertools.count(NO_LEASE + 1)
-        self._holds: dict[int, Hold] = {}
+        self._leases: dict[int, BlockLease] = {}
         self._slots: dict[int, dict[int, NewBlock]] = {}
         self._hints: dict[int, Hint] = {}
-        self._spaces: set[bytes] = set()
-        """Tags of the namespaces that it has registered."""
         self.over = False
 
     def join(self, channel: Channel) -> bool:
@@ -129,18 +132,17 @@ class ClientResources:
             self._channels.discard(channel)
             if self._channels:
                 return False
-            holds, self._holds = self._holds, {}
+            leases, self._leases = self._leases, {}
             slots, self._slots = self._slots, {}
             hints, self._hints = self._hints, {}
-            spaces, self._spaces = self._spaces, set()
         with ExitStack() as rest:  # each of them, whatever another one raises
-            rest.callback(self._mapped.unregister, spaces)
+            rest.callback(self._engine.unregister, self.caller)
             for hint in hints.values():
                 rest.callback(hint.cancel)
-            for hold in holds.values():
-                rest.callback(self._mapped.release, hold)
+            for lease in leases.values():
+                rest.callback(lease.release)
             left = [offer for part in slots.values() for offer in part.values()]
-            rest.callback(self._mapped.abandon, left)
+            rest.callback(self._engine.abandon, self.caller, left)
         return True
 
     def hang_up(self, how: Callable[[Channel], None] = Channel.hang_up) -> None:
@@ -152,9 +154,9 @@ class ClientResources:
             how(channel)
 
     def register(self, tag: bytes, size: BlockSize, description: bytes) -> None:
-        """Know a namespace while the client is there. ConfigError, as MappedStore.register."""
-        with self._lock:
-            full = tag not in self._spaces and len(self._spaces) >= self._limits.namespaces
+        """Let the client use a namespace while it is there. Raises as Engine.register."""
+        spaces = self.caller.spaces
+        full = tag_word(tag) not in spaces and len(spaces) >= self._limits.namespaces
         if full:
             self._counters.count("limited")
             raise ConfigError(
@@ -162,60 +164,57 @@ class ClientResources:
                 f"a client may register {self._limits.namespaces} namespaces",
                 hint="use fewer of them at a time in one process",
             )
-        self._mapped.register(tag, size, description)
-        with self._lock:
-            again = tag in self._spaces or self.over
-            if not again:
-                self._spaces.add(tag)
-        if again:
-            self._mapped.unregister([tag])
+        self._engine.register(self.caller, tag, size, description)
 
     def has_registered(self, tag: bytes) -> bool:
         """Whether a namespace is one of the client's."""
-        with self._lock:
-            return tag in self._spaces
+        return tag_word(tag) in self.caller.spaces
 
     def may_hold(self) -> bool:
         """Whether the client may hold more blocks than it does."""
         with self._lock:
-            leased = sum(len(hold.rows) for hold in self._holds.values())
-            full = len(self._holds) >= self._limits.leases or leased >= self._limits.leased
+            leased = sum(len(lease.rows) for lease in self._leases.values())
+            full = len(self._leases) >= self._limits.leases or leased >= self._limits.leased
         if full:
             self._counters.count("limited")
         return not full
 
-    def lease(self, keys: Keys) -> tuple[int, Hold]:
-        """Lease the resident prefix of keys; of nothing when the client holds too much."""
+    def lease(self, keys: Keys) -> tuple[int, BlockLease]:
+        """Lease the resident prefix of keys; nothing if the client holds too much."""
         if not self.may_hold():
-            return NO_LEASE, Hold()
-        hold = self._mapped.lease(keys)
-        return self.keep(hold), hold
+            return NO_LEASE, self.new_lease()
+        lease = self._engine.lease(self.caller, keys)
+        return self.keep(lease), lease
 
-    def keep(self, hold: Hold) -> int:
-        """Take responsibility for a hold. Returns its number."""
-        if not hold.rows:
+    def new_lease(self) -> BlockLease:
+        """A lease of nothing, to which blocks are added."""
+        return BlockLease(self._engine.state)
+
+    def keep(self, lease: BlockLease) -> int:
+        """End a lease when the client goes. Returns its number."""
+        if not lease.rows:
             return NO_LEASE
         with self._lock:
             number = next(self._numbers)
-            self._holds[number] = hold
+            self._leases[number] = lease
         return number
 
-    def held(self, number: int) -> Hold:
-        """What a lease holds. WireError for a number that is none."""
+    def held(self, number: int) -> BlockLease:
+        """The lease with a number. WireError if there is none."""
         with self._lock:
-            hold = self._holds.get(number)
-        if hold is None:
+            lease = self._leases.get(number)
+        if lease is None:
             raise WireError("a lease that is not held")
-        return hold
+        return lease
 
     def release(self, numbers: list[int]) -> None:
         """End leases. WireError, after all others have ended, if a number is none of a lease."""
         with self._lock:
-            holds = [self._holds.pop(number, None) for number in numbers]
-        for hold in holds:
-            if hold is not None:
-                self._mapped.release(hold)
-        if None in holds:
+            leases = [self._leases.pop(number, None) for number in numbers]
+        for lease in leases:
+            if lease is not None:
+                lease.release()
+        if None in leases:
             raise WireError("a lease that is not held was released")
 
     def reserve(
@@ -227,7 +226,10 @@ class ClientResources:
         if reserved + len(keys) > self._limits.slots:
             self._counters.count("limited")
             return NO_LEASE, [None] * len(keys), [PutResult.THROTTLED] * len(keys)
-        offers, answers = self._mapped.reserve(keys, timeout_s, pad=pad)
+        blocks = np.zeros(len(keys), BLOCK_DTYPE)
+        blocks["key"] = keys
+        offer = Offer(blocks)
+        offers, answers = self._engine.reserve(self.caller, offer, timeout_s, pad=pad)
         slots = {index: offer for index, offer in enumerate(offers) if offer is not None}
         number = NO_LEASE
         if slots:
@@ -247,13 +249,13 @@ class ClientResources:
             wave = [slots.pop(index) for index in indices]
             if not slots:
                 self._slots.pop(number, None)
-        self._mapped.seal(wave, tokens=tokens, producer=producer)
+        self._engine.seal(self.caller, wave, in_slots=(tokens, producer))
 
     def abandon(self, number: int) -> None:
         """Give the slots of a reservation back that were not sealed."""
         with self._lock:
             slots = self._slots.pop(number, {})
-        self._mapped.abandon(list(slots.values()))
+        self._engine.abandon(self.caller, list(slots.values()))
 
     def may_hint(self) -> bool:
         with self._lock:
@@ -286,8 +288,8 @@ class ClientResources:
                 "uid": self.peer.uid,
                 "protocol": self.protocol,
                 "connections": len(self._channels),
-                "leases": len(self._holds),
-                "leased": sum(len(hold.rows) for hold in self._holds.values()),
+                "leases": len(self._leases),
+                "leased": sum(len(lease.rows) for lease in self._leases.values()),
                 "reserved": sum(len(part) for part in self._slots.values()),
                 "hints": sum(not hint.wait(0.0) for hint in self._hints.values()),
             }

@@ -171,7 +171,7 @@ class Connection:
         if is_new:
             _log.info("client attached: process %d of user %d", self._pid, client.peer.uid)
         return RequestHandler(
-            self.channel, client, daemon.store, daemon.mapped, daemon.config, daemon.describe
+            self.channel, client, daemon.store, daemon.memory, daemon.config, daemon.describe
         )
 
     def _refuse(self, serial: int, reason: str, spoken: SpokenVersions) -> None:
@@ -182,8 +182,8 @@ class Connection:
         self.channel.send(FrameKind.REFUSED, serial, json.dumps(refusal).encode())
 
     def _welcome(self, serial: int, client: ClientResources, *, is_new: bool) -> None:
-        config, mapped = self._daemon.config, self._daemon.mapped
-        arena_bytes, *cxl_bytes, staging_bytes = mapped.nbytes
+        config, memory = self._daemon.config, self._daemon.memory
+        arena_bytes, *cxl_bytes, staging_bytes = memory.nbytes
         body = messages.Welcome(
             token=client.token,
             instance=self._daemon.instance,
@@ -199,6 +199,6 @@ class Connection:
             protocol=client.protocol,
         ).body()
         if is_new:
-            self.channel.send_with(mapped.descriptors, FrameKind.WELCOME, serial, body)
+            self.channel.send_with(memory.descriptors, FrameKind.WELCOME, serial, body)
         else:
             self.channel.send(FrameKind.WELCOME, serial, body)

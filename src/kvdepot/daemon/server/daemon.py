@@ -24,6 +24,7 @@ from kvdepot.core.log import RateLimitedLog
 from kvdepot.daemon.server.client_resources import ClientLimits, ClientResources, ServerCounters
 from kvdepot.daemon.server.connection import Connection
 from kvdepot.daemon.server.listener import Listener
+from kvdepot.daemon.server.shared_memory import SharedMemory
 from kvdepot.daemon.wire.frames import Channel
 from kvdepot.daemon.wire.messages import NO_TOKEN
 from kvdepot.daemon.wire.versions import PROTOCOL
@@ -49,7 +50,7 @@ class Daemon:
     ) -> None:
         self.config = replace(config, dram=replace(config.dram, shared=True))
         self.store: Store = assemble(self.config)
-        self.mapped = self.store.mapped()
+        self.memory = SharedMemory(self.store.engine)
         self.limits = limits or ClientLimits()
         self.counters = ServerCounters()
         self.instance = os.urandom(16)
@@ -130,7 +131,7 @@ class Daemon:
                 return None
             if token == NO_TOKEN and len(self._clients) < self.limits.clients:
                 client = ClientResources(
-                    self.mapped, self.limits, self.counters, channel.peer(), protocol
+                    self.store.engine, self.limits, self.counters, channel.peer(), protocol
                 )
                 self._clients[client.token] = client
                 self.counters.count("sessions")
@@ -175,7 +176,7 @@ class Daemon:
             "settings_file": str(self.settings_file) if self.settings_file else None,
             "settings_elsewhere": self.settings_elsewhere,
             "uptime_s": time.monotonic() - self._started,
-            "is_prefaulted": self.mapped.is_prefaulted(),
+            "is_prefaulted": self.memory.is_prefaulted(),
             "sessions": [client.describe() for client in clients],
             "counters": self.counters.as_dict(),
         }

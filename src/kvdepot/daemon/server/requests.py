@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -13,17 +14,18 @@ from kvdepot.config.settings import Config
 from kvdepot.core.audit import PRODUCER_TEXT_MAX, AuditFinding
 from kvdepot.core.block import ANSWERS, TAG_BYTES, GetResult
 from kvdepot.core.depot import DURABILITY, Durability
-from kvdepot.core.keys import check_key
+from kvdepot.core.keys import Keys, check_key
 from kvdepot.core.order import SessionState
-from kvdepot.core.sessions import RetentionReceipt
+from kvdepot.core.requests import BLOCK_DTYPE, Array, Arrived, BlockSize
+from kvdepot.core.sessions import RetentionReceipt, checked_name
 from kvdepot.daemon.server.client_resources import NO_LEASE, TAKE_TIMEOUT_S, ClientResources
+from kvdepot.daemon.server.shared_memory import SharedMemory
 from kvdepot.daemon.wire import messages
 from kvdepot.daemon.wire.frames import Channel, Flag, Frame, FrameKind
 from kvdepot.daemon.wire.versions import answers_for, tiers_for
 from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
-from kvdepot.store.mapped import BlockSize, Hold, MappedBlocks, MappedStore
+from kvdepot.store.read.lease import BlockLease
 from kvdepot.store.read.prefetch import Hint
-from kvdepot.store.sessions.session_table import checked_name
 from kvdepot.store.store import Store
 
 _BUSY: Final = ANSWERS.index(GetResult(None, "busy"))
@@ -82,17 +84,18 @@ class RequestHandler:
         channel: Channel,
         client: ClientResources,
         store: Store,
-        mapped: MappedStore,
+        memory: SharedMemory,
         config: Config,
         describe: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._channel = channel
         self._client = client
         self._store = store
-        self._mapped = mapped
+        self._engine = store.engine
+        self._memory = memory
         self._config = config
         self._describe = describe
-        self._took: Final = mapped.traffic.took
+        self._took: Final = store.engine.state.traffic.took
         self._handlers: Final = {
             FrameKind.REGISTER: self._register,
             FrameKind.MATCH: self._match,
@@ -154,20 +157,22 @@ class RequestHandler:
             self._number(frame, 1)
 
     def _match(self, frame: Frame) -> None:
-        tiers = self._mapped.match(messages.key_words(bytes(frame.body)))
+        keys = messages.key_words(bytes(frame.body))
+        tiers = self._engine.match(self._client.caller, keys)
         self._channel.send(FrameKind.TIERS, frame.serial, tiers_for(self._client.protocol, tiers))
 
     def _lease(self, frame: Frame) -> None:
-        number, hold = self._client.lease(messages.key_words(bytes(frame.body)))
-        self._tell_where(frame, number, hold)
+        number, lease = self._client.lease(messages.key_words(bytes(frame.body)))
+        self._send_places(frame, number, lease)
 
     def _where(self, frame: Frame) -> None:
         number = messages.Number.parse(frame.body).value
-        self._tell_where(frame, number, self._client.held(number))
+        self._send_places(frame, number, self._client.held(number))
 
-    def _tell_where(self, frame: Frame, number: int, hold: Hold) -> None:
-        rows = np.empty(len(hold.rows), messages.PLACE_DTYPE)
-        rows["location"], rows["nbytes"] = self._mapped.where(hold)
+    def _send_places(self, frame: Frame, number: int, lease: BlockLease) -> None:
+        addresses, nbytes = lease.places()
+        rows = np.empty(len(addresses), messages.PLACE_DTYPE)
+        rows["location"], rows["nbytes"] = self._memory.places(addresses)[0], nbytes
         self._channel.send(FrameKind.LEASED, frame.serial, messages.with_table(number, rows))
 
     def _release(self, frame: Frame) -> None:
@@ -177,13 +182,16 @@ class RequestHandler:
 
     def _deliver(self, frame: Frame) -> None:
         asked = messages.Deliver.parse(frame.body)
-        keys = self._client.held(asked.lease).words[asked.start : asked.stop]
-        timeout_s = messages.checked_timeout(asked.timeout_s)
-
-        def arrive(arrivals: MappedBlocks, _: bool) -> None:
-            self._announce(frame.serial, arrivals)
-
-        answers = self._mapped.deliver(keys, timeout_s, arrive, beside=bool(asked.beside))
+        lease = self._client.held(asked.lease)
+        blocks = _blocks(lease.words[asked.start : asked.stop])
+        answers = self._engine.deliver(
+            self._client.caller,
+            lease,
+            blocks,
+            messages.checked_timeout(asked.timeout_s),
+            partial(self._send_arrived, frame.serial),
+            verify_concurrently=bool(asked.beside),
+        )
         self._done(frame, asked.lease, answers)
 
     def _fetch(self, frame: Frame) -> None:
@@ -196,37 +204,41 @@ class RequestHandler:
         if not self._client.may_hold():
             self._done(frame, NO_LEASE, bytes([_BUSY]) * len(keys))
             return
-        hold, number = Hold(), 0
+        lease, number = self._client.new_lease(), 0
 
-        def arrive(arrivals: MappedBlocks, last: bool) -> None:
+        def arrive(arrived: Arrived) -> None:
             nonlocal number
-            if last:
-                number = self._client.keep(hold)
-            self._announce(frame.serial, arrivals, number)
+            if not arrived.is_verified and len(arrived.indices) == len(keys):
+                number = self._client.keep(lease)  # all are in memory: one frame is enough
+            self._send_arrived(frame.serial, arrived, number)
 
         try:
-            answers = self._mapped.fetch(
-                keys, span, timeout_s, hold, arrive, verify=bool(head.verify)
+            answers = self._engine.read(
+                self._client.caller,
+                _blocks(keys, span),
+                timeout_s,
+                keep=lease,
+                sink=arrive,
+                verify=bool(head.verify),
             )
             if number:
                 return
-            number = self._client.keep(hold)
+            number = self._client.keep(lease)
         finally:
             if not number:
-                self._mapped.release(hold)
+                lease.release()
         self._done(frame, number, answers)
 
-    def _announce(self, serial: int, arrivals: MappedBlocks, number: int = 0) -> None:
-        """Tell the client of blocks that have come; wait while it takes what is only lent.
-
-        With a number, that of a hold, nothing else will come.
+    def _send_arrived(self, serial: int, arrived: Arrived, number: int = 0) -> None:
+        """Send the places of blocks that have come; wait while the client takes those that do not
+        stay. With a number, that of a lease, no other blocks will come.
         """
-        rows = np.empty(len(arrivals.indices), messages.ARRIVAL_DTYPE)
-        rows["index"], rows["location"] = arrivals.indices, arrivals.locations
-        rows["staged"] = arrivals.staged
-        lent = bool(arrivals.staged.any())
+        rows = np.empty(len(arrived.indices), messages.ARRIVAL_DTYPE)
+        rows["index"] = arrived.indices
+        rows["location"], rows["staged"] = self._memory.places(arrived.addresses)
+        lent = bool(rows["staged"].any())
         flags = (Flag.LENT if lent else 0) | (Flag.LAST if number else 0)
-        flags |= Flag.VERIFIED if arrivals.verified else 0
+        flags |= Flag.VERIFIED if arrived.is_verified else 0
         self._channel.send(FrameKind.ARRIVED, serial, messages.with_table(number, rows), flags)
         if not lent:
             return
@@ -310,19 +322,21 @@ class RequestHandler:
         deadline_s = messages.checked_timeout(head.timeout_s)
         keys = messages.key_words(raw)
         may = self._client.may_hint()
-        self._hinted(frame, *(self._mapped.hint(keys, deadline_s) if may else (None, 0)))
+        caller = self._client.caller
+        self._hinted(frame, self._engine.prefetch(caller, [keys], deadline_s) if may else None)
 
     def _hint_session(self, frame: Frame) -> None:
         head, raw = messages.split(messages.HintBySession, frame.body)
         deadline_s = messages.checked_timeout(head.deadline_s)
         name = _session_name(raw)
         may = self._client.may_hint()
-        answer = self._mapped.hint_session(head.tag, name, deadline_s) if may else (None, 0)
-        self._hinted(frame, *answer)
+        hint = self._store.sessions.hint(self._client.caller, [head.tag], name, deadline_s)
+        self._hinted(frame, hint if may else None)
 
-    def _hinted(self, frame: Frame, hint: Hint | None, resident: int) -> None:
-        number, wanted = (self._client.keep_hint(hint), hint.wanted) if hint is not None else (0, 0)
-        answer = messages.Hinted(number, resident, wanted)
+    def _hinted(self, frame: Frame, hint: Hint | None) -> None:
+        answer = messages.Hinted(0, 0, 0)
+        if hint is not None:
+            answer = messages.Hinted(self._client.keep_hint(hint), hint.resident, hint.wanted)
         self._channel.send(FrameKind.HINTED, frame.serial, answer.body())
 
     def _await_hint(self, frame: Frame) -> None:
@@ -348,7 +362,10 @@ class RequestHandler:
             raise WireError("a session with keys of another namespace")
         keys = words if len(words) else None
         state = SessionState(head.state)
-        self._number(frame, self._mapped.tell(head.tag, name, keys, state, head.start))
+        if not self._client.has_registered(head.tag):
+            self._number(frame, 0)
+            return
+        self._number(frame, self._store.sessions.update(head.tag, name, keys, state, head.start))
 
     def _change(self, frame: Frame) -> None:
         """Change the store. For the daemon's own user and root only."""
@@ -422,7 +439,7 @@ class RequestHandler:
             self._check_may_change()
             return
         wanted = given.get("namespace") or ""
-        tags = self._store.namespaces_of_session(name)
+        tags = self._store.sessions.namespaces_of(name)
         tags = [tag for tag in tags if not wanted or tag.hex() == wanted]
         if not all(map(self._client.has_registered, tags)):
             self._check_may_change()
@@ -444,6 +461,14 @@ class RequestHandler:
         hint = getattr(error, "hint", "")
         refusal = {"path": str(path), "reason": str(error)[:2000], "hint": hint}
         self._channel.send(FrameKind.REFUSED, frame.serial, json.dumps(refusal).encode())
+
+
+def _blocks(keys: Keys, span: tuple[int, int] = (0, 0)) -> Array:
+    """Blocks, or bytes start to stop of each, as rows of BLOCK_DTYPE."""
+    rows = np.zeros(len(keys), BLOCK_DTYPE)
+    rows["key"] = keys
+    rows["start"], rows["stop"] = span
+    return rows
 
 
 def _parse_json(text: bytes, what: str) -> Any:

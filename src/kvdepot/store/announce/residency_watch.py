@@ -10,8 +10,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.core.keys import Keys
 from kvdepot.core.volume import VOLUME_SHIFT
-from kvdepot.index.table import NONE, Bools, Keys, Rows
+from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.store.state.state import StoreState
 
 IN_MEMORY: Final = 1

@@ -8,15 +8,16 @@ corrupt, failed or late is a miss; the others are delivered.
 import contextlib
 import queue
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from kvdepot.core.block import BlockKey, CopyState, GetResult
-from kvdepot.core.depot import Arrival, Sink
+from kvdepot.core.keys import as_words
 from kvdepot.core.log import RateLimitedLog
+from kvdepot.core.requests import Array, Arrived
 from kvdepot.core.volume import (
     READ_DTYPE,
     Outcome,
@@ -26,8 +27,8 @@ from kvdepot.core.volume import (
     volume_of,
 )
 from kvdepot.format.copy_ops import copy_op, transfers
-from kvdepot.format.record import HEAD_BYTES, record_bytes
-from kvdepot.index.table import NONE, as_words
+from kvdepot.format.record import record_bytes
+from kvdepot.index.table import NONE
 from kvdepot.native import address_of
 from kvdepot.store.read.timed_out import LateRead, TimedOutIo
 from kvdepot.store.state.lower_tier import LowerTier
@@ -53,6 +54,8 @@ _MOVES_MAX: Final = 16
 _LOOK_AGAIN_S: Final = 0.5
 _WAIT_MAX_S: Final = 60.0
 _log = RateLimitedLog("kvdepot.store")
+Sink = Callable[[Arrived], None]
+"""Called with blocks as they come. What it raises is passed on."""
 
 
 @dataclass(slots=True)
@@ -81,23 +84,18 @@ class ReadCall:
     sink: Sink | None = None
     is_prefetch: bool = False
     """No caller waits for it."""
-    beside: bool = False
+    verify_concurrently: bool = False
     """The sink gets blocks in memory while they are verified."""
     waits_for_others: bool = True
     """What another call is reading into memory is left to it, for a while."""
     left_to_others: set[int] = field(default_factory=set)
 
-    def hand_over(self, images: list[tuple[int, memoryview, bool]]) -> None:
-        """Give the sink records that can be read in place: index, image, and whether the image is
-        good until the lease ends.
-        """
-        if self.sink is None or not images:
-            return
-        arrivals = []
-        for index, image, lasting in images:
-            end = HEAD_BYTES + self.reads[index].payload_bytes
-            arrivals.append(Arrival(index, image[HEAD_BYTES:end].toreadonly(), lasting))
-        self.sink(arrivals)
+    def hand_over(
+        self, indices: Sequence[int], addresses: Array, is_lasting: Array, *, is_verified: bool
+    ) -> None:
+        """Give the sink records that can be read in place."""
+        if self.sink is not None and len(indices):
+            self.sink(Arrived(np.array(indices), addresses, is_lasting, is_verified))
 
 
 @dataclass(slots=True)
@@ -395,7 +393,7 @@ class DiskReads:
             if outcome != Outcome.OK:
                 continue
             if not read.target:
-                arrivals.append((block.index, block.image, block.promote))
+                arrivals.append((block.index, address_of(block.image)[0], block.promote))
             elif not block.target:
                 slot = address_of(block.image)[0]
                 transfers([copy_op(slot, read.target, read.start, read.stop)])
@@ -403,7 +401,8 @@ class DiskReads:
         late: list[LateRead] = []
         state = self._state
         try:
-            call.hand_over(arrivals)
+            indices, addresses, lasting = zip(*arrivals, strict=True) if arrivals else ((),) * 3
+            call.hand_over(indices, np.array(addresses), np.array(lasting), is_verified=True)
         finally:
             with state.lock:
                 state.traffic.took("read", state.clock.now() - wave.began_s, reads.lower.name)

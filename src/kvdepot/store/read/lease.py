@@ -1,74 +1,51 @@
-"""Protection of blocks while they are in use, as a scope."""
+"""Protection of blocks while they are in use."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field
 
-from kvdepot.core.block import BlockKey, GetResult
-from kvdepot.core.depot import Arrival, Lease, Sink
-from kvdepot.errors import LeaseError
-from kvdepot.format.record import HEAD_BYTES
-from kvdepot.store.namespaces import Namespaces
-from kvdepot.store.read.reader import Reader
+import numpy as np
+
+from kvdepot.core.block import CopyState
+from kvdepot.core.keys import Keys
+from kvdepot.core.requests import Array
+from kvdepot.index.table import Rows
 from kvdepot.store.state.state import StoreState
 
 
-class StoreLease(Lease):
-    """A lease on blocks of a store in this process."""
+@dataclass(slots=True)
+class BlockLease:
+    """Blocks that stay in the tiers where they are until `release`."""
 
-    def __init__(
-        self,
-        state: StoreState,
-        reader: Reader,
-        namespaces: Namespaces,
-        keys: list[BlockKey],
-        rows: list[int],
-    ) -> None:
-        """`rows` are leased already."""
-        self.keys = keys
-        self._state = state
-        self._reader = reader
-        self._namespaces = namespaces
-        self._rows = rows
+    state: StoreState
+    rows: list[int] = field(default_factory=list)
+    words: Keys = field(default_factory=lambda: np.empty((0, 4), np.uint64))
+    """Their keys, if the lease was asked for by key."""
 
-    def view(self, index: int) -> memoryview | None:
-        self._check()
-        state, row = self._state, self._rows[index]
+    def add(self, rows: list[int]) -> None:
+        """Protect more blocks. Needs the store's lock."""
+        self.state.lease(rows)
+        self.rows += rows
+
+    def places(self) -> tuple[Array, Array]:
+        """Address of each block's record in memory, 0 if it is on a drive only; and the length of
+        its payload.
+        """
+        state, rows = self.state, np.asarray(self.rows, np.int64)
         with state.lock:
             state.check_open()
-            memory = state.memory_of(row)
-            if memory is None:
-                return None
-            end = HEAD_BYTES + state.catalog.nbytes[row]
-            return memory.image(row)[HEAD_BYTES:end].toreadonly()
+            return addresses_of(state, rows), state.catalog.nbytes.array[rows]
 
-    def deliver(
-        self,
-        sink: Sink,
-        *,
-        start: int = 0,
-        stop: int | None = None,
-        beside: bool = False,
-        timeout_s: float | None = None,
-    ) -> list[GetResult]:
-        self._check()
-        part = range(len(self.keys))[start:stop]
+    def release(self) -> None:
+        """End the protection. A second call does nothing."""
+        rows, self.rows = self.rows, []
+        self.state.release(rows)
 
-        def shifted(arrivals: list[Arrival]) -> None:
-            sink([replace(arrival, index=part[arrival.index]) for arrival in arrivals])
 
-        reads = self._namespaces.whole_reads(self.keys[part.start : part.stop])
-        if timeout_s is None:
-            timeout_s = self._state.config.read_timeout
-        with self._state.using():
-            if not reads:
-                return []
-            target = shifted if part.start else sink
-            return self._reader.fetch(
-                reads, timeout_s, sink=target, beside=beside, counts_as_use=False
-            )
-
-    def _release(self) -> None:
-        self._state.release(self._rows)
-
-    def _check(self) -> None:
-        if self._released:
-            raise LeaseError("the lease was released")
+def addresses_of(state: StoreState, rows: Rows) -> Array:
+    """Addresses of records in the fastest memory that has them; 0 for those that are in none."""
+    assert state.held()
+    found = np.zeros(len(rows), np.int64)
+    for memory in reversed(state.memory_tiers):
+        ready = memory.copies.state.array[rows] == int(CopyState.READY)
+        places = memory.address + memory.copies.location.array[rows]
+        found = np.where(ready, places, found)
+    return found

@@ -7,7 +7,6 @@ as well, as after any other read. A block for which there is no room in memory i
 Read-ahead hints at the next piece of a prompt that is read piece by piece from a hard drive.
 """
 
-import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,6 @@ from typing import Final
 from kvdepot.core.block import BlockKey
 from kvdepot.core.order import SessionState
 from kvdepot.core.volume import volume_of
-from kvdepot.errors import ConfigError
 from kvdepot.format.record import record_bytes
 from kvdepot.index.table import NONE
 from kvdepot.store.read.disk_reads import BlockRead
@@ -44,13 +42,6 @@ Place = tuple[LowerTier, int] | None
 """A drive of a tier; None: memory, or nowhere."""
 Step = dict[Place, list[BlockRead]]
 """Blocks to be read in one go."""
-
-
-def checked_deadline(deadline_s: float) -> float:
-    """Seconds from now, or ConfigError."""
-    if math.isnan(deadline_s) or deadline_s < 0:
-        raise ConfigError("deadline_s", f"must be a number of seconds from now, not {deadline_s!r}")
-    return float(deadline_s)
 
 
 class Hint:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import numpy as np
+
 from kvdepot.core.block import MISS, TAG_BYTES, CopyState, GetResult
-from kvdepot.core.depot import Sink
 from kvdepot.format.copy_ops import copy_op, read_op, transfers, verified_ops
-from kvdepot.format.record import holds_key, record_bytes
+from kvdepot.format.record import holds_key
 from kvdepot.index.table import NONE
-from kvdepot.store.read.disk_reads import CORRUPT, BlockRead, DiskReads, ReadCall
+from kvdepot.store.read.disk_reads import CORRUPT, BlockRead, DiskReads, ReadCall, Sink
 from kvdepot.store.read.timed_out import TimedOutIo
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
@@ -48,7 +49,7 @@ class Reader:
         *,
         verify: bool | None = None,
         sink: Sink | None = None,
-        beside: bool = False,
+        verify_concurrently: bool = False,
         is_prefetch: bool = False,
         counts_as_use: bool = True,
         read_ahead: bool = True,
@@ -57,7 +58,7 @@ class Reader:
 
         Blocks without a target go to `sink` as they arrive; what it raises is passed on. `verify`
         is for what lies in memory (default: as configured); from drives everything is verified.
-        `beside`: see Lease.deliver.
+        `verify_concurrently`: see Lease.deliver.
         `is_prefetch`: no caller waits for it, and it does not count as a use. `counts_as_use`:
         false where the use was counted already. `read_ahead`: false for a part of a call, where
         the caller calls `after_read` for the whole.
@@ -65,9 +66,10 @@ class Reader:
         state, catalog = self._state, self._state.catalog
         if verify is None:
             verify = state.config.dram.verify
-        began_s = state.clock.now()
-        deadline = began_s + timeout_s
-        call = ReadCall(reads, [MISS] * len(reads), deadline, verify, sink, is_prefetch, beside)
+        deadline = state.clock.now() + timeout_s
+        call = ReadCall(
+            reads, [MISS] * len(reads), deadline, verify, sink, is_prefetch, verify_concurrently
+        )
         in_memory: list[int] = []
         elsewhere: list[int] = []
         held: list[int] = []
@@ -97,7 +99,6 @@ class Reader:
             with state.lock:
                 if not is_prefetch:
                     self._count(call)
-                    state.traffic.get.observe(state.clock.now() - began_s)
                 state.unlease(held)
         if self.after_read is not None and read_ahead and not is_prefetch:
             self.after_read(reads)
@@ -153,7 +154,7 @@ class Reader:
         """`_from_memory` for slots that name the right keys."""
         if not (call.verify and call.sink is not None and hits):
             return self._copy_out(call, memory, hits, places)
-        if call.beside:
+        if call.verify_concurrently:
             return self._check_beside(call, memory, hits, places)
         count = max(1, _CACHED_BYTES // max(call.reads[index].payload_bytes for index in hits))
         starts = range(0, len(hits), count)
@@ -219,13 +220,9 @@ class Reader:
     def _hand_over(
         self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
     ) -> None:
-        image, reads = memory.arena.image, call.reads
-        call.hand_over(
-            [
-                (index, image(place, record_bytes(reads[index].payload_bytes)), True)
-                for index, place in zip(hits, places, strict=True)
-            ]
-        )
+        addresses = memory.address + np.array(places, np.int64)
+        is_verified = call.verify and not call.verify_concurrently
+        call.hand_over(hits, addresses, np.ones(len(hits), bool), is_verified=is_verified)
 
     def _give_up(self, call: ReadCall, memory: ArenaTier, bad: list[int]) -> list[int]:
         """These are not what was asked for. Returns those that a slower tier has."""

@@ -6,9 +6,10 @@ from typing import Final, TypeVar
 import numpy as np
 
 from kvdepot.core.block import BlockKey
+from kvdepot.core.keys import as_words
 from kvdepot.core.volume import READ_DTYPE, Outcome, Priority, place_of, volume_of
 from kvdepot.format.record import HEAD_BYTES
-from kvdepot.index.table import NONE, as_words
+from kvdepot.index.table import NONE
 from kvdepot.io.files import aligned
 from kvdepot.native import address_of
 from kvdepot.store.state.state import StoreState

@@ -20,25 +20,24 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, PutResult
+import numpy as np
+
+from kvdepot.core.block import ANSWERS, KEY_BYTES, TAG_BYTES, BlockKey, PutResult
 from kvdepot.core.json_object import parse_object
-from kvdepot.core.keys import ROOT_LINK
+from kvdepot.core.keys import ROOT_LINK, as_words, tag_word
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.core.order import SessionState
 from kvdepot.core.private import open_private_file
+from kvdepot.core.requests import BLOCK_DTYPE, Array, BlockSize, Offer
+from kvdepot.core.sessions import checked_name
 from kvdepot.errors import ConfigError, FormatError
 from kvdepot.format.record import token_ids as token_ids_of
-from kvdepot.index.table import as_words
 from kvdepot.io.files import aligned
 from kvdepot.native import address_of
-from kvdepot.store.mapped import RegisterTag
-from kvdepot.store.read.disk_reads import BlockRead
-from kvdepot.store.read.reader import Reader
+from kvdepot.store.engine import Caller, Engine
 from kvdepot.store.read.token_ids import read_heads
-from kvdepot.store.sessions.session_table import Prompt, Sessions, checked_name
-from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.put import NewBlock, Putter
+from kvdepot.store.sessions.session_table import Prompt, Sessions
 
 MAGIC: Final = b"KVSESSN\n"
 VERSION: Final = 1
@@ -83,17 +82,12 @@ class SessionExporter:
 
     def __init__(
         self,
-        state: StoreState,
+        engine: Engine,
         sessions: Sessions,
-        reader: Reader,
-        putter: Putter,
-        register_tag: RegisterTag,
     ) -> None:
-        self._state = state
+        self._engine = engine
+        self._state = engine.state
         self._sessions = sessions
-        self._reader = reader
-        self._putter = putter
-        self._register_tag = register_tag
         self.transfer = ArchiveProgress()
 
     def export(self, name: str, prompts: Mapping[bytes, Prompt], path: Path) -> dict[str, Any]:
@@ -186,10 +180,10 @@ class SessionExporter:
     def _block(
         self, one: ArchivedPrompt, key: BlockKey, label: str, buffer: memoryview
     ) -> Iterator[bytes | memoryview]:
-        size, chunk = one.layout.block_bytes, one.layout.chunk_bytes
-        read = BlockRead(key, address_of(buffer, True)[0], size, chunk, 0, size)
+        caller, size = self._caller_of(one), one.layout.block_bytes
         with self._state.using():
-            (got,) = self._reader.fetch([read], _READ_S, read_ahead=False)
+            (code,) = self._engine.read(caller, _block(key, buffer), _READ_S)
+            got = ANSWERS[code]
             if not got:
                 raise ConfigError(
                     "session",
@@ -202,6 +196,11 @@ class SessionExporter:
         yield buffer[:size]
         yield tokens + _digest(start, buffer[:size], tokens)
 
+    def _caller_of(self, one: ArchivedPrompt) -> Caller:
+        """A caller that may read the blocks of one namespace."""
+        size = BlockSize(one.layout.block_bytes, one.layout.chunk_bytes)
+        return Caller("export", {tag_word(one.tag): size})
+
     def _check_same(self, part: ArchivedPrompt) -> None:
         """ConfigError where the store knows the namespace as another one."""
         known = self._state.descriptions.facts(part.tag)
@@ -213,7 +212,9 @@ class SessionExporter:
     ) -> tuple[list[BlockKey], str]:
         """Blocks of one namespace as far as they are intact, and what was wrong then."""
         size, taken, chain = part.layout.block_bytes, list[BlockKey](), b""
-        self._register_tag(part.tag, size, part.description)
+        caller = Caller("import")
+        block_size = BlockSize(size, part.layout.chunk_bytes)
+        self._engine.register(caller, part.tag, block_size, part.description)
         try:
             buffer = aligned(size)
             for number in range(part.blocks):
@@ -222,18 +223,23 @@ class SessionExporter:
                     chain and key[TAG_BYTES : 2 * TAG_BYTES] not in (chain, ROOT_LINK)
                 ):
                     return taken, f"block {number} is damaged or missing"
-                address = address_of(buffer, True)[0]
-                offer = NewBlock(key, address, size, part.layout.chunk_bytes, tokens=tokens)
-                with self._state.using():
-                    (put,) = self._putter.store([offer], _PUT_S)
+                offer = Offer(_block(key, buffer), [tokens])
+                (put,) = self._engine.put(caller, offer, _PUT_S)
                 if put is PutResult.REFUSED or put is PutResult.THROTTLED:
                     return taken, f"block {number} found no room ({put.value})"
                 chain = key[2 * TAG_BYTES : 3 * TAG_BYTES]
                 taken.append(key)
                 transfer.done_bytes += size
         finally:
-            self._state.descriptions.unregister([part.tag])
+            self._engine.unregister(caller)
         return taken, ""
+
+
+def _block(key: BlockKey, buffer: memoryview) -> Array:
+    """One block and its buffer, as a row of BLOCK_DTYPE."""
+    row = np.zeros(1, BLOCK_DTYPE)
+    row["key"], row["address"] = as_words([key]), address_of(buffer, True)[0]
+    return row
 
 
 def _head(

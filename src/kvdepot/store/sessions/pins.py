@@ -12,9 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.block import BlockKey, CopyState
+from kvdepot.core.block import CopyState
 from kvdepot.core.clock import Clock
 from kvdepot.core.depot import Durability, FlushReport
+from kvdepot.core.keys import Keys, as_words
 from kvdepot.core.sessions import KEEP_S, RetentionReceipt
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import KVDepotError
@@ -33,7 +34,7 @@ _TOTAL_SHARE: Final = 0.5
 _DURABLE_S: Final = 30.0
 _KEY_BYTES: Final = 58
 """That a key takes in a page."""
-Flush = Callable[[float, Sequence[BlockKey] | None], FlushReport]
+Flush = Callable[[float, Keys | None], FlushReport]
 Renewing = Callable[[LowerTier, list[int]], bool]
 
 
@@ -277,7 +278,7 @@ class PinManager:
                 if not state.is_dirty(row) and state.catalog.is_live(row):
                     state.write_again(row)
             state.work.notify_all()
-        report = self._flush(_DURABLE_S, keys)
+        report = self._flush(_DURABLE_S, as_words(keys))
         if report.not_durable:
             raise _refusal(report, len(keys))
 

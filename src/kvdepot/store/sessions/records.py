@@ -18,17 +18,11 @@ from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
 from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind
 from kvdepot.core.order import SessionState
+from kvdepot.core.sessions import checked_name
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
-from kvdepot.store.sessions.session_table import (
-    PACKED_BYTES,
-    Pin,
-    Prompt,
-    SessionId,
-    Sessions,
-    checked_name,
-)
+from kvdepot.store.sessions.session_table import PACKED_BYTES, Pin, Prompt, SessionId, Sessions
 from kvdepot.store.state.state import StoreState
 
 _ANCHORS: Final = 4

@@ -1,33 +1,30 @@
 """Serves what a depot's sessions are asked: listing, contracts, parking, archives."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
+from kvdepot.core.depot import checked_deadline
+from kvdepot.core.keys import Keys, as_words
 from kvdepot.core.order import SessionState
-from kvdepot.core.sessions import DepotSessions, RetentionReceipt
+from kvdepot.core.sessions import DepotSessions, RetentionReceipt, checked_name
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
+from kvdepot.store.engine import Caller, Engine
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions.archive import ByteSource, SessionExporter
-from kvdepot.store.sessions.pins import Flush, PinManager
-from kvdepot.store.sessions.session_table import (
-    PACKED_BYTES,
-    SESSION_ORDERS,
-    Prompt,
-    Sessions,
-    checked_name,
-)
+from kvdepot.store.sessions.pins import PinManager
+from kvdepot.store.sessions.session_table import PACKED_BYTES, SESSION_ORDERS, Prompt, Sessions
 from kvdepot.store.sessions.shared_prefixes import PREFIX_ORDERS, SharedPrefix, shared_prefixes
 from kvdepot.store.state.background_throttle import backoff_s
-from kvdepot.store.state.state import StoreState
 
 LISTED_MAX: Final = 10_000
 _WRITTEN_S: Final = 30.0
 _STEP_S_MAX: Final = 3600.0
-Warm = Callable[[bytes, str, float], Hint]
 PrefixList = list[tuple[SharedPrefix, Mapping[str, Any]]]
 _QUICK_S: Final = 0.005
 
@@ -37,23 +34,55 @@ class SessionService(DepotSessions):
 
     def __init__(
         self,
-        state: StoreState,
+        engine: Engine,
+        caller: Caller,
         sessions: Sessions,
         keeper: PinManager,
-        archivist: SessionExporter,
         wall: Clock,
-        flush: Flush,
-        warm: Warm,
     ) -> None:
-        self._state = state
+        """`caller` may use all namespaces."""
+        self._engine = engine
+        self._state = engine.state
+        self._caller = caller
         self._sessions = sessions
         self._keeper = keeper
-        self._archivist = archivist
+        self._archivist = SessionExporter(engine, sessions)
         self._wall = wall
-        self._flush = flush
-        self._warm = warm
         self._prefixes: tuple[float, PrefixList] = (0.0, [])
         """Those that were found last, and until when they are good enough."""
+
+    def update(
+        self, tag: bytes, name: str, keys: Keys | None, state: SessionState, start: int = 0
+    ) -> int:
+        """Know the prompt and the state of a session in one namespace; a prompt may come in parts.
+        Returns how many of its leading blocks are here.
+        """
+        with self._state.lock:
+            if keys is not None:
+                self._state.ledger.session_told(tag, name, keys)
+            return self._sessions.tell(tag, name, keys, state, start)
+
+    def hint(self, caller: Caller, tags: Sequence[bytes], name: str, deadline_s: float) -> Hint:
+        """Bring a session's prompts in these namespaces to memory in the background."""
+        prompts = self._prompts(name, tags)
+        state = max((prompt.state for prompt in prompts.values()), default=SessionState.NONE)
+        words = [prompt.words(tag) for tag, prompt in prompts.items()]
+        return self._engine.prefetch(caller, words, deadline_s, state)
+
+    def namespaces_of(self, name: str) -> list[bytes]:
+        """Tags of the namespaces that have a session of that name."""
+        with self._state.lock:
+            return self._sessions.tags_of(checked_name(name))
+
+    def keys_of(self, tags: Sequence[bytes], name: str) -> list[list[BlockKey]]:
+        """A session's prompt in each of these namespaces that has it."""
+        return [prompt.keys(tag) for tag, prompt in self._prompts(name, tags).items()]
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats`."""
+        with self._state.lock:
+            found = self._sessions.describe() | self._keeper.describe()
+        return {**found, "transfer": asdict(self._archivist.transfer)}
 
     def known(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
         state = self._state
@@ -151,14 +180,14 @@ class SessionService(DepotSessions):
         prompts = self._prompts(name, tags)
         keys = [key for tag, prompt in prompts.items() for key in prompt.keys(tag)]
         with self._state.using():
-            report = self._flush(_WRITTEN_S, keys)
+            report = self._engine.flush(self._caller, _WRITTEN_S, as_words(keys))
             freed = sum(self._leave_memory(tag, prompt) for tag, prompt in prompts.items())
         return {"session": name, "blocks": len(keys), "durable": report.durable, "freed": freed}
 
     def warm(self, name: str, deadline_s: float = 10.0, *, namespace: str = "") -> dict[str, Any]:
         tags = self._tags(name, namespace)
-        wanted = sum(self._warm(tag, name, deadline_s).wanted for tag in tags)
-        return {"session": name, "wanted": wanted}
+        hint = self.hint(self._caller, tags, name, checked_deadline(deadline_s))
+        return {"session": name, "wanted": hint.wanted}
 
     def expire(self, name: str, *, namespace: str = "") -> dict[str, Any]:
         tags = self._tags(name, namespace)
@@ -215,8 +244,7 @@ class SessionService(DepotSessions):
     def _tags(self, name: str, namespace: str) -> list[bytes]:
         """Namespaces that have a session of that name, or ConfigError."""
         self._state.check_open()
-        with self._state.lock:
-            tags = self._sessions.tags_of(checked_name(name))
+        tags = self.namespaces_of(name)
         if namespace:
             tags = [tag for tag in tags if tag.hex() == namespace]
         if not tags:

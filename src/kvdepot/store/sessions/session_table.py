@@ -14,20 +14,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.clock import Clock
+from kvdepot.core.keys import Keys
 from kvdepot.core.order import SessionState
-from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.pinned_rows import PinnedRows
-from kvdepot.index.table import NONE, Bools, Keys, as_words
+from kvdepot.index.table import NONE, Bools
 
 NUMBER_MAX: Final = 1 << 16
 BYTES_MAX: Final = 64 << 20
-NAME_BYTES_MAX: Final = 200
-STATES: Final = {
-    state.name.lower(): state for state in SessionState if state is not SessionState.NONE
-}
 _WORD_BYTES: Final = 8
 PACKED_BYTES: Final = 3 * _WORD_BYTES
 """A key without its namespace's tag."""
@@ -38,30 +34,6 @@ _OVERHEAD_BYTES: Final = 600
 
 SessionId = tuple[bytes, str]
 """The tag of its namespace, and its name."""
-
-
-def state_of(name: str) -> SessionState:
-    """The state of that name, or ConfigError."""
-    found = STATES.get(name)
-    if found is None:
-        raise ConfigError("state", f"{name!r} is not one of {', '.join(STATES)}")
-    return found
-
-
-def checked_name(name: object) -> str:
-    """The name of a session, or ConfigError."""
-    is_text = isinstance(name, str) and name.isprintable()
-    if is_text and 0 < len(str(name).encode()) <= NAME_BYTES_MAX:
-        return str(name)
-    raise ConfigError("session", f"a name is text of 1 to {NAME_BYTES_MAX} bytes, not {name!r:.40}")
-
-
-def by_tag(keys: Sequence[BlockKey]) -> dict[bytes, Keys]:
-    """The keys of each namespace among them, in their order."""
-    parts: dict[bytes, list[BlockKey]] = {}
-    for key in keys:
-        parts.setdefault(key[:TAG_BYTES], []).append(key)
-    return {tag: as_words(part) for tag, part in parts.items()}
 
 
 def unpacked(tag: bytes, packed: bytes) -> Keys:

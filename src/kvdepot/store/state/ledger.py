@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.config.settings import LedgerConfig
-from kvdepot.index.table import Keys
+from kvdepot.core.keys import Keys
 
 TENANTS_MAX: Final = 64
 OTHERS: Final = "(others)"

@@ -16,6 +16,7 @@ from kvdepot.config.settings import LowerTierConfig
 from kvdepot.core.block import CopyState
 from kvdepot.core.clock import Clock
 from kvdepot.core.depot import DURABILITY, Durability
+from kvdepot.core.keys import Keys
 from kvdepot.core.volume import (
     SEGMENT_SHIFT,
     VOLUME_SHIFT,
@@ -31,7 +32,7 @@ from kvdepot.format.record import record_bytes
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
 from kvdepot.index.pinned_rows import PinnedRows
-from kvdepot.index.table import NONE, Bools, Keys, Rows
+from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
 from kvdepot.policy.placing.write_mode import WriteMode

@@ -10,12 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from kvdepot.config.settings import Config
-from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
-from kvdepot.index.table import as_words
 from kvdepot.memory.arena import Arena
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
@@ -170,8 +168,6 @@ class StoreState:
         """Blocks came to memory: reads that wait for the same blocks look again."""
         self.idle = threading.Condition(self.lock)
         """A call or a late read ended: close looks again."""
-        self.quarantined: frozenset[bytes] = frozenset()
-        """Tags of namespaces of which nothing is served, see store.audits."""
         self.closing = threading.Event()
         """Set once, with the lock held, when the store closes."""
         self.calls = 0
@@ -227,19 +223,6 @@ class StoreState:
     def writes_back(self) -> bool:
         """Whether blocks are written to a lower tier; else they stay in memory."""
         return any(lower.queue.writers for lower in self.lower_tiers)
-
-    def record_lookup(self, keys: Sequence[BlockKey]) -> None:
-        """A prompt was looked up."""
-        if self.recorder is not None:
-            self.recorder.add(as_words(keys))
-
-    def resident(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Rows of the longest prefix that can be served."""
-        if self.quarantined:
-            tags = self.quarantined
-            bad = (at for at, key in enumerate(keys) if key[:TAG_BYTES] in tags)
-            keys = keys[: next(bad, len(keys))]
-        return self.usable_prefix(self.catalog.resident(keys))
 
     def usable_prefix(self, rows: list[int]) -> list[int]:
         """Cut a run of resident rows where it needs a drive that is known to be down."""

@@ -4,13 +4,11 @@ write-back. Or the caller fills the slot itself (`Reservation`).
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.core.block import TAG_BYTES, BlockKey, PutResult
-from kvdepot.core.depot import Reservation
-from kvdepot.errors import LeaseError
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.format.copy_ops import checksum_slot, fill_op, transfers
 from kvdepot.format.record import (
     HEAD_BYTES,
@@ -131,11 +129,6 @@ class Putter:
         state.traffic.took("reserve", state.clock.now() - began_s)
         return results
 
-    def payload(self, offer: NewBlock) -> memoryview:
-        """A reserved slot, to be filled."""
-        end = HEAD_BYTES + offer.payload_bytes
-        return self._state.arena.image(offer.slot, end)[HEAD_BYTES:]
-
     def finish(self, wave: list[NewBlock], *, summed: bool = False) -> None:
         """Make blocks of slots that were filled. `summed`: their checksums are in place too."""
         sealed = False
@@ -244,8 +237,6 @@ class Putter:
         not.
         """
         state, catalog = self._state, self._state.catalog
-        if state.quarantined and offer.key[:TAG_BYTES] in state.quarantined:
-            return PutResult.REFUSED
         row, below = catalog.row(offer.key), False
         if row != NONE:
             if catalog.memory.absent(row):
@@ -355,42 +346,3 @@ class Putter:
                 counters.put_throttled += 1
             elif outcome is PutResult.REFUSED:
                 counters.put_refused += 1
-
-
-class StoreReservation(Reservation):
-    """Slots of a store in this process."""
-
-    def __init__(
-        self,
-        putter: Putter,
-        offers: Sequence[NewBlock],
-        outcomes: list[PutResult],
-        done: Callable[[], None],
-    ) -> None:
-        self.outcomes = outcomes
-        self._putter = putter
-        self._open = {
-            index: offer
-            for index, (offer, outcome) in enumerate(zip(offers, outcomes, strict=True))
-            if outcome is PutResult.STORED
-        }
-        self._done = done
-        self._over = False
-
-    def view(self, index: int) -> memoryview | None:
-        offer = self._open.get(index)
-        return None if offer is None else self._putter.payload(offer)
-
-    def seal(self, indices: Iterable[int] | None = None) -> None:
-        chosen = sorted(self._open if indices is None else indices)
-        if any(index not in self._open for index in chosen):
-            raise LeaseError("a slot was sealed that is not reserved")
-        self._putter.finish([self._open.pop(index) for index in chosen])
-
-    def close(self) -> None:
-        if self._over:
-            return
-        self._over = True
-        self._putter.abandon(list(self._open.values()))
-        self._open.clear()
-        self._done()

@@ -6,13 +6,13 @@ and `flush` tells. So a failed disk makes the store smaller, never slower or stu
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 
-from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import DURABILITY, Durability, FlushReport
+from kvdepot.core.keys import Keys
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.volume import VOLUME_SHIFT
 from kvdepot.format.record import record_bytes
@@ -312,9 +312,9 @@ class Flusher:
                 lambda: (first.queue.oldest_ticket() or last + 1) > last, timeout_s
             )
 
-    def flush(self, timeout_s: float, keys: Sequence[BlockKey] | None = None) -> FlushReport:
-        """Wait until what was put before is written, then until it is durable; of `keys` alone, if
-        they are given.
+    def flush(self, timeout_s: float, keys: Keys | None = None) -> FlushReport:
+        """Wait until what was put before is written, then until it is durable; with `keys` only
+        these blocks.
         """
         state = self._state
         deadline = state.clock.now() + timeout_s
@@ -322,7 +322,7 @@ class Flusher:
             self._try_again()
             last = state.last_ticket
             self._do_not_linger(last)
-            rows = None if keys is None else set(state.catalog.rows(keys))
+            rows = None if keys is None else set(state.catalog.table.find_many(keys).tolist())
             done = state.written.wait_for(lambda: self._is_written(last, rows), timeout_s)
         unsynced: dict[LowerTier, Durability] = {}
         for lower in state.lower_tiers:
@@ -334,8 +334,7 @@ class Flusher:
                     unsynced[lower] = Durability.FAILED
         with state.lock:
             if keys is not None:
-                found = state.catalog.rows(keys)
-                codes = self._durability(np.asarray(found, np.int64), unsynced)
+                codes = self._durability(state.catalog.table.find_many(keys), unsynced)
                 return FlushReport.of(DURABILITY[code] for code in codes.tolist())
             return self._report(last, unsynced)
 

@@ -1,4 +1,4 @@
-"""Lookups for processes that map a store's memory."""
+"""Lookups by the engine, while others use it."""
 
 import threading
 from collections.abc import Iterator
@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from kvdepot.core.block import BlockKey
+from kvdepot.core.keys import Keys
 from kvdepot.core.volume import TIER_NAMES
 from kvdepot.index.catalog import Catalog
-from kvdepot.index.table import Keys
+from kvdepot.store.engine import Caller
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, small, space_of
 
+CALLER = Caller("a test")
 DRAM = TIER_NAMES.index("dram")
 
 
@@ -35,7 +37,7 @@ def test_a_match_of_what_is_there_waits_for_no_other_call(
 ) -> None:
     keys = prompt(space_of(store), 1, 8)
     assert all(put(store, keys))
-    mapped = store.mapped()
+    engine = store.engine
     inside, leave = threading.Event(), threading.Event()
     use = Catalog.use
 
@@ -45,11 +47,11 @@ def test_a_match_of_what_is_there_waits_for_no_other_call(
         use(catalog, rows)
 
     monkeypatch.setattr(Catalog, "use", slow)
-    leasing = threading.Thread(target=lambda: mapped.release(mapped.lease(words(keys))))
+    leasing = threading.Thread(target=lambda: engine.lease(CALLER, words(keys)).release())
     leasing.start()
     assert inside.wait(60.0)
     found: list[bytes] = []
-    matching = threading.Thread(target=lambda: found.append(mapped.match(words(keys))))
+    matching = threading.Thread(target=lambda: found.append(engine.match(CALLER, words(keys))))
     matching.start()
     matching.join(20.0)
     waited = not found
@@ -65,14 +67,17 @@ def test_a_match_is_right_while_blocks_come_and_go(store: Store) -> None:
     space = space_of(store)
     stays, never = prompt(space, 1, 4), prompt(space, 2, 4)
     assert all(put(store, stays))
-    mapped, over = store.mapped(), threading.Event()
+    engine, over = store.engine, threading.Event()
     wrong: list[bytes] = []
 
     def look() -> None:
         while not over.is_set():
-            answers = mapped.match(words(stays)), mapped.match(words([*stays, *never]))
+            answers = (
+                engine.match(CALLER, words(stays)),
+                engine.match(CALLER, words([*stays, *never])),
+            )
             wrong.extend(answer for answer in answers if len(answer) != 4)
-            wrong.extend(answer for answer in [mapped.match(words(never))] if answer)
+            wrong.extend(answer for answer in [engine.match(CALLER, words(never))] if answer)
 
     looking = threading.Thread(target=look)
     with store.lease(stays):

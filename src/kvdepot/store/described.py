@@ -1,0 +1,72 @@
+"""Namespaces whose descriptions are on the drives, whether or not a program has registered them."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.config.settings import TenantConfig
+from kvdepot.core.block import TAG_BYTES
+from kvdepot.core.layout import KVLayout
+from kvdepot.core.namespace import Namespace
+from kvdepot.core.requests import BlockSize
+from kvdepot.errors import ConfigError
+
+_PARSED_MAX: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A namespace as its description tells it."""
+
+    layout: KVLayout
+    model: str
+    tenant: str
+    namespace: Namespace | None
+    """None: it takes a secret that is not known here."""
+
+
+class DescribedNamespaces:
+    """Namespaces whose description is here, whether or not a program has registered them."""
+
+    def __init__(
+        self, descriptions: Callable[[], dict[bytes, bytes]], tenants: Mapping[str, TenantConfig]
+    ) -> None:
+        self._descriptions = descriptions
+        self._tenants = tenants
+        self._parsed: dict[bytes, Described | None] = {}
+        """By description; None: it is none."""
+
+    def all(self) -> dict[bytes, Described]:
+        """By tag."""
+        found: dict[bytes, Described] = {}
+        for tag, text in self._descriptions().items():
+            if text not in self._parsed:
+                if len(self._parsed) >= _PARSED_MAX:
+                    self._parsed.clear()
+                self._parsed[text] = self._parse(text)
+            known = self._parsed[text]
+            if known is not None:
+                found[tag] = known
+        return found
+
+    def size_of(self, tag: int) -> BlockSize | None:
+        """The size of a namespace's blocks, by the first word of its keys; None if unknown."""
+        known = self.all().get(tag.to_bytes(TAG_BYTES, "little"))
+        return (
+            None if known is None else BlockSize(known.layout.block_bytes, known.layout.chunk_bytes)
+        )
+
+    def _parse(self, text: bytes) -> Described | None:
+        try:
+            told = json.loads(text)
+            layout = KVLayout.from_description(told["layout"])
+            model, tenant = str(told["model"]), str(told["tenant"])
+        except (ValueError, KeyError, TypeError):
+            return None
+        known = self._tenants.get(tenant)
+        try:
+            secret = known.secret() if known is not None else b""
+            return Described(layout, model, tenant, Namespace.from_description(told, secret))
+        except ConfigError:
+            return Described(layout, model, tenant, None)
