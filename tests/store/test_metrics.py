@@ -17,8 +17,8 @@ import kvdepot
 from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.core.keys import as_words
 from kvdepot.daemon.http.exposition import render
+from kvdepot.store.access import Caller
 from kvdepot.store.alerts import alerts
-from kvdepot.store.engine import Caller
 from kvdepot.store.metrics import METRICS, values
 from kvdepot.store.state.traffic import LatencyHistogram, StoreTraffic
 from kvdepot.store.store import Store

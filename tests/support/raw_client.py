@@ -1,13 +1,15 @@
 """Clients that do not keep to the protocol: a bare socket and what to say on it."""
 
+import json
 import os
 import socket
 from pathlib import Path
 from types import TracebackType
 
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.daemon.wire.frames import FRAME_BYTES_MAX, Frame, FrameKind, pack, parse
-from kvdepot.daemon.wire.messages import MAGIC, NO_TOKEN, Hello
+from kvdepot.daemon.wire.messages import MAGIC, NO_TOKEN, Hello, Register
 from kvdepot.daemon.wire.versions import PROTOCOL
 from kvdepot.format.record import VERSION as RECORD_VERSION
 
@@ -64,6 +66,13 @@ class RawClient:
         while (frame := self.hear()) is not None:
             kinds.append(frame.kind)
         return kinds
+
+    def register(self, space: NamespaceHandle) -> None:
+        """Register a namespace, as a client must before it reads or puts its blocks."""
+        head = Register(space.tag, space.layout.block_bytes, space.layout.chunk_bytes)
+        description = json.dumps(space.namespace.description(), sort_keys=True).encode()
+        answer = self.ask(FrameKind.REGISTER, head.body() + description)
+        assert answer is not None and answer.kind is FrameKind.NUMBER
 
     def close(self) -> None:
         self.socket.close()

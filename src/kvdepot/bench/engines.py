@@ -77,7 +77,7 @@ def _disk(plan: IoPlan, block_bytes: int) -> Run:
     return run
 
 
-def verified_read(raw: RawFile, engine: native.Engine) -> Work:
+def verified_read(raw: RawFile, engine: native.IoEngine) -> Work:
     """Reads as the store does them: each block checked against its checksums and copied on."""
     chunk_bytes = max(_CHUNK_BYTES, -(-raw.block_bytes // _CHUNKS_MAX))
     buffers = pieces(raw.memory, raw.block_bytes)[: max(1, 64 * MIB // raw.block_bytes)]
@@ -98,7 +98,7 @@ def verified_read(raw: RawFile, engine: native.Engine) -> Work:
 
 
 def _write_known(
-    raw: RawFile, engine: native.Engine, buffers: list[Bytes], chunk_bytes: int
+    raw: RawFile, engine: native.IoEngine, buffers: list[Bytes], chunk_bytes: int
 ) -> npt.NDArray[np.uint64]:
     """Fill the file with the buffers' content, over and over; the checksums of each buffer."""
     chunks = -(-raw.block_bytes // chunk_bytes)

@@ -122,7 +122,7 @@ class RawFile:
     blocks: int
     memory: Bytes
     """Pre-touched buffers that the file's reads and writes use."""
-    engines: Mapping[str, native.Engine]
+    engines: Mapping[str, native.IoEngine]
     """Engines that the limit is tried with, by what a table calls them."""
 
     @property
@@ -140,11 +140,11 @@ class RawFile:
         """Writes to a new file of full size: what the filesystem does for fresh extents counts."""
         return {name: self._first_write(engine) for name, engine in self.engines.items()}
 
-    def batch(self, engine: native.Engine, opcode: int) -> Work:
+    def batch(self, engine: native.IoEngine, opcode: int) -> Work:
         ops = self._ops(opcode, self.fd)
         return stopwatch(lambda: self._run(engine, ops, self.fd))
 
-    def _first_write(self, engine: native.Engine) -> Work:
+    def _first_write(self, engine: native.IoEngine) -> Work:
         def write() -> float:
             with nameless(self.directory) as (fd, _):
                 started = time.perf_counter()
@@ -160,7 +160,7 @@ class RawFile:
         ways = {f"{n} threads": self._threads(move, n, self.fd) for n in counts}
         return ways | {name: self.batch(one, opcode) for name, one in self.engines.items()}
 
-    def _run(self, engine: native.Engine, ops: npt.NDArray[Any], fd: int) -> None:
+    def _run(self, engine: native.IoEngine, ops: npt.NDArray[Any], fd: int) -> None:
         run_batch(engine, ops)
         if ops["opcode"][0] == native.WRITE:
             os.fdatasync(fd)
@@ -218,7 +218,7 @@ def move_all(move: Move, fd: int, buffer: Bytes, offset: int) -> None:
         done += moved
 
 
-def run_batch(engine: native.Engine, ops: npt.NDArray[Any]) -> None:
+def run_batch(engine: native.IoEngine, ops: npt.NDArray[Any]) -> None:
     """Run a native batch; OSError when any of it failed."""
     pending = engine.run(ops, _TIMEOUT_S)
     while pending is not None and not pending.wait(_TIMEOUT_S):
@@ -266,7 +266,7 @@ def raw_file(directory: Path, block_bytes: int, blocks: int) -> Iterator[RawFile
 
 
 @contextmanager
-def engine_for(memory: Bytes, kind: str = "auto", depth: int = 32) -> Iterator[native.Engine]:
+def engine_for(memory: Bytes, kind: str = "auto", depth: int = 32) -> Iterator[native.IoEngine]:
     """An engine that knows this memory, where the machine lets it."""
     engine = native.open_engine(kind, depth=depth)
     try:

@@ -200,7 +200,7 @@ class Files:
         """Know that a descriptor belongs to a drive."""
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
-        """Execute a batch; see native.Engine.run. GIL released."""
+        """Execute a batch; see native.IoEngine.run. GIL released."""
         pending = self.engine.run(ops, timeout_s)
         return None if pending is None else SharedPending(pending)
 

@@ -23,7 +23,7 @@ from kvdepot.native.ops import (
     VERIFY,
     WRITE,
 )
-from kvdepot.native.protocol import Engine, PendingOps
+from kvdepot.native.protocol import IoEngine, PendingOps
 from kvdepot.native.python_engine import PythonEngine
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ __all__ = [
     "TRANSFER_DTYPE",
     "VERIFY",
     "WRITE",
-    "Engine",
+    "IoEngine",
     "PendingOps",
     "address_of",
     "checksum",
@@ -74,7 +74,7 @@ copy_rectangles = _chosen.copy_rectangles
 
 def open_engine(
     kind: str = "auto", depth: int = 32, threads: int = 8, split_bytes: int = 512 << 10
-) -> Engine:
+) -> IoEngine:
     """An engine of kind "uring", "threads" or "python"; "auto" takes the first of them that works.
 
     `depth` pieces of at most `split_bytes` are in flight for each call of `run`; `threads` is for

@@ -50,4 +50,4 @@ IO_DTYPE: Final = _record(
     *_unsigned("expect_address", "expect_bytes", "head_check"),
     *_unsigned("table", "payload_address", "payload_bytes", "chunk_bytes", "copy_target"),
 )
-"""One READ, WRITE or SYNC. Fields from `head_offset` on are for reads only; see `Engine.run`."""
+"""One READ, WRITE or SYNC. Fields from `head_offset` on are for reads only; see `IoEngine.run`."""

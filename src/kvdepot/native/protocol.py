@@ -1,4 +1,4 @@
-"""The interface of all engines."""
+"""The interface of all I/O engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PendingOps(Protocol):
         copied after the deadline. RuntimeError when another thread is waiting."""
 
 
-class Engine(Protocol):
+class IoEngine(Protocol):
     """Runs batches of I/O. Threads may share it; a child after fork may not (RuntimeError)."""
 
     @property

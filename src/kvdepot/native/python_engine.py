@@ -32,7 +32,7 @@ from kvdepot.native.xxh3 import xxh3_64
 
 
 class PythonEngine:
-    """See `kvdepot.native.protocol.Engine`."""
+    """See `kvdepot.native.protocol.IoEngine`."""
 
     kind = "python"
 

@@ -19,7 +19,8 @@ from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
 from kvdepot.format.record import producer_of
-from kvdepot.store.engine import Caller, Engine
+from kvdepot.store.access import Caller
+from kvdepot.store.engine import Engine
 from kvdepot.store.read.token_ids import read_heads
 
 _PRODUCERS_MAX: Final = 64
@@ -158,7 +159,7 @@ class AuditService(DepotAudits):
             _logger.warning("kvdepot: no drive took what is known of audits; it ends with this run")
 
     def _publish(self) -> None:
-        self._engine.quarantine(self._quarantined)
+        self._engine.access.quarantine(self._quarantined)
 
     def _load(self) -> None:
         """Know what the drives have. A quarantine whose text is damaged counts all the same."""

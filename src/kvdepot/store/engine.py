@@ -5,75 +5,30 @@ block: its place in core.block.ANSWERS. The first argument of each call is its C
 those that the caller has registered; the engine does not take them from a request.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Final
 
 import numpy as np
 
-from kvdepot.core.block import ANSWERS, BlockKey, PutResult
+from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import FlushReport
 from kvdepot.core.keys import Keys, as_keys, tag_word
 from kvdepot.core.metadata import Tombstone
 from kvdepot.core.order import SessionState
-from kvdepot.core.requests import Array, Arrived, BlockSize, Offer
-from kvdepot.core.units import format_bytes
+from kvdepot.core.requests import Array, BlockSize, Offer
 from kvdepot.core.volume import TIER_NAMES
-from kvdepot.errors import ConfigError, StateError
-from kvdepot.format.record import (
-    HEAD_BYTES,
-    KEY_WORD,
-    TABLE_OFFSET,
-    chunk_count,
-    filled_producer,
-    filled_tokens,
-    record_bytes,
-)
-from kvdepot.format.requests import check_block_bytes
+from kvdepot.errors import StateError
+from kvdepot.format.record import HEAD_BYTES, filled_producer, filled_tokens
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.index.tree import FEW
-from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
-from kvdepot.native.memory import view_at
+from kvdepot.store.access import Access, Caller
 from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.read.disk_reads import BlockRead, Sink
 from kvdepot.store.read.lease import BlockLease, addresses_of
 from kvdepot.store.read.prefetch import Hint, Prefetcher
 from kvdepot.store.read.reader import Reader
-from kvdepot.store.read.timed_out import TimedOutIo
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.memory_eviction import SlotAllocator
 from kvdepot.store.write.put import NewBlock, Putter
 from kvdepot.store.write.write_back import Flusher
-
-_CODES: Final = {(answer.tier, answer.reason): code for code, answer in enumerate(ANSWERS)}
-_ABSENT: Final = _CODES[None, "absent"]
-_UNKNOWN: Final = BlockSize(0, 0)
-
-
-@dataclass(eq=False, slots=True)
-class Caller:
-    """Who makes a call: the program that has opened the store, or one client of the daemon."""
-
-    label: str
-    spaces: dict[int, BlockSize] = field(default_factory=dict)
-    """The namespaces that it has registered: the first word of their keys, and the size of a
-    block."""
-
-    def size_of(self, tag: int) -> BlockSize:
-        """The size of blocks of a namespace; zeros if the caller may not use it."""
-        return self.spaces.get(tag, _UNKNOWN)
-
-
-@dataclass(eq=False, slots=True)
-class DescribedCaller(Caller):
-    """Reads namespaces on behalf of other nodes and users: all that are described on the drives."""
-
-    described: Callable[[int], BlockSize | None] = lambda _: None
-
-    def size_of(self, tag: int) -> BlockSize:
-        return self.spaces.get(tag) or self.described(tag) or _UNKNOWN
 
 
 class Engine:
@@ -83,21 +38,16 @@ class Engine:
         self.state = state
         self.memories = [arena.memory for arena in state.all_arenas]
         """All memory that blocks lie in: that of the memory tiers, then staging."""
-        self.slots = SlotAllocator(state, state.memory_tiers[0])
-        self.late = TimedOutIo(state)
-        self.reader = Reader(state, self.slots, self.late)
+        self.putter = Putter(state)
+        self.reader = Reader(state, self.putter.slots)
         self.prefetcher = Prefetcher(state, self.reader)
-        self._putter = Putter(state, self.slots)
         self._flusher = Flusher(state)
         self._mover = mover
-        self._sizes: dict[int, BlockSize] = {}
-        """Of all namespaces that a caller has registered."""
-        self._registering = threading.Lock()
+        self.access = Access(state)
         tiers = [TIER_NAMES.index(copies.tier) for copies in state.catalog.tiers]
         lowest = [(bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(tiers))]
         self._codes = np.array([0, *(tiers[bit] for bit in lowest)], np.uint8)
         """By residency, the fastest tier's place in TIER_NAMES."""
-        self._quarantined = np.zeros(0, np.uint64)
 
     def payload(self, address: int, nbytes: int) -> memoryview:
         """The payload of the record at an address of the store's memory."""
@@ -111,48 +61,22 @@ class Engine:
         """Where the record of a new block is to lie."""
         return self.state.arena.address + slot.slot
 
-    def quarantine(self, tags: Iterable[bytes]) -> None:
-        """Serve and take nothing of these namespaces from now on, and of no others."""
-        self._quarantined = np.array([tag_word(tag) for tag in tags], np.uint64)
-
     def close(self, timeout_s: float) -> bool:
         """Wait for what is under way. False: the kernel or a thread still uses the memory."""
-        stuck = not self.prefetcher.close(timeout_s)
-        if not stuck:
-            self.reader.close()
-        return self.late.wait(timeout_s) and not stuck
+        return self.prefetcher.close(timeout_s) and self.reader.close(timeout_s)
 
     def register(self, caller: Caller, tag: bytes, size: BlockSize, description: bytes) -> None:
         """Let a caller use a namespace until `unregister`. Records what its tag stands for.
 
         Raises ConfigError if its blocks do not fit, or another caller has it with another size.
         """
-        if size.block_bytes <= 0 or size.chunk_bytes <= 0:
-            raise ConfigError("layout", "a block without bytes")
-        chunk_count(*size)
-        check_block_bytes(size.block_bytes)
-        self._check_fits(record_bytes(size.block_bytes))
-        word = tag_word(tag)
-        with self._registering:
-            known = self._sizes.get(word, size)
-            if known != size:
-                raise ConfigError(
-                    "layout", f"the namespace is known with {known.block_bytes} bytes"
-                )
-            if word in caller.spaces:
-                return
-            self.state.descriptions.register(tag, description)
-            with self.state.lock:
-                self.state.ledger.registered(tag, description)
-            self._sizes[word] = caller.spaces[word] = size
+        self.access.register(caller, tag, size, description)
+        with self.state.lock:
+            self.state.ledger.registered(tag, description)
 
     def unregister(self, caller: Caller) -> None:
         """A caller is gone."""
-        with self._registering:
-            tags = [word.to_bytes(8, "little") for word in caller.spaces]
-            caller.spaces.clear()
-            for tag in self.state.descriptions.unregister(tags):
-                self._sizes.pop(tag_word(tag), None)
+        self.access.unregister(caller)
 
     def match(self, caller: Caller, keys: Keys, *, counts: bool = True) -> bytes:
         """For each block of the longest resident prefix its fastest tier: a place in TIER_NAMES.
@@ -206,36 +130,9 @@ class Engine:
         dropped and read from elsewhere. What the sink raises is passed on. With `keep`, blocks that
         came to stay are protected until it is released.
         """
-        state, began_s = self.state, self.state.clock.now()
-        if verify is None:
-            verify = state.config.dram.verify
-        blocks, wanted = self._allowed(caller, blocks)
-        answers = bytearray([_ABSENT]) * len(blocks)
-        at_once = not verify if keep is not None else self._are_many_and_whole(blocks, wanted)
-        left = wanted
-        if at_once:
-            with_lease = keep if keep is not None else BlockLease(state)
-            try:
-                left = self._read_memory(blocks, wanted, with_lease, sink, answers, verify=verify)
-            finally:
-                if keep is None:
-                    with_lease.release()
-        if len(left):
-            reads = _block_reads(blocks, left)
-            found = self.reader.fetch(
-                reads,
-                timeout_s,
-                verify=verify or at_once,
-                sink=None if sink is None else self._indexed(left, reads, sink, keep),
-                counts_as_use=not at_once,
-                read_ahead=not at_once,
-            )
-            for index, answer in zip(left.tolist(), found, strict=True):
-                answers[index] = _CODES[answer.tier, answer.reason]
-        if at_once and self.reader.after_read is not None:
-            self.reader.after_read(self._known_reads(blocks, wanted))
-        state.traffic.get.observe(state.clock.now() - began_s)
-        return bytes(answers)
+        with self.state.using():
+            blocks, wanted = self.access.allowed(caller, blocks)
+            return self.reader.read(blocks, wanted, timeout_s, keep=keep, sink=sink, verify=verify)
 
     def deliver(
         self,
@@ -251,27 +148,16 @@ class Engine:
 
         `verify_concurrently`: see core.depot.Lease.deliver.
         """
-        state, began_s = self.state, self.state.clock.now()
-        blocks, wanted = self._allowed(caller, blocks)
-        answers = bytearray([_ABSENT]) * len(blocks)
-        if len(wanted):
-            reads = _block_reads(blocks, wanted)
-            found = self.reader.fetch(
-                reads,
-                timeout_s,
-                sink=self._indexed(wanted, reads, sink, None),
-                verify_concurrently=verify_concurrently,
-                counts_as_use=False,
+        with self.state.using():
+            blocks, wanted = self.access.allowed(caller, blocks)
+            return self.reader.deliver(
+                blocks, wanted, timeout_s, sink, verify_concurrently=verify_concurrently
             )
-            for index, answer in zip(wanted.tolist(), found, strict=True):
-                answers[index] = _CODES[answer.tier, answer.reason]
-            state.traffic.get.observe(state.clock.now() - began_s)
-        return bytes(answers)
 
     def put(self, caller: Caller, offer: Offer, timeout_s: float) -> list[PutResult]:
         """Copy blocks into memory and queue them for the drives. See core.depot.Depot.put_many."""
         with self.state.using():
-            answers = self._with_slots(caller, offer, self._putter.store, timeout_s)[1]
+            answers = self._with_slots(caller, offer, self.putter.store, timeout_s)[1]
             self._flusher.write_through(timeout_s)
             return answers
 
@@ -282,7 +168,7 @@ class Engine:
 
         Without `pad` there is no answer for blocks after the first that found no room.
         """
-        find = self._putter.reserve if pad else self._putter.admit
+        find = self.putter.reserve if pad else self.putter.admit
         return self._with_slots(caller, offer, find, timeout_s)
 
     def seal(
@@ -298,11 +184,11 @@ class Engine:
                 slot.producer = filled_producer(image)
             if tokens:
                 slot.tokens = filled_tokens(image, slot.payload_bytes, slot.chunk_bytes)
-        self._putter.finish(slots, summed=in_slots is not None)
+        self.putter.finish(slots, summed=in_slots is not None)
 
     def abandon(self, caller: Caller, slots: list[NewBlock]) -> None:
         """Give back slots that were not sealed."""
-        self._putter.abandon(slots)
+        self.putter.abandon(slots)
 
     def remove(self, caller: Caller, keys: Keys | None = None, *, tag: bytes = b"") -> int:
         """Delete blocks everywhere, for good: those with these keys, or all of a namespace.
@@ -342,7 +228,7 @@ class Engine:
         with state.lock:
             for keys in prompts:
                 rows = self._resident(keys)
-                sizes, chunks = self._sizes_for(caller, keys[: len(rows)])
+                sizes, chunks = self.access.sizes_for(caller, keys[: len(rows)])
                 away = np.flatnonzero((addresses_of(state, rows) == 0) & (sizes > 0))
                 away = away[catalog.nbytes.array[rows[away]] == sizes[away]]
                 names = as_keys(keys[away])
@@ -367,33 +253,6 @@ class Engine:
         if recorder is not None:
             recorder.add(keys)
 
-    def _allowed(self, caller: Caller, blocks: Array) -> tuple[Array, Array]:
-        """The blocks with the sizes that are registered, and the indices of those that the caller
-        may have.
-        """
-        sizes, chunks = self._sizes_for(caller, blocks["key"])
-        stop = np.where(blocks["stop"] == 0, sizes, blocks["stop"])
-        blocks = blocks.copy()
-        blocks["payload_bytes"], blocks["chunk_bytes"], blocks["stop"] = sizes, chunks, stop
-        return blocks, np.flatnonzero((sizes > 0) & (stop <= sizes))
-
-    def _sizes_for(self, caller: Caller, keys: Keys) -> tuple[Array, Array]:
-        """Bytes of a block and of a chunk for each key; zeros for keys that the caller may not
-        use: the one place that decides this.
-        """
-        if not len(keys):
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        tags = keys[:, 0]
-        if (tags == tags[0]).all():
-            size = self._size(caller, int(tags[0]))
-            return np.full(len(keys), size.block_bytes), np.full(len(keys), size.chunk_bytes)
-        kinds, which = np.unique(tags, return_inverse=True)
-        sizes = np.array([self._size(caller, int(tag)) for tag in kinds], np.int64)[which]
-        return sizes[:, 0], sizes[:, 1]
-
-    def _size(self, caller: Caller, tag: int) -> BlockSize:
-        return _UNKNOWN if tag in self._quarantined else caller.size_of(tag)
-
     def _all_resident(self, keys: Keys) -> Array | None:
         """Residency of blocks that are all there, found without the lock; None: look with it.
 
@@ -402,7 +261,7 @@ class Engine:
         says. What is not found may be on its way to another place of the table.
         """
         catalog = self.state.catalog
-        if len(self._quarantined):
+        if self.access.quarantined(keys) is not None:
             return None
         try:
             rows = catalog.table.find_many(keys)
@@ -419,8 +278,9 @@ class Engine:
         catalog = self.state.catalog
         rows = catalog.table.find_many(keys)
         there: Bools = (rows != NONE) & (catalog.residency.array[rows] != 0)
-        if len(self._quarantined):
-            there &= ~np.isin(keys[:, 0], self._quarantined)
+        quarantined = self.access.quarantined(keys)
+        if quarantined is not None:
+            there &= ~quarantined
         count = len(rows) if there.all() else int(there.argmin())
         if self.state.volumes.down:
             count = len(self.state.usable_prefix(rows[:count].tolist()))
@@ -434,130 +294,6 @@ class Engine:
         known = np.flatnonzero(catalog.table.tags() == tag_word(tag)).tolist()
         return [row for row in known if catalog.is_live(row)]
 
-    def _are_many_and_whole(self, blocks: Array, wanted: Array) -> bool:
-        """Whether blocks with buffers are worth one batch for those in memory: a few are read
-        sooner one by one, and parts of a block may need chunks that are verified apart.
-        """
-        return len(wanted) >= FEW and bool(
-            ((blocks["start"] == 0) & (blocks["stop"] == blocks["payload_bytes"])).all()
-        )
-
-    def _read_memory(
-        self,
-        blocks: Array,
-        wanted: Array,
-        lease: BlockLease,
-        sink: Sink | None,
-        answers: bytearray,
-        *,
-        verify: bool,
-    ) -> Array:
-        """Serve what is in memory, and protect it by the lease. Returns the indices of what is on
-        drives, or was damaged.
-        """
-        state, catalog = self.state, self.state.catalog
-        with state.lock:
-            rows = catalog.table.find_many(np.ascontiguousarray(blocks["key"][wanted]))
-            known = (rows != NONE) & (catalog.nbytes.array[rows] == blocks["payload_bytes"][wanted])
-            addresses = addresses_of(state, rows)
-            is_hot = known & (addresses != 0)
-            is_cold = known & ~is_hot & (catalog.residency.array[rows] != 0)
-            catalog.use(rows[is_hot | is_cold].tolist())
-            state.write_used(rows[is_hot].tolist())
-            lease.add(rows[is_hot].tolist())
-            state.counters.get_miss += len(rows) - int((is_hot | is_cold).sum())
-        hot, rows, addresses = wanted[is_hot], rows[is_hot], addresses[is_hot]
-        cold: Array = wanted[is_cold]
-        if len(hot) and sink is None:
-            intact = self._copy_out(blocks[hot], addresses, verify=verify)
-            cold = np.sort(np.concatenate([cold, hot[~intact]]))
-            hot, rows, addresses = hot[intact], rows[intact], addresses[intact]
-        if not len(hot):
-            return cold
-        tiers = self._tiers_at(addresses)
-        for index, tier in zip(hot.tolist(), tiers.tolist(), strict=True):
-            answers[index] = tier
-        with state.lock:
-            for tier in np.unique(tiers).tolist():
-                self._count(tier, rows[tiers == tier], blocks[hot[tiers == tier]])
-        if sink is not None:
-            sink(Arrived(hot, addresses, np.ones(len(hot), bool), False))
-        return cold
-
-    def _copy_out(self, blocks: Array, addresses: Array, *, verify: bool) -> Bools:
-        """Verify and copy blocks that lie in memory. Returns which of them are intact."""
-        ops = np.zeros(len(blocks), TRANSFER_DTYPE)
-        ops["source"], ops["target"] = addresses + HEAD_BYTES, blocks["address"]
-        ops["nbytes"], ops["chunk_bytes"] = blocks["payload_bytes"], blocks["chunk_bytes"]
-        ops["table"], ops["mode"] = addresses + TABLE_OFFSET, VERIFY if verify else COPY
-        transfer(ops)
-        same = (self._names_at(addresses) == blocks["key"]).all(axis=1)
-        intact: Bools = same & (ops["result"] == 0)
-        return intact
-
-    def _names_at(self, addresses: Array) -> Keys:
-        """The keys in the heads of records in memory."""
-        found = np.zeros((len(addresses), 4), np.uint64)
-        for memory in self.state.memory_tiers:
-            nbytes = memory.arena.memory.nbytes
-            here = (addresses >= memory.address) & (addresses < memory.address + nbytes)
-            if here.any():
-                words: Keys = view_at(memory.address, nbytes).view(np.uint64)
-                first = (addresses[here] - memory.address) // 8 + KEY_WORD
-                found[here] = words[first[:, None] + np.arange(4)]
-        return found
-
-    def _tiers_at(self, addresses: Array) -> Array:
-        """The answer for each block by the memory that it lies in."""
-        codes = np.zeros(len(addresses), np.uint8)
-        for memory in self.state.memory_tiers:
-            nbytes = memory.arena.memory.nbytes
-            here = (addresses >= memory.address) & (addresses < memory.address + nbytes)
-            codes[here] = _CODES[memory.name, ""]
-        return codes
-
-    def _count(self, code: int, rows: Rows, blocks: Array) -> None:
-        """Blocks were served from a memory tier."""
-        state, catalog, tier = self.state, self.state.catalog, ANSWERS[code].tier
-        assert state.held() and tier is not None
-        first, *others = state.memory_tiers
-        if others and tier == others[0].name:
-            first.note_hits_below(rows.tolist())
-        parts = blocks["stop"] - blocks["start"]
-        state.counters.add("get", tier, len(rows))
-        state.counters.get_bytes += int(parts.sum())
-        state.traffic.served_bytes[tier] += int(parts.sum())
-        shares, tags = parts / blocks["payload_bytes"], blocks["key"][:, 0]
-        for word in np.unique(tags):
-            mine = tags == word
-            ends = rows[mine][[0, -1]].tolist()
-            before, last = catalog.tree.depth(ends[0]) - 1, catalog.table.digest(ends[1])
-            state.ledger.served(word.tobytes(), tier, float(shares[mine].sum()), before, last)
-
-    def _indexed(
-        self, indices: Array, reads: Sequence[BlockRead], sink: Sink, keep: BlockLease | None
-    ) -> Sink:
-        """A sink for some blocks of a call: counts them as the call does, and protects them."""
-
-        def arrived(blocks: Arrived) -> None:
-            if keep is not None:
-                lasting = blocks.indices[blocks.is_lasting].tolist()
-                with self.state.lock:
-                    keep.add([reads[index].row for index in lasting])
-            mine = indices[blocks.indices]
-            sink(Arrived(mine, blocks.addresses, blocks.is_lasting, blocks.is_verified))
-
-        return arrived
-
-    def _known_reads(self, blocks: Array, wanted: Array) -> list[BlockRead]:
-        """Reads of blocks that are here, for read-ahead."""
-        reads = _block_reads(blocks, wanted)
-        with self.state.lock:
-            rows = self.state.catalog.rows([read.key for read in reads])
-        for read, row in zip(reads, rows, strict=True):
-            read.row = row
-        return reads
-
     def _with_slots(
         self,
         caller: Caller,
@@ -566,7 +302,7 @@ class Engine:
         timeout_s: float,
     ) -> tuple[list[NewBlock | None], list[PutResult]]:
         """Have slots found for the blocks that the caller may put; the others are refused."""
-        sizes, chunks = self._sizes_for(caller, offer.blocks["key"])
+        sizes, chunks = self.access.sizes_for(caller, offer.blocks["key"])
         slots = [
             NewBlock(key, address, size, chunk, producer=producer)
             for key, address, size, chunk, producer in zip(
@@ -593,35 +329,3 @@ class Engine:
             for slot, answer in zip(slots, answers, strict=False)
         ]
         return kept, answers
-
-    def _check_fits(self, nbytes: int) -> None:
-        """Raise ConfigError for blocks that a tier could never hold."""
-        state = self.state
-        if not state.arena.chunks_for(nbytes):
-            raise ConfigError(
-                "dram.capacity", f"a block takes {format_bytes(nbytes)}, more than the tier has"
-            )
-        if not state.lower_tiers:
-            return
-        if not state.staging.chunks_for(nbytes):
-            raise ConfigError(
-                "writeback.staging", f"a block takes {format_bytes(nbytes)}, more than there is"
-            )
-        for lower in state.lower_tiers:
-            facts = (one for _, one in lower.volumes.all_facts() if not one.lost)
-            room = min((one.record_bytes_max for one in facts), default=nbytes)
-            if nbytes > room:
-                segment = f"{lower.name}.segment"
-                raise ConfigError(
-                    segment,
-                    f"a block takes {format_bytes(nbytes)}, a segment of this store holds "
-                    f"{format_bytes(room)}",
-                    hint=f"make a new store with a larger {segment} or {lower.name}.capacity",
-                )
-
-
-def _block_reads(blocks: Array, indices: Array) -> list[BlockRead]:
-    chosen = blocks[indices]
-    names = ("address", "payload_bytes", "chunk_bytes", "start", "stop")
-    columns = (chosen[name].tolist() for name in names)
-    return [BlockRead(*row) for row in zip(as_keys(chosen["key"]), *columns, strict=True)]

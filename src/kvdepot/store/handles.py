@@ -7,7 +7,8 @@ from kvdepot.core.depot import Arrival, Lease, Reservation, Sink
 from kvdepot.core.requests import Arrived
 from kvdepot.errors import LeaseError
 from kvdepot.format.requests import Namespaces
-from kvdepot.store.engine import Caller, Engine
+from kvdepot.store.access import Caller
+from kvdepot.store.engine import Engine
 from kvdepot.store.read.lease import BlockLease
 from kvdepot.store.write.put import NewBlock
 

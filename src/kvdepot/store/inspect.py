@@ -24,7 +24,7 @@ class StoreInspector:
     def __init__(self, engine: Engine, drives: VolumeMaintenance) -> None:
         self.engine = engine
         self.state = engine.state
-        self.slots = engine.slots
+        self.slots = engine.putter.slots
         self.reader = engine.reader
         self.prefetcher = engine.prefetcher
         self.drives = drives
@@ -98,7 +98,7 @@ class StoreInspector:
         return True
 
     def wait_for_late_reads(self, timeout_s: float = 10.0) -> bool:
-        return self.engine.late.wait(timeout_s)
+        return self.reader.late.wait(timeout_s)
 
     def wait_for_prefault(self, timeout_s: float = 60.0) -> bool:
         """Wait until all memory is faulted in, where it is to be."""

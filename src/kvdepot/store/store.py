@@ -33,12 +33,13 @@ from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
 from kvdepot.format.record import token_ids
 from kvdepot.format.requests import Namespaces, checked, make_namespace
 from kvdepot.index.pinned_rows import PinnedRows
+from kvdepot.store.access import Caller, DescribedCaller
 from kvdepot.store.audits import SYNC_S, AuditService
 from kvdepot.store.check.online import check_store
 from kvdepot.store.cluster_member import ClusterMember
 from kvdepot.store.described import DescribedNamespaces
 from kvdepot.store.drives.maintenance import VolumeMaintenance
-from kvdepot.store.engine import Caller, DescribedCaller, Engine
+from kvdepot.store.engine import Engine
 from kvdepot.store.handles import StoreLease, StoreReservation
 from kvdepot.store.read.expected_time import expected_s
 from kvdepot.store.read.prefetch import Hint

@@ -66,6 +66,7 @@ def test_a_client_may_vanish_at_any_instant(daemon: DaemonProcess, seed: int) ->
                 (FrameKind.TOUCH, b"".join(keys)),
             ]
             with RawClient(daemon.socket) as client:
+                client.register(space)
                 for kind, body in rng.choices(asked, k=rng.randrange(1, 4)):
                     client.send(kind, body)
                     if rng.random() < 0.5:
@@ -89,6 +90,7 @@ def test_a_stalled_client_keeps_nobody_waiting(daemon: DaemonProcess) -> None:
             request = pack(FrameKind.MATCH, 1, b"".join(keys))
             assert fill_pipe(deaf, request) > 0
             part = Fetch(0, 8200, True, 10.0).body()
+            slow.register(space)
             slow.send(FrameKind.FETCH, part + b"".join(keys[:20]))
             while (frame := slow.hear()) is not None and not frame.flags & Flag.LENT:
                 assert frame.kind is FrameKind.ARRIVED
@@ -223,6 +225,7 @@ def test_what_is_fetched_and_not_released_is_limited(daemon: DaemonProcess) -> N
         put(store, keys)
         body = Fetch(0, 0, False, 1.0).body() + b"".join(keys)
         with RawClient(daemon.socket) as client:
+            client.register(space_of(store))
             for _ in range(4096):
                 frame = client.ask(FrameKind.FETCH, body)
                 assert frame is not None and frame.kind is FrameKind.ARRIVED

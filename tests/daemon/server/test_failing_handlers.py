@@ -102,6 +102,7 @@ def test_the_client_is_hung_up_on_and_what_it_held_is_released(
         assert all(put(other, keys))
         make_fail(monkeypatch, RequestHandler, verb, error)
         client = RawClient(daemon.socket)
+        client.register(space_of(other))
         answer = client.ask(FrameKind.LEASE, b"".join(keys))
         assert answer is not None and answer.kind is FrameKind.LEASED
         fresh = prompt(space_of(other), 2, 2)

@@ -150,6 +150,7 @@ def test_a_hint_is_called_off_by_its_client_or_with_it(
         assert hint.wait(60.0)
         assert hint.brought == 0
         with RawClient(daemon.socket) as client:
+            client.register(space_of(store))
             answer = client.ask(FrameKind.HINT, Seconds(60.0).body() + b"".join(keys))
             assert answer is not None and Hinted.parse(answer.body).wanted == BLOCKS
             assert max(hinting(store)) == 1

@@ -19,7 +19,7 @@ Scales = tuple[float, ...]
 """How strong each loaded LoRA is, by its number; 0: it is off."""
 
 
-class Caller(Protocol):
+class RequestLink(Protocol):
     """What can ask a llama-server."""
 
     def call(self, path: str) -> Any:
@@ -36,7 +36,7 @@ class ServerAdapters:
     def __bool__(self) -> bool:
         return bool(self.digests)
 
-    def in_force(self, link: Caller, request: dict[str, Any]) -> Scales:
+    def in_force(self, link: RequestLink, request: dict[str, Any]) -> Scales:
         """The scales that the server would use for a request. ModelError: they make no sense."""
         if not self.digests:
             return ()
@@ -64,7 +64,7 @@ class ServerAdapters:
         return tuple(given.get(at, 0.0) for at in range(len(self.digests)))
 
 
-def load_adapters(link: Caller, memo: Path | None, began_ns: int) -> ServerAdapters:
+def load_adapters(link: RequestLink, memo: Path | None, began_ns: int) -> ServerAdapters:
     """Ask a server for its LoRAs, and read their files. ModelError for one that is not served."""
     digests = []
     for number, adapter in enumerate(link.call("/lora-adapters")):

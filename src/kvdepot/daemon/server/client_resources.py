@@ -23,7 +23,8 @@ from kvdepot.core.requests import BLOCK_DTYPE, BlockSize, Offer
 from kvdepot.daemon.wire.frames import Channel, Peer
 from kvdepot.daemon.wire.messages import TOKEN_BYTES
 from kvdepot.errors import ConfigError, WireError
-from kvdepot.store.engine import Caller, Engine
+from kvdepot.store.access import Caller
+from kvdepot.store.engine import Engine
 from kvdepot.store.read.lease import BlockLease
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.write.put import NewBlock

@@ -7,15 +7,23 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.block import MISS, TAG_BYTES, CopyState, GetResult
+from kvdepot.core.block import ANSWERS, MISS, TAG_BYTES, CopyState, GetResult
+from kvdepot.core.keys import Keys, as_keys
+from kvdepot.core.requests import Array, Arrived
 from kvdepot.format.copy_ops import copy_op, read_op, transfers, verified_ops
-from kvdepot.format.record import holds_key
-from kvdepot.index.table import NONE
+from kvdepot.format.record import HEAD_BYTES, KEY_WORD, TABLE_OFFSET, holds_key
+from kvdepot.index.table import NONE, Bools, Rows
+from kvdepot.index.tree import FEW
+from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
+from kvdepot.native.memory import view_at
 from kvdepot.store.read.disk_reads import CORRUPT, BlockRead, DiskReads, ReadCall, Sink
+from kvdepot.store.read.lease import BlockLease, addresses_of
 from kvdepot.store.read.timed_out import TimedOutIo
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 
+_CODES: Final = {(answer.tier, answer.reason): code for code, answer in enumerate(ANSWERS)}
+_ABSENT: Final = _CODES[None, "absent"]
 _READY: Final = int(CopyState.READY)
 _FILLING: Final = int(CopyState.FILLING)
 _CACHED_BYTES: Final = 16 << 20
@@ -30,17 +38,86 @@ _WAIT_SHARE: Final = 0.5
 class Reader:
     """Serves `get`, `deliver` and prefetches."""
 
-    def __init__(self, state: StoreState, slots: SlotAllocator, late: TimedOutIo) -> None:
+    def __init__(self, state: StoreState, slots: SlotAllocator) -> None:
         self._state = state
-        self._disks = DiskReads(state, slots, late)
+        self.late = TimedOutIo(state)
+        self._disks = DiskReads(state, slots, self.late)
         self._checks = ThreadPoolExecutor(_CHECKS_MAX, "kvdepot-check")
         self._check_threads = min(_CHECK_THREADS_MAX, os.cpu_count() or 1)
         self.after_read: Callable[[Sequence[BlockRead]], None] | None = None
         """Told of every read that a caller asked for (read-ahead)."""
 
-    def close(self) -> None:
-        """Stop the threads; nothing may be under way."""
+    def close(self, timeout_s: float) -> bool:
+        """Stop the threads; no call may be under way. False: late I/O still uses the memory."""
         self._checks.shutdown()
+        return self.late.wait(timeout_s)
+
+    def read(
+        self,
+        blocks: Array,
+        wanted: Array,
+        timeout_s: float,
+        *,
+        keep: BlockLease | None,
+        sink: Sink | None,
+        verify: bool | None,
+    ) -> bytes:
+        """See Engine.read. `wanted`: the indices of the blocks that the caller may have."""
+        state, began_s = self._state, self._state.clock.now()
+        if verify is None:
+            verify = state.config.dram.verify
+        answers = bytearray([_ABSENT]) * len(blocks)
+        at_once = not verify if keep is not None else self._are_many_and_whole(blocks, wanted)
+        left = wanted
+        if at_once:
+            with_lease = keep if keep is not None else BlockLease(state)
+            try:
+                left = self._read_memory(blocks, wanted, with_lease, sink, answers, verify=verify)
+            finally:
+                if keep is None:
+                    with_lease.release()
+        if len(left):
+            reads = _block_reads(blocks, left)
+            found = self.fetch(
+                reads,
+                timeout_s,
+                verify=verify or at_once,
+                sink=None if sink is None else self._indexed(left, reads, sink, keep),
+                counts_as_use=not at_once,
+                read_ahead=not at_once,
+            )
+            for index, answer in zip(left.tolist(), found, strict=True):
+                answers[index] = _CODES[answer.tier, answer.reason]
+        if at_once and self.after_read is not None:
+            self.after_read(self._known_reads(blocks, wanted))
+        state.traffic.get.observe(state.clock.now() - began_s)
+        return bytes(answers)
+
+    def deliver(
+        self,
+        blocks: Array,
+        wanted: Array,
+        timeout_s: float,
+        sink: Sink,
+        *,
+        verify_concurrently: bool,
+    ) -> bytes:
+        """See Engine.deliver. `wanted`: the indices of the blocks that the caller may have."""
+        state, began_s = self._state, self._state.clock.now()
+        answers = bytearray([_ABSENT]) * len(blocks)
+        if len(wanted):
+            reads = _block_reads(blocks, wanted)
+            found = self.fetch(
+                reads,
+                timeout_s,
+                sink=self._indexed(wanted, reads, sink, None),
+                verify_concurrently=verify_concurrently,
+                counts_as_use=False,
+            )
+            for index, answer in zip(wanted.tolist(), found, strict=True):
+                answers[index] = _CODES[answer.tier, answer.reason]
+            state.traffic.get.observe(state.clock.now() - began_s)
+        return bytes(answers)
 
     def fetch(
         self,
@@ -288,3 +365,134 @@ class Reader:
         catalog, ledger = self._state.catalog, self._state.ledger
         before, last = catalog.tree.depth(reads[0].row) - 1, catalog.table.digest(reads[-1].row)
         ledger.served(tag, tier, nbytes / reads[0].payload_bytes, before, last)
+
+    def _are_many_and_whole(self, blocks: Array, wanted: Array) -> bool:
+        """Whether blocks with buffers are worth one batch for those in memory: a few are read
+        sooner one by one, and parts of a block may need chunks that are verified apart.
+        """
+        return len(wanted) >= FEW and bool(
+            ((blocks["start"] == 0) & (blocks["stop"] == blocks["payload_bytes"])).all()
+        )
+
+    def _read_memory(
+        self,
+        blocks: Array,
+        wanted: Array,
+        lease: BlockLease,
+        sink: Sink | None,
+        answers: bytearray,
+        *,
+        verify: bool,
+    ) -> Array:
+        """Serve what is in memory, and protect it by the lease. Returns the indices of what is on
+        drives, or was damaged.
+        """
+        state, catalog = self._state, self._state.catalog
+        with state.lock:
+            rows = catalog.table.find_many(np.ascontiguousarray(blocks["key"][wanted]))
+            known = (rows != NONE) & (catalog.nbytes.array[rows] == blocks["payload_bytes"][wanted])
+            addresses = addresses_of(state, rows)
+            is_hot = known & (addresses != 0)
+            is_cold = known & ~is_hot & (catalog.residency.array[rows] != 0)
+            catalog.use(rows[is_hot | is_cold].tolist())
+            state.write_used(rows[is_hot].tolist())
+            lease.add(rows[is_hot].tolist())
+            state.counters.get_miss += len(rows) - int((is_hot | is_cold).sum())
+        hot, rows, addresses = wanted[is_hot], rows[is_hot], addresses[is_hot]
+        cold: Array = wanted[is_cold]
+        if len(hot) and sink is None:
+            intact = self._copy_blocks(blocks[hot], addresses, verify=verify)
+            cold = np.sort(np.concatenate([cold, hot[~intact]]))
+            hot, rows, addresses = hot[intact], rows[intact], addresses[intact]
+        if not len(hot):
+            return cold
+        tiers = self._tiers_at(addresses)
+        for index, tier in zip(hot.tolist(), tiers.tolist(), strict=True):
+            answers[index] = tier
+        with state.lock:
+            for tier in np.unique(tiers).tolist():
+                self._count_served(tier, rows[tiers == tier], blocks[hot[tiers == tier]])
+        if sink is not None:
+            sink(Arrived(hot, addresses, np.ones(len(hot), bool), False))
+        return cold
+
+    def _copy_blocks(self, blocks: Array, addresses: Array, *, verify: bool) -> Bools:
+        """Verify and copy blocks that lie in memory. Returns which of them are intact."""
+        ops = np.zeros(len(blocks), TRANSFER_DTYPE)
+        ops["source"], ops["target"] = addresses + HEAD_BYTES, blocks["address"]
+        ops["nbytes"], ops["chunk_bytes"] = blocks["payload_bytes"], blocks["chunk_bytes"]
+        ops["table"], ops["mode"] = addresses + TABLE_OFFSET, VERIFY if verify else COPY
+        transfer(ops)
+        same = (self._names_at(addresses) == blocks["key"]).all(axis=1)
+        intact: Bools = same & (ops["result"] == 0)
+        return intact
+
+    def _names_at(self, addresses: Array) -> Keys:
+        """The keys in the heads of records in memory."""
+        found = np.zeros((len(addresses), 4), np.uint64)
+        for memory in self._state.memory_tiers:
+            nbytes = memory.arena.memory.nbytes
+            here = (addresses >= memory.address) & (addresses < memory.address + nbytes)
+            if here.any():
+                words: Keys = view_at(memory.address, nbytes).view(np.uint64)
+                first = (addresses[here] - memory.address) // 8 + KEY_WORD
+                found[here] = words[first[:, None] + np.arange(4)]
+        return found
+
+    def _tiers_at(self, addresses: Array) -> Array:
+        """The answer for each block by the memory that it lies in."""
+        codes = np.zeros(len(addresses), np.uint8)
+        for memory in self._state.memory_tiers:
+            nbytes = memory.arena.memory.nbytes
+            here = (addresses >= memory.address) & (addresses < memory.address + nbytes)
+            codes[here] = _CODES[memory.name, ""]
+        return codes
+
+    def _count_served(self, code: int, rows: Rows, blocks: Array) -> None:
+        """Blocks were served from a memory tier."""
+        state, catalog, tier = self._state, self._state.catalog, ANSWERS[code].tier
+        assert state.held() and tier is not None
+        first, *others = state.memory_tiers
+        if others and tier == others[0].name:
+            first.note_hits_below(rows.tolist())
+        parts = blocks["stop"] - blocks["start"]
+        state.counters.add("get", tier, len(rows))
+        state.counters.get_bytes += int(parts.sum())
+        state.traffic.served_bytes[tier] += int(parts.sum())
+        shares, tags = parts / blocks["payload_bytes"], blocks["key"][:, 0]
+        for word in np.unique(tags):
+            mine = tags == word
+            ends = rows[mine][[0, -1]].tolist()
+            before, last = catalog.tree.depth(ends[0]) - 1, catalog.table.digest(ends[1])
+            state.ledger.served(word.tobytes(), tier, float(shares[mine].sum()), before, last)
+
+    def _indexed(
+        self, indices: Array, reads: Sequence[BlockRead], sink: Sink, keep: BlockLease | None
+    ) -> Sink:
+        """A sink for some blocks of a call: counts them as the call does, and protects them."""
+
+        def arrived(blocks: Arrived) -> None:
+            if keep is not None:
+                lasting = blocks.indices[blocks.is_lasting].tolist()
+                with self._state.lock:
+                    keep.add([reads[index].row for index in lasting])
+            mine = indices[blocks.indices]
+            sink(Arrived(mine, blocks.addresses, blocks.is_lasting, blocks.is_verified))
+
+        return arrived
+
+    def _known_reads(self, blocks: Array, wanted: Array) -> list[BlockRead]:
+        """Reads of blocks that are here, for read-ahead."""
+        reads = _block_reads(blocks, wanted)
+        with self._state.lock:
+            rows = self._state.catalog.rows([read.key for read in reads])
+        for read, row in zip(reads, rows, strict=True):
+            read.row = row
+        return reads
+
+
+def _block_reads(blocks: Array, indices: Array) -> list[BlockRead]:
+    chosen = blocks[indices]
+    names = ("address", "payload_bytes", "chunk_bytes", "start", "stop")
+    columns = (chosen[name].tolist() for name in names)
+    return [BlockRead(*row) for row in zip(as_keys(chosen["key"]), *columns, strict=True)]

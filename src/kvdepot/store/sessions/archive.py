@@ -35,7 +35,8 @@ from kvdepot.errors import ConfigError, FormatError
 from kvdepot.format.record import token_ids as token_ids_of
 from kvdepot.io.files import aligned
 from kvdepot.native import address_of
-from kvdepot.store.engine import Caller, Engine
+from kvdepot.store.access import Caller
+from kvdepot.store.engine import Engine
 from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.sessions.session_table import Prompt, Sessions
 

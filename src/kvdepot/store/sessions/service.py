@@ -14,7 +14,8 @@ from kvdepot.core.order import SessionState
 from kvdepot.core.sessions import DepotSessions, RetentionReceipt, checked_name
 from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
-from kvdepot.store.engine import Caller, Engine
+from kvdepot.store.access import Caller
+from kvdepot.store.engine import Engine
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions.archive import ByteSource, SessionExporter
 from kvdepot.store.sessions.pins import PinManager

@@ -67,9 +67,9 @@ def _parts(offers: Sequence[NewBlock]) -> Iterator[range]:
 class Putter:
     """Serves `put`."""
 
-    def __init__(self, state: StoreState, slots: SlotAllocator) -> None:
+    def __init__(self, state: StoreState) -> None:
         self._state = state
-        self.slots = slots
+        self.slots = SlotAllocator(state, state.memory_tiers[0])
 
     def store(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
         """Take in each offer or say why not.
