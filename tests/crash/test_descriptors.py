@@ -14,6 +14,8 @@ from kvdepot.core.volume import OpenVolume, VolumeContext
 from kvdepot.errors import KVDepotError
 from kvdepot.io.breaker import RetryPauses
 from kvdepot.io.files import Files
+from kvdepot.store.check.offline import audit
+from kvdepot.store.check.repair import repair
 from kvdepot.store.volume_set import VolumeSet
 from kvdepot.testing.contract import put
 from kvdepot.testing.images import make_key, make_records, removal_of
@@ -48,6 +50,18 @@ def test_a_drive_goes_again_while_it_is_mounted(tmp_path: Path) -> None:
         lead_a_life(folder, files, files.arm)
         assert (folder / "0-away").exists()
         assert open_files() == before, f"it went before step {number}"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_offline_check_and_repair(tmp_path: Path, damaged: bool) -> None:
+    before, drive = open_files(), tmp_path / "life" / "0" / "kv"
+    lead_a_life(tmp_path / "life", Files("python"))
+    if damaged:
+        (drive / "metadata-a").write_bytes(b"?" * 8192)
+    audit(drive)
+    assert open_files() == before
+    repair(drive)
+    assert open_files() == before
 
 
 class PullingFiles(Files):

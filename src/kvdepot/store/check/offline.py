@@ -143,8 +143,10 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
             _UNLIMITED, _segment_bytes(path), writable=writable, any_owner=not writable
         )
         mounted = mount(path, files, settings)
+        copies = mounted.medium.metadata_copies(mounted.settings.segment_bytes, mounted.slots_max)
+        metadata = MetadataLog(copies, mounted.store, fsync=mounted.settings.fsync)
         try:
-            yield _volume(mounted, files)
+            yield _volume(mounted, metadata, files)
         except PermissionError as error:
             raise _unreadable(path, error) from error
         except OSError as error:
@@ -152,15 +154,14 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
                 raise
             raise cannot_use(path, settings, error) from error
         finally:
+            metadata.close()
             mounted.medium.close()
     finally:
         files.close()
 
 
-def _volume(mounted: Mounted, files: Files) -> OpenedVolume:
+def _volume(mounted: Mounted, metadata: MetadataLog, files: Files) -> OpenedVolume:
     medium, settings, clock = mounted.medium, mounted.settings, SystemClock()
-    copies = medium.metadata_copies(settings.segment_bytes, mounted.slots_max)
-    metadata = MetadataLog(copies, mounted.store, fsync=settings.fsync)
     health = LogHealth(medium.label, clock, settings.pauses, lambda _: None)
     stamps = StampClock(WallClock())
     segments = SegmentSet(medium, files, settings, mounted.store, mounted.slots_max, stamps, health)
