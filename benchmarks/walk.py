@@ -78,7 +78,7 @@ HAPPENS: Final = {
     "daemon/server/daemon.py": "the loop, or the thread that it lends to a connection",
     "daemon/server/requests.py": "one request: parse, ask the store, answer",
     "store/move/mover.py": "leases dirty blocks, appends them, enters where they lie, releases",
-    "store/read/disk_reads.py": "plans waves for each drive, finds slots, reads, enters blocks",
+    "store/read/reader.py": "plans waves for each drive, finds slots, reads, enters blocks",
     "store/read/lease.py": "protects the blocks until the load has ended",
     "store/read/reader.py": "looks blocks up, leases them, serves what is in memory",
     "store/state/lower_tier.py": "the block joins the queue of a tier's write-back",

@@ -78,7 +78,7 @@ def fill(store: Store, prompts: int) -> list[Any]:
 def test_no_io_under_the_lock(tmp_path: Path) -> None:
     files = UnlockedFiles()
     with assemble(load(overrides=tree(tmp_path, 2, 2)), files=files) as store:
-        files.held = store.inspect().state.held
+        files.held = store.inspect().state.lock.held
         everything = fill(store, 40)
         assert store.flush()
         for keys in everything[::3]:

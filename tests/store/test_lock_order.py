@@ -21,7 +21,7 @@ ATTRIBUTE = re.compile(r"self\.(\w+)")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "concurrency.md"
 ROW = re.compile(r"^\| (\d+) \| `([\w/]+\.py: \w+\.\w+)`", re.MULTILINE)
 LOCK = re.compile(r"`([\w/]+\.py: \w+\.\w+)`")
-STORE = "store/state/state.py: StoreState.lock"
+STORE = "store/state/state.py: StoreLock._lock"
 NAMED = re.compile(r"`([\w/]+\.py): (?:\w+\.)?(\w+)`")
 MADE = re.compile(
     r"^ *(?:self\.)?(\w+)(?:: [^=\n]+)? = .*threading\.(?:R?Lock|Condition)\b(?!\(self\.lock)",

@@ -19,8 +19,9 @@ from kvdepot.core.keys import as_words
 from kvdepot.daemon.http.exposition import render
 from kvdepot.store.access import Caller
 from kvdepot.store.alerts import alerts
+from kvdepot.store.events import FirstTokenReported, Took
 from kvdepot.store.metrics import METRICS, values
-from kvdepot.store.state.traffic import LatencyHistogram, StoreTraffic
+from kvdepot.store.observers.activity import Activity
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import (
     BLOCK_BYTES,
@@ -182,9 +183,8 @@ def test_what_a_drain_drops_is_told_apart(tmp_path: Path) -> None:
     with kvdepot.open(**settings(tmp_path, ssd={**made, "path": paths})) as store:
         state = store.inspect().state
         put(store, prompt(space_of(store), 1, 4))
-        with state.lock:
-            state.counters.add("evicted", "ssd", 3)
-            state.traffic.drained_away["ssd"] += 1
+        state.events.count("evicted_ssd", 3)
+        state.events.count("drained_ssd", 1)
         found = values(store.stats())
     assert found['kvdepot_evicted_blocks_total{tier="ssd",reason="room"}'] == 2
     assert found['kvdepot_evicted_blocks_total{tier="ssd",reason="drain"}'] == 1
@@ -196,11 +196,14 @@ def test_every_counter_of_the_store_is_a_metric(tmp_path: Path) -> None:
         put(store, prompt(space_of(store), 1, 2))
         stats = store.stats()
     counters = {name: 1000 + number for number, name in enumerate(sorted(stats["counters"]))}
-    shown = set(parsed(render({**stats, "counters": counters})).values())
-    absent_tiers = {
+    text = render({**stats, "counters": counters})
+    shown = set(parsed(text).values())
+    room = sample(text, "kvdepot_evicted_blocks_total", tier="ssd", reason="room")
+    assert room == counters["evicted_ssd"] - counters["drained_ssd"]
+    absent_tiers = {"evicted_ssd"} | {
         name
         for name in counters
-        for tier in ("cxl", "hdd", "plugin", "object", "shared")
+        for tier in ("cxl", "hdd", "plugin", "object")
         if name.endswith(f"_{tier}")
     }
     totals = {"get_bytes"}  # by tier as a metric
@@ -224,8 +227,8 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
         store.report_first_token(FirstToken(100, 80, 0.5, 0.4, 2.0, Reason.FETCH))
         told = {"events": {"stored": 3, "blocks": 3}}
         stats = {**store.stats(), "daemon": DAEMON, "site": SITE, **told}
-        store.inspect().state.traffic.took("request", 0.001, "match")
-        stats["traffic"] = store.inspect().state.traffic.describe()
+        store.inspect().state.events.took("request", 0.001, "match")
+        stats["traffic"] = store.stats()["traffic"]
     absent = [metric.name for metric in METRICS if not list(metric.read(stats))]
     assert absent == []
     found = values(stats)
@@ -240,18 +243,14 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
 
 
 def test_first_tokens_are_counted_as_told() -> None:
-    traffic = StoreTraffic()
+    activity = Activity()
     told = [
         FirstToken(1000, 800, 0.25, 0.5, 2.0, Reason.FETCH),
         FirstToken(500, 0, 1.0, 1.0, 1.0, Reason.RECOMPUTE),
         FirstToken(50, 50, 4.0, inf, inf, Reason.PREFILL_UNKNOWN),
     ]
-    for number, first in enumerate(told):
-        traffic.answered(first, float(number))
-    stats = {
-        "traffic": traffic.describe(),
-        "first_tokens": traffic.first_tokens.describe(10.0),
-    }
+    activity.observe([FirstTokenReported(at, first) for at, first in enumerate(told)])
+    stats = activity.describe(10.0)
     found = values(stats)
     assert found["kvdepot_first_tokens_compared_total"] == 2
     assert found["kvdepot_first_token_measured_seconds_total"] == 1.25
@@ -267,10 +266,10 @@ def test_first_tokens_are_counted_as_told() -> None:
 
 
 def test_the_latest_decisions_are_few() -> None:
-    traffic = StoreTraffic()
-    for number in range(1000):
-        traffic.answered(FirstToken(number, 0, 0.1, 0.1, 0.1, Reason.CUT), 0.0)
-    latest = traffic.first_tokens.describe(0.0)["latest"]
+    activity = Activity()
+    told = [FirstToken(number, 0, 0.1, 0.1, 0.1, Reason.CUT) for number in range(1000)]
+    activity.observe([FirstTokenReported(0.0, first) for first in told])
+    latest = activity.describe(0.0)["first_tokens"]["latest"]
     assert [one["prompt_tokens"] for one in latest] == list(range(999, 979, -1))
 
 
@@ -314,11 +313,10 @@ def test_the_text_is_what_prometheus_reads(tmp_path: Path) -> None:
 
 
 def test_buckets_hold_what_took_less() -> None:
-    latency, traffic = LatencyHistogram(), StoreTraffic()
-    for seconds in (0.0, 15e-6, 17e-6, 0.0011, 1.0, 1e6):
-        latency.observe(seconds)
-    traffic.get = latency
-    found = parsed(render({"traffic": traffic.describe()}))
+    activity = Activity()
+    times = (0.0, 15e-6, 17e-6, 0.0011, 1.0, 1e6)
+    activity.observe([Took("get", "", seconds) for seconds in times])
+    found = parsed(render(activity.describe(0.0)))
     bucket = {
         float(json.loads(name.removeprefix("kvdepot_get_duration_seconds_bucket"))["le"]): value
         for name, value in found.items()

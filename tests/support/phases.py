@@ -14,7 +14,7 @@ from kvdepot.store.move.demote import Demoter
 from kvdepot.store.move.drain import MoveAway
 from kvdepot.store.move.mover import BlockMover, CopyBatch, CopyJob
 from kvdepot.store.move.reclaim import Reclaimer
-from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.state import PendingWrites
 from kvdepot.store.write.write_back import WriteDown
 
 Phase = Literal["promotion", "demotion", "reclaim", "drain"]
@@ -36,12 +36,12 @@ class Phases:
         """Wrap the methods. For a process that ends afterwards."""
         self._wrap(Demoter, "_copy_run", "demotion")
         self._wrap(Reclaimer, "reclaim", "reclaim")
-        promote, copy = StoreState.promote, BlockMover.copy
+        promote, copy = PendingWrites.promote, BlockMover.copy
 
         @functools.wraps(promote)
-        def promoted(state: StoreState, row: int, *rest: Any) -> None:
+        def promoted(writes: PendingWrites, row: int, *rest: Any) -> None:
             self._promoted.add(row)
-            promote(state, row, *rest)
+            promote(writes, row, *rest)
 
         @functools.wraps(copy)
         def copied(mover: BlockMover, job: CopyJob, piece: CopyBatch, *rest: Any) -> bool:
@@ -55,7 +55,7 @@ class Phases:
             with self._in(phase):
                 return copy(mover, job, piece, *rest)
 
-        setattr(StoreState, "promote", promoted)  # noqa: B010
+        setattr(PendingWrites, "promote", promoted)  # noqa: B010
         setattr(BlockMover, "copy", copied)  # noqa: B010
 
     def _wrap(self, owner: type, name: str, phase: Phase) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from kvdepot.core.block import ALLOWED, BlockKey, CopyState, check_transition
 from kvdepot.core.keys import Keys, as_words
 from kvdepot.core.order import Order
+from kvdepot.core.requests import Array
 from kvdepot.errors import StateError
 from kvdepot.index.closed import Closed
 from kvdepot.index.leaves import LeafOrder
@@ -281,6 +282,11 @@ class Catalog:
         """The rows that lookups find."""
         rows: Rows = np.flatnonzero((self.residency.array != 0) & (self._doomed.array == 0))
         return rows
+
+    def visible(self) -> Array:
+        """The residency of every row as lookups see it: 0 for rows that were deleted."""
+        found: Array = np.where(self._doomed.array == 0, self.residency.array, 0)
+        return found
 
     def is_deleted(self, row: int) -> bool:
         return bool(self._doomed[row])

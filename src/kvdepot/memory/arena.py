@@ -9,6 +9,7 @@ Not thread-safe; the store's lock guards it.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -107,6 +108,11 @@ class Arena:
             slabs.pop()
         self.used_bytes += slot_bytes
         return slab.start * CHUNK + slot * slot_bytes
+
+    def allocate_many(self, sizes: Sequence[int], owner: int) -> list[int]:
+        """`allocate` for each size; -1 where there is no room."""
+        found = (self.allocate(nbytes, owner) for nbytes in sizes)
+        return [-1 if location is None else location for location in found]
 
     def free(self, location: int) -> None:
         slab = self._slab(location)

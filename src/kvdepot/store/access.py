@@ -81,6 +81,10 @@ class Access:
             for tag in self._state.descriptions.unregister(tags):
                 self._sizes.pop(tag_word(tag), None)
 
+    def is_registered(self, tag: bytes) -> bool:
+        """Whether a caller uses the namespace now."""
+        return tag_word(tag) in self._sizes
+
     def quarantine(self, tags: Iterable[bytes]) -> None:
         """Serve and take nothing of these namespaces from now on, and of no others."""
         self._quarantined = np.array([tag_word(tag) for tag in tags], np.uint64)

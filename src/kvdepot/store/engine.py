@@ -6,7 +6,6 @@ those that the caller has registered; the engine does not take them from a reque
 """
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 
 import numpy as np
 
@@ -15,17 +14,17 @@ from kvdepot.core.depot import FlushReport
 from kvdepot.core.keys import Keys, as_keys, tag_word
 from kvdepot.core.metadata import Tombstone
 from kvdepot.core.order import SessionState
-from kvdepot.core.requests import Array, BlockSize, Offer
-from kvdepot.core.volume import TIER_NAMES
+from kvdepot.core.requests import BLOCK_DTYPE, Array, BlockSize, Offer
+from kvdepot.core.volume import TIER_NAMES, Ints
 from kvdepot.errors import StateError
 from kvdepot.format.record import HEAD_BYTES, filled_producer, filled_tokens
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.store.access import Access, Caller
+from kvdepot.store.events import LookedUp, Registered
 from kvdepot.store.move.mover import BlockMover
-from kvdepot.store.read.disk_reads import BlockRead, Sink
 from kvdepot.store.read.lease import BlockLease, addresses_of
 from kvdepot.store.read.prefetch import Hint, Prefetcher
-from kvdepot.store.read.reader import Reader
+from kvdepot.store.read.reader import ABSENT, Reader, Sink
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.write.put import NewBlock, Putter
 from kvdepot.store.write.write_back import Flusher
@@ -71,8 +70,7 @@ class Engine:
         Raises ConfigError if its blocks do not fit, or another caller has it with another size.
         """
         self.access.register(caller, tag, size, description)
-        with self.state.lock:
-            self.state.ledger.registered(tag, description)
+        self.state.events.emit(Registered(tag, description))
 
     def unregister(self, caller: Caller) -> None:
         """A caller is gone."""
@@ -89,21 +87,19 @@ class Engine:
                 residency = self.state.catalog.residency.array[self._resident(keys)]
         found = bytes(self._codes[residency])
         if counts:
-            self._record_lookup(keys)
-            lookups = self.state.traffic.match
-            lookups.add(len(keys), len(found))
-            lookups.add_found(found)
+            self.state.events.emit(LookedUp(self.state.clock.now(), keys, found))
         return found
 
     def lease(self, caller: Caller, keys: Keys) -> BlockLease:
         """Protect the longest resident prefix from eviction, and count it as used."""
-        state = self.state
-        self._record_lookup(keys)
+        state, catalog = self.state, self.state.catalog
         with state.lock:
-            rows = self._resident(keys).tolist()
-            state.catalog.use(rows)
+            resident = self._resident(keys)
+            found = bytes(self._codes[catalog.residency.array[resident]])
+            rows = resident.tolist()
+            catalog.use(rows)
             state.lease(rows)
-            state.traffic.lease.add(len(keys), len(rows))
+        state.events.emit(LookedUp(state.clock.now(), keys, found, is_lease=True))
         return BlockLease(state, rows, keys[: len(rows)])
 
     def touch(self, caller: Caller, keys: Keys) -> int:
@@ -132,7 +128,8 @@ class Engine:
         """
         with self.state.using():
             blocks, wanted = self.access.allowed(caller, blocks)
-            return self.reader.read(blocks, wanted, timeout_s, keep=keep, sink=sink, verify=verify)
+            codes = self.reader.read(blocks, wanted, timeout_s, keep=keep, sink=sink, verify=verify)
+        return _answers(codes, wanted, len(blocks))
 
     def deliver(
         self,
@@ -150,9 +147,11 @@ class Engine:
         """
         with self.state.using():
             blocks, wanted = self.access.allowed(caller, blocks)
-            return self.reader.deliver(
-                blocks, wanted, timeout_s, sink, verify_concurrently=verify_concurrently
-            )
+            codes = self.reader.read(
+                blocks, wanted, timeout_s,
+                sink=sink, concurrently=verify_concurrently, is_use=False,
+            )  # fmt: skip
+        return _answers(codes, wanted, len(blocks))
 
     def put(self, caller: Caller, offer: Offer, timeout_s: float) -> list[PutResult]:
         """Copy blocks into memory and queue them for the drives. See core.depot.Depot.put_many."""
@@ -202,10 +201,10 @@ class Engine:
         with state.lock:
             rows = self._rows_of(tag) if keys is None else self._live_rows(names)
             state.mark_deleted(rows)
-            state.counters.removed += len(rows)
+            state.events.count("removed", len(rows))
             below = state.stamps.next()
-            state.written.wait_for(
-                lambda: not state.is_being_written(filter(state.catalog.is_deleted, rows)), limit_s
+            state.lock.written.wait_for(
+                lambda: not state.writes.are_moving(filter(state.catalog.is_deleted, rows)), limit_s
             )
             recorded = state.stamps.next()
         if names:
@@ -224,34 +223,30 @@ class Engine:
         """Bring prompts to memory in the background, the heads of all of them first. Looks for what
         other nodes have put if something is missing.
         """
-        state, catalog, parts, resident, asked = self.state, self.state.catalog, [], 0, 0
+        state, catalog, parts, resident = self.state, self.state.catalog, [], 0
         with state.lock:
             for keys in prompts:
                 rows = self._resident(keys)
-                sizes, chunks = self.access.sizes_for(caller, keys[: len(rows)])
-                away = np.flatnonzero((addresses_of(state, rows) == 0) & (sizes > 0))
-                away = away[catalog.nbytes.array[rows[away]] == sizes[away]]
-                names = as_keys(keys[away])
-                pairs = zip(names, sizes[away].tolist(), chunks[away].tolist(), strict=True)
+                blocks = np.zeros(len(rows), BLOCK_DTYPE)
+                blocks["key"] = keys[: len(rows)]
+                blocks, wanted = self.access.allowed(caller, blocks)
+                away = wanted[addresses_of(state, rows[wanted]) == 0]
                 parts.append(
-                    [BlockRead(key, 0, size, chunk, 0, size) for key, size, chunk in pairs]
+                    blocks[away[catalog.nbytes.array[rows[away]] == blocks["payload_bytes"][away]]]
                 )
-                resident, asked = resident + len(rows), asked + len(keys)
-        if resident < asked:
+                resident += len(rows)
+        if resident < sum(map(len, prompts)):
             state.request_refresh()
-        reads = [one for some in zip_longest(*parts) for one in some if one is not None]
-        hint = self.prefetcher.start(reads, deadline_s, session)
+        depths = np.concatenate([np.arange(len(part)) for part in parts] or [np.zeros(0, int)])
+        blocks = np.concatenate(parts or [np.zeros(0, BLOCK_DTYPE)])
+        heads_first = np.argsort(depths, kind="stable")
+        hint = self.prefetcher.start(blocks[heads_first], deadline_s, session)
         hint.resident = resident
         return hint
 
     def flush(self, caller: Caller, timeout_s: float, keys: Keys | None = None) -> FlushReport:
         """Wait until what was put before is durable. See core.depot.Depot.flush."""
         return self._flusher.flush(timeout_s, keys)
-
-    def _record_lookup(self, keys: Keys) -> None:
-        recorder = self.state.recorder
-        if recorder is not None:
-            recorder.add(keys)
 
     def _all_resident(self, keys: Keys) -> Array | None:
         """Residency of blocks that are all there, found without the lock; None: look with it.
@@ -274,7 +269,7 @@ class Engine:
 
     def _resident(self, keys: Keys) -> Rows:
         """Rows of the longest prefix that can be served."""
-        assert self.state.held()
+        assert self.state.lock.held()
         catalog = self.state.catalog
         rows = catalog.table.find_many(keys)
         there: Bools = (rows != NONE) & (catalog.residency.array[rows] != 0)
@@ -329,3 +324,12 @@ class Engine:
             for slot, answer in zip(slots, answers, strict=False)
         ]
         return kept, answers
+
+
+def _answers(codes: bytes, wanted: Ints, count: int) -> bytes:
+    """An answer for each block of a call: ABSENT for those that the caller may not have."""
+    if len(wanted) == count:
+        return codes
+    answers = np.full(count, ABSENT, np.uint8)
+    answers[wanted] = np.frombuffer(codes, np.uint8)
+    return answers.tobytes()

@@ -117,9 +117,9 @@ def _looked_up(stats: Stats) -> Samples:
 
 
 def _evicted(stats: Stats) -> Samples:
-    counters, drained = stats.get("counters", {}), stats.get("traffic", {}).get("drained_away", {})
+    counters = stats.get("counters", {})
     for tier, facts in stats.get("tiers", {}).items():
-        total, away = counters.get(f"evicted_{tier}", 0), drained.get(tier, 0)
+        total, away = counters.get(f"evicted_{tier}", 0), counters.get(f"drained_{tier}", 0)
         yield (tier, "room"), float(total - away)
         if "drives" in facts:
             yield (tier, "drain"), float(away)
@@ -308,12 +308,17 @@ METRICS: Final = (
     Metric(
         "kvdepot_evicted_blocks_total",
         "counter",
-        "counters.evicted_{tier}, traffic.drained_away",
+        "counters.evicted_{tier}, counters.drained_{tier}",
         "Copies dropped from a tier: to make room, or with a drained drive.",
         ("tier", "reason"),
         _evicted,
     ),
     _counter("removed_blocks", "counters.removed", "Blocks that callers removed."),
+    _counter(
+        "lost_events",
+        "counters.events_lost",
+        "Events that were not counted, because too many came at a time.",
+    ),
     _counter(
         "removals_unrecorded",
         "counters.removal_unrecorded",

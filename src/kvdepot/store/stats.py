@@ -8,15 +8,15 @@ from kvdepot.store.write.memory_eviction import ArenaTier
 
 
 def describe(state: StoreState) -> dict[str, Any]:
-    """Counters, and what each tier holds and how it is."""
-    assert state.held()
+    """What each tier holds and how it is."""
+    assert state.lock.held()
     tiers = {memory.name: _memory(memory) for memory in state.memory_tiers}
     if state.config.cxl is not None:
         cxl = state.config.cxl
         tiers["cxl"] |= {"source": cxl.source, "emulated": cxl.emulated}
     tiers.update((lower.name, _lower(lower)) for lower in state.lower_tiers)
     for lower in state.lower_tiers[:1]:
-        tiers[lower.name]["thrashing"] = state.admission.thrashing
+        tiers[lower.name]["thrashing"] = state.writes.admission.thrashing
     now_s = state.clock.now()
     for lower in state.lower_tiers:
         tiers[lower.name]["write_queue"] = {
@@ -24,21 +24,14 @@ def describe(state: StoreState) -> dict[str, Any]:
             "bytes": lower.queue.dirty_bytes,
             "oldest_s": round(lower.queue.oldest_age_s(now_s), 3),
         }
-    recorder = state.recorder
-    recording = recorder and {"path": str(recorder.path), "requests": recorder.requests}
     return {
         "tiers": tiers,
         "blocks": state.catalog.table.live,
         "leased": state.leased,
-        "dirty_bytes": state.dirty_bytes,
-        "dirty_limit_bytes": state.dirty_limit_bytes,
+        "dirty_bytes": state.writes.dirty_bytes,
+        "dirty_limit_bytes": state.writes.dirty_limit_bytes,
         "staging_bytes": state.staging.used_bytes,
         "index_bytes": state.catalog.table.memory_bytes(),
-        "counters": state.counters.as_dict(),
-        "traffic": state.traffic.describe(),
-        "ledger": state.ledger.describe(),
-        "first_tokens": state.traffic.first_tokens.describe(now_s),
-        "recording": recording,
     }
 
 

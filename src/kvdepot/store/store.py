@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from kvdepot.core.depot import (
 from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import Keys, TokenIds, as_words
 from kvdepot.core.namespace import Namespace
-from kvdepot.core.requests import BlockSize
+from kvdepot.core.requests import BLOCK_DTYPE, BlockSize
 from kvdepot.core.sessions import by_tag, checked_name, state_of
 from kvdepot.core.units import format_bytes, format_count, parse_bytes
 from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
@@ -40,7 +41,11 @@ from kvdepot.store.cluster_member import ClusterMember
 from kvdepot.store.described import DescribedNamespaces
 from kvdepot.store.drives.maintenance import VolumeMaintenance
 from kvdepot.store.engine import Engine
+from kvdepot.store.events import FirstTokenReported
 from kvdepot.store.handles import StoreLease, StoreReservation
+from kvdepot.store.observers.activity import Activity
+from kvdepot.store.observers.ledger import SavingsLedger
+from kvdepot.store.observers.trace_recorder import TraceRecorder
 from kvdepot.store.read.expected_time import expected_s
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.read.token_ids import read_heads
@@ -50,7 +55,6 @@ from kvdepot.store.sessions.service import SessionService
 from kvdepot.store.sessions.session_table import Sessions
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.stats import describe, describe_drives_of
-from kvdepot.store.trace_recorder import TraceRecorder
 from kvdepot.volumes.registry import ConfiguredVolumes
 
 if TYPE_CHECKING:
@@ -88,11 +92,19 @@ class Store(Depot):
         engine = self.engine = Engine(state, self._drives.mover)
         self.site_caller = DescribedCaller("other nodes", described=self._described.size_of)
         """Who acts for other nodes and for people: it may use all namespaces."""
+        self._activity, self._ledger = Activity(), SavingsLedger(state.config.ledger)
+        self._recorder: TraceRecorder | None = None
+        self._recording = threading.Lock()
+        for observer in (self._activity, self._ledger):
+            state.events.subscribe(observer)
+        state.events.start()
         known = Sessions(state.catalog, wall, promises)
         flush = partial(engine.flush, self._caller)
         records = SessionRecords(state, known)
         self._keeper = PinManager(state, known, records, wall, flush, self._drives.renew)
-        self._sessions = SessionService(engine, self.site_caller, known, self._keeper, wall)
+        self._sessions = SessionService(
+            engine, self.site_caller, known, self._keeper, wall, self._ledger
+        )
         self._keeper.start()
         self._audits = AuditService(engine, self.site_caller, wall)
         self._site: ClusterMember | None = None
@@ -240,7 +252,7 @@ class Store(Depot):
     def hint_described(self, keys: Sequence[BlockKey], deadline_s: float) -> Hint:
         """`hint` for keys of namespaces that are described here, registered or not."""
         if self._state.closing.is_set():
-            return Hint([], 0.0)
+            return Hint(np.zeros(0, BLOCK_DTYPE), 0.0)
         return self.engine.prefetch(self.site_caller, [as_words(keys)], deadline_s)
 
     def keys_of_tokens(self, tokens: Sequence[int], model: str = "") -> list[list[BlockKey]]:
@@ -297,19 +309,19 @@ class Store(Depot):
 
     def record(self, path: str | os.PathLike[str]) -> None:
         state = self._state
-        with state.using():
-            recorder = TraceRecorder(Path(path), state.config.block_tokens, state.clock)
-            with state.lock:
-                known = state.recorder = state.recorder or recorder
-            if known is not recorder:
-                recorder.close()
-                recorder.path.unlink()
-                raise ConfigError("record", f"{known.path} is being written already")
+        with state.using(), self._recording:
+            if self._recorder is not None:
+                raise ConfigError("record", f"{self._recorder.path} is being written already")
+            self._recorder = TraceRecorder(Path(path), state.config.block_tokens, state.clock)
+            state.events.subscribe(self._recorder)
 
     def stop_recording(self) -> int:
-        with self._state.lock:
-            recorder, self._state.recorder = self._state.recorder, None
-        return recorder.close() if recorder is not None else 0
+        with self._recording:
+            recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return 0
+        self._state.events.unsubscribe(recorder)
+        return recorder.close()
 
     def check(self, *, deep: bool = True) -> CheckReport:
         with self._state.using():
@@ -317,8 +329,17 @@ class Store(Depot):
 
     def stats(self) -> dict[str, Any]:
         self._state.check_open()
-        with self._state.lock:
-            found = describe(self._state)
+        state = self._state
+        state.events.deliver()
+        with state.lock:
+            found = describe(state)
+        found |= self._activity.describe(state.clock.now())
+        found["ledger"] = self._ledger.describe()
+        recorder = self._recorder
+        found["recording"] = recorder and {
+            "path": str(recorder.path),
+            "requests": recorder.requests,
+        }
         found["sessions"] = self._sessions.describe()
         found["audit"] = self._audits.describe()
         parts = {"site": self._site, "events": self._announcer}
@@ -336,8 +357,7 @@ class Store(Depot):
         """Kept until the store is closed."""
         self._state.check_open()
         first.check()
-        with self._state.lock:
-            self._state.traffic.answered(first, self._state.clock.now())
+        self._state.events.emit(FirstTokenReported(self._state.clock.now(), first))
 
     def token_ids(self, keys: Sequence[BlockKey]) -> list[list[int]]:
         """Of each block the token ids that it was put with; empty where there are none, or it is
@@ -374,15 +394,15 @@ class Store(Depot):
             state.closing.set()
             for lower in state.lower_tiers:
                 lower.queue.dirty.clear()
-            for condition in (state.work, state.room, state.written, state.arrived):
-                condition.notify_all()
-            stuck = not state.idle.wait_for(lambda: not state.calls, timeout_s)
+            state.lock.wake_all()
+            stuck = not state.lock.idle.wait_for(lambda: not state.calls, timeout_s)
         self.stop_recording()
         if self._announcer is not None:
             stuck = not self._announcer.close(timeout_s) or stuck
         stuck = not self._drives.join(timeout_s) or stuck
         stuck = not self._keeper.join(timeout_s) or stuck
         stuck = not self.engine.close(timeout_s) or stuck
+        state.events.close()
         if stuck:
             # The kernel or a caller may still use the memory: leave it to the process's end.
             return replace(report, complete=False)

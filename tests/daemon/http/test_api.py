@@ -361,7 +361,7 @@ def test_other_addresses_need_a_token(tmp_path: Path) -> None:
 
 
 def test_requests_of_clients_are_timed(open_daemon: HttpDaemon) -> None:
-    open_daemon.daemon.store.engine.state.traffic.took("request", 0.01, "match")
+    open_daemon.daemon.store.engine.state.events.took("request", 0.01, "match")
     text = open_daemon.get("/metrics").text
     assert 'kvdepot_request_duration_seconds_count{request="match"} 1' in text
 

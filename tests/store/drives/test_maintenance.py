@@ -23,7 +23,7 @@ from kvdepot.store.move import mover
 from kvdepot.store.move.drain import MoveAway
 from kvdepot.store.move.mover import PIECE_BYTES
 from kvdepot.store.open import assemble
-from kvdepot.store.read.disk_reads import DiskReads
+from kvdepot.store.read.reader import VolumeReads
 from kvdepot.store.state.background_throttle import ChunkSizer
 from kvdepot.store.state.state import TEMPORARY
 from kvdepot.store.store import Store
@@ -116,14 +116,14 @@ class TestDrain:
         self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         chains = fill(store, 0, 10)
-        read_waves = DiskReads._read_waves
+        read_waves = VolumeReads._read_waves
 
-        def after_the_drain(reads: DiskReads, *args: Any) -> None:
+        def after_the_drain(reads: VolumeReads, *args: Any) -> None:
             monkeypatch.undo()
             store.drain_drive("ssd", tmp_path / "a")
             read_waves(reads, *args)
 
-        monkeypatch.setattr(DiskReads, "_read_waves", after_the_drain)
+        monkeypatch.setattr(VolumeReads, "_read_waves", after_the_drain)
         assert whole(store, chains) == [True] * 10
         assert drive(store, 0)["draining"]
 
@@ -377,14 +377,14 @@ def test_a_move_does_not_wait_for_staging_for_ever(
     moving.start()
     for _ in range(400):
         with state.lock:
-            state.room.notify_all()
+            state.lock.room.notify_all()
         if done.wait(0.05):
             break
     ended = done.is_set()
     with state.lock:
         for slot in taken:
             state.staging.free(slot)
-        state.room.notify_all()
+        state.lock.room.notify_all()
     moving.join()
     assert ended and left == rows
 

@@ -11,7 +11,7 @@ from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import Arrival
 from kvdepot.store.open import assemble
-from kvdepot.store.read import disk_reads
+from kvdepot.store.read import reader as store_reader
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Operation, Stall
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
@@ -21,7 +21,7 @@ BLOCKS = 32
 IN_A_WAVE = 2
 TIME_S = 60.0
 """Never waited for: the clock jumps over it."""
-UNDER_WAY = (1 + disk_reads._WAVES_A_VOLUME) * IN_A_WAVE
+UNDER_WAY = (1 + store_reader._WAVES_A_VOLUME) * IN_A_WAVE
 """Blocks of the wave that has come first, and of those that may be in flight by then."""
 
 

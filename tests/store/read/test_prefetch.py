@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.support.cold_prompt import SLOW, left_on_the_hard_drive
 from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.keys import Keys, as_words
+from kvdepot.core.requests import BLOCK_DTYPE, Array
 from kvdepot.errors import ConfigError
 from kvdepot.format.record import record_bytes
-from kvdepot.store.read.disk_reads import BlockRead
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import open_emulated
@@ -109,7 +111,7 @@ def fill_memory(store: Store, keys: list[BlockKey]) -> list[BlockKey]:
 def test_rows_that_vanish_are_not_brought(store: Store, keys: list[BlockKey]) -> None:
     """Removed after they were looked up."""
     size = space_of(store).block_bytes
-    wants = [BlockRead(key, 0, size, size, 0, size) for key in keys]
+    wants = wanted(as_words(keys), size)
     store.remove(keys[5:])
     hint = store.inspect().prefetcher.start(wants, 20.0)
     assert hint.wait(60.0)
@@ -152,25 +154,31 @@ def test_many_hints_from_many_threads(store: Store, keys: list[BlockKey]) -> Non
     assert None not in tiers(store, keys)
 
 
-def some_wants(count: int, nbytes: int = 4096) -> list[BlockRead]:
-    return [
-        BlockRead(BlockKey(bytes([n]) * 32), 0, nbytes, nbytes, 0, nbytes) for n in range(count)
-    ]
+def wanted(keys: Keys, nbytes: int) -> Array:
+    blocks = np.zeros(len(keys), BLOCK_DTYPE)
+    blocks["key"] = keys
+    blocks["payload_bytes"] = blocks["chunk_bytes"] = blocks["stop"] = nbytes
+    return blocks
+
+
+def some_wants(count: int) -> Array:
+    return wanted(as_words([BlockKey(bytes([n]) * 32) for n in range(count)]), 4096)
 
 
 def test_a_step_takes_no_more_than_a_share_from_each_drive() -> None:
     wants = some_wants(6)
     record = record_bytes(4096)
     hint = Hint(wants, 1.0)
-    drives = [None, None, None]
-    step = hint.take(drives, 100 * record, 2 * record)
-    assert step == {None: wants[:2]}
-    assert hint.first(9) == wants[2:], "what was left out comes next, in order"
-    assert hint.nbytes == 4 * record
+    blocks, volumes = hint.take(np.array([7, 7, 7, 8]), 100 * record, 2 * record)
+    assert np.array_equal(blocks, wants[[0, 1, 3]]) and volumes.tolist() == [7, 7, 8]
+    left = wants[[2, 4, 5]]
+    assert np.array_equal(hint.first(9), left), "what was left out comes next, in order"
+    assert hint.nbytes == 3 * record
 
 
 def test_a_step_takes_one_block_even_where_that_is_too_much() -> None:
     wants = some_wants(3)
     hint = Hint(wants, 1.0)
-    assert hint.take([None] * 3, 1, 1) == {None: wants[:1]}
-    assert hint.first(9) == wants[1:]
+    blocks, _ = hint.take(np.array([7] * 3), 1, 1)
+    assert np.array_equal(blocks, wants[:1])
+    assert np.array_equal(hint.first(9), wants[1:])

@@ -12,15 +12,16 @@ from kvdepot.config.settings import LedgerConfig, load
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.errors import ConfigError
 from kvdepot.planner.parts import load_parts
+from kvdepot.store.events import BlocksServed, PrefillReported, Registered, SessionNamed
 from kvdepot.store.metrics import values
-from kvdepot.store.open import assemble
-from kvdepot.store.state.ledger import (
+from kvdepot.store.observers.ledger import (
     OTHERS,
     SESSIONS_LISTED,
     SESSIONS_MAX,
     TENANTS_MAX,
     SavingsLedger,
 )
+from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import (
     LAYOUT,
@@ -54,6 +55,10 @@ def session_of(store: Store, name: str) -> dict[str, Any]:
 
 def described(tenant: str) -> bytes:
     return json.dumps({"tenant": tenant, "shard_size": 2, "layout": {"block_tokens": 8}}).encode()
+
+
+def served(tag: bytes, tier: str, blocks: int, before: int, last: int) -> BlocksServed:
+    return BlocksServed(tag, tier, blocks, 4096 * blocks, float(blocks), before, last)
 
 
 def words(digest: int) -> np.ndarray[Any, Any]:
@@ -175,9 +180,13 @@ def test_tokens_are_counted_by_the_tier_that_they_came_from(tmp_path: Path) -> N
 
 def test_the_page_multiplies_tokens_by_speed_and_price() -> None:
     ledger = SavingsLedger(LedgerConfig(gpu_price_per_hour=7200.0))
-    ledger.registered(b"tag", described("one"))
-    assert ledger.prefill_reported(b"tag", 0.5, 0.25)
-    ledger.served(b"tag", "ssd", 3.0, 2, 11)
+    ledger.observe(
+        [
+            Registered(b"tag", described("one")),
+            PrefillReported(b"tag", 0.5, 0.25),
+            served(b"tag", "ssd", 3, 2, 11),
+        ]
+    )
     tokens = 3 * 8 / 2  # of two shards
     seconds = tokens * 0.5 + tokens * 0.25 * (2 * 8 + 3 * 8 / 2)
     (tenant,) = ledger.page()["tenants"]
@@ -214,26 +223,23 @@ def test_tenants_sessions_and_unclaimed_calls_are_bounded() -> None:
     ledger = SavingsLedger(LedgerConfig(prefill_tokens_per_s=SPEED))
     for number in range(3 * TENANTS_MAX):
         tag = number.to_bytes(8, "little")
-        ledger.registered(tag, described(str(number)))
-        ledger.served(tag, "dram", 1.0, 0, number)
+        ledger.observe([Registered(tag, described(str(number))), served(tag, "dram", 1, 0, number)])
     tenants = {one["tenant"]: one["tokens"] for one in ledger.page()["tenants"]}
     assert len(tenants) == TENANTS_MAX + 1 and tenants[OTHERS] == 2 * TENANTS_MAX * 4.0
     for number in range(SESSIONS_MAX + 5):
-        ledger.served(tag, "dram", 1.0, 0, number)
-        ledger.session_told(tag, f"chat {number}", words(number))
+        named = SessionNamed(tag, f"chat {number}", words(number))
+        ledger.observe([served(tag, "dram", 1, 0, number), named])
     assert len(ledger._sessions) == SESSIONS_MAX
     assert len(ledger.page()["sessions"]) == SESSIONS_LISTED
-    for number in range(1000):
-        ledger.served(tag, "dram", 1.0, 0, number)
-    ledger.session_told(tag, "late", words(0))
+    ledger.observe([served(tag, "dram", 1, 0, number) for number in range(1000)])
+    ledger.observe([SessionNamed(tag, "late", words(0))])
     assert all(name != "late" for _, name in ledger._sessions), "call 0 is too long ago"
-    ledger.session_told(tag, "in time", words(999))
+    ledger.observe([SessionNamed(tag, "in time", words(999))])
     assert ledger._sessions[tag, "in time"].tokens == {"dram": 4.0}
 
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"{}", b'{"layout": 1, "shard_size": 1}', b"\xff"])
 def test_a_namespace_that_is_not_described_is_not_counted(said: bytes) -> None:
     ledger = SavingsLedger(LedgerConfig(prefill_tokens_per_s=SPEED))
-    ledger.registered(b"tag", said)
-    ledger.served(b"tag", "dram", 1.0, 0, 1)
-    assert ledger.page()["total"]["tokens"] == 0 and not ledger.prefill_reported(b"tag", 1.0, 0.0)
+    ledger.observe([Registered(b"tag", said), served(b"tag", "dram", 1, 0, 1)])
+    assert ledger.page()["total"]["tokens"] == 0

@@ -95,7 +95,7 @@ class RequestHandler:
         self._memory = memory
         self._config = config
         self._describe = describe
-        self._took: Final = store.engine.state.traffic.took
+        self._took: Final = store.engine.state.events.took
         self._handlers: Final = {
             FrameKind.REGISTER: self._register,
             FrameKind.MATCH: self._match,

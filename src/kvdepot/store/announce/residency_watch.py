@@ -49,8 +49,8 @@ class ResidencyWatch:
         self._told = np.zeros(table.rows, np.uint8)
         self._words = np.zeros((table.rows, 4), np.uint64)
         """Keys of what was told."""
-        self._settled: tuple[Media, int, bool] | None = None
-        """Residency, how many were removed and whether all volumes were up when all was told."""
+        self._settled: tuple[Media, bool] | None = None
+        """What lookups saw, and whether all volumes were up, when there was nothing to tell."""
 
     @property
     def told(self) -> int:
@@ -116,15 +116,13 @@ class ResidencyWatch:
         catalog, before = self._state.catalog, self._settled
         return (
             before is not None
-            and before[2] == self._all_up()
-            and np.array_equal(before[0], catalog.residency.array)
-            and before[1] == self._state.counters.removed
+            and before[1] == self._all_up()
+            and np.array_equal(before[0], catalog.visible())
             and np.array_equal(self._told, self._mark.array)
         )
 
     def _settle(self) -> None:
-        residency = self._state.catalog.residency.array.copy()
-        self._settled = residency, self._state.counters.removed, self._all_up()
+        self._settled = self._state.catalog.visible(), self._all_up()
 
     def _all_up(self) -> bool:
         return not self._state.volumes.down
@@ -143,7 +141,7 @@ class ResidencyWatch:
     def _media(self) -> Media:
         """For each row where a lookup would find its block."""
         state = self._state
-        assert state.held()
+        assert state.lock.held()
         catalog = state.catalog
         residency = np.zeros_like(catalog.residency.array)
         rows = catalog.live_rows()

@@ -59,7 +59,7 @@ def check_store(state: StoreState, *, deep: bool) -> CheckReport:
 
 def _rows(state: StoreState) -> list[int]:
     """All rows in use."""
-    assert state.held()
+    assert state.lock.held()
     catalog = state.catalog
     return np.flatnonzero(catalog.nbytes.array > 0).tolist()
 

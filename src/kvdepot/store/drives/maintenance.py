@@ -131,7 +131,7 @@ class VolumeMaintenance:
                 )
             with self._state.lock:
                 lower.forget_volume(entry.number)  # its number may become another volume's
-                self._state.work.notify_all()
+                self._state.lock.work.notify_all()
         _log.info("%s: volume %d drained: %s, %d blocks moved", tier, entry.number, path, moved)
         return moved
 
@@ -176,7 +176,7 @@ class VolumeMaintenance:
             raise ConfigError(f"{tier}.write_mode", f"{mode!r} is not one of {known}") from error
         with self._state.lock:
             found[0].mode = chosen
-            self._state.modes_changed()
+            self._state.writes.modes_changed()
 
     def _changeable(self, tier: str) -> LowerTier:
         for lower in self.write_backs:

@@ -88,7 +88,7 @@ class VolumeWatchdog:
                     known = np.flatnonzero(catalog.table.tags() == word).tolist()
                     rows += [row for row in known if catalog.is_live(row)]
                 state.mark_deleted(rows)
-                state.counters.removed += len(rows)
+                state.events.count("removed", len(rows))
                 recorded = state.stamps.next()
                 lower.insert_recovered([blocks])
             if removed:

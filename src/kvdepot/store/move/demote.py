@@ -34,6 +34,7 @@ _AHEAD_SHARE: Final = 0.25
 
 class Demote(CopyJob):
     in_place = True
+    counter = "demoted"
 
     def __init__(self, state: StoreState, upper: LowerTier, lower: LowerTier) -> None:
         super().__init__(lower)
@@ -59,7 +60,6 @@ class Demote(CopyJob):
         self.target.copies.location[row] = location
         self.target.copies.seal(row)
         self.target.enter(row, location)
-        self._state.counters.demoted += 1
 
     def give_up(self, row: int) -> None:
         self.target.copies.drop(row)
@@ -92,7 +92,7 @@ class Demoter:
 
     def _gather(self, rows: Iterable[int]) -> list[int]:
         """The rows and what is above and below them in the upper tier, in path order."""
-        assert self._state.held()
+        assert self._state.lock.held()
         tree, copies = self._state.catalog.tree, self.upper.copies
         seen: dict[int, None] = {}
         for row in rows:

@@ -34,7 +34,6 @@ class MoveAway(CopyJob):
 
     def enter(self, row: int, location: int) -> None:
         self.target.relocate(row, self.target.place_on(row, self._volume), location)
-        self._state.counters.add("moved", self.target.name)
         self.moved += 1
 
     def give_up(self, row: int) -> None:
@@ -43,8 +42,8 @@ class MoveAway(CopyJob):
             return
         if self.is_wanted(row):
             self.target.drop(row)
-            self._state.counters.add("evicted", self.target.name)
-            self._state.traffic.drained_away[self.target.name] += 1
+            self._state.events.count(f"evicted_{self.target.name}")
+            self._state.events.count(f"drained_{self.target.name}")
 
 
 def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -> int:
@@ -59,7 +58,7 @@ def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -
     entry.draining = True
     volume.set_limits(None, may_write=False)
     with state.lock:  # blocks that were given a place on the volume before
-        state.written.wait_for(
+        state.lock.written.wait_for(
             lambda: (
                 state.closing.is_set() or not (lower.appending[number] or volume.facts().writes)
             ),
@@ -72,7 +71,7 @@ def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -
             rows = mover.copy_all(job, rows, lambda: _others(lower, number, next(turn)), size=size)
             if rows:  # memory is short, or no volume takes anything: what was refused is dropped
                 with state.lock:
-                    state.room.wait(_WAIT_S)
+                    state.lock.room.wait(_WAIT_S)
 
     segments = volume.segments().segments.tolist()
     for segment in segments:

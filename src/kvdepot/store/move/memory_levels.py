@@ -6,6 +6,7 @@ policy/placing/memory_levels.py. Bytes are copied without the lock and verified 
 """
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -91,7 +92,7 @@ class MemoryLevels:
 
     def _adjust_spare(self) -> None:
         """Keep more free after blocks left that had not been copied."""
-        assert self._state.held()
+        assert self._state.lock.held()
         upper = self._upper
         if upper.overruns != self._full:
             self._full = upper.overruns
@@ -100,7 +101,7 @@ class MemoryLevels:
 
     def _choose_leaving(self) -> MemoryMove:
         """The next blocks to leave the faster memory, tail first."""
-        assert self._state.held()
+        assert self._state.lock.held()
         upper = self._upper
         for group in list(upper.short):
             row = upper.leaves.coldest(group)
@@ -117,7 +118,7 @@ class MemoryLevels:
 
     def _choose_returning(self) -> MemoryMove:
         """Blocks that were read in the slower memory and belong in the faster."""
-        assert self._state.held()
+        assert self._state.lock.held()
         upper, lower, catalog = self._upper, self._lower, self._state.catalog
         rows: list[int] = []
         total = 0
@@ -147,7 +148,7 @@ class MemoryLevels:
 
     def _reserve_below(self, row: int, group: int) -> bool:
         """A slot in the slower memory for a block that is worth it."""
-        assert self._state.held()
+        assert self._state.lock.held()
         lower = self._lower
         if row in self._state.catalog.closed:
             return False  # its session will not come back
@@ -202,28 +203,29 @@ class MemoryLevels:
         self, move: MemoryMove, source: ArenaTier, target: ArenaTier, intact: dict[int, bool]
     ) -> None:
         """Make what was copied blocks of the target, drop what left the source."""
-        assert self._state.held()
-        state, counters = self._state, self._state.counters
+        assert self._state.lock.held()
+        state, counts = self._state, Counter[str]()
         for row in move.copied:
             if intact.get(row) and state.catalog.is_live(row):
                 target.seal(row)
-                counters.promoted += target is self._upper
-                counters.demoted += target is self._lower
+                counts["promoted" if target is self._upper else "demoted"] += 1
             else:
                 target.drop(row)
-                counters.quarantined += intact.get(row) is False
+                counts["quarantined"] += intact.get(row) is False
         stamps = state.catalog.tree.stamp
         used = [stamps[row] != stamp for row, stamp in zip(move.rows, move.stamps, strict=True)]
         for row, again in zip(move.rows, used, strict=True):
             damaged = intact.get(row) is False
             if self._may_go(row, source, damaged=damaged, used=again):
                 source.drop(row)
-                counters.evicted_dram += source is self._upper and not damaged
+                counts["evicted_dram"] += source is self._upper and not damaged
+        for name, count in counts.items():
+            state.events.count(name, count)
         state.unlease(move.rows)
 
     def _may_go(self, row: int, source: ArenaTier, *, damaged: bool, used: bool) -> bool:
         """Whether the original is no longer needed."""
-        assert self._state.held()
+        assert self._state.lock.held()
         state = self._state
         if state.catalog.leases(row) != 1 or not source.copies.ready(row):
             return False

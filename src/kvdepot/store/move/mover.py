@@ -58,6 +58,8 @@ class CopyJob(ABC):
     """Append the image in memory itself; else a copy of it in staging."""
     renews = False
     """The copies get a new stamp: they count as put again."""
+    counter = ""
+    """The counter of copied blocks; empty: they are counted as moved within their tier."""
     from_memory = True
     """A copy in memory will do; else the record is read from where it lies, and verified."""
 
@@ -138,7 +140,7 @@ class BlockMover:
                 while left and not piece.rows and not state.closing.is_set():
                     # Staging is full, perhaps of blocks that wait for the room this thread makes.
                     left_s = started_s + _STAGING_S - state.clock.now()
-                    if left_s <= 0 or not state.room.wait(left_s):
+                    if left_s <= 0 or not state.lock.room.wait(left_s):
                         return left
                     piece, left = self.claim(job, left, size.nbytes)
             if not piece.rows:
@@ -152,7 +154,7 @@ class BlockMover:
     def claim(self, job: CopyJob, rows: list[int], limit_bytes: int) -> tuple[CopyBatch, list[int]]:
         """Lease as many wanted rows as fit, with an image for each. Returns also what is left."""
         state, catalog = self._state, self._state.catalog
-        assert state.held()
+        assert state.lock.held()
         budget, in_staging = limit_bytes, max(1, state.staging.capacity_bytes // 4)
         piece = CopyBatch()
         left: list[int] = []
@@ -211,8 +213,7 @@ class BlockMover:
                 break
             written = volumes.metadata.put(entries, to_others=to_others)
         if written.should and not written.have:
-            with state.lock:
-                state.counters.removal_unrecorded += 1
+            state.events.count("removal_unrecorded")
             _log.warning("%d removals could not be recorded", len(tombstones))
 
     def _image(self, job: CopyJob, piece: CopyBatch, row: int, nbytes: int) -> memoryview | None:
@@ -311,9 +312,10 @@ class BlockMover:
         places = volume.append(records, job.purpose)
         removed: list[Tombstone] = []
         written: list[int] = []
+        written_bytes = 0
         left: list[tuple[int, memoryview]] = []
         with state.lock:
-            state.traffic.took("write", state.clock.now() - began_s, target.name)
+            state.events.took("write", state.clock.now() - began_s, target.name)
             # What was appended to a volume that was opened anew meanwhile is gone.
             is_gone = entry.mounts != mounts
             target.appending[number] -= 1
@@ -321,15 +323,19 @@ class BlockMover:
                 if place == NO_PLACE or is_gone:
                     left.append(blocks[index])
                     continue
-                row = blocks[index][0]
+                row, image = blocks[index]
                 job.enter(row, number << VOLUME_SHIFT | place)
                 written.append(row)
+                written_bytes += len(image)
                 if catalog.is_deleted(row):
                     # Up to this record only: the block may have been put again since.
                     below = int(records["stamp"][index]) + 1
                     removed.append(Tombstone(catalog.table.key(row), below, state.stamps.next()))
             if not removed:
                 self._release(job, piece, written)
+        state.events.count(job.counter or f"moved_{target.name}", len(written))
+        if job.counter == "written":
+            state.events.count("written_bytes", written_bytes)
         if removed:
             self.record_tombstones(removed)
             with state.lock:
@@ -343,14 +349,14 @@ class BlockMover:
 
     def _release(self, job: CopyJob, piece: CopyBatch, rows: list[int]) -> None:
         state = self._state
-        assert state.held()
+        assert state.lock.held()
         for row in rows:
             slot = piece.slots.pop(row, None)
             if slot is not None:
                 state.staging.free(slot)
         job.release(rows)
         state.unlease(rows)
-        state.written.notify_all()
+        state.lock.written.notify_all()
 
 
 def whole_reads(

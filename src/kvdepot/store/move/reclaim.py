@@ -74,7 +74,7 @@ class VolumeRoom:
                 waits = state.clock.now() < deadline_s and not state.closing.is_set()
                 held_up = waits and self.reclaimer.is_held_up(volume)
                 if held_up:
-                    state.room.wait(_LOOK_AGAIN_S)
+                    state.lock.room.wait(_LOOK_AGAIN_S)
             if not held_up:
                 return self.make(volume, nbytes)  # it may have become free just now
         return True
@@ -182,7 +182,6 @@ class MoveOut(CopyJob):
     def enter(self, row: int, location: int) -> None:
         self.target.relocate(row, self._place(row), location)
         self.target.reset_hits(row)
-        self._state.counters.add("moved", self.target.name)
 
     def _place(self, row: int) -> int:
         return self.target.place_in(row, self._volume, self._segment)
@@ -216,13 +215,12 @@ class Reclaimer:
                     break
             tried.add(segment)
         self._volumes.metadata.segment_released()
-        with self._state.lock:
-            self._state.counters.reclaimed_segments += 1
+        self._state.events.count("reclaimed_segments")
         return True
 
     def is_held_up(self, number: int) -> bool:
         """Whether a segment could go once its blocks are no longer leased or being written."""
-        assert self._state.held()
+        assert self._state.lock.held()
         volume = self._volumes[number]
         facts = volume.facts()
         if not facts.up or facts.lost:
@@ -253,7 +251,7 @@ class Reclaimer:
 
     def _choose(self, volume: int, tried: set[int]) -> tuple[int, Rows, Bools] | None:
         """The segment to go, its live rows and which of them are written again."""
-        assert self._state.held()
+        assert self._state.lock.held()
         candidates = []
         segment_bytes = self._volumes.facts(volume).segment_bytes
         for segment in self._candidates(volume, tried):
@@ -411,8 +409,8 @@ class Reclaimer:
 
     def _evict(self, rows: list[int]) -> None:
         for row in rows:
-            self._state.admission.left(row, self._lower)
+            self._state.writes.admission.left(row, self._lower)
         self._lower.drop_all(rows)
-        self._state.counters.add("evicted", self._lower.name, len(rows))
+        self._state.events.count(f"evicted_{self._lower.name}", len(rows))
         for row in rows:
             self._state.catalog.forget_if_gone(row)

@@ -33,7 +33,6 @@ class Renew(CopyJob):
 
     def enter(self, row: int, location: int) -> None:
         self.target.relocate(row, self.places.pop(row), location)
-        self._state.counters.add("moved", self.target.name)
 
 
 def renew(state: StoreState, lower: LowerTier, rows: list[int], mover: BlockMover) -> bool:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvdepot.core.block import CopyState
 from kvdepot.core.keys import Keys
 from kvdepot.core.requests import Array
 from kvdepot.index.table import Rows
@@ -20,9 +19,10 @@ class BlockLease:
     words: Keys = field(default_factory=lambda: np.empty((0, 4), np.uint64))
     """Their keys, if the lease was asked for by key."""
 
-    def add(self, rows: list[int]) -> None:
-        """Protect more blocks. Needs the store's lock."""
-        self.state.lease(rows)
+    def protect(self, rows: list[int]) -> None:
+        """Protect more blocks."""
+        with self.state.lock:
+            self.state.lease(rows)
         self.rows += rows
 
     def places(self) -> tuple[Array, Array]:
@@ -42,10 +42,8 @@ class BlockLease:
 
 def addresses_of(state: StoreState, rows: Rows) -> Array:
     """Addresses of records in the fastest memory that has them; 0 for those that are in none."""
-    assert state.held()
+    assert state.lock.held()
     found = np.zeros(len(rows), np.int64)
-    for memory in reversed(state.memory_tiers):
-        ready = memory.copies.state.array[rows] == int(CopyState.READY)
-        places = memory.address + memory.copies.location.array[rows]
-        found = np.where(ready, places, found)
+    for memory in state.memory_tiers:
+        found = np.where(found == 0, memory.addresses(rows), found)
     return found

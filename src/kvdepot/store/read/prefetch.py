@@ -1,26 +1,24 @@
 """Prefetch: blocks that will be wanted soon come to memory in the background.
 
-One thread, the most urgent hint first, a few blocks at a time with a rest while callers read. What
-may wait is bounded; what does not fit is not taken. What comes from a hard drive goes to the SSDs
-as well, as after any other read. A block for which there is no room in memory is not read.
+One thread serves the most urgent hint first, a few blocks at a time, and rests while callers read.
+The blocks that may wait are bounded; further ones are not taken. Blocks from a hard drive go to the
+SSDs as well, as after any other read. A block for which there is no room in memory is not read.
 
 Read-ahead hints at the next piece of a prompt that is read piece by piece from a hard drive.
 """
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections import OrderedDict
 from typing import Final
 
-from kvdepot.core.block import BlockKey
+import numpy as np
+
 from kvdepot.core.order import SessionState
-from kvdepot.core.volume import volume_of
-from kvdepot.format.record import record_bytes
+from kvdepot.core.requests import BLOCK_DTYPE, Array
+from kvdepot.core.volume import VOLUME_SHIFT, Ints
+from kvdepot.format.record import record_bytes, record_sizes
 from kvdepot.index.table import NONE
-from kvdepot.store.read.disk_reads import BlockRead
-from kvdepot.store.read.reader import Reader
+from kvdepot.store.read.reader import VOLUME_CODES, ReadCall, Reader
 from kvdepot.store.state.background_throttle import FLASH_SHARE, HEAD_SHARE, ChunkSizer, backoff_s
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
@@ -31,31 +29,23 @@ _FIRST_BYTES: Final = 1 << 20
 _ALONE_S: Final = 0.15
 """How long a call may have to wait for a step that began before it."""
 _MEMORY_SHARE: Final = 0.25
-"""Of the memory that hints may fill before they are used."""
+"""Share of the memory that hints may fill before it is used."""
 _HINTS_MAX: Final = 4096
 _STEP_S_MAX: Final = 60.0
 """A drive that takes longer for one step is too late for any deadline."""
 _ENDS_MAX: Final = 1024
 _AHEAD_DEADLINE_S: Final = 10.0
 
-Place = tuple[LowerTier, int] | None
-"""A drive of a tier; None: memory, or nowhere."""
-Step = dict[Place, list[BlockRead]]
-"""Blocks to be read in one go."""
-
 
 class Hint:
-    """Answer to `Store.hint`: what it is about to bring, to be awaited or called off."""
+    """Blocks that are brought to memory; can be awaited or cancelled."""
 
     def __init__(
-        self,
-        reads: list[BlockRead],
-        deadline_s: float,
-        session_state: SessionState = SessionState.NONE,
+        self, blocks: Array, deadline_s: float, session_state: SessionState = SessionState.NONE
     ) -> None:
+        """`blocks`: rows of BLOCK_DTYPE. `deadline_s`: by the store's clock."""
         self.deadline_s = deadline_s
-        """By the store's clock."""
-        self.wanted = len(reads)
+        self.wanted = len(blocks)
         """Blocks that it is to bring; others are in memory, unknown, or too many."""
         self.resident = 0
         """Leading blocks of what was asked for that are in the store."""
@@ -63,58 +53,55 @@ class Hint:
         """Blocks that are in memory because of it."""
         self.session_state = session_state
         self._lock = threading.Lock()
-        self._left = deque(reads)
+        self._left = blocks
         self._ended = threading.Event()
-        self.nbytes = sum(record_bytes(read.payload_bytes) for read in reads)
-        """What is still to come."""
-        if not reads:
+        if not len(blocks):
             self._ended.set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of records that are still to come."""
+        return int(record_sizes(self._left["payload_bytes"]).sum())
 
     def cancel(self) -> None:
         """Bring no more; what is under way still arrives. May be called twice."""
         with self._lock:
-            self._left.clear()
-            self.nbytes = 0
+            self._left = self._left[:0]
         self._ended.set()
 
     def wait(self, timeout_s: float) -> bool:
         """True once everything was brought, or will not be."""
         return self._ended.wait(timeout_s)
 
-    def take(self, places: Sequence[Place], limit_bytes: int, each_bytes: int) -> Step:
-        """The next blocks, by the place they are read from; at least one while there are any.
+    def first(self, count: int) -> Array:
+        """The first blocks that are left."""
+        return self._left[:count]
 
-        `places` are those of the first that are left. No more than `each_bytes` from one of them,
-        but one block always.
+    def take(self, volumes: Ints, limit_bytes: int, each_bytes: int) -> tuple[Array, Ints]:
+        """The next blocks, and the volume of each.
+
+        `volumes` are those of the first that are left. At least one block, and of each volume one;
+        otherwise at most `limit_bytes`, and from one volume `each_bytes`.
         """
-        step: Step = {}
-        later: list[BlockRead] = []
         with self._lock:
-            for place in places[: len(self._left)]:
-                read = self._left.popleft()
-                nbytes = record_bytes(read.payload_bytes)
-                mine = len(step.get(place, ()))
-                if limit_bytes <= 0 or (mine and (mine + 1) * nbytes > each_bytes):
-                    later.append(read)
-                    continue
-                step.setdefault(place, []).append(read)
-                limit_bytes -= nbytes
-                self.nbytes -= nbytes
-            self._left.extendleft(reversed(later))
-        return step
-
-    def first(self, count: int) -> list[BlockRead]:
-        """The first that are left."""
-        with self._lock:
-            return list(islice(self._left, count))
+            volumes = volumes[: len(self._left)]
+            sizes = record_sizes(self._left["payload_bytes"][: len(volumes)])
+            chosen = np.cumsum(sizes) - sizes < limit_bytes
+            for number in np.unique(volumes):
+                mine = np.flatnonzero(volumes == number)
+                chosen[mine[1:]] &= np.cumsum(sizes[mine])[1:] <= each_bytes
+            blocks = self._left[: len(volumes)][chosen]
+            later = np.concatenate([~chosen, np.ones(len(self._left) - len(volumes), bool)])
+            self._left = self._left[later]
+        return blocks, volumes[chosen]
 
     def end_if_done(self) -> None:
-        if not self._left:
+        if not len(self._left):
             self._ended.set()
 
 
 class Prefetcher:
-    """Serves `hint`."""
+    """Serves hints."""
 
     def __init__(self, state: StoreState, reader: Reader) -> None:
         self._state = state
@@ -133,10 +120,7 @@ class Prefetcher:
             reader.after_read = ReadAhead(state, self, contiguous_bytes).after_read
 
     def start(
-        self,
-        reads: list[BlockRead],
-        deadline_s: float,
-        session_state: SessionState = SessionState.NONE,
+        self, blocks: Array, deadline_s: float, session_state: SessionState = SessionState.NONE
     ) -> Hint:
         """Begin to bring blocks within so many seconds, as far as there is room for them.
 
@@ -147,14 +131,11 @@ class Prefetcher:
         with state.lock:
             waiting = sum(hint.nbytes for hint in self._hints)
             room = int(state.arena.capacity_bytes * _MEMORY_SHARE) - waiting
-            fitting: list[BlockRead] = []
-            for read in reads:
-                room -= record_bytes(read.payload_bytes)
-                if room < 0 or len(self._hints) >= _HINTS_MAX or state.closing.is_set():
-                    break
-                fitting.append(read)
-            hint = Hint(fitting, due_s, session_state)
-            if fitting:
+            fitting = np.cumsum(record_sizes(blocks["payload_bytes"])) <= room
+            if len(self._hints) >= _HINTS_MAX or state.closing.is_set():
+                fitting[:] = False
+            hint = Hint(blocks[fitting], due_s, session_state)
+            if hint.wanted:
                 self._hints.append(hint)
                 if self._thread is None:
                     self._thread = threading.Thread(
@@ -164,7 +145,7 @@ class Prefetcher:
         return hint
 
     def close(self, timeout_s: float) -> bool:
-        """Call everything off and wait for the thread. False: it still reads."""
+        """Cancel everything and wait for the thread. False: it still reads."""
         with self._state.lock:
             for hint in self._hints:
                 hint.cancel()
@@ -174,63 +155,53 @@ class Prefetcher:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        state = self._state
-        last_s = state.clock.now()
+        state, last_s = self._state, self._state.clock.now()
         while hint := self._most_urgent():
-            step = self._next_step(hint, last_s)
-            reads = [read for part in step.values() for read in part]
+            blocks, volumes = self._next_step(hint, last_s)
             last_s = started_s = state.clock.now()
             timeout_s = min(_STEP_S_MAX, max(0.0, hint.deadline_s - started_s))
-            answers = self._reader.fetch(reads, timeout_s, is_prefetch=True)
-            memories = [memory.name for memory in state.memory_tiers]
-            with state.lock:
-                brought = [
-                    read
-                    for read, answer in zip(reads, answers, strict=True)
-                    if answer and answer.tier not in memories
-                ]
-                hint.brought += len(brought)
-                state.counters.hinted += len(brought)
-                self._mark(brought, hint.session_state)
+            everything = np.arange(len(blocks))
+            codes = self._reader.read(blocks, everything, timeout_s, is_prefetch=True)
+            brought = np.isin(np.frombuffer(codes, np.uint8), VOLUME_CODES)
+            hint.brought += int(brought.sum())
+            state.events.count("hinted", int(brought.sum()))
+            self._mark(blocks[brought], hint.session_state)
             hint.end_if_done()
-            self._learn(step, state.clock.now() - started_s)
-            self._rest(hint, step, started_s)
+            self._learn(blocks, volumes, state.clock.now() - started_s)
+            self._rest(hint, volumes, started_s)
 
-    def _next_step(self, hint: Hint, since_s: float) -> Step:
+    def _next_step(self, hint: Hint, since_s: float) -> tuple[Array, Ints]:
         """What to read next: much while no call reads there, else a little from each drive."""
         state = self._state
-        some = hint.first(_LOOK_MAX)
+        keys = np.ascontiguousarray(hint.first(_LOOK_MAX)["key"])
         with state.lock:
-            places = [self._place(row) for row in state.catalog.rows([read.key for read in some])]
-        if self._busy(places, since_s):
-            return hint.take(places, _STEP_BYTES, self._small_size.nbytes)
-        return hint.take(places, self._size.nbytes, _STEP_BYTES)
+            volumes = state.locations(state.catalog.table.find_many(keys)) >> VOLUME_SHIFT
+        if self._busy(volumes, since_s):
+            return hint.take(volumes, _STEP_BYTES, self._small_size.nbytes)
+        return hint.take(volumes, self._size.nbytes, _STEP_BYTES)
 
-    def _place(self, row: int) -> Place:
-        """The drive that a block is read from."""
-        lower = self._state.source(row) if row != NONE else None
-        return (lower, volume_of(lower.copies.location[row])) if lower is not None else None
-
-    def _busy(self, places: Iterable[Place], since_s: float) -> list[LowerTier]:
-        """The tiers among those from which calls have read since."""
-        tiers = {place[0] for place in places if place is not None}
+    def _busy(self, volumes: Ints, since_s: float) -> list[LowerTier]:
+        """The tiers of these volumes from which calls have read since."""
+        numbers = np.unique(volumes[volumes >= 0]).tolist()
+        tiers = {self._state.tier_of(number) for number in numbers}
         return [lower for lower in tiers if lower.foreground.busy_since(since_s)]
 
-    def _learn(self, step: Step, spent_s: float) -> None:
-        sizes = [sum(record_bytes(read.payload_bytes) for read in part) for part in step.values()]
-        if sizes:
-            self._size.learn(sum(sizes), spent_s)
-            self._small_size.learn(max(sizes), spent_s)
+    def _learn(self, blocks: Array, volumes: Ints, spent_s: float) -> None:
+        sizes = record_sizes(blocks["payload_bytes"])
+        if len(sizes):
+            parts = [int(sizes[volumes == number].sum()) for number in np.unique(volumes)]
+            self._size.learn(sum(parts), spent_s)
+            self._small_size.learn(max(parts), spent_s)
 
-    def _mark(self, reads: list[BlockRead], session_state: SessionState) -> None:
+    def _mark(self, blocks: Array, session_state: SessionState) -> None:
         """Blocks that have just come to memory are in the state of their session."""
-        assert self._state.held()
         if session_state is SessionState.NONE:
             return
         catalog = self._state.catalog
-        rows = catalog.rows([read.key for read in reads])
-        here = [row for row in rows if row >= 0 and catalog.memory.ready(row)]
-        catalog.leaves.session_changed(here, session_state)
+        with self._state.lock:
+            rows = catalog.table.find_many(np.ascontiguousarray(blocks["key"])).tolist()
+            here = [row for row in rows if row >= 0 and catalog.memory.ready(row)]
+            catalog.leaves.session_changed(here, session_state)
 
     def _most_urgent(self) -> Hint | None:
         """The hint to go on with; those that are too late, or done, are forgotten."""
@@ -245,9 +216,9 @@ class Prefetcher:
                 return None
             return min(self._hints, key=lambda hint: hint.deadline_s)
 
-    def _rest(self, hint: Hint, step: Step, since_s: float) -> None:
+    def _rest(self, hint: Hint, volumes: Ints, since_s: float) -> None:
         """Leave the drives to calls that wait for them, as far as the deadline allows."""
-        busy = self._busy(step, since_s)
+        busy = self._busy(volumes, since_s)
         if hint.wait(0.0) or not busy:
             return
         share = HEAD_SHARE if any(lower.volumes.contiguous_bytes for lower in busy) else FLASH_SHARE
@@ -266,52 +237,56 @@ class ReadAhead:
     def __init__(self, state: StoreState, prefetcher: Prefetcher, contiguous_bytes: int) -> None:
         self._state = state
         self._prefetcher = prefetcher
-        self._run_bytes = contiguous_bytes
-        self._ends: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()
-        """The last blocks of the latest reads; with each the block whose read calls for more."""
+        self._contiguous_bytes = contiguous_bytes
+        self._ends: OrderedDict[bytes, bytes] = OrderedDict()
+        """Keys of the last blocks of the latest reads; with each the key of the block whose read
+        starts the next read-ahead, or nothing."""
 
-    def after_read(self, reads: Sequence[BlockRead]) -> None:
+    def after_read(self, call: ReadCall) -> None:
         """Blocks were read, those of one prompt head first."""
         with self._state.lock:
-            wanted = self._next_reads(reads)
-        if wanted:
+            wanted = self._next_blocks(call)
+        if wanted is not None:
             self._prefetcher.start(wanted, _AHEAD_DEADLINE_S)
 
-    def _next_reads(self, reads: Sequence[BlockRead]) -> list[BlockRead]:
-        """What to read ahead after these."""
-        assert self._state.held()
-        catalog = self._state.catalog
-        first = next(filter(self._is_known, reads), None)
-        last = next(filter(self._is_known, reversed(reads)), None)
-        if first is None or last is None:
-            return []
-        parent = catalog.tree.parent[first.row]
-        end = catalog.table.key(parent) if parent != NONE else None
+    def _next_blocks(self, call: ReadCall) -> Array | None:
+        """What to read ahead after a call."""
+        catalog, rows = self._state.catalog, call.rows
+        # Rows of blocks that are still what they were when they were read.
+        same = (rows != NONE) & (catalog.table.words(rows) == call.blocks["key"]).all(axis=1)
+        known = np.flatnonzero(same)
+        if not len(known):
+            return None
+        first, last = int(rows[known[0]]), int(rows[known[-1]])
+        parent = catalog.tree.parent[first]
+        end = catalog.table.key(parent) if parent != NONE else b""
         goes_on = end in self._ends
-        marker = self._ends.pop(end) if goes_on and end is not None else None
-        rows: list[int] = []
-        if goes_on and (marker is None or any(read.key == marker for read in reads)):
-            rows = self._following(last.row)
-            marker = catalog.table.key(rows[len(rows) // 2]) if rows else None
-        self._ends[last.key] = marker
+        marker = self._ends.pop(end, b"")
+        following: list[int] = []
+        read = {key.tobytes() for key in call.blocks["key"]} if marker else set()
+        if goes_on and (not marker or marker in read):
+            following = self._following(last)
+            marker = catalog.table.key(following[len(following) // 2]) if following else b""
+        self._ends[catalog.table.key(last)] = marker
         if len(self._ends) > _ENDS_MAX:
             self._ends.popitem(last=False)
-        whole = replace(last, target=0, start=0, stop=last.payload_bytes, row=NONE)
-        return [replace(whole, key=catalog.table.key(row)) for row in rows]
-
-    def _is_known(self, read: BlockRead) -> bool:
-        """Whether a block is still what it was when it was read."""
-        return read.row != NONE and self._state.catalog.row(read.key) == read.row
+        if not following:
+            return None
+        blocks = np.zeros(len(following), BLOCK_DTYPE)
+        blocks["key"] = catalog.table.words(np.array(following))
+        size = call.blocks[known[-1]]
+        blocks["payload_bytes"] = blocks["stop"] = size["payload_bytes"]
+        blocks["chunk_bytes"] = size["chunk_bytes"]
+        return blocks
 
     def _following(self, row: int) -> list[int]:
-        """What continues a block on a tier of runs and is not in memory, where there is one way.
-
-        Not further than a run from here.
+        """Returns the following blocks of the prompt on a hard-drive tier that are not in memory,
+        if the prefix has one continuation; at most `contiguous_bytes`.
         """
         catalog = self._state.catalog
         nbytes = catalog.nbytes[row]
         found: list[int] = []
-        for _ in range(max(1, self._run_bytes // record_bytes(nbytes))):
+        for _ in range(max(1, self._contiguous_bytes // record_bytes(nbytes))):
             children = list(catalog.tree.children(row))
             if len(children) != 1 or catalog.nbytes[children[0]] != nbytes:
                 break

@@ -1,51 +1,183 @@
-"""Onboarding: from memory at once, else from drives (disk_reads.py), within a deadline."""
+"""Reads blocks: from memory in one batch, then from volumes in waves.
 
+A call is a set of columns with a row for each block. Blocks in memory are leased, verified and
+copied by one native call. The others are read in waves, planned while earlier ones are under way:
+a wave lands in slots of memory (promotion) or, where memory is in use, in staging. The volume
+verifies each block and copies it to its target. A block that is corrupt, failed or late is a miss;
+the others are served.
+"""
+
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import queue
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
-from kvdepot.core.block import ANSWERS, MISS, TAG_BYTES, CopyState, GetResult
-from kvdepot.core.keys import Keys, as_keys
+from kvdepot.core.block import ANSWERS, CopyState
+from kvdepot.core.depot import MEMORY_TIERS
+from kvdepot.core.keys import as_keys
+from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.requests import Array, Arrived
-from kvdepot.format.copy_ops import copy_op, read_op, transfers, verified_ops
-from kvdepot.format.record import HEAD_BYTES, KEY_WORD, TABLE_OFFSET, holds_key
+from kvdepot.core.volume import (
+    READ_DTYPE,
+    VOLUME_SHIFT,
+    Ints,
+    Outcome,
+    PendingRead,
+    Priority,
+    volume_of,
+)
+from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, record_sizes
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.index.tree import FEW
 from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
-from kvdepot.native.memory import view_at
-from kvdepot.store.read.disk_reads import CORRUPT, BlockRead, DiskReads, ReadCall, Sink
-from kvdepot.store.read.lease import BlockLease, addresses_of
-from kvdepot.store.read.timed_out import TimedOutIo
-from kvdepot.store.state.state import StoreState
+from kvdepot.store.events import BlocksServed
+from kvdepot.store.read.lease import BlockLease
+from kvdepot.store.read.timed_out import LateRead, TimedOutIo
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import TEMPORARY, StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 
 _CODES: Final = {(answer.tier, answer.reason): code for code, answer in enumerate(ANSWERS)}
-_ABSENT: Final = _CODES[None, "absent"]
-_READY: Final = int(CopyState.READY)
-_FILLING: Final = int(CopyState.FILLING)
+ABSENT, _CORRUPT, _FAILED, _LATE, _BUSY = (
+    _CODES[None, reason] for reason in ("absent", "corrupt", "failed", "late", "busy")
+)
+VOLUME_CODES: Final = [
+    code for (tier, _), code in _CODES.items() if tier is not None and tier not in MEMORY_TIERS
+]
+"""Answers for blocks that were read from a volume."""
+_REASONS: Final = {Outcome.CORRUPT: _CORRUPT, Outcome.FAILED: _FAILED, Outcome.LATE: _LATE}
+_READY, _FILLING = int(CopyState.READY), int(CopyState.FILLING)
+_PLACES: Final = (1 << VOLUME_SHIFT) - 1
 _CACHED_BYTES: Final = 16 << 20
+"""Verified in one batch and then read by the caller: about what stays in a processor's cache."""
 _CHECKS_MAX: Final = 4
-"""Calls that have blocks verified beside their sinks at the same time; others wait for a turn."""
+"""Calls whose blocks are verified concurrently at a time; further ones wait for them."""
 _CHECK_THREADS_MAX: Final = 8
-"""On an H200's host this many read memory faster than its bus does."""
 _WAIT_SHARE: Final = 0.5
-"""Of the time that is left, how long to wait for another call that reads the same block."""
+"""Part of a call's time in which it waits for blocks that another call is reading."""
+_WAVES_A_VOLUME: Final = 3
+"""Under way or queued, with their memory, so that the volume always has work."""
+_WAVE_BLOCKS_MAX: Final = 256
+_FIRST_BLOCKS_MAX: Final = 64
+"""So that the first of many small blocks are read early."""
+_MOVES_MAX: Final = 16
+"""How often a block that a reclaim has moved meanwhile is looked for at its new place."""
+_LOOK_AGAIN_S: Final = 0.5
+_WAIT_MAX_S: Final = 60.0
+_log = RateLimitedLog("kvdepot.store")
+Sink = Callable[[Arrived], None]
+"""Called with blocks as they come. What it raises is passed on."""
+
+
+@dataclass(slots=True, eq=False)
+class ReadCall:
+    """One call: columns with a row for each block that the caller may have."""
+
+    blocks: Array
+    """Rows of BLOCK_DTYPE. Without an address the sink gets the block in place, if there is one."""
+    places: Ints
+    """Their places in the call, for the sink."""
+    deadline_s: float
+    verify: bool
+    """Verify what is in memory; from volumes everything is verified."""
+    sink: Sink | None
+    keep: BlockLease | None = None
+    """Protects what the sink was given and stays in memory."""
+    is_prefetch: bool = False
+    """No caller waits for it. It does not count as a use, and reads what can stay in memory."""
+    concurrently: bool = False
+    """The sink gets blocks in memory while they are verified."""
+    waits_for_others: bool = True
+    """What another call is reading into memory is left to it, for a while."""
+    rows: Rows = field(init=False)
+    addresses: Ints = field(init=False)
+    """Addresses of records in memory; 0: it is not in memory."""
+    codes: Array = field(init=False)
+    """For each block its place in ANSWERS."""
+    left_to_others: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = len(self.blocks)
+        self.rows = np.full(count, NONE, np.int64)
+        self.addresses = np.zeros(count, np.int64)
+        self.codes = np.full(count, ABSENT, np.uint8)
+
+    @property
+    def known(self) -> Rows:
+        rows: Rows = self.rows[self.rows != NONE]
+        return rows
+
+    def hand_over(self, indices: Ints, addresses: Ints, lasting: Bools, *, verified: bool) -> None:
+        """Give the sink records that can be read in place."""
+        if self.sink is None or not len(indices):
+            return
+        if self.keep is not None:
+            self.keep.protect(self.rows[indices[lasting]].tolist())
+        self.sink(Arrived(self.places[indices], addresses, lasting, verified))
+
+    def spans(self, indices: Ints) -> tuple[Ints, Ints, Bools]:
+        """The wanted ranges in whole chunks, as start and stop; and which were so already."""
+        blocks = self.blocks[indices]
+        start, stop, chunk = blocks["start"], blocks["stop"], blocks["chunk_bytes"]
+        first = start // chunk * chunk
+        last = np.minimum(-(-stop // chunk) * chunk, blocks["payload_bytes"])
+        return first, last, (first == start) & (last == stop)
+
+
+@dataclass(slots=True, eq=False)
+class Wave:
+    """Blocks that are read from one volume in one go: columns with a row for each."""
+
+    indices: Ints
+    """Their rows in the call."""
+    locations: Ints
+    slots: Ints
+    promote: Bools
+    """The slot is one of memory, and the block stays there; else it is one of staging."""
+    reads: Array
+    """Rows of READ_DTYPE."""
+    reading: PendingRead | None = None
+    began_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class VolumeWaves:
+    """What one call reads from one volume."""
+
+    lower: LowerTier
+    volume: int
+    waiting: Ints
+    flying: list[Wave] = field(default_factory=list)
+
+
+Volumes = dict[int, VolumeWaves]
+Done = queue.SimpleQueue[tuple[VolumeWaves, Wave]]
+
+
+def copy_payloads(call: ReadCall, indices: Ints, records: Ints) -> None:
+    """Copy the wanted ranges out of records that were verified, or need not be."""
+    blocks = call.blocks[indices]
+    ops = np.zeros(len(indices), TRANSFER_DTYPE)
+    ops["source"], ops["target"] = records + HEAD_BYTES + blocks["start"], blocks["address"]
+    ops["nbytes"], ops["mode"] = blocks["stop"] - blocks["start"], COPY
+    transfer(ops)
 
 
 class Reader:
-    """Serves `get`, `deliver` and prefetches."""
+    """Serves reads, deliveries and prefetches."""
 
     def __init__(self, state: StoreState, slots: SlotAllocator) -> None:
         self._state = state
         self.late = TimedOutIo(state)
-        self._disks = DiskReads(state, slots, self.late)
+        self._volumes = VolumeReads(state, slots, self.late)
         self._checks = ThreadPoolExecutor(_CHECKS_MAX, "kvdepot-check")
         self._check_threads = min(_CHECK_THREADS_MAX, os.cpu_count() or 1)
-        self.after_read: Callable[[Sequence[BlockRead]], None] | None = None
-        """Told of every read that a caller asked for (read-ahead)."""
+        self.after_read: Callable[[ReadCall], None] | None = None
+        """Called after every read that a caller asked for (read-ahead)."""
 
     def close(self, timeout_s: float) -> bool:
         """Stop the threads; no call may be under way. False: late I/O still uses the memory."""
@@ -55,444 +187,525 @@ class Reader:
     def read(
         self,
         blocks: Array,
-        wanted: Array,
+        wanted: Ints,
         timeout_s: float,
         *,
-        keep: BlockLease | None,
-        sink: Sink | None,
-        verify: bool | None,
-    ) -> bytes:
-        """See Engine.read. `wanted`: the indices of the blocks that the caller may have."""
-        state, began_s = self._state, self._state.clock.now()
-        if verify is None:
-            verify = state.config.dram.verify
-        answers = bytearray([_ABSENT]) * len(blocks)
-        at_once = not verify if keep is not None else self._are_many_and_whole(blocks, wanted)
-        left = wanted
-        if at_once:
-            with_lease = keep if keep is not None else BlockLease(state)
-            try:
-                left = self._read_memory(blocks, wanted, with_lease, sink, answers, verify=verify)
-            finally:
-                if keep is None:
-                    with_lease.release()
-        if len(left):
-            reads = _block_reads(blocks, left)
-            found = self.fetch(
-                reads,
-                timeout_s,
-                verify=verify or at_once,
-                sink=None if sink is None else self._indexed(left, reads, sink, keep),
-                counts_as_use=not at_once,
-                read_ahead=not at_once,
-            )
-            for index, answer in zip(left.tolist(), found, strict=True):
-                answers[index] = _CODES[answer.tier, answer.reason]
-        if at_once and self.after_read is not None:
-            self.after_read(self._known_reads(blocks, wanted))
-        state.traffic.get.observe(state.clock.now() - began_s)
-        return bytes(answers)
-
-    def deliver(
-        self,
-        blocks: Array,
-        wanted: Array,
-        timeout_s: float,
-        sink: Sink,
-        *,
-        verify_concurrently: bool,
-    ) -> bytes:
-        """See Engine.deliver. `wanted`: the indices of the blocks that the caller may have."""
-        state, began_s = self._state, self._state.clock.now()
-        answers = bytearray([_ABSENT]) * len(blocks)
-        if len(wanted):
-            reads = _block_reads(blocks, wanted)
-            found = self.fetch(
-                reads,
-                timeout_s,
-                sink=self._indexed(wanted, reads, sink, None),
-                verify_concurrently=verify_concurrently,
-                counts_as_use=False,
-            )
-            for index, answer in zip(wanted.tolist(), found, strict=True):
-                answers[index] = _CODES[answer.tier, answer.reason]
-            state.traffic.get.observe(state.clock.now() - began_s)
-        return bytes(answers)
-
-    def fetch(
-        self,
-        reads: Sequence[BlockRead],
-        timeout_s: float,
-        *,
-        verify: bool | None = None,
         sink: Sink | None = None,
-        verify_concurrently: bool = False,
+        keep: BlockLease | None = None,
+        verify: bool | None = None,
+        concurrently: bool = False,
+        is_use: bool = True,
         is_prefetch: bool = False,
-        counts_as_use: bool = True,
-        read_ahead: bool = True,
-    ) -> list[GetResult]:
-        """Fill each block's target or say why not. Never raises for a fault of a tier.
+    ) -> bytes:
+        """Fill each block's buffer or say why not: a place in ANSWERS for each block.
 
-        Blocks without a target go to `sink` as they arrive; what it raises is passed on. `verify`
-        is for what lies in memory (default: as configured); from drives everything is verified.
-        `verify_concurrently`: see Lease.deliver.
-        `is_prefetch`: no caller waits for it, and it does not count as a use. `counts_as_use`:
-        false where the use was counted already. `read_ahead`: false for a part of a call, where
-        the caller calls `after_read` for the whole.
+        `wanted`: the indices of the blocks that the caller may have. `is_use`: it counts as a use
+        of the blocks. See Engine.read.
         """
-        state, catalog = self._state, self._state.catalog
+        state = self._state
+        began_s = state.clock.now()
         if verify is None:
             verify = state.config.dram.verify
-        deadline = state.clock.now() + timeout_s
+        if len(wanted) < len(blocks):
+            blocks = blocks[wanted]
         call = ReadCall(
-            reads, [MISS] * len(reads), deadline, verify, sink, is_prefetch, verify_concurrently
+            blocks, wanted, began_s + timeout_s, verify, sink, keep, is_prefetch, concurrently
         )
-        in_memory: list[int] = []
-        elsewhere: list[int] = []
-        held: list[int] = []
         with state.lock:
-            memory, residency = catalog.memory.state.view, catalog.residency.view
-            for index, row in enumerate(catalog.rows([read.key for read in reads])):
-                if row == NONE or not residency[row]:
-                    continue
-                reads[index].row = row
-                held.append(row)
-                (in_memory if memory[row] == _READY else elsewhere).append(index)
-            catalog.lease(held)
+            self._look_up(call)
+            held = call.known.tolist()
+            state.catalog.lease(held)
             if not is_prefetch:
-                if counts_as_use:
-                    catalog.use(held)
-                state.write_used(held)
-            locations = catalog.memory.location.view
-            places = [locations[reads[index].row] for index in in_memory]
-            slower = self._in_slower_memory(call, elsewhere)
+                if is_use:
+                    state.catalog.use(held)
+                state.writes.note_use(held)
         try:
-            elsewhere += self._from_memory(call, state.memory_tiers[0], in_memory, places)
-            if slower or (elsewhere and len(state.memory_tiers) > 1):
-                elsewhere = self._from_slower_memory(call, slower, elsewhere)
-            if elsewhere:
-                self._from_drives(call, elsewhere)
+            left = self._from_memory(call)
+            if len(left):
+                self._from_volumes(call, left)
         finally:
             with state.lock:
                 if not is_prefetch:
                     self._count(call)
                 state.unlease(held)
-        if self.after_read is not None and read_ahead and not is_prefetch:
-            self.after_read(reads)
-        return call.results
+        if not is_prefetch:
+            if self.after_read is not None:
+                self.after_read(call)
+            state.events.took("get", state.clock.now() - began_s)
+        return call.codes.tobytes()
 
-    def _in_slower_memory(self, call: ReadCall, indices: list[int]) -> dict[int, int]:
-        """Those of the blocks that are in the slower memory tier, and where."""
-        state, reads = self._state, call.reads
-        if len(state.memory_tiers) == 1:
-            return {}
-        assert state.held()
-        upper, lower = state.memory_tiers
-        found = {
-            index: int(lower.copies.location.view[reads[index].row])
-            for index in indices
-            if lower.copies.ready(reads[index].row)
-        }
-        if found and not call.is_prefetch:
-            upper.note_hits_below([reads[index].row for index in found])
-        return found
+    def _look_up(self, call: ReadCall) -> None:
+        """Find the rows, and the records of those in memory: in the fastest that has them."""
+        assert self._state.lock.held()
+        catalog = self._state.catalog
+        rows = catalog.table.find_many(np.ascontiguousarray(call.blocks["key"]))
+        there = (rows != NONE) & (catalog.residency.array[rows] != 0)
+        there &= catalog.nbytes.array[rows] == call.blocks["payload_bytes"]
+        call.rows = np.where(there, rows, NONE)
+        upper, *below = self._state.memory_tiers
+        call.addresses = upper.addresses(call.rows)
+        for memory in below:
+            missing = np.flatnonzero((call.addresses == 0) & (call.rows != NONE))
+            if len(missing):
+                found = memory.addresses(call.rows[missing])
+                call.addresses[missing] = found
+                if found.any() and not call.is_prefetch:
+                    upper.note_hits_below(call.rows[missing[found != 0]].tolist())
 
-    def _from_slower_memory(
-        self, call: ReadCall, found: dict[int, int], left: list[int]
-    ) -> list[int]:
-        """Serve what is in the slower memory, where it lies. Returns what is not, or is damaged."""
-        damaged = [index for index in left if call.results[index] is CORRUPT]
-        if damaged:
-            with self._state.lock:
-                found |= self._in_slower_memory(call, damaged)
-        lower = self._state.memory_tiers[1]
-        bad = self._from_memory(call, lower, list(found), list(found.values())) if found else []
-        return [index for index in left if index not in found] + bad
+    def _from_memory(self, call: ReadCall) -> Ints:
+        """Serve what is in memory. Returns what is on volumes, for damaged copies in memory too."""
+        left = [np.flatnonzero((call.rows != NONE) & (call.addresses == 0))]
+        for memory in self._state.memory_tiers:
+            mine = np.flatnonzero(memory.holds(call.addresses))
+            if len(mine):
+                left.append(self._serve(call, memory, mine))
+        return np.concatenate(left) if len(left) > 1 else left[0]
 
-    def _from_memory(
-        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
-    ) -> list[int]:
-        """Serve hits in leased slots. Returns those that failed verification and are elsewhere too.
+    def _serve(self, call: ReadCall, memory: ArenaTier, mine: Ints) -> Ints:
+        """Serve blocks of one memory tier. Returns those that are damaged here, and on a volume.
 
         A slot that holds another block is never served. What is verified and then read in place by
         the sink goes in small parts, so that the sink finds it in the processor's cache.
         """
-        view, reads = memory.arena.memory.view, call.reads
-        pairs = list(zip(hits, places, strict=True))
-        wrong = [index for index, place in pairs if not holds_key(view, place, reads[index].key)]
-        if wrong:
-            pairs = [pair for pair in pairs if pair[0] not in wrong]
-            hits, places = [index for index, _ in pairs], [place for _, place in pairs]
-        return self._give_up(call, memory, wrong) + self._serve(call, memory, hits, places)
+        same = (memory.keys_at(call.addresses[mine]) == call.blocks["key"][mine]).all(axis=1)
+        bad, good = [mine[~same]], mine[same]
+        call.codes[good] = _CODES[memory.name, ""]
+        if call.sink is None or not call.verify:
+            bad.append(self._copy_out(call, good))
+        elif call.concurrently and len(good):
+            ops = self._verify_ops(call, good)
+            check = self._checks.submit(transfer, ops, self._check_threads)
+            try:
+                self._hand_over(call, good, verified=False)
+            finally:  # the slots are leased until here
+                check.result()
+            bad.append(good[ops["result"] != 0])
+        elif len(good):
+            step = max(1, _CACHED_BYTES // int(call.blocks["payload_bytes"][good].max()))
+            for start in range(0, len(good), step):
+                bad.append(self._copy_out(call, good[start : start + step]))
+        damaged = np.concatenate(bad)
+        return self._drop_damaged(call, memory, damaged) if len(damaged) else damaged
 
-    def _serve(
-        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
-    ) -> list[int]:
-        """`_from_memory` for slots that name the right keys."""
-        if not (call.verify and call.sink is not None and hits):
-            return self._copy_out(call, memory, hits, places)
-        if call.verify_concurrently:
-            return self._check_beside(call, memory, hits, places)
-        count = max(1, _CACHED_BYTES // max(call.reads[index].payload_bytes for index in hits))
-        starts = range(0, len(hits), count)
-        parts = [(hits[at : at + count], places[at : at + count]) for at in starts]
-        return [index for part in parts for index in self._copy_out(call, memory, *part)]
-
-    def _check_beside(
-        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
-    ) -> list[int]:
-        """Hand hits over while other threads verify them."""
-        ops = []
-        for index, place in zip(hits, places, strict=True):
-            read = call.reads[index]
-            size = read.payload_bytes
-            ops.append(read_op(memory.address + place, 0, 0, size, read.chunk_bytes))
-        check = self._checks.submit(transfers, ops, self._check_threads)
-        try:
-            self._hand_over(call, memory, hits, places)
-        finally:  # the slots are leased until here
-            codes = check.result().tolist()
-        for index in hits:
-            call.results[index] = memory.served
-        bad = [index for index, code in zip(hits, codes, strict=True) if code]
-        return self._give_up(call, memory, bad)
-
-    def _copy_out(
-        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
-    ) -> list[int]:
-        """Verify and copy as asked. Returns the hits that failed verification."""
-        base, served, reads, results = memory.address, memory.served, call.reads, call.results
-        ops = []
-        partial = []
-        asked = []
-        for index, place in zip(hits, places, strict=True):
-            read = reads[index]
-            slot = base + place
-            results[index] = served
-            if call.verify:
-                span = (read.start, read.stop)
-                verify, copy = verified_ops(
-                    slot, read.target, span, read.payload_bytes, read.chunk_bytes
-                )
-                asked.append(index)
-                ops.append(verify)
-                if copy is not None:
-                    partial.append(copy)
-            elif read.target:
-                asked.append(index)
-                ops.append(copy_op(slot, read.target, read.start, read.stop))
-        codes = transfers(ops).tolist() if ops else []
-        if partial:
-            transfers(partial)
-        bad = {index for index, code in zip(asked, codes, strict=True) if code}
+    def _copy_out(self, call: ReadCall, indices: Ints) -> Ints:
+        """Verify, copy and hand over as asked. Returns the blocks that failed verification."""
+        bad = np.zeros(len(indices), bool)
+        targets = call.blocks["address"][indices]
+        if call.verify:
+            ops = self._verify_ops(call, indices)
+            transfer(ops)
+            bad = ops["result"] != 0
+            copied = ops["target"] != 0
+        else:
+            copied = np.zeros(len(indices), bool)
+        rest = np.flatnonzero((targets != 0) & ~copied & ~bad)
+        if len(rest):
+            copy_payloads(call, indices[rest], call.addresses[indices[rest]])
         if call.sink is not None:
-            good = [
-                (index, place)
-                for index, place in zip(hits, places, strict=True)
-                if index not in bad and not reads[index].target
-            ]
-            self._hand_over(call, memory, [index for index, _ in good], [at for _, at in good])
-        return self._give_up(call, memory, list(bad))
+            good = indices[~bad & (targets == 0)]
+            self._hand_over(call, good, verified=call.verify)
+        return indices[bad]
 
-    def _hand_over(
-        self, call: ReadCall, memory: ArenaTier, hits: list[int], places: list[int]
-    ) -> None:
-        addresses = memory.address + np.array(places, np.int64)
-        is_verified = call.verify and not call.verify_concurrently
-        call.hand_over(hits, addresses, np.ones(len(hits), bool), is_verified=is_verified)
+    def _verify_ops(self, call: ReadCall, indices: Ints) -> Array:
+        """Operations that verify the wanted ranges in whole chunks, and copy those that are so."""
+        records = call.addresses[indices]
+        first, last, exact = call.spans(indices)
+        chunk_bytes = call.blocks["chunk_bytes"][indices]
+        ops = np.zeros(len(indices), TRANSFER_DTYPE)
+        ops["source"], ops["nbytes"] = records + HEAD_BYTES + first, last - first
+        ops["target"] = np.where(exact, call.blocks["address"][indices], 0)
+        ops["chunk_bytes"], ops["mode"] = chunk_bytes, VERIFY
+        ops["table"] = records + TABLE_OFFSET + 8 * (first // chunk_bytes)
+        return ops
 
-    def _give_up(self, call: ReadCall, memory: ArenaTier, bad: list[int]) -> list[int]:
-        """These are not what was asked for. Returns those that a slower tier has."""
-        for index in bad:
-            call.results[index] = CORRUPT
-        return [index for index in bad if self._quarantine(memory, call.reads[index].row)]
+    def _hand_over(self, call: ReadCall, indices: Ints, *, verified: bool) -> None:
+        lasting = np.ones(len(indices), bool)
+        call.hand_over(indices, call.addresses[indices], lasting, verified=verified)
 
-    def _quarantine(self, memory: ArenaTier, row: int) -> bool:
-        """Drop a damaged copy in memory. True: a slower tier has another one."""
-        state, catalog = self._state, self._state.catalog
-        with state.lock:
-            state.counters.quarantined += 1
-            below = state.memory_tiers[state.memory_tiers.index(memory) + 1 :]
-            other = state.source(row) or any(one.copies.ready(row) for one in below)
-            idle = catalog.leases(row) == 1 and not state.is_dirty(row)
-            if other and idle and memory.copies.ready(row):
-                memory.drop(row)
-                return True
-            catalog.mark_deleted(row)
-            return False
-
-    def _from_drives(self, call: ReadCall, left: list[int]) -> None:
-        """Read, but for what another call is reading: that is waited for first."""
-        self._disks.read(call, left)
-        if not call.left_to_others:
-            return
-        came = self._await_others(call)
-        bad = self._from_memory(call, self._state.memory_tiers[0], list(came), list(came.values()))
-        still = [*(call.left_to_others - came.keys()), *bad]
-        call.waits_for_others = False
-        self._disks.read(call, still)
-
-    def _await_others(self, call: ReadCall) -> dict[int, int]:
-        """Wait for what other calls read into memory, not too long. Those that came, and where.
-
-        They are leased: they stay.
+    def _drop_damaged(self, call: ReadCall, memory: ArenaTier, bad: Ints) -> Ints:
+        """Drop damaged copies. Returns those that another tier has; a slower memory serves its own
+        when its turn comes.
         """
-        state, memory, reads = self._state, self._state.catalog.memory, call.reads
-        rows = {index: reads[index].row for index in call.left_to_others}
+        state, catalog, left = self._state, self._state.catalog, []
+        below = state.memory_tiers[state.memory_tiers.index(memory) + 1 :]
+        call.codes[bad] = _CORRUPT
+        state.events.count("quarantined", len(bad))
         with state.lock:
-            wait_s = _WAIT_SHARE * max(0.0, call.deadline - state.clock.now())
-            state.arrived.wait_for(
-                lambda: not any(memory.state.view[row] == _FILLING for row in rows.values()), wait_s
+            for index, row in zip(bad.tolist(), call.rows[bad].tolist(), strict=True):
+                call.addresses[index] = 0
+                slower = next((one for one in below if one.copies.ready(row)), None)
+                other = slower is not None or state.source(row) is not None
+                idle = catalog.leases(row) == 1 and not state.writes.is_dirty(row)
+                if not (other and idle and memory.copies.ready(row)):
+                    catalog.mark_deleted(row)
+                    continue
+                memory.drop(row)
+                if slower is not None:
+                    call.addresses[index] = slower.addresses(call.rows[[index]])[0]
+                else:
+                    left.append(index)
+        return np.array(left, np.int64)
+
+    def _from_volumes(self, call: ReadCall, left: Ints) -> None:
+        """Read, but for what another call is reading: that is waited for first."""
+        admission = self._state.writes.admission
+        if admission.learns and not call.is_prefetch:
+            with self._state.lock:
+                admission.read(call.rows[left].tolist())
+        self._volumes.read(call, left)
+        if call.left_to_others:
+            others = self._await_others(call)
+            came = others[call.addresses[others] != 0]
+            bad = self._serve(call, self._state.memory_tiers[0], came)
+            call.waits_for_others = False
+            still = np.concatenate([others[call.addresses[others] == 0], bad])
+            self._volumes.read(call, np.unique(still))
+
+    def _await_others(self, call: ReadCall) -> Ints:
+        """Wait for what other calls read into memory, not too long, and note the addresses of what
+        came. They are leased: they stay.
+        """
+        state, memory = self._state, self._state.memory_tiers[0]
+        others = np.array(call.left_to_others, np.int64)
+        rows = call.rows[others]
+        with state.lock:
+            wait_s = _WAIT_SHARE * max(0.0, call.deadline_s - state.clock.now())
+            state.lock.arrived.wait_for(
+                lambda: not (memory.copies.state.array[rows] == _FILLING).any(), wait_s
             )
-            here = [index for index, row in rows.items() if memory.ready(row)]
-            return {index: memory.location[rows[index]] for index in here}
+            call.addresses[others] = memory.addresses(rows)
+        return others
 
     def _count(self, call: ReadCall) -> None:
-        counters, traffic = self._state.counters, self._state.traffic
-        groups: dict[tuple[str | None, bytes], list[BlockRead]] = {}
-        for read, got in zip(call.reads, call.results, strict=True):
-            groups.setdefault((got.tier, read.key[:TAG_BYTES]), []).append(read)
-        for (tier, tag), reads in groups.items():
-            counters.add("get", tier or "miss", len(reads))
-            if tier is not None:
-                nbytes = sum(read.stop - read.start for read in reads)
-                counters.get_bytes += nbytes
-                traffic.served_bytes[tier] += nbytes
-                self._count_tokens(tier, tag, reads, nbytes)
+        """Emit what was served, for each tier and namespace, and count what was not."""
+        state, tags = self._state, call.blocks["key"][:, 0]
+        for code in np.unique(call.codes).tolist():
+            tier, of_tier = ANSWERS[code].tier, call.codes == code
+            if tier is None:
+                state.events.count("get_miss", int(of_tier.sum()))
+                continue
+            for tag in np.unique(tags[of_tier]):
+                mine = np.flatnonzero(of_tier & (tags == tag))
+                blocks = call.blocks[mine]
+                parts = blocks["stop"] - blocks["start"]
+                state.events.emit(
+                    BlocksServed(
+                        tag.tobytes(),
+                        tier,
+                        blocks=len(mine),
+                        nbytes=int(parts.sum()),
+                        whole=float((parts / blocks["payload_bytes"]).sum()),
+                        before=state.catalog.tree.depth(int(call.rows[mine[0]])) - 1,
+                        last=int(blocks["key"][-1, 2]),
+                    )
+                )
 
-    def _count_tokens(self, tier: str, tag: bytes, reads: list[BlockRead], nbytes: int) -> None:
-        """Tell the ledger of blocks of one namespace that a tier has served."""
-        catalog, ledger = self._state.catalog, self._state.ledger
-        before, last = catalog.tree.depth(reads[0].row) - 1, catalog.table.digest(reads[-1].row)
-        ledger.served(tag, tier, nbytes / reads[0].payload_bytes, before, last)
 
-    def _are_many_and_whole(self, blocks: Array, wanted: Array) -> bool:
-        """Whether blocks with buffers are worth one batch for those in memory: a few are read
-        sooner one by one, and parts of a block may need chunks that are verified apart.
-        """
-        return len(wanted) >= FEW and bool(
-            ((blocks["start"] == 0) & (blocks["stop"] == blocks["payload_bytes"])).all()
-        )
+class VolumeReads:
+    """Reads blocks from volumes, in waves."""
 
-    def _read_memory(
-        self,
-        blocks: Array,
-        wanted: Array,
-        lease: BlockLease,
-        sink: Sink | None,
-        answers: bytearray,
-        *,
-        verify: bool,
-    ) -> Array:
-        """Serve what is in memory, and protect it by the lease. Returns the indices of what is on
-        drives, or was damaged.
-        """
-        state, catalog = self._state, self._state.catalog
+    def __init__(self, state: StoreState, slots: SlotAllocator, late: TimedOutIo) -> None:
+        self._state = state
+        self._slots = slots
+        self._late = late
+
+    def read(self, call: ReadCall, indices: Ints) -> None:
+        """Read blocks of a call."""
+        volumes: Volumes = {}
+        done: Done = queue.SimpleQueue()
+        with self._state.lock:
+            self._assign(call, volumes, indices)
+        try:
+            self._read_waves(call, volumes, done)
+        except BaseException:  # of the sink: what is in flight still has to land
+            codes, call.codes, call.sink = call.codes, call.codes.copy(), None
+            for reads in volumes.values():
+                while reads.flying:
+                    self._finish(call, reads, reads.flying[0])
+            call.codes = codes
+            raise
+
+    def _assign(self, call: ReadCall, volumes: Volumes, indices: Ints) -> None:
+        """Queue each block on the volume that it is read from."""
+        numbers = self._state.locations(call.rows[indices]) >> VOLUME_SHIFT
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            mine, reads = indices[numbers == number], volumes.get(number)
+            if reads is None:
+                volumes[number] = VolumeWaves(self._state.tier_of(number), number, mine)
+            else:
+                reads.waiting = np.concatenate([reads.waiting, mine])
+
+    def _read_waves(self, call: ReadCall, volumes: Volumes, done: Done) -> None:
+        moves: dict[int, int] = {}
+        while busy := [one for one in volumes.values() if len(one.waiting) or one.flying]:
+            if self._state.clock.now() >= call.deadline_s:
+                self._stop(call, busy)
+                return
+            if self._start_waves(call, volumes, done):
+                continue
+            if not any(reads.flying for reads in busy):
+                if self._await_room(call, volumes, done):
+                    continue
+                for reads in busy:
+                    call.codes[reads.waiting] = _BUSY
+                return
+            for reads, wave in self._landed(call, done):
+                again = self._finish(call, reads, wave)
+                if again:
+                    call.codes[again] = _BUSY
+                    moves.update((index, moves.get(index, 0) + 1) for index in again)
+                    left = [index for index in again if moves[index] < _MOVES_MAX]
+                    with self._state.lock:
+                        self._assign(call, volumes, np.array(left, np.int64))
+
+    def _stop(self, call: ReadCall, busy: list[VolumeWaves]) -> None:
+        """Time is up: nothing starts any more, and what is in flight is left behind."""
+        for reads in busy:
+            self._state.events.count("read_late", len(reads.waiting))
+            call.codes[reads.waiting] = _LATE
+            reads.waiting = reads.waiting[:0]
+            for wave in [wave for wave in reads.flying if not self._withdraw(call, reads, wave)]:
+                self._finish(call, reads, wave)
+
+    def _withdraw(self, call: ReadCall, reads: VolumeWaves, wave: Wave) -> bool:
+        """Take back a wave whose turn has not come. False: it has begun."""
+        if wave.reading is None or not wave.reading.cancel():
+            return False
+        state = self._state
+        if not call.is_prefetch:
+            reads.lower.foreground.end()
+        reads.flying.remove(wave)
+        state.events.count("read_late", len(wave.indices))
+        call.codes[wave.indices] = _LATE
         with state.lock:
-            rows = catalog.table.find_many(np.ascontiguousarray(blocks["key"][wanted]))
-            known = (rows != NONE) & (catalog.nbytes.array[rows] == blocks["payload_bytes"][wanted])
-            addresses = addresses_of(state, rows)
-            is_hot = known & (addresses != 0)
-            is_cold = known & ~is_hot & (catalog.residency.array[rows] != 0)
-            catalog.use(rows[is_hot | is_cold].tolist())
-            state.write_used(rows[is_hot].tolist())
-            lease.add(rows[is_hot].tolist())
-            state.counters.get_miss += len(rows) - int((is_hot | is_cold).sum())
-        hot, rows, addresses = wanted[is_hot], rows[is_hot], addresses[is_hot]
-        cold: Array = wanted[is_cold]
-        if len(hot) and sink is None:
-            intact = self._copy_blocks(blocks[hot], addresses, verify=verify)
-            cold = np.sort(np.concatenate([cold, hot[~intact]]))
-            hot, rows, addresses = hot[intact], rows[intact], addresses[intact]
-        if not len(hot):
-            return cold
-        tiers = self._tiers_at(addresses)
-        for index, tier in zip(hot.tolist(), tiers.tolist(), strict=True):
-            answers[index] = tier
-        with state.lock:
-            for tier in np.unique(tiers).tolist():
-                self._count_served(tier, rows[tiers == tier], blocks[hot[tiers == tier]])
-        if sink is not None:
-            sink(Arrived(hot, addresses, np.ones(len(hot), bool), False))
-        return cold
+            for at in range(len(wave.indices)):
+                self._give_back(call, wave, at)
+            state.lock.arrived.notify_all()
+            state.lock.room.notify_all()
+        return True
 
-    def _copy_blocks(self, blocks: Array, addresses: Array, *, verify: bool) -> Bools:
-        """Verify and copy blocks that lie in memory. Returns which of them are intact."""
-        ops = np.zeros(len(blocks), TRANSFER_DTYPE)
-        ops["source"], ops["target"] = addresses + HEAD_BYTES, blocks["address"]
-        ops["nbytes"], ops["chunk_bytes"] = blocks["payload_bytes"], blocks["chunk_bytes"]
-        ops["table"], ops["mode"] = addresses + TABLE_OFFSET, VERIFY if verify else COPY
-        transfer(ops)
-        same = (self._names_at(addresses) == blocks["key"]).all(axis=1)
-        intact: Bools = same & (ops["result"] == 0)
-        return intact
+    def _start_waves(self, call: ReadCall, volumes: Volumes, done: Done) -> bool:
+        """Start a wave on every volume that has room for one. False: nothing was planned."""
+        progress = False
+        for reads in list(volumes.values()):
+            left = len(reads.waiting)
+            if not left or len(reads.flying) >= _WAVES_A_VOLUME:
+                continue
+            with self._state.lock:
+                wave = self._plan(call, volumes, reads)
+            progress = progress or len(reads.waiting) < left
+            if len(wave.indices):
+                alone = not any(len(one.waiting) or one.flying for one in volumes.values())
+                reads.flying.append(wave)
+                self._start(call, reads, wave, done, inline=alone)
+        return progress
 
-    def _names_at(self, addresses: Array) -> Keys:
-        """The keys in the heads of records in memory."""
-        found = np.zeros((len(addresses), 4), np.uint64)
-        for memory in self._state.memory_tiers:
-            nbytes = memory.arena.memory.nbytes
-            here = (addresses >= memory.address) & (addresses < memory.address + nbytes)
-            if here.any():
-                words: Keys = view_at(memory.address, nbytes).view(np.uint64)
-                first = (addresses[here] - memory.address) // 8 + KEY_WORD
-                found[here] = words[first[:, None] + np.arange(4)]
+    def _await_room(self, call: ReadCall, volumes: Volumes, done: Done) -> bool:
+        """Wait for memory to read into and start. False: time is up."""
+        state = self._state
+        while (wait_s := call.deadline_s - state.clock.now()) > 0:
+            if self._start_waves(call, volumes, done):
+                return True
+            with state.lock:
+                state.lock.room.wait(min(wait_s, _LOOK_AGAIN_S))
+        return False
+
+    def _start(
+        self, call: ReadCall, reads: VolumeWaves, wave: Wave, done: Done, *, inline: bool
+    ) -> None:
+        """Begin to read a wave; in this thread, when its result is asked for, if there is nothing
+        to do meanwhile.
+        """
+        wave.began_s = self._state.clock.now()
+        priority = Priority.PREFETCH if call.is_prefetch else Priority.FOREGROUND
+        if not call.is_prefetch:
+            reads.lower.foreground.begin()
+        volume = self._state.volumes.entries[reads.volume].volume
+        wave.reading = volume.read(wave.reads, priority, max(0.0, call.deadline_s - wave.began_s))
+        if inline:
+            done.put((reads, wave))
+        else:
+            wave.reading.when_done(lambda: done.put((reads, wave)))
+
+    def _landed(self, call: ReadCall, done: Done) -> list[tuple[VolumeWaves, Wave]]:
+        """Waves that were read; waits for the first, until the deadline."""
+        found: list[tuple[VolumeWaves, Wave]] = []
+        with contextlib.suppress(queue.Empty):
+            wait_s = max(0.0, call.deadline_s - self._state.clock.now())
+            found.append(done.get(timeout=min(wait_s, _WAIT_MAX_S)))
+            while True:
+                found.append(done.get_nowait())
         return found
 
-    def _tiers_at(self, addresses: Array) -> Array:
-        """The answer for each block by the memory that it lies in."""
-        codes = np.zeros(len(addresses), np.uint8)
-        for memory in self._state.memory_tiers:
-            nbytes = memory.arena.memory.nbytes
-            here = (addresses >= memory.address) & (addresses < memory.address + nbytes)
-            codes[here] = _CODES[memory.name, ""]
-        return codes
+    def _plan(self, call: ReadCall, volumes: Volumes, reads: VolumeWaves) -> Wave:
+        """The next wave: blocks for which there is memory to read into.
 
-    def _count_served(self, code: int, rows: Rows, blocks: Array) -> None:
-        """Blocks were served from a memory tier."""
-        state, catalog, tier = self._state, self._state.catalog, ANSWERS[code].tier
-        assert state.held() and tier is not None
-        first, *others = state.memory_tiers
-        if others and tier == others[0].name:
-            first.note_hits_below(rows.tolist())
-        parts = blocks["stop"] - blocks["start"]
-        state.counters.add("get", tier, len(rows))
-        state.counters.get_bytes += int(parts.sum())
-        state.traffic.served_bytes[tier] += int(parts.sum())
-        shares, tags = parts / blocks["payload_bytes"], blocks["key"][:, 0]
-        for word in np.unique(tags):
-            mine = tags == word
-            ends = rows[mine][[0, -1]].tolist()
-            before, last = catalog.tree.depth(ends[0]) - 1, catalog.table.digest(ends[1])
-            state.ledger.served(word.tobytes(), tier, float(shares[mine].sum()), before, last)
+        A prefetch reads only what can stay in memory.
+        """
+        state = self._state
+        assert state.lock.held()
+        indices, promote = self._choose(call, volumes, reads)
+        rows, slots = call.rows[indices], np.full(len(indices), NONE, np.int64)
+        slots[promote] = self._reserve(rows[promote])
+        promote &= slots != NONE
+        rest = np.flatnonzero(~promote)
+        if call.is_prefetch:
+            call.codes[indices[rest]] = _BUSY
+        else:
+            sizes = record_sizes(call.blocks["payload_bytes"][indices[rest]])
+            slots[rest] = state.staging.allocate_many(sizes.tolist(), TEMPORARY)
+            back = indices[slots == NONE]
+            if len(back):
+                reads.waiting = np.concatenate([back, reads.waiting])
+        fits = slots != NONE
+        indices, slots, promote, rows = indices[fits], slots[fits], promote[fits], rows[fits]
+        locations = reads.lower.copies.location.array[rows]
+        batch = np.zeros(len(indices), READ_DTYPE)
+        for name in ("key", "payload_bytes", "chunk_bytes"):
+            batch[name] = call.blocks[name][indices]
+        batch["place"] = locations & _PLACES
+        batch["image"] = slots + np.where(promote, state.arena.address, state.staging.address)
+        batch["start"], batch["stop"], exact = call.spans(indices)
+        batch["target"] = np.where(exact, call.blocks["address"][indices], 0)
+        return Wave(indices, locations, slots, promote, batch)
 
-    def _indexed(
-        self, indices: Array, reads: Sequence[BlockRead], sink: Sink, keep: BlockLease | None
-    ) -> Sink:
-        """A sink for some blocks of a call: counts them as the call does, and protects them."""
+    def _choose(self, call: ReadCall, volumes: Volumes, reads: VolumeWaves) -> tuple[Ints, Bools]:
+        """Take blocks off the queue that go in one wave. Returns them, and which to promote.
 
-        def arrived(blocks: Arrived) -> None:
-            if keep is not None:
-                lasting = blocks.indices[blocks.is_lasting].tolist()
-                with self._state.lock:
-                    keep.add([reads[index].row for index in lasting])
-            mine = indices[blocks.indices]
-            sink(Arrived(mine, blocks.addresses, blocks.is_lasting, blocks.is_verified))
+        A block that was moved since it was queued goes to the queue of its volume now.
+        """
+        state, lower = self._state, reads.lower
+        some = reads.waiting[: _WAVE_BLOCKS_MAX if reads.flying else _FIRST_BLOCKS_MAX]
+        limit = min(lower.volumes.wave_bytes, max(1, state.arena.capacity_bytes // 4))
+        sizes = np.cumsum(record_sizes(call.blocks["payload_bytes"][some]))
+        some = some[: max(1, int(np.searchsorted(sizes, limit, "right")))]
+        reads.waiting = reads.waiting[len(some) :]
+        rows = call.rows[some]
+        here = lower.copies.state.array[rows] == _READY
+        here &= lower.copies.location.array[rows] >> VOLUME_SHIFT == reads.volume
+        if not here.all():
+            self._assign(call, volumes, some[~here])
+            some, rows = some[here], rows[here]
+        states = state.catalog.memory.state.array[rows]
+        _, first = np.unique(rows, return_index=True)
+        again = np.ones(len(rows), bool)
+        again[first] = False
+        if call.waits_for_others and not call.is_prefetch:
+            others = again | (states == _FILLING)
+            if others.any():
+                call.left_to_others += some[others].tolist()
+                some, states = some[~others], states[~others]
+                again = again[~others]
+        if not (lower.config.promote or call.is_prefetch):
+            return some, np.zeros(len(some), bool)
+        blocks = call.blocks[some]
+        whole = blocks["stop"] - blocks["start"] == blocks["payload_bytes"]
+        return some, whole & (states == int(CopyState.ABSENT)) & ~again
 
-        return arrived
+    def _reserve(self, rows: Rows) -> Ints:
+        """Slots of memory that blocks are about to be read into; NONE where there is none."""
+        state = self._state
+        slots = np.full(len(rows), NONE, np.int64)
+        sizes = record_sizes(state.catalog.nbytes.array[rows])
+        for nbytes in np.unique(sizes).tolist():
+            mine = np.flatnonzero(sizes == nbytes)
+            found = self._slots.allocate_all(nbytes, rows[mine].tolist())
+            mine = mine[: len(found)]
+            if found:
+                state.catalog.memory.reserve_all(rows[mine].tolist(), found)
+                slots[mine] = found
+        return slots
 
-    def _known_reads(self, blocks: Array, wanted: Array) -> list[BlockRead]:
-        """Reads of blocks that are here, for read-ahead."""
-        reads = _block_reads(blocks, wanted)
-        with self._state.lock:
-            rows = self._state.catalog.rows([read.key for read in reads])
-        for read, row in zip(reads, rows, strict=True):
-            read.row = row
-        return reads
+    def _finish(self, call: ReadCall, reads: VolumeWaves, wave: Wave) -> list[int]:
+        """Take in a wave that was read. Returns the blocks to read again: they moved meanwhile, or
+        another tier has them.
+        """
+        if wave not in reads.flying or wave.reading is None:
+            return []
+        state, reading = self._state, wave.reading
+        outcomes = reading.result()
+        if not call.is_prefetch:
+            reads.lower.foreground.end()
+        reads.flying.remove(wave)
+        good = outcomes == Outcome.OK
+        is_late = bool((outcomes == Outcome.LATE).any()) and not reading.released(0.0)
+        images, targets = wave.reads["image"], call.blocks["address"][wave.indices]
+        partial = np.flatnonzero(good & (targets != 0) & (wave.reads["target"] == 0))
+        if len(partial):
+            copy_payloads(call, wave.indices[partial], images[partial])
+        again: list[int] = []
+        late: list[LateRead] = []
+        try:
+            here = np.flatnonzero(good & (targets == 0))
+            call.hand_over(wave.indices[here], images[here], wave.promote[here], verified=True)
+        finally:
+            state.events.took("read", state.clock.now() - wave.began_s, reads.lower.name)
+            with state.lock:
+                self._keep(call, reads.lower, wave, good)
+                for at in np.flatnonzero(~good).tolist():
+                    outcome, index = Outcome(int(outcomes[at])), int(wave.indices[at])
+                    call.codes[index] = _REASONS[outcome]
+                    if outcome is not Outcome.LATE:
+                        self._give_back(call, wave, at)
+                        if self._failed(reads.lower, call.rows[index], wave.locations[at], outcome):
+                            again.append(index)
+                        continue
+                    state.events.count("read_late")
+                    if is_late:
+                        late.append(self._set_aside(call, wave, at))
+                    else:
+                        self._give_back(call, wave, at)
+                state.lock.arrived.notify_all()
+                state.lock.room.notify_all()
+            if is_late:
+                self._late.add(reading, late)
+        return again
 
+    def _keep(self, call: ReadCall, lower: LowerTier, wave: Wave, good: Bools) -> None:
+        """Make the slots of what was read blocks of the memory tier, or give them back."""
+        state = self._state
+        call.codes[wave.indices[good]] = _CODES[lower.name, ""]
+        for slot in wave.slots[good & ~wave.promote].tolist():
+            state.staging.free(slot)
+        rows = call.rows[wave.indices[good & wave.promote]].tolist()
+        if rows:
+            state.memory_tiers[0].seal_all(rows)
+            state.events.count("promoted", len(rows))
+            if state.writes.promotes_from(lower):
+                sample = int(call.blocks["key"][-1, 3]) >> 56
+                for row in rows:
+                    state.writes.promote(row, lower, sample)
 
-def _block_reads(blocks: Array, indices: Array) -> list[BlockRead]:
-    chosen = blocks[indices]
-    names = ("address", "payload_bytes", "chunk_bytes", "start", "stop")
-    columns = (chosen[name].tolist() for name in names)
-    return [BlockRead(*row) for row in zip(as_keys(chosen["key"]), *columns, strict=True)]
+    def _failed(self, lower: LowerTier, row: int, location: int, outcome: Outcome) -> bool:
+        """Settle a block that could not be read. True: read it again, from elsewhere."""
+        state = self._state
+        if lower.place(row) == location != NONE:
+            corrupt = outcome is Outcome.CORRUPT
+            state.events.count("quarantined" if corrupt else "read_failed")
+            if corrupt:
+                _log.warning(
+                    "%s: volume %d: a corrupt block is dropped", lower.name, volume_of(location)
+                )
+            if corrupt or state.volumes.is_up(location):
+                lower.drop(row)
+        other = state.source(row)
+        return other is not None and (other is not lower or lower.place(row) != location)
+
+    def _give_back(self, call: ReadCall, wave: Wave, at: int) -> None:
+        """Free a slot that nothing was read into."""
+        state = self._state
+        if wave.promote[at]:
+            state.arena.free(state.catalog.memory.drop(int(call.rows[wave.indices[at]])))
+        else:
+            state.staging.free(int(wave.slots[at]))
+
+    def _set_aside(self, call: ReadCall, wave: Wave, at: int) -> LateRead:
+        """The slot is busy until the kernel lets go of it; the block is not in memory meanwhile."""
+        state, slot, index = self._state, int(wave.slots[at]), wave.indices[at]
+        promote = bool(wave.promote[at])
+        if promote:
+            state.catalog.memory.drop(int(call.rows[index]))
+            state.arena.set_owner(slot, TEMPORARY)
+        (key,) = as_keys(call.blocks["key"][[index]])
+        nbytes = int(record_sizes(call.blocks["payload_bytes"][[index]])[0])
+        return LateRead(slot, key, nbytes, promote)

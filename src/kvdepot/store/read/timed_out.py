@@ -49,7 +49,7 @@ class TimedOutIo:
     def wait(self, timeout_s: float) -> bool:
         """True once nothing is late any more."""
         with self._state.lock:
-            return self._state.idle.wait_for(lambda: not self._busy, timeout_s)
+            return self._state.lock.idle.wait_for(lambda: not self._busy, timeout_s)
 
     def _run(self) -> None:
         state = self._state
@@ -63,8 +63,8 @@ class TimedOutIo:
                     if not (intact and self._keep(read)):
                         (state.arena if read.in_arena else state.staging).free(read.slot)
                 self._busy -= 1
-                state.room.notify_all()
-                state.idle.notify_all()
+                state.lock.room.notify_all()
+                state.lock.idle.notify_all()
                 if not self._busy:
                     return
 
@@ -78,7 +78,7 @@ class TimedOutIo:
 
     def _keep(self, read: LateRead) -> bool:
         """Make it a block of the memory tier, unless it is one, or is gone."""
-        assert self._state.held()
+        assert self._state.lock.held()
         state, catalog = self._state, self._state.catalog
         row = catalog.row(read.key)
         if row == NONE or not catalog.is_live(row) or not catalog.memory.absent(row):
@@ -86,5 +86,5 @@ class TimedOutIo:
         state.arena.set_owner(read.slot, row)
         catalog.memory.reserve(row, read.slot)
         state.memory_tiers[0].seal(row)
-        state.counters.promoted += 1
+        state.events.count("promoted")
         return True

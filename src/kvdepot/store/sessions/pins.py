@@ -275,9 +275,9 @@ class PinManager:
             rows = [row for row in state.catalog.rows(keys) if row != NONE]
             away = np.array(rows, np.int64)
             for row in away[~self._is_durable(away)].tolist():
-                if not state.is_dirty(row) and state.catalog.is_live(row):
-                    state.write_again(row)
-            state.work.notify_all()
+                if not state.writes.is_dirty(row) and state.catalog.is_live(row):
+                    state.writes.add_again(row)
+            state.lock.work.notify_all()
         report = self._flush(_DURABLE_S, as_words(keys))
         if report.not_durable:
             raise _refusal(report, len(keys))

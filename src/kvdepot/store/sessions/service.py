@@ -16,6 +16,8 @@ from kvdepot.errors import ConfigError
 from kvdepot.index.table import NONE
 from kvdepot.store.access import Caller
 from kvdepot.store.engine import Engine
+from kvdepot.store.events import PrefillReported, SessionNamed
+from kvdepot.store.observers.ledger import SavingsLedger
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.sessions.archive import ByteSource, SessionExporter
 from kvdepot.store.sessions.pins import PinManager
@@ -40,6 +42,7 @@ class SessionService(DepotSessions):
         sessions: Sessions,
         keeper: PinManager,
         wall: Clock,
+        ledger: SavingsLedger,
     ) -> None:
         """`caller` may use all namespaces."""
         self._engine = engine
@@ -49,6 +52,7 @@ class SessionService(DepotSessions):
         self._keeper = keeper
         self._archivist = SessionExporter(engine, sessions)
         self._wall = wall
+        self._ledger = ledger
         self._prefixes: tuple[float, PrefixList] = (0.0, [])
         """Those that were found last, and until when they are good enough."""
 
@@ -60,7 +64,7 @@ class SessionService(DepotSessions):
         """
         with self._state.lock:
             if keys is not None:
-                self._state.ledger.session_told(tag, name, keys)
+                self._state.events.emit(SessionNamed(tag, name, keys))
             return self._sessions.tell(tag, name, keys, state, start)
 
     def hint(self, caller: Caller, tags: Sequence[bytes], name: str, deadline_s: float) -> Hint:
@@ -228,8 +232,8 @@ class SessionService(DepotSessions):
 
     def ledger(self) -> dict[str, Any]:
         self._state.check_open()
-        with self._state.lock:
-            return self._state.ledger.page()
+        self._state.events.deliver()
+        return self._ledger.page()
 
     def tell_prefill(self, namespace: str, token_s: float, pair_s: float = 0.0) -> bool:
         self._state.check_open()
@@ -239,8 +243,8 @@ class SessionService(DepotSessions):
             tag = bytes.fromhex(namespace)
         except ValueError as error:
             raise ConfigError("namespace", "is not a tag in hexadecimal") from error
-        with self._state.lock:
-            return self._state.ledger.prefill_reported(tag, token_s, pair_s)
+        self._state.events.emit(PrefillReported(tag, token_s, pair_s))
+        return self._engine.access.is_registered(tag)
 
     def _tags(self, name: str, namespace: str) -> list[bytes]:
         """Namespaces that have a session of that name, or ConfigError."""
@@ -297,14 +301,14 @@ class SessionService(DepotSessions):
                     continue
                 below = any(lower.usable(row) for lower in state.lower_tiers)
                 for memory in state.memory_tiers:
-                    idle = not state.catalog.leases(row) and not state.is_dirty(row)
+                    idle = not state.catalog.leases(row) and not state.writes.is_dirty(row)
                     if below and idle and memory.copies.ready(row):
                         if not memory.leaves.may_leave(row) or memory.leaves.held(row):
                             return freed
                         memory.drop(row)
-                        state.counters.add("evicted", memory.name)
+                        state.events.count(f"evicted_{memory.name}")
                         freed += 1
-            state.room.notify_all()
+            state.lock.room.notify_all()
         return freed
 
 

@@ -5,7 +5,7 @@ is one lower tier only. Guarded by the store's lock.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -20,10 +20,8 @@ from kvdepot.policy.placing.admission import (
     worth_wear,
 )
 from kvdepot.policy.placing.write_mode import WriteMode
+from kvdepot.store.events import Events
 from kvdepot.store.state.lower_tier import LowerTier
-
-if TYPE_CHECKING:
-    from kvdepot.store.state.state import Counters
 
 _COUNT_MAX: Final = 255
 
@@ -31,12 +29,10 @@ _COUNT_MAX: Final = 255
 class Admission:
     """Asked before a block is queued for the fastest lower tier; told what is read and leaves."""
 
-    def __init__(
-        self, catalog: Catalog, lower_tiers: Sequence[LowerTier], counters: "Counters"
-    ) -> None:
+    def __init__(self, catalog: Catalog, lower_tiers: Sequence[LowerTier], events: Events) -> None:
         self._catalog = catalog
         self._lower_tiers = lower_tiers
-        self._counters = counters
+        self._events = events
         self._budgeted = any(lower.volumes.budget() is not None for lower in lower_tiers[:1])
         self._thrash = ThrashDetector() if len(lower_tiers) > 1 else None
         self._history: ReuseHistory | None = None
@@ -89,7 +85,7 @@ class Admission:
         """Whether a block that was read may be promoted. `sample`: a byte of its prompt's own."""
         if self._thrash is None or self._thrash.promotes(sample):
             return True
-        self._counters.held_below += self._lower_tiers[0].copies.absent(row)
+        self._events.count("held_below", self._lower_tiers[0].copies.absent(row))
         return False
 
     def sift(self, row: int, numbers: list[int]) -> list[int]:
@@ -102,7 +98,7 @@ class Admission:
             return numbers
         if worth_wear(history.chance(row), self._fill_after(row)):
             return numbers
-        self._counters.bypassed += 1
+        self._events.count("bypassed")
         below = range(1, len(self._lower_tiers))
         return [number for number in below if number == 1 or number in numbers]
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvdepot.core.block import CopyState, GetResult
-from kvdepot.format.record import record_bytes
+from kvdepot.core.block import CopyState
+from kvdepot.core.keys import Keys
+from kvdepot.format.record import KEY_WORD, record_bytes
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.leaves import LeafOrder
-from kvdepot.index.table import NONE, Rows
+from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.memory.arena import UNOWNED, Arena, Slab
+from kvdepot.native.memory import view_at
 from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
 
 if TYPE_CHECKING:
@@ -53,13 +55,29 @@ class ArenaTier:
     name: str = field(init=False)
     address: int = field(init=False)
     """Where the arena begins."""
-    served: GetResult = field(init=False)
-    """The answer for a block that is here."""
 
     def __post_init__(self) -> None:
         self.name = self.copies.tier
         self.address = self.arena.address
-        self.served = GetResult(self.name)
+
+    def addresses(self, rows: Rows) -> Rows:
+        """Addresses of records that are here, 0 for those that are not."""
+        here = (rows != NONE) & (self.copies.state.array[rows] == int(CopyState.READY))
+        found: Rows = np.where(here, self.address + self.copies.location.array[rows], 0)
+        return found
+
+    def holds(self, addresses: Rows) -> Bools:
+        """Which addresses are in this memory."""
+        end = self.address + self.arena.memory.nbytes
+        here: Bools = (addresses >= self.address) & (addresses < end)
+        return here
+
+    def keys_at(self, addresses: Rows) -> Keys:
+        """The keys in the heads of records in this memory."""
+        words: Keys = view_at(self.address, self.arena.memory.nbytes).view(np.uint64)
+        first = (addresses - self.address) // 8 + KEY_WORD
+        keys: Keys = words[first[:, None] + np.arange(4)]
+        return keys
 
     def image(self, row: int) -> memoryview:
         """The record of a block that is here."""
@@ -155,7 +173,7 @@ class SlotAllocator:
 
     def _take(self, nbytes: int, owners: list[int], *, may_wait: bool = False) -> list[int]:
         """Slots for the first of the owners; none: everything is in use."""
-        assert self._state.held()
+        assert self._state.lock.held()
         arena = self._memory.arena
         location = arena.allocate(nbytes, owners[0])
         if self._memory.spare_bytes:
@@ -170,7 +188,7 @@ class SlotAllocator:
                 location = arena.allocate(nbytes, owners[0])
         if location is None:
             self._memory.full_s = self._state.clock.now()
-            self._state.work.notify_all()
+            self._state.lock.work.notify_all()
             return []
         return [location]
 
@@ -202,7 +220,7 @@ class SlotAllocator:
     def _gone(self, rows: list[int]) -> None:
         """Blocks were evicted."""
         memory = self._memory
-        self._state.counters.add("evicted", memory.name, len(rows))
+        self._state.events.count(f"evicted_{memory.name}", len(rows))
         residency = memory.catalog.residency.view
         for lower in self._state.lower_tiers:
             for row in rows if lower.queue.deferred else ():

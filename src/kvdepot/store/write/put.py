@@ -4,7 +4,7 @@ write-back. Or the caller fills the slot itself (`Reservation`).
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -93,10 +93,8 @@ class Putter:
                 finally:
                     with state.lock:
                         self._seal(wave) if filled else self._abandon(wave)
-        if results.count(PutResult.STORED) < len(results):
-            with state.lock:
-                self._count_others(results)
-        state.traffic.took("put", state.clock.now() - began_s)
+        self._count_others(results)
+        state.events.took("put", state.clock.now() - began_s)
         return results
 
     def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
@@ -106,8 +104,7 @@ class Putter:
         """
         results = self.admit(offers, timeout_s)
         left = [PutResult.THROTTLED] * (len(offers) - len(results))
-        with self._state.lock:
-            self._count_others(left)
+        self._count_others(left)
         return results + left
 
     def admit(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
@@ -124,9 +121,8 @@ class Putter:
                 self._admit(offers[: part.stop], results, wave, deadline, _NO_LIMIT)
             if len(results) < part.stop:
                 break
-        with state.lock:
-            self._count_others(results)
-        state.traffic.took("reserve", state.clock.now() - began_s)
+        self._count_others(results)
+        state.events.took("reserve", state.clock.now() - began_s)
         return results
 
     def finish(self, wave: list[NewBlock], *, summed: bool = False) -> None:
@@ -149,7 +145,7 @@ class Putter:
         """Give slots back that were reserved."""
         with self._state.lock:
             self._abandon(wave)
-            self._state.room.notify_all()
+            self._state.lock.room.notify_all()
 
     def _admit(
         self,
@@ -166,12 +162,12 @@ class Putter:
         `may_wait`: rather than evict a block that could move to a slower memory.
         """
         state = self._state
-        assert state.held()
+        assert state.lock.held()
         total = sum(record_bytes(offer.payload_bytes) for offer in wave)
         dirty_room = self._dirty_room()
         while len(results) < len(offers) and total < limit_bytes:
             offer = offers[len(results)]
-            room = dirty_room - total if wave or state.dirty_bytes else _NO_LIMIT
+            room = dirty_room - total if wave or state.writes.dirty_bytes else _NO_LIMIT
             ahead = min(len(offers) - len(results), _PART) - 1
             if not wave or wave[-1].key[16:24] != offer.key[8:16]:
                 self._hold_before(offer)
@@ -184,10 +180,10 @@ class Putter:
                 if wave and wait_s > 0:
                     return
                 if wait_s > 0:
-                    state.room.wait(wait_s)
+                    state.lock.room.wait(wait_s)
                     dirty_room = self._dirty_room()
                     continue
-                at_once = deadline == _AT_ONCE and state.written_through() is None
+                at_once = deadline == _AT_ONCE and state.writes.written_through() is None
                 over = _NO_LIMIT if at_once else room
                 outcome = self._take_anyway(offer, room, over, ahead)
                 if wave and outcome is PutResult.THROTTLED:
@@ -227,10 +223,8 @@ class Putter:
 
     def _dirty_room(self) -> int:
         """How much more may wait to be written."""
-        state = self._state
-        if not state.lower_tiers:
-            return _NO_LIMIT
-        return state.dirty_limit_bytes - state.dirty_bytes if state.writes_back else _NO_LIMIT
+        writes = self._state.writes
+        return writes.dirty_limit_bytes - writes.dirty_bytes if writes.writes_back else _NO_LIMIT
 
     def _try(self, offer: NewBlock, dirty_room: int, ahead: int, *, may_wait: bool) -> PutResult:
         """Reserve a slot; `ahead` more offers follow. THROTTLED may change with time, REFUSED will
@@ -295,7 +289,7 @@ class Putter:
 
     def _seal(self, wave: list[NewBlock]) -> None:
         """Make the blocks visible and queue new ones for write-back."""
-        assert self._state.held()
+        assert self._state.lock.held()
         state, catalog = self._state, self._state.catalog
         rows = [offer.row for offer in wave]
         below = {row for row in rows if catalog.residency.view[row]}
@@ -309,15 +303,15 @@ class Putter:
             self._seal_returned([row for row in rows if row in below], wave[-1].key[-1])
             new = [row for row in rows if row not in below]
         deferred = {offer.row for offer in wave if offer.deferred}
-        state.write_new([row for row in new if row not in deferred] if deferred else new)
+        state.writes.add_new([row for row in new if row not in deferred] if deferred else new)
         if deferred:
-            state.write_new([row for row in new if row in deferred], later=True)
+            state.writes.add_new([row for row in new if row in deferred], later=True)
         catalog.use(new, hit=False)
         state.unlease(_leased(wave))
-        state.counters.put_stored += len(wave)
-        state.counters.put_bytes += sum([offer.payload_bytes for offer in wave])
-        if state.dirty_bytes:
-            state.work.notify_all()
+        state.events.count("put_stored", len(wave))
+        state.events.count("put_bytes", sum([offer.payload_bytes for offer in wave]))
+        if state.writes.dirty_bytes:
+            state.lock.work.notify_all()
 
     def _seal_returned(self, rows: list[int], sample: int) -> None:
         """Blocks that a lower tier has are in memory again, as if they had been read from there."""
@@ -325,24 +319,18 @@ class Putter:
         state.catalog.use(rows)
         for row in rows:
             source = state.source(row)
-            if source is not None and state.promotes_from(source):
-                state.promote(row, source, sample)
+            if source is not None and state.writes.promotes_from(source):
+                state.writes.promote(row, source, sample)
 
     def _abandon(self, wave: list[NewBlock]) -> None:
         """Give the slots back."""
-        assert self._state.held()
+        assert self._state.lock.held()
         state = self._state
         for offer in wave:
             state.arena.free(state.catalog.memory.drop(offer.row))
         state.unlease(_leased(wave))
 
-    def _count_others(self, outcomes: Iterable[PutResult]) -> None:
+    def _count_others(self, outcomes: list[PutResult]) -> None:
         """Count what was not stored; what was is counted when it is sealed."""
-        counters = self._state.counters
-        for outcome in outcomes:
-            if outcome is PutResult.PRESENT:
-                counters.put_present += 1
-            elif outcome is PutResult.THROTTLED:
-                counters.put_throttled += 1
-            elif outcome is PutResult.REFUSED:
-                counters.put_refused += 1
+        for outcome in (PutResult.PRESENT, PutResult.THROTTLED, PutResult.REFUSED):
+            self._state.events.count(f"put_{outcome.value}", outcomes.count(outcome))

@@ -42,6 +42,7 @@ _log = RateLimitedLog("kvdepot.store")
 
 class WriteDown(CopyJob):
     in_place = True
+    counter = "written"
 
     def __init__(self, state: StoreState, lower: LowerTier, volume: int) -> None:
         super().__init__(lower)
@@ -60,8 +61,6 @@ class WriteDown(CopyJob):
         lower.enter(row, location)
         if lower is state.lower_tiers[0]:
             lower.reset_hits(row)
-        state.counters.written += 1
-        state.counters.written_bytes += record_bytes(state.catalog.nbytes[row])
 
     def give_up(self, row: int) -> None:
         """A block that could not be written goes to another volume, or is given up."""
@@ -74,12 +73,12 @@ class WriteDown(CopyJob):
             self._returned.append(row)
         else:
             self.given_up += 1
-            self._state.give_up_writing(row, self.target)
+            self._state.writes.give_up(row, self.target)
 
     def release(self, rows: list[int]) -> None:
         for row in rows:
             if self.target.copies.ready(row):
-                self._state.mark_clean(row, self.target)
+                self._state.writes.mark_clean(row, self.target)
         self.target.queue.dirty.extendleft(reversed(self._returned))
         self._returned.clear()
 
@@ -129,21 +128,21 @@ class WriteBack:
         with state.lock:
             while not state.closing.is_set():
                 if lower.queue.deferred:
-                    state.write_deferred(lower, state.dirty_limit_bytes // 2)
+                    state.writes.queue_deferred(lower, state.writes.dirty_limit_bytes // 2)
                 volume, pause_s = self._choose_volume()
                 if volume is not None:
                     job = WriteDown(state, lower, volume)
                     rows = self._take(volume)
-                    state.room.notify_all()
+                    state.lock.room.notify_all()
                     piece, _ = self._mover.claim(job, rows, 1 << 62)
                     if piece.rows:
                         lower.volumes.shares.take(volume, piece.nbytes, state.clock.now())
                         self._busy[volume] += 1
                         if lower.volumes.contiguous_bytes:
-                            state.work.notify_all()
+                            state.lock.work.notify_all()
                         return volume, piece, job
                     pause_s = _LINGER_S if lower.queue.dirty else None
-                state.work.wait(pause_s)
+                state.lock.work.wait(pause_s)
         return None
 
     def _write(self, volume: int, piece: CopyBatch, job: WriteDown) -> None:
@@ -161,7 +160,7 @@ class WriteBack:
             self._room.keep_spare(volume)
         with state.lock:
             self._busy[volume] -= 1
-            state.work.notify_all()
+            state.lock.work.notify_all()
 
     def _rest(self, since_s: float) -> None:
         """Leave the volumes to reads that came since then, for a while."""
@@ -173,7 +172,7 @@ class WriteBack:
     def _is_pressed(self) -> bool:
         """Much waits, or a block found no room of late: a prompt whose tail waits stays whole."""
         state = self._state
-        if 2 * state.dirty_bytes >= state.dirty_limit_bytes:
+        if 2 * state.writes.dirty_bytes >= state.writes.dirty_limit_bytes:
             return True
         return state.clock.now() < state.memory_tiers[0].full_s + _PRESSED_S
 
@@ -184,7 +183,7 @@ class WriteBack:
     def _choose_volume(self) -> tuple[int | None, float | None]:
         """The volume to write to now; else how long to wait, None until there is work."""
         state, lower = self._state, self._lower
-        assert state.held()
+        assert state.lock.held()
         if not lower.queue.dirty:
             return None, None
         pressed = self._is_pressed()
@@ -258,8 +257,8 @@ class WriteBack:
                 break
             lower.queue.dirty.popleft()
             if catalog.is_deleted(row) or not lower.copies.absent(row):
-                state.mark_clean(row, lower)
-                state.written.notify_all()
+                state.writes.mark_clean(row, lower)
+                state.lock.written.notify_all()
             elif self._mover.is_appended_elsewhere(row, lower):
                 passed_over.append(row)  # its head is written to now
             elif rows and volume in lower.queue.failed_on.get(row, ()):
@@ -288,9 +287,9 @@ class WriteBack:
         state, lower = self._state, self._lower
         lower.queue.dirty.clear()
         for row in [row for row in lower.queue.tickets if lower.copies.absent(row)]:
-            state.give_up_writing(row, lower)
-        state.written.notify_all()
-        state.room.notify_all()
+            state.writes.give_up(row, lower)
+        state.lock.written.notify_all()
+        state.lock.room.notify_all()
 
 
 class Flusher:
@@ -302,13 +301,13 @@ class Flusher:
     def write_through(self, timeout_s: float) -> None:
         """Where the first lower tier is written through, wait until it has what was put."""
         state = self._state
-        first = state.written_through()
+        first = state.writes.written_through()
         if first is None:
             return
         with state.lock:
-            last = state.last_ticket
+            last = state.writes.last_ticket
             self._do_not_linger(last)
-            state.written.wait_for(
+            state.lock.written.wait_for(
                 lambda: (first.queue.oldest_ticket() or last + 1) > last, timeout_s
             )
 
@@ -320,10 +319,10 @@ class Flusher:
         deadline = state.clock.now() + timeout_s
         with state.lock:
             self._try_again()
-            last = state.last_ticket
+            last = state.writes.last_ticket
             self._do_not_linger(last)
             rows = None if keys is None else set(state.catalog.table.find_many(keys).tolist())
-            done = state.written.wait_for(lambda: self._is_written(last, rows), timeout_s)
+            done = state.lock.written.wait_for(lambda: self._is_written(last, rows), timeout_s)
         unsynced: dict[LowerTier, Durability] = {}
         for lower in state.lower_tiers:
             if lower.writable:
@@ -342,10 +341,10 @@ class Flusher:
         """Queue what could not be written before, or was put off."""
         state, catalog = self._state, self._state.catalog
         for lower in state.lower_tiers:
-            state.write_deferred(lower, _NO_LIMIT)
+            state.writes.queue_deferred(lower, _NO_LIMIT)
         rows = catalog.live_rows()
         for row in rows[catalog.unwritten.array[rows] == FAILED].tolist():
-            state.write_again(row)
+            state.writes.add_again(row)
 
     def _is_written(self, last: int, rows: set[int] | None) -> bool:
         tiers = self._state.lower_tiers
@@ -394,4 +393,4 @@ class Flusher:
         """Blocks up to this ticket wait no longer for others of their prompt."""
         for lower in self._state.lower_tiers:
             lower.queue.flush_ticket = max(lower.queue.flush_ticket, ticket)
-        self._state.work.notify_all()
+        self._state.lock.work.notify_all()

@@ -323,7 +323,7 @@ class LastWords:
     def say(self) -> None:
         if self.store is None:
             self._ledger.write("unopened")
-        elif self.store.inspect().state.lock.acquire(timeout=10.0):
+        elif self.store.inspect().state.lock.acquire(10.0):
             tell_end(self._ledger, self.store)
 
     def end(self) -> None:

@@ -4,14 +4,20 @@ import errno
 import os
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvdepot.core.clock import Clock
-from kvdepot.core.keys import Keys
 from kvdepot.core.private import open_private_file
 from kvdepot.core.recording import header, request
 from kvdepot.errors import ConfigError
+from kvdepot.store.events import Event, LookedUp
+
+Digests = npt.NDArray[np.uint64]
 
 _SAME_S: Final = 10.0
 """A prompt that is looked up again within this time is the same request."""
@@ -30,7 +36,7 @@ def _hint(path: Path, error: OSError) -> str:
 
 
 class TraceRecorder:
-    """One recording. Lookups are queued at once and written by a thread; a full disk ends it."""
+    """One recording: an observer of the store. A thread writes; a full disk ends the recording."""
 
     def __init__(self, path: Path, block_tokens: int, clock: Clock) -> None:
         """Begin a new file, or ConfigError."""
@@ -46,28 +52,26 @@ class TraceRecorder:
         self.requests = 0
         """Written so far."""
         self._block_tokens = block_tokens
-        self._clock = clock
         self._began_s = clock.now()
         self._bytes = 0
-        self._lock = threading.Lock()
         self._recent: OrderedDict[int, float] = OrderedDict()
-        self._queue: deque[tuple[float, Keys]] = deque(maxlen=_QUEUE_MAX)
+        self._queue: deque[tuple[float, Digests]] = deque(maxlen=_QUEUE_MAX)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-recorder", daemon=True)
         self._thread.start()
 
-    def add(self, words: Keys) -> None:
-        """A prompt was looked up, given as its keys. Does not block."""
-        if not len(words) or self._stop.is_set():
-            return
-        last, now_s = int(words[-1, 2]), self._clock.now()
-        with self._lock:
+    def observe(self, events: Sequence[Event]) -> None:
+        """Queue the lookups, but for prompts that were looked up a moment before."""
+        for event in events:
+            if not isinstance(event, LookedUp) or not len(event.keys) or event.at_s < self._began_s:
+                continue
+            last = int(event.keys[-1, 2])
             before_s = self._recent.pop(last, None)
-            self._recent[last] = now_s
+            self._recent[last] = event.at_s
             if len(self._recent) > _RECENT_MAX:
                 self._recent.popitem(last=False)
-            if before_s is None or now_s - before_s > _SAME_S:
-                self._queue.append((now_s - self._began_s, words[:, 2].copy()))
+            if before_s is None or event.at_s - before_s > _SAME_S:
+                self._queue.append((event.at_s - self._began_s, event.keys[:, 2]))
 
     def close(self) -> int:
         """Write what is left. Returns how many requests were recorded."""

@@ -1,16 +1,15 @@
 """The ledger counts the tokens that were given back to engines, and the prefill time they saved.
 
-The store calls `served` for the blocks of one namespace and tier that a call has given back. The
-ledger multiplies their tokens by the prefill speed that the engine reported for the namespace
-(`prefill_reported`) or, without a report, by `ledger.prefill_tokens_per_s`. It adds the result to
-the tenant at once, and to a session when a prompt of the session is told with these blocks.
+The ledger multiplies the tokens of served blocks by the prefill speed that the engine reported for
+the namespace or, without a report, by `ledger.prefill_tokens_per_s`. It adds the result to the
+tenant at once, and to a session when a prompt of the session is named with these blocks.
 
 All counts begin at zero when the store is opened. Prometheus keeps their history.
 """
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,12 +17,13 @@ import numpy as np
 
 from kvdepot.config.settings import LedgerConfig
 from kvdepot.core.keys import Keys
+from kvdepot.store.events import BlocksServed, Event, PrefillReported, Registered, SessionNamed
 
 TENANTS_MAX: Final = 64
 OTHERS: Final = "(others)"
 """The account of all tenants after the first TENANTS_MAX."""
 SESSIONS_MAX: Final = 1 << 12
-"""The ledger drops the session that was told longest ago when there are more."""
+"""The ledger drops the session that was named longest ago when there are more."""
 SESSIONS_LISTED: Final = 100
 _UNCLAIMED_MAX: Final = 256
 """Limit of the namespaces with calls that belong to no session yet, and of the calls in each."""
@@ -76,7 +76,7 @@ class _Prefill:
 
 
 class SavingsLedger:
-    """The counts of one store. The caller holds the store's lock."""
+    """The counts of one store."""
 
     def __init__(self, prices: LedgerConfig) -> None:
         self._prices = prices
@@ -85,11 +85,22 @@ class SavingsLedger:
         self._total = Account()
         self._tenants: dict[str, Account] = {}
         self._sessions: OrderedDict[tuple[bytes, str], Account] = OrderedDict()
-        """By tag and name. The session that was told last is at the end."""
+        """By tag and name. The session that was named last is at the end."""
         self._unclaimed: OrderedDict[bytes, OrderedDict[int, Account]] = OrderedDict()
         """By tag and digest of the last block of a call: what no session has claimed yet."""
 
-    def registered(self, tag: bytes, description: bytes) -> None:
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, BlocksServed):
+                self._served(event)
+            elif isinstance(event, Registered):
+                self._registered(event.tag, event.description)
+            elif isinstance(event, SessionNamed):
+                self._session_named(event.tag, event.name, event.keys)
+            elif isinstance(event, PrefillReported):
+                self._prefill[event.tag] = _Prefill(event.token_s, event.pair_s)
+
+    def _registered(self, tag: bytes, description: bytes) -> None:
         """Count the blocks of a namespace from now on, unless they are windows or states. The
         engine keeps those beside the blocks of full attention, for the same tokens.
         """
@@ -97,27 +108,17 @@ class SavingsLedger:
         if space is not None and (tag in self._spaces or len(self._spaces) < _SPACES_MAX):
             self._spaces[tag] = space
 
-    def prefill_reported(self, tag: bytes, token_s: float, pair_s: float) -> bool:
-        """Use the prefill speed that an engine has measured. False: the namespace is unknown."""
-        if tag not in self._spaces:
-            return False
-        self._prefill[tag] = _Prefill(token_s, pair_s)
-        return True
-
-    def served(self, tag: bytes, tier: str, blocks: float, before: int, last: int) -> None:
-        """Blocks of one prompt were given back from a tier.
-
-        `blocks` counts a part of a block's bytes as that part of a block. `before` is the number of
-        blocks before the first one in its prompt. `last` is the digest of the last block's key.
-        """
+    def _served(self, event: BlocksServed) -> None:
+        """Blocks of one prompt were given back from a tier."""
+        tag, blocks = event.tag, event.whole
         space = self._spaces.get(tag)
         if space is None:
             return
         tokens = blocks * space.block_tokens / space.shards
-        saved = Account({tier: tokens})
+        saved = Account({event.tier: tokens})
         prefill = self._prefill.get(tag)
         if prefill is not None:
-            context = (before + blocks / 2) * space.block_tokens
+            context = (event.before + blocks / 2) * space.block_tokens
             saved.gpu_s = tokens * (prefill.token_s + prefill.pair_s * context)
         elif self._prices.prefill_tokens_per_s:
             saved.gpu_s = tokens / self._prices.prefill_tokens_per_s
@@ -126,11 +127,11 @@ class SavingsLedger:
         self._total.add(saved)
         self._tenant(space.tenant).add(saved)
         calls = self._unclaimed.setdefault(tag, OrderedDict())
-        calls.setdefault(last, Account()).add(saved)
+        calls.setdefault(event.last, Account()).add(saved)
         _drop_first(calls, _UNCLAIMED_MAX)
         _drop_first(self._unclaimed, _UNCLAIMED_MAX)
 
-    def session_told(self, tag: bytes, name: str, words: Keys) -> None:
+    def _session_named(self, tag: bytes, name: str, words: Keys) -> None:
         """A session has this prompt: it claims the calls that ended with a block of the prompt."""
         calls = self._unclaimed.get(tag)
         if not calls:
