@@ -142,6 +142,41 @@ def test_what_waits_together_is_read_in_one_sweep_from_where_the_head_is() -> No
     files.close()
 
 
+def test_it_can_be_closed_while_its_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that was lost is closed by one thread while another one reads from it."""
+    files = Recorder()
+    files.go.set()
+    elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
+    begun, go_on, start = threading.Event(), threading.Event(), threading.Thread.start
+
+    def slowly(thread: threading.Thread) -> None:
+        if thread.name == "kvdepot-test-head":
+            begun.set()
+            assert go_on.wait(60.0)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slowly)
+    reader = threading.Thread(target=elevator.submit, args=(request([500]),))
+    reader.start()
+    assert begun.wait(60.0)
+    errors: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            elevator.close()
+        except RuntimeError as error:
+            errors.append(error)
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    closer.join(0.2)
+    go_on.set()
+    closer.join()
+    reader.join()
+    assert not errors
+    files.close()
+
+
 def test_foreground_reads_enter_a_round_first_and_one_other_enters_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

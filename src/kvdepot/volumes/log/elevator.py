@@ -120,7 +120,8 @@ class Elevator:
         self.withdraw(reads)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        thread = self._thread
+        with self._lock:  # it is started with the lock held
+            thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
 
